@@ -1,0 +1,65 @@
+"""Rollouts for reinforcement learning, collected by workers over ``torch.distributed.rpc``.
+
+::
+
+    import distcollect as dc
+
+    with dc.RPCDataCollector("CartPole-v1", policy, frames_per_batch=4096) as collector:
+        for batch in collector:
+            ...
+            collector.update_policy_weights_(policy)
+"""
+
+from .collectors import DataCollectorBase, RPCDataCollector, SyncDataCollector
+from .config import Faults
+from .envs import EnvContext
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BatchTimeout,
+    CollectorStateError,
+    DeadlineError,
+    DistCollectError,
+    EnvError,
+    LaunchError,
+    PolicyError,
+    PolicyNotSendable,
+    SpaceError,
+    WeightsError,
+    WeightsTimeout,
+    WorkerError,
+    WorkerLost,
+    WorkerMismatch,
+)
+from .launch import run
+from .policy import Exploration
+from .version import __version__
+from .weights import PushHandle
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BatchTimeout",
+    "CollectorStateError",
+    "DataCollectorBase",
+    "DeadlineError",
+    "DistCollectError",
+    "EnvContext",
+    "EnvError",
+    "Exploration",
+    "Faults",
+    "LaunchError",
+    "PolicyError",
+    "PolicyNotSendable",
+    "PushHandle",
+    "RPCDataCollector",
+    "SpaceError",
+    "SyncDataCollector",
+    "WeightsError",
+    "WeightsTimeout",
+    "WorkerError",
+    "WorkerLost",
+    "WorkerMismatch",
+    "__version__",
+    "run",
+]

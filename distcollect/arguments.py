@@ -1,0 +1,221 @@
+"""Checks of what users hand to a collector, all made before any process is started."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import torch
+from torch import nn
+
+from .envs import check_env_id
+from .errors import ArgumentError, ArgumentTypeError, PolicyNotSendable
+from .spaces import leaves_of
+
+
+def positive(name: str, value: object, *, optional: bool = False) -> None:
+    """Refuse what is no whole number above zero.
+
+    Raises:
+        ArgumentError: it is zero, negative, or None and not ``optional``.
+        ArgumentTypeError: it is no integer.
+    """
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name}={value!r}: must be a whole number")
+    if value < 1:
+        raise ArgumentError(f"{name}={value}: must be at least 1")
+
+
+def num_steps(frames_per_batch: int, num_workers: int, envs_per_worker: int) -> int:
+    """T, the steps of each env in a batch.
+
+    Raises:
+        ArgumentError: the frames don't divide; says which numbers would.
+    """
+    rows = num_workers * envs_per_worker
+    steps, rest = divmod(frames_per_batch, rows)
+    if rest:
+        lower, upper = steps * rows, (steps + 1) * rows
+        would_do = f"{lower} or {upper} would do" if steps else f"{upper} would do"
+        split = f"{num_workers} worker(s) x {envs_per_worker} env(s)" if num_workers > 1 else (
+            f"{envs_per_worker} env(s)"
+        )
+        raise ArgumentError(
+            f"frames_per_batch={frames_per_batch} can't be split evenly over {split}: {would_do}"
+        )
+    return steps
+
+
+def total_batches(total_frames: int, frames_per_batch: int) -> int | None:
+    """How many batches ``total_frames`` are; None: endless.
+
+    A total that is no multiple is rounded up, with a warning.
+
+    Raises:
+        ArgumentError: it is neither positive nor -1.
+    """
+    if total_frames == -1:
+        return None
+    if isinstance(total_frames, bool) or not isinstance(total_frames, int):
+        raise ArgumentTypeError(f"total_frames={total_frames!r}: must be a whole number")
+    if total_frames < 1:
+        raise ArgumentError(f"total_frames={total_frames}: must be at least 1, or -1 for endless")
+    batches = -(-total_frames // frames_per_batch)
+    if batches * frames_per_batch != total_frames:
+        warnings.warn(
+            f"total_frames={total_frames} is no multiple of frames_per_batch={frames_per_batch}: "
+            f"{batches * frames_per_batch} frames will be collected",
+            stacklevel=4,
+        )
+    return batches
+
+
+def env_maker(maker: object, *, instances: bool) -> None:
+    """Check what is to make an env, as far as that goes without making one.
+
+    Args:
+        maker: env id or callable; an env where ``instances`` are allowed.
+        instances: whether an env itself will do.
+
+    Raises:
+        ArgumentError: unknown env id, an env where none will do, or spaces no batch can carry.
+        ArgumentTypeError: nothing that makes an env.
+    """
+    if isinstance(maker, str):
+        check_env_id(maker)
+        env = gym.make(maker)
+        try:
+            leaves_of(env.observation_space, "observation")
+            leaves_of(env.action_space, "action")
+        finally:
+            env.close()
+    elif isinstance(maker, gym.Env | gym.vector.VectorEnv):
+        if not instances:
+            raise ArgumentError(
+                f"create_env_fn is an env ({maker}), which can't be sent to workers: pass a "
+                "callable that makes one, e.g. lambda: gymnasium.make(...)"
+            )
+    elif not callable(maker):
+        raise ArgumentTypeError(
+            f"create_env_fn={maker!r}: must be an env id or a callable that makes an env"
+        )
+
+
+def env_makers(create_env_fn: object, num_workers: int) -> list[object]:
+    """One maker for each worker, in the order of their ids.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: as :func:`env_maker`, or a list of another length.
+    """
+    if isinstance(create_env_fn, list | tuple):
+        if len(create_env_fn) != num_workers:
+            raise ArgumentError(
+                f"create_env_fn has {len(create_env_fn)} makers for {num_workers} worker(s): a "
+                "list has one for each worker; use envs_per_worker for several envs in each"
+            )
+        makers = list(create_env_fn)
+    else:
+        makers = [create_env_fn]
+    for maker in makers:
+        env_maker(maker, instances=False)
+    return makers if len(makers) > 1 else makers * num_workers
+
+
+def policy(given: object, factory: object) -> None:
+    """Check the policy arguments.
+
+    Raises:
+        ArgumentError: both are given.
+        ArgumentTypeError: one can't be called.
+    """
+    if given is not None and factory is not None:
+        raise ArgumentError("policy and policy_factory are both given: one of them makes no sense")
+    for name, value in (("policy", given), ("policy_factory", factory)):
+        if value is not None and not callable(value):
+            raise ArgumentTypeError(f"{name}={value!r}: must be callable")
+
+
+def device(value: object) -> torch.device | None:
+    """``value`` as a torch device.
+
+    Raises:
+        ArgumentError: torch knows no such device.
+    """
+    if value is None:
+        return None
+    try:
+        return torch.device(value)  # type: ignore[arg-type,no-any-return,call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device={value!r}: {error}") from error
+
+
+def pickled(plan: object, user_policy: object, maker: object) -> bytes:
+    """``plan`` as it travels to a worker.
+
+    Lambdas, closures and what is defined in ``__main__`` or a notebook travel by value.
+
+    Raises:
+        PolicyNotSendable: the policy can't be pickled.
+        ArgumentError: the env maker, or something else in the plan, can't be.
+    """
+    try:
+        return cloudpickle.dumps(plan)
+    except Exception as error:
+        if _fails(user_policy):
+            raise PolicyNotSendable(
+                f"the policy can't be sent to a worker ({type(error).__name__}: {error}); pass "
+                "policy_factory, a callable that makes it there, instead"
+            ) from error
+        what = "create_env_fn" if _fails(maker) else "an argument"
+        raise ArgumentError(
+            f"{what} can't be sent to a worker ({type(error).__name__}: {error}); make what can't "
+            "be pickled inside of it"
+        ) from error
+
+
+def _fails(value: object) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # noqa: BLE001 - whatever it is, it is the answer
+        return True
+    return False
+
+
+def portable(user_policy: Any) -> Any:
+    """The policy in a form that a host without this one's GPU can unpickle."""
+    if isinstance(user_policy, nn.Module) and any(
+        tensor.is_cuda for tensor in (*user_policy.parameters(), *user_policy.buffers())
+    ):
+        return copy.deepcopy(user_policy).cpu()
+    return user_policy
+
+
+def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:
+    """The selected workers; None: all.
+
+    Raises:
+        ArgumentTypeError: neither an int nor a list of ints.
+        ArgumentError: no such worker, none at all, or one twice.
+    """
+    if wanted is None:
+        return None
+    ids = [wanted] if isinstance(wanted, int) and not isinstance(wanted, bool) else wanted
+    if isinstance(ids, slice):
+        ids = list(present[ids])
+    if not isinstance(ids, Sequence) or not all(
+        isinstance(i, int) and not isinstance(i, bool) for i in ids
+    ):
+        raise ArgumentTypeError(f"worker_ids={wanted!r}: must be an int or a list of ints")
+    unknown = [i for i in ids if i not in present]
+    if unknown:
+        raise ArgumentError(f"worker_ids={wanted!r}: no worker {unknown}; there are {list(present)}")
+    if not ids or len(set(ids)) != len(ids):
+        raise ArgumentError(f"worker_ids={wanted!r}: name each worker once, and at least one")
+    return list(ids)
+

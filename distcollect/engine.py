@@ -1,0 +1,333 @@
+"""Steps envs with a policy and writes every frame in place. Used by all collectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import nn
+
+from .envs import EnvBatch
+from .errors import ArgumentError
+from .flat import LiveWeights
+from .policy import Policy, RandomPolicy
+from .rollout import Layout, Slab
+from .spaces import Arrays, Key
+
+
+class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
+    """Collection was ended between two steps by :meth:`Engine.stop`."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How envs are stepped.
+
+    Attributes:
+        max_frames_per_traj: truncate a trajectory after so many frames; None: never.
+        reset_at_each_iter: start every rollout with a reset of all envs.
+        clip_actions: clip what goes to the envs to a Box action space's bounds; the batch keeps
+            the action as the policy chose it.
+    """
+
+    max_frames_per_traj: int | None = None
+    reset_at_each_iter: bool = False
+    clip_actions: bool = False
+
+
+@dataclass
+class Counts:
+    """Frames stepped in all, and those of them that are in no rollout, by cause."""
+
+    stepped: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+
+    def lose(self, cause: str, frames: int) -> None:
+        """Account for ``frames`` that will never be delivered."""
+        if frames:
+            self.lost[cause] = self.lost.get(cause, 0) + frames
+
+
+class Engine:
+    """Collects rollouts ``[n, T]`` from n envs and one policy.
+
+    Not thread-safe, but for :meth:`stop` and the weights, which other threads may hand in at any
+    time: both take effect between two steps.
+    """
+
+    def __init__(
+        self,
+        envs: EnvBatch,
+        policy: Policy,
+        weights: LiveWeights,
+        *,
+        first_traj_id: int = 0,
+        options: StepOptions | None = None,
+    ) -> None:
+        """Reset the envs and call the policy once, which tells what it writes.
+
+        Raises:
+            ArgumentError: an option that these envs can't follow.
+            EnvError, PolicyError: see :mod:`.envs` and :mod:`.policy`.
+        """
+        self.options = options or StepOptions()
+        if not envs.can_cut:
+            _refuse_cuts(self.options)
+        self.weights = weights
+        self.counts = Counts()
+        self._envs = envs
+        self._policy = policy
+        self._random = RandomPolicy(envs.action_space, envs.num_envs)
+        self._bounds = _bounds(envs) if self.options.clip_actions else {}
+        self._stop = False
+        self._seeds: Sequence[int] | None = None
+        self._next_traj_id = first_traj_id
+        self._traj_ids = np.zeros(envs.num_envs, np.int64)
+        self._lengths = np.zeros(envs.num_envs, np.int64)
+        envs.reset()
+        with policy.exploring():
+            policy()
+        self.layout = Layout(envs.num_envs, envs.leaves, envs.action_leaves, policy.extras)
+        self._strip: _Strip | None = None
+        self._reset_due = False
+        self._begin_trajectories()
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What has the policy's weights; None if there are none."""
+        return self._policy.module
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Start over at the next rollout, env i from ``seeds[i]``."""
+        self._seeds = list(seeds)
+        self._random.seed(self._seeds)
+        if isinstance(self._policy, RandomPolicy):
+            self._policy.seed(self._seeds)
+        self._reset_due = True
+
+    def stop(self) -> None:
+        """Make the running or next :meth:`collect` raise :class:`Stopped` between two steps."""
+        self._stop = True
+
+    def collect(self, slab: Slab, *, random: bool = False, fresh: bool = False) -> None:
+        """Fill ``slab`` with the next rollout.
+
+        Args:
+            slab: of this engine's layout.
+            random: draw actions from the action space; the extras are zero then.
+            fresh: no frame from before this call, as native vector envs may have some left over.
+
+        Raises:
+            Stopped: see :meth:`stop`.
+            EnvError, PolicyError: an env or the policy raised.
+        """
+        if self._reset_due or self.options.reset_at_each_iter:
+            self._reset()
+        slab.clear_ends()
+        policy = self._random if random else self._policy
+        if random:
+            for tensor in slab.extras.values():
+                tensor.zero_()
+        with policy.exploring():
+            if self._envs.can_cut:
+                self._fill(slab, policy)
+            else:
+                self._fill_skewed(slab, policy, fresh)
+
+    def close(self) -> None:
+        """Close the envs."""
+        self._envs.close()
+
+    def _reset(self) -> None:
+        self._envs.reset(self._seeds)
+        self._seeds = None
+        self._reset_due = False
+        if self._strip is not None:
+            self.counts.lose("row_skew", self._strip.drop())
+        self._begin_trajectories()
+
+    def _begin_trajectories(self) -> None:
+        self._lengths.fill(0)
+        for row in range(self._envs.num_envs):
+            self._traj_ids[row] = self._new_traj_id()
+
+    def _new_traj_id(self) -> int:
+        self._next_traj_id += 1
+        return self._next_traj_id - 1
+
+    def _between_steps(self) -> None:
+        if self._stop:
+            raise Stopped
+        self.weights.apply()
+
+    def _fill(self, slab: Slab, policy: Policy) -> None:
+        """The hot loop: every env makes one transition in each step."""
+        envs, weights, traj_ids, lengths = self._envs, self.weights, self._traj_ids, self._lengths
+        longest = self.options.max_frames_per_traj
+        observations = [(slab.root[key], envs.obs[key]) for key in slab.root]
+        extras = list(slab.extras.items())
+        rewards, terminated, truncated = slab.reward, slab.terminated, slab.truncated
+        slab.policy_version.fill(weights.version)
+        slab.traj_ids[:] = traj_ids[:, None]
+        cut = None
+        for step in range(slab.num_steps):
+            if weights.pending or self._stop:
+                self._between_steps()
+                slab.policy_version[:, step:] = weights.version
+            chosen, written = policy()
+            for column, now in observations:
+                column[:, step] = now
+            action = self._keep_action(slab.action, chosen, step)
+            if written:
+                for key, tensor in extras:
+                    tensor[:, step] = written[key]
+            if longest is not None:
+                lengths += 1
+                cut = lengths >= longest
+            out = envs.step(action, cut)
+            rewards[:, step] = out.reward
+            if out.ended:
+                terminated[:, step] = out.terminated
+                truncated[:, step] = out.truncated
+                for row in out.ended:
+                    slab.add_final(row, step, envs.final)
+                    traj_ids[row] = self._new_traj_id()
+                    slab.traj_ids[row, step + 1 :] = traj_ids[row]
+                    lengths[row] = 0
+        for key, array in slab.tail.items():
+            array[:] = envs.obs[key]
+        self.counts.stepped += slab.num_steps * envs.num_envs
+
+    def _keep_action(self, columns: Arrays, chosen: dict[Key, object], step: int) -> Arrays:
+        action: Arrays = {}
+        for key, column in columns.items():
+            value = chosen[key].numpy()  # type: ignore[attr-defined]
+            column[:, step] = value
+            if value.dtype != column.dtype:
+                value = value.astype(column.dtype)
+            action[key] = value
+        for key, (low, high) in self._bounds.items():
+            action[key] = np.clip(action[key], low, high)
+        return action
+
+    def _fill_skewed(self, slab: Slab, policy: Policy, fresh: bool) -> None:
+        """As :meth:`_fill` for native vector envs with filler steps, which make rows drift apart."""
+        envs, weights = self._envs, self.weights
+        if self._strip is None or self._strip.num_steps != slab.num_steps:
+            if self._strip is not None:
+                self.counts.lose("row_skew", self._strip.drop())
+            self._strip = _Strip(self.layout, slab.num_steps)
+        strip = self._strip
+        if fresh:
+            cut_off = strip.position > 0
+            self.counts.lose("row_skew", strip.drop())
+            for row in np.flatnonzero(cut_off):
+                self._traj_ids[row] = self._new_traj_id()
+        while strip.position.min() < slab.num_steps:
+            if weights.pending or self._stop:
+                self._between_steps()
+            chosen, written = policy()
+            before = {key: array.copy() for key, array in envs.obs.items()}
+            action = {
+                leaf.key: chosen[leaf.key].numpy().astype(leaf.numpy_dtype, copy=False)
+                for leaf in self.layout.action
+            }
+            out = envs.step(
+                {
+                    key: np.clip(value, *self._bounds[key]) if key in self._bounds else value
+                    for key, value in action.items()
+                }
+            )
+            real = np.ones(envs.num_envs, bool) if out.real is None else out.real
+            self.counts.stepped += int(real.sum())
+            values: Arrays = {**before, **action}
+            for leaf in self.layout.extras:
+                extra = written.get(leaf.key)
+                values[leaf.key] = leaf.zeros(envs.num_envs) if extra is None else extra.numpy()
+            values["reward",] = out.reward
+            values["terminated",] = out.terminated
+            values["truncated",] = out.truncated
+            values["traj_ids",] = self._traj_ids
+            values["policy_version",] = np.full(envs.num_envs, weights.version)
+            overflow = strip.write(real, values, envs, out.ended)
+            self.counts.lose("row_skew", len(overflow))
+            # A frame that found no room leaves a gap, which no trajectory may span.
+            for row in {*out.ended, *overflow}:
+                self._traj_ids[row] = self._new_traj_id()
+        strip.emit(slab)
+
+
+class _Strip:
+    """Frames of rows that are not at the same step: up to 2T of each row."""
+
+    def __init__(self, layout: Layout, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.position = np.zeros(layout.num_envs, np.int64)
+        self._frames: Arrays = {
+            leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps) for leaf in layout.per_frame
+        }
+        self._after: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
+        self._final: dict[tuple[int, int], Arrays] = {}
+
+    def drop(self) -> int:
+        """Forget all frames; how many they were."""
+        dropped = int(self.position.sum())
+        self.position.fill(0)
+        self._final.clear()
+        return dropped
+
+    def write(
+        self, real: np.ndarray, values: Arrays, envs: EnvBatch, ended: Sequence[int]
+    ) -> list[int]:
+        """Append a frame to the rows in ``real``; the rows that had no room for it."""
+        room = self.position < 2 * self.num_steps
+        rows = np.flatnonzero(real & room)
+        columns = self.position[rows]
+        for key, frames in self._frames.items():
+            frames[rows, columns] = values[key][rows]
+        for key, after in self._after.items():
+            after[rows] = envs.obs[key][rows]
+        for row in ended:
+            if room[row]:
+                self._final[row, int(self.position[row])] = {
+                    key: array[row].copy()[None] for key, array in envs.final.items()
+                }
+        self.position[rows] += 1
+        return [int(row) for row in np.flatnonzero(real & ~room)]
+
+    def emit(self, slab: Slab) -> None:
+        """Move the first T frames of each row to ``slab``."""
+        steps = self.num_steps
+        ahead = self.position > steps
+        for key, tail in slab.tail.items():
+            tail[:] = self._after[key]
+            tail[ahead] = self._frames[key][ahead, steps]
+        for key, frames in self._frames.items():
+            slab.frames[key][:] = frames[:, :steps]
+            frames[:, :steps] = frames[:, steps:]
+        kept: dict[tuple[int, int], Arrays] = {}
+        for (row, column), final in sorted(self._final.items()):
+            if column < steps:
+                slab.add_final(row, column, final, source_row=0)
+            else:
+                kept[row, column - steps] = final
+        self._final = kept
+        self.position -= steps
+
+
+def _bounds(envs: EnvBatch) -> dict[Key, tuple[np.ndarray, np.ndarray]]:
+    from gymnasium.spaces import Box
+
+    if len(envs.action_leaves) == 1 and isinstance(envs.action_space, Box):
+        return {envs.action_leaves[0].key: (envs.action_space.low, envs.action_space.high)}
+    raise ArgumentError(f"clip_actions needs a Box action space, not {envs.action_space}")
+
+
+def _refuse_cuts(options: StepOptions) -> None:
+    wanted = "max_frames_per_traj" if options.max_frames_per_traj else "reset_at_each_iter"
+    if options.max_frames_per_traj or options.reset_at_each_iter:
+        raise ArgumentError(
+            f"{wanted} can't work with this native vector env: its rows can't be reset one by one "
+            "(it has no reset mask). Pass a maker of single envs and envs_per_worker instead"
+        )

@@ -1,0 +1,103 @@
+"""Every exception that distcollect raises on purpose.
+
+::
+
+    DistCollectError
+    ├── ArgumentError (ValueError)        an argument is wrong; nothing was started
+    │   ├── SpaceError                    a space that no batch can carry
+    │   ├── PolicyNotSendable             the policy can't travel to a worker
+    │   └── WeightsError                  weights that don't fit the policy; nothing was sent
+    ├── ArgumentTypeError (TypeError)     an argument has the wrong type; nothing was started
+    ├── LaunchError (RuntimeError)        the processes of this launch can't find each other
+    ├── CollectorStateError (RuntimeError)  a call that this collector can't take now
+    ├── WorkerError (RuntimeError)        something failed on a worker: which one, and where
+    │   ├── EnvError                      an env, or the callable that makes one, raised
+    │   ├── PolicyError                   the policy raised, or its output doesn't fit
+    │   ├── WorkerMismatch                its Python, torch or protocol version differs
+    │   └── WorkerLost                    its process ended, or its host went away
+    └── DeadlineError (TimeoutError)      waited for someone; says for whom and how long
+        ├── BatchTimeout
+        └── WeightsTimeout
+"""
+
+from __future__ import annotations
+
+
+class DistCollectError(Exception):
+    """Base of all errors raised by distcollect."""
+
+
+class ArgumentError(DistCollectError, ValueError):
+    """An argument has a value that can't work. Raised before any process is started."""
+
+
+class SpaceError(ArgumentError):
+    """An observation or action space holds something that a tensor can't carry."""
+
+
+class PolicyNotSendable(ArgumentError):
+    """The policy can't be pickled, so it can't travel to a worker."""
+
+
+class WeightsError(ArgumentError):
+    """Weights that don't fit the policy. Raised before anything is sent."""
+
+
+class ArgumentTypeError(DistCollectError, TypeError):
+    """An argument has a type that can't work. Raised before any process is started."""
+
+
+class LaunchError(DistCollectError, RuntimeError):
+    """The processes of this launch can't find each other, or a worker can't be started."""
+
+
+class CollectorStateError(DistCollectError, RuntimeError):
+    """The collector can't take this call now: it is shut down, or another one is open."""
+
+
+class WorkerError(DistCollectError, RuntimeError):
+    """Something failed on a worker.
+
+    Attributes:
+        worker_id: the worker's slot, or None for an env stepped in the calling process.
+        remote_traceback: the traceback from the worker as text, "" if there is none.
+    """
+
+    def __init__(
+        self, message: str, *, worker_id: int | None = None, remote_traceback: str = ""
+    ) -> None:
+        text = message if worker_id is None else f"worker {worker_id}: {message}"
+        if remote_traceback:
+            text += f"\n\nTraceback from worker {worker_id}:\n{remote_traceback.rstrip()}"
+        super().__init__(text)
+        self.message = message
+        self.worker_id = worker_id
+        self.remote_traceback = remote_traceback
+
+
+class EnvError(WorkerError):
+    """An env raised, or could not be made. The message names the env."""
+
+
+class PolicyError(WorkerError):
+    """The policy raised, or what it returned doesn't fit the action space."""
+
+
+class WorkerMismatch(WorkerError):
+    """A worker runs other versions than the trainer, so objects can't travel between them."""
+
+
+class WorkerLost(WorkerError):
+    """A worker's process ended or its host can't be reached any more."""
+
+
+class DeadlineError(DistCollectError, TimeoutError):
+    """A wait reached its deadline. The message says who was waited for and how long."""
+
+
+class BatchTimeout(DeadlineError):
+    """No batch within the deadline."""
+
+
+class WeightsTimeout(DeadlineError):
+    """Some workers did not acknowledge new weights within the deadline."""

@@ -1,0 +1,229 @@
+"""A policy's weights as one flat buffer: what is sent, and what a worker swaps in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from .errors import ArgumentTypeError, WeightsError
+
+# Every entry starts at a multiple of this, so that a view of any dtype is aligned.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter or buffer: its names (more than one if it is tied) and where it lies."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Where each parameter and persistent buffer of a module lies in a flat buffer.
+
+    Attributes:
+        entries: in ``state_dict`` order.
+        num_bytes: size of the buffer, a multiple of 16.
+    """
+
+    entries: tuple[Entry, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, module: nn.Module | None) -> WeightLayout:
+        """The layout of ``module``; empty for None."""
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for name, value in _state(module).items():
+            names.setdefault(id(value), []).append(name)
+            tensors[id(value)] = value
+        entries: list[Entry] = []
+        offset = 0
+        for key, tensor in tensors.items():
+            num_bytes = tensor.numel() * tensor.element_size()
+            entries.append(
+                Entry(tuple(names[key]), tuple(tensor.shape), tensor.dtype, offset, num_bytes)
+            )
+            offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(tuple(entries), offset)
+
+    def empty(self) -> torch.Tensor:
+        """A zeroed flat buffer, uint8 ``[num_bytes]`` (the gaps between entries stay zero)."""
+        return torch.zeros(self.num_bytes, dtype=torch.uint8)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor for each entry, sharing the memory of ``flat``."""
+        return [
+            flat[entry.offset : entry.offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
+            for entry in self.entries
+        ]
+
+    def pack(self, weights: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
+        """Copy ``weights``, as :meth:`select` gives them, into ``flat``."""
+        with torch.no_grad():
+            for entry, view in zip(self.entries, self.views(flat), strict=True):
+                view.copy_(weights[entry.names[0]])
+
+    def select(self, source: object) -> dict[str, torch.Tensor]:
+        """The tensors for all entries from whatever the user gave, by their first name.
+
+        Args:
+            source: a module, a TensorDict of parameters, or a state dict.
+
+        Raises:
+            ArgumentTypeError: it is nothing of the kind.
+            WeightsError: an entry is missing, too many, or has another shape or dtype.
+        """
+        given = named_tensors(source)
+        known = {name for entry in self.entries for name in entry.names}
+        problems = [f"unknown key {name!r}" for name in given if name not in known]
+        selected: dict[str, torch.Tensor] = {}
+        for entry in self.entries:
+            name = next((name for name in entry.names if name in given), None)
+            if name is None:
+                problems.append(f"missing key {entry.names[0]!r}")
+                continue
+            value = given[name]
+            if tuple(value.shape) != entry.shape:
+                problems.append(
+                    f"{name!r} has shape {list(value.shape)}, the policy needs {list(entry.shape)}"
+                )
+            elif value.dtype != entry.dtype:
+                problems.append(
+                    f"{name!r} has dtype {_short(value.dtype)}, the policy needs "
+                    f"{_short(entry.dtype)}"
+                )
+            selected[entry.names[0]] = value
+        if problems:
+            more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+            raise WeightsError(
+                f"these weights don't fit the policy: {'; '.join(problems[:5])}{more}. "
+                "Nothing was sent"
+            )
+        return selected
+
+
+def named_tensors(source: object) -> dict[str, torch.Tensor]:
+    """The tensors of a module, TensorDict or state dict by their dotted names.
+
+    Raises:
+        ArgumentTypeError: it is none of them, or holds something that is no tensor.
+    """
+    if isinstance(source, nn.Module):
+        return _state(source)
+    if isinstance(source, TensorDictBase):
+        return {
+            name if isinstance(name, str) else ".".join(name): value
+            for name, value in source.items(include_nested=True, leaves_only=True)
+        }
+    if isinstance(source, Mapping):
+        named: dict[str, torch.Tensor] = {}
+        for name, value in source.items():
+            if not isinstance(value, torch.Tensor):
+                raise ArgumentTypeError(
+                    f"weights: {name!r} is a {type(value).__name__}, not a tensor"
+                )
+            named[str(name)] = value
+        return named
+    raise ArgumentTypeError(
+        "weights must be a module, a TensorDict of parameters or a state dict, not "
+        f"{type(source).__name__}"
+    )
+
+
+def _state(module: nn.Module | None) -> dict[str, torch.Tensor]:
+    if module is None:
+        return {}
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def checksum(flat: torch.Tensor) -> int:
+    """Wrapping sum of a flat buffer's 8-byte words: as fast as memory, and a half-written buffer
+    doesn't match."""
+    return int(flat.view(torch.int64).sum())
+
+
+class LiveWeights:
+    """A module whose weights are swapped for a whole new version in one go, between two steps.
+
+    One thread receives versions (:meth:`spare`, then :meth:`commit`), another applies the newest
+    (:meth:`apply`). A buffer that is being written to is never in use, and one that is ready is
+    never written to, so what the policy computes with is always one whole version.
+
+    Attributes:
+        version: policy_version of the weights in use.
+        pending: a newer version lies ready.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.layout = WeightLayout.of(module)
+        self.version = 0
+        self.pending = False
+        state = _state(module)
+        self._tensors = [state[entry.names[0]] for entry in self.layout.entries]
+        self._lock = threading.Lock()
+        self._spares: list[torch.Tensor] = []
+        self._ready: tuple[torch.Tensor, int] | None = None
+        self._live: torch.Tensor | None = None
+
+    @property
+    def newest(self) -> int:
+        """policy_version of the weights that the next step will use."""
+        with self._lock:
+            return self._ready[1] if self._ready else self.version
+
+    def spare(self) -> torch.Tensor:
+        """A buffer to write a version into, uint8 ``[layout.num_bytes]``.
+
+        Give it back with :meth:`commit`, or with :meth:`discard` if it was not filled.
+        """
+        with self._lock:
+            return self._spares.pop() if self._spares else self.layout.empty()
+
+    def discard(self, buffer: torch.Tensor) -> None:
+        """Give back a buffer from :meth:`spare` that holds no whole version."""
+        with self._lock:
+            self._spares.append(buffer)
+
+    def commit(self, buffer: torch.Tensor, version: int) -> None:
+        """Offer a filled buffer as ``version``; it replaces one that was not applied yet."""
+        with self._lock:
+            if self._ready is not None:
+                self._spares.append(self._ready[0])
+            self._ready = (buffer, version)
+            self.pending = True
+
+    def apply(self) -> None:
+        """Make the newest version the module's weights: a change of pointers, no copy on CPU."""
+        with self._lock:
+            if self._ready is None:
+                return
+            buffer, version = self._ready
+            self._ready = None
+            self.pending = False
+        for tensor, view in zip(self._tensors, self.layout.views(buffer), strict=True):
+            if tensor.is_cuda:
+                tensor.data.copy_(view)
+            else:
+                tensor.data = view
+        self.version = version
+        with self._lock:
+            if self._live is not None:
+                self._spares.append(self._live)
+        self._live = buffer
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

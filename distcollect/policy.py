@@ -1,0 +1,407 @@
+"""A policy of any accepted kind as one callable, from observation leaves to action and extras."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, get_type_hints
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction_type
+from torch import nn
+from torch.distributions import Distribution
+
+from .errors import ArgumentError, PolicyError
+from .spaces import RESERVED, Arrays, Key, Leaf, flatten, leaves_of, nested
+
+Tensors = dict[Key, torch.Tensor]
+
+
+class Exploration(str, enum.Enum):
+    """Whether actions are drawn from the policy's distribution, or its mode is taken."""
+
+    RANDOM = "random"
+    DETERMINISTIC = "deterministic"
+
+    @classmethod
+    def of(cls, value: object) -> Exploration:
+        """From a name, one of these, or an enum with such names (TorchRL's ``ExplorationType``).
+
+        Raises:
+            ArgumentError: it is none of them.
+        """
+        name = value.name if isinstance(value, enum.Enum) else str(value)
+        try:
+            return cls(name.lower())
+        except ValueError:
+            raise ArgumentError(
+                f"exploration_type={value!r}: use 'random' (draw from the policy's distribution) "
+                "or 'deterministic' (take its mode)"
+            ) from None
+
+    @property
+    def _interaction(self) -> InteractionType:
+        return InteractionType.RANDOM if self is Exploration.RANDOM else InteractionType.DETERMINISTIC
+
+
+class Policy(ABC):
+    """Chooses the actions of n envs at once.
+
+    Attributes:
+        module: what has the weights, None if there are none.
+        extras: leaves it writes beside the action; known after the first call.
+    """
+
+    module: nn.Module | None = None
+    extras: tuple[Leaf, ...] = ()
+
+    @abstractmethod
+    def __call__(self) -> tuple[Tensors, Tensors]:
+        """Choose actions for the observations that lie in the env batch's arrays now.
+
+        Returns:
+            ``{key: [n, *shape]}`` of the action's leaves, and of the extras.
+        """
+
+    def exploring(self) -> AbstractContextManager[Any]:
+        """The context in which a whole rollout's calls are made."""
+        return torch.no_grad()
+
+
+class RandomPolicy(Policy):
+    """Actions drawn from the action space, one generator for each env."""
+
+    def __init__(self, space: gym.Space[Any], num_envs: int) -> None:
+        self._leaves = leaves_of(space, "action")
+        # A space draws from a generator of its own, so each env needs its own copy.
+        self._spaces = [_copy_space(space) for _ in range(num_envs)]
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Seed each env's generator."""
+        for space, seed in zip(self._spaces, seeds, strict=True):
+            space.seed(seed)
+
+    def __call__(self) -> tuple[Tensors, Tensors]:
+        drawn = [list(flatten(space, space.sample())) for space in self._spaces]
+        actions = {
+            leaf.key: torch.from_numpy(
+                np.stack([np.asarray(row[index], leaf.numpy_dtype) for row in drawn])
+            )
+            for index, leaf in enumerate(self._leaves)
+        }
+        return actions, {}
+
+
+def _copy_space(space: gym.Space[Any]) -> gym.Space[Any]:
+    # The copy carries the generator's state along, and all envs would draw the same.
+    fresh = copy.deepcopy(space)
+    fresh.seed(None)
+    return fresh
+
+
+class UserPolicy(Policy):
+    """The user's policy, of whatever kind."""
+
+    def __init__(
+        self,
+        policy: Callable[..., Any],
+        observation: Arrays,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        *,
+        exploration: Exploration = Exploration.RANDOM,
+        device: torch.device | None = None,
+    ) -> None:
+        """Bind ``policy`` to the arrays from which it will read.
+
+        Args:
+            policy: TensorDictModule, module or callable.
+            observation: ``{key: [n, *shape]}``, the same arrays at every step.
+            observation_space, action_space: of a single env.
+            exploration: for policies that have, or return, a distribution.
+            device: moves the policy there; None leaves it where it is.
+
+        Raises:
+            PolicyError: no way to call it with these observations.
+        """
+        if isinstance(policy, nn.Module):
+            self.module = policy if device is None else policy.to(device)
+        self._policy = policy
+        self._exploration = exploration
+        self._action_space = action_space
+        self._leaves = leaves_of(action_space, "action")
+        self._num_envs = len(next(iter(observation.values())))
+        self._inputs = _Inputs(observation, self.module, device)
+        self._call = _calling_convention(policy, self._inputs, observation_space)
+        self._checked = False
+
+    def exploring(self) -> AbstractContextManager[Any]:
+        """No gradients, and the exploration type set for TensorDict policies."""
+        return _Exploring(self._exploration)
+
+    def __call__(self) -> tuple[Tensors, Tensors]:
+        self._inputs.refresh()
+        output = self._call()
+        if isinstance(output, TensorDictBase):
+            actions, extras = self._from_tensordict(output)
+        else:
+            actions, extras = self._from_value(output)
+        for leaf in self._leaves:
+            if actions[leaf.key].shape != (self._num_envs, *leaf.shape):
+                raise self._misfit(leaf, actions[leaf.key])
+        if not self._checked:
+            self._check(actions, extras)
+        return actions, extras
+
+    def _from_value(self, output: Any) -> tuple[Tensors, Tensors]:
+        extras: Tensors = {}
+        if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Mapping):
+            output, extra = output
+            extras = {(str(name),): self._tensor(value) for name, value in extra.items()}
+        if isinstance(output, Distribution):
+            output, log_prob = self._choose(output)
+            extras["action_log_prob",] = log_prob
+        if len(self._leaves) == 1 and self._leaves[0].key == ("action",):
+            return {("action",): self._tensor(output)}, extras
+        try:
+            parts = list(flatten(self._action_space, output))
+        except (KeyError, TypeError, ValueError) as err:
+            raise PolicyError(
+                f"the policy returned {type(output).__name__}, but the action space is "
+                f"{self._action_space}: return a dict or tuple of that structure"
+            ) from err
+        return {
+            leaf.key: self._tensor(part) for leaf, part in zip(self._leaves, parts, strict=True)
+        }, extras
+
+    def _from_tensordict(self, output: TensorDictBase) -> tuple[Tensors, Tensors]:
+        actions: Tensors = {}
+        extras: Tensors = {}
+        wanted = {leaf.key for leaf in self._leaves}
+        for name, value in output.items(include_nested=True, leaves_only=True):
+            key = (name,) if isinstance(name, str) else tuple(name)
+            if key in wanted:
+                actions[key] = self._tensor(value)
+            elif key not in self._inputs.tensors:
+                extras[key] = self._tensor(value)
+        if missing := wanted - actions.keys():
+            raise PolicyError(
+                f"the policy wrote no {_dotted(missing)}; it wrote {_dotted(extras) or 'nothing'}. "
+                "Its out_keys must name the action's entries"
+            )
+        return actions, extras
+
+    def _choose(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._exploration is Exploration.RANDOM:
+            action = distribution.sample()
+        else:
+            action = distribution.mode
+        return action, distribution.log_prob(action)
+
+    @staticmethod
+    def _tensor(value: Any) -> torch.Tensor:
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        return tensor.cpu() if tensor.is_cuda else tensor
+
+    def _check(self, actions: Tensors, extras: Tensors) -> None:
+        for leaf in self._leaves:
+            # A narrower or wider type of the same kind is converted; another kind is a mistake.
+            got = actions[leaf.key].dtype
+            if got.is_floating_point != leaf.dtype.is_floating_point or got.is_complex:
+                raise self._misfit(leaf, actions[leaf.key])
+        taken = {*self._inputs.tensors, *(leaf.key for leaf in self._leaves)}
+        for key, value in extras.items():
+            if key in taken or key[0] in RESERVED:
+                raise PolicyError(
+                    f"the policy writes {'.'.join(key)!r}, a name that is taken; call it otherwise"
+                )
+            if value.ndim == 0 or value.shape[0] != self._num_envs:
+                raise PolicyError(
+                    f"the policy writes {'.'.join(key)!r} of shape {list(value.shape)}; its first "
+                    f"dimension must be the {self._num_envs} envs"
+                )
+        self.extras = tuple(
+            Leaf(key, tuple(value.shape[1:]), value.dtype) for key, value in extras.items()
+        )
+        self._checked = True
+
+    def _misfit(self, leaf: Leaf, got: torch.Tensor) -> PolicyError:
+        hint = ""
+        discrete = isinstance(self._action_space, gym.spaces.Discrete)
+        if discrete and got.shape[1:] == (int(self._action_space.n),):  # type: ignore[attr-defined]
+            hint = "; these look like logits or a one-hot vector: return the action's index"
+        elif got.shape == leaf.shape or got.shape == (1, *leaf.shape):
+            hint = "; the policy always sees, and returns, a leading dimension of envs"
+        elif got.shape == (self._num_envs, *leaf.shape, 1):
+            hint = "; drop the last dimension, as with squeeze(-1)"
+        return PolicyError(
+            f"the policy returned {'.'.join(leaf.key)!r} of shape {list(got.shape)} and dtype "
+            f"{_short(got.dtype)}, but {self._num_envs} env(s) with action space "
+            f"{self._action_space} need shape {[self._num_envs, *leaf.shape]} and dtype "
+            f"{_short(leaf.dtype)}{hint}"
+        )
+
+
+class _Exploring:
+    """No gradients and an interaction type, entered once for a rollout."""
+
+    def __init__(self, exploration: Exploration) -> None:
+        self._contexts = (torch.no_grad(), set_interaction_type(exploration._interaction))
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*exc)
+
+
+class _Inputs:
+    """The observation arrays as tensors that the policy can take."""
+
+    def __init__(
+        self, observation: Arrays, module: nn.Module | None, device: torch.device | None
+    ) -> None:
+        dtype = _floating_dtype(module)
+        if device is None and module is not None:
+            device = next((parameter.device for parameter in module.parameters()), None)
+        self.num_envs = len(next(iter(observation.values())))
+        self.tensors: Tensors = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for key, array in observation.items():
+            source = torch.from_numpy(array)
+            # Only floats are cast: an integer may be an index, and a byte image's scale is the
+            # policy's own business.
+            wanted = dtype if dtype and source.is_floating_point() else source.dtype
+            target = source.to(device=device, dtype=wanted)
+            if target is not source:
+                self._copies.append((target, source))
+            self.tensors[key] = target
+
+    def refresh(self) -> None:
+        for target, source in self._copies:
+            target.copy_(source)
+
+    def entries(self) -> dict[str, Any]:
+        """Top-level entries: tensors, or nested dicts of them."""
+        return nested(self.tensors)
+
+    def tensordict(self) -> Callable[[], TensorDict]:
+        """Makes a TensorDict ``[n]`` around the inputs; a new shell for each call of the policy."""
+        template = TensorDict(self.entries(), batch_size=[self.num_envs])
+        return template.copy
+
+
+def _floating_dtype(module: nn.Module | None) -> torch.dtype | None:
+    parameters: Iterable[torch.Tensor] = module.parameters() if module is not None else ()
+    return next((p.dtype for p in parameters if p.is_floating_point()), None)
+
+
+def _calling_convention(
+    policy: Callable[..., Any], inputs: _Inputs, observation_space: gym.Space[Any]
+) -> Callable[[], Any]:
+    """How ``policy`` is called, as a callable without arguments.
+
+    Raises:
+        PolicyError: it needs a parameter that is no entry of the observation.
+    """
+    if takes_tensordict(policy):
+        make = inputs.tensordict()
+
+        def call_with_tensordict() -> Any:
+            td = make()
+            output = policy(td)
+            return td if output is None else output
+
+        return call_with_tensordict
+
+    entries = inputs.entries()
+    is_dict = isinstance(observation_space, gym.spaces.Dict)
+    if is_dict:
+        observation: Any = {name: entries[name] for name in observation_space}
+    else:
+        observation = entries["observation"]
+        if isinstance(observation_space, gym.spaces.Tuple):
+            observation = _as_tuple(observation_space, observation)
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for index, parameter in enumerate(_parameters(policy)):
+        name = parameter.name
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update({key: value for key, value in entries.items() if key not in named})
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            if not positional and not named:
+                positional.append(observation)
+        elif name in entries and (is_dict or name != "observation"):
+            named[name] = entries[name]
+        elif index == 0:
+            positional.append(observation)
+        elif parameter.default is parameter.empty:
+            raise PolicyError(
+                f"the policy's parameter {name!r} is no entry of the observation; there are: "
+                f"{', '.join(entries)}"
+            )
+    return lambda: policy(*positional, **named)
+
+
+def _as_tuple(space: gym.Space[Any], value: Any) -> Any:
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(_as_tuple(part, value[str(i)]) for i, part in enumerate(space))
+    if isinstance(space, gym.spaces.Dict):
+        return {name: _as_tuple(part, value[name]) for name, part in space.items()}
+    return value
+
+
+def takes_tensordict(policy: Callable[..., Any]) -> bool:
+    """Whether ``policy`` is called with a TensorDict.
+
+    It is if it is a TensorDictModule, or has one parameter that is named ``td`` or ``tensordict``
+    or annotated as a TensorDict.
+    """
+    if isinstance(policy, TensorDictModuleBase):
+        return True
+    parameters = _parameters(policy)
+    if len(parameters) != 1:
+        return False
+    if parameters[0].name in {"td", "tensordict"}:
+        return True
+    try:
+        function = policy.forward if isinstance(policy, nn.Module) else policy
+        hint = get_type_hints(function).get(parameters[0].name)
+    except (NameError, TypeError):
+        hint = None
+    return isinstance(hint, type) and issubclass(hint, TensorDictBase)
+
+
+def _parameters(policy: Callable[..., Any]) -> list[inspect.Parameter]:
+    function = policy.forward if isinstance(policy, nn.Module) else policy
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        # A builtin without a signature: it gets the observation.
+        return [inspect.Parameter("observation", inspect.Parameter.POSITIONAL_ONLY)]
+
+
+def _dotted(keys: Iterable[Key]) -> str:
+    return ", ".join(repr(".".join(key)) for key in keys)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers by their ``state_dict`` names, tied ones once."""
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            yield name, value

@@ -1,0 +1,286 @@
+"""The transport over ``torch.distributed.rpc``; the only module that touches it.
+
+Hub and spoke: a process's RPC world is itself and those it was told of. Each process runs its own
+TensorPipe agent over a private in-process store, and the agents' addresses travel with the join
+handshake (:mod:`.link`). So nobody waits for a global group: joining is O(1), and a dead worker
+concerns nobody but its trainer. This needs a few private symbols of torch, see :func:`_symbols`.
+
+The ``shm`` transport and channel are left out, as their reactor thread polls: half a core or more
+for every process that merely waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd
+from torch.distributed import rpc
+
+from .errors import CollectorStateError, LaunchError
+from .rollout import Header, Tensors
+from .transport import (
+    INLINE_BYTES,
+    CollectRequest,
+    Failure,
+    Offer,
+    Pending,
+    Service,
+    as_future,
+    lost,
+)
+
+_TRANSPORTS = ["uv"]
+_CHANNELS = ["cma", "mpt_uv", "basic"]
+_NUM_THREADS = 4
+_LEAVE_TIMEOUT_S = 2.0
+_FOREVER = 0  # every wait on a future has its own deadline; an RPC that merely lasts is no error
+
+# What a worker serves. Incoming calls name functions of this module, so it can't live in an object.
+_service: Service | None = None
+
+
+class RpcTransport:
+    """This process's agent: calls peers, and answers them for a service.
+
+    Raises:
+        CollectorStateError: this process already runs an RPC agent that is not ours.
+        LaunchError: this torch lacks a private symbol that is needed.
+    """
+
+    def __init__(
+        self, my_id: int, *, interface: str | None = None, service: Service | None = None
+    ) -> None:
+        """Start the agent.
+
+        Args:
+            my_id: this process's id, unique in the run and the same for the process's whole life.
+            interface: network interface to listen on; None: as the host's name resolves.
+            service: what answers calls from others.
+        """
+        global _service  # noqa: PLW0603 - see above
+        agent_class, _ = _symbols()
+        if rpc.api._is_current_rpc_agent_set():
+            raise CollectorStateError(
+                "this process already runs torch.distributed.rpc (rpc.init_rpc was called, or "
+                "another collector is open); shut it down first: torch allows one agent a process"
+            )
+        _service = service
+        self._pending = Pending()
+        self._peers: set[int] = set()
+        self._store = dist.HashStore()
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=_NUM_THREADS,
+            rpc_timeout=_FOREVER,
+            _transports=_TRANSPORTS,
+            _channels=_CHANNELS,
+        )
+        dist.autograd._init(my_id)
+        with _listening_on(interface):
+            self._agent = agent_class(self._store, _name(my_id), my_id, None, options, {}, [])
+        rpc.api._init_rpc_states(self._agent)
+        self.endpoint = self._store.get(_address_key(my_id)).decode()
+
+    def connect(self, peer: int, endpoint: str) -> None:
+        """Make ``peer``, whose agent listens at ``endpoint``, reachable from here."""
+        self._store.set(_address_key(peer), endpoint)
+        self._set_member(peer, present=True)
+        self._peers.add(peer)
+
+    def call(self, peer: int, method: str, *args: Any) -> Future[Any]:
+        """See :class:`~distcollect.transport.Transport`."""
+        return self._ask(peer, _serve_call, method, args)
+
+    def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
+        """See :class:`~distcollect.transport.Transport`."""
+        offer: Future[Offer] = Future()
+
+        def deliver(done: Future[tuple[Header, Any]]) -> None:
+            error = done.exception()
+            if error is None:
+                header, data = done.result()
+                offer.set_result(_RpcOffer(self, peer, header, data))
+            else:
+                offer.set_exception(error)
+
+        self._ask(peer, _serve_collect, request).add_done_callback(deliver)
+        return offer
+
+    def evict(self, peer: int) -> None:
+        """See :class:`~distcollect.transport.Transport`."""
+        if peer in self._peers:
+            self._peers.discard(peer)
+            self._set_member(peer, present=False)
+        self._pending.fail(peer)
+
+    def close(self, grace_s: float = 0) -> None:
+        """See :class:`~distcollect.transport.Transport`."""
+        global _service  # noqa: PLW0603
+        peers, self._peers = self._peers, set()
+        if rpc.api._is_current_rpc_agent_set():
+            if self._pending.settled(grace_s):
+                self._leave()
+            rpc.api._ignore_rref_leak = True  # RRefs of dead workers can't be told
+            rpc.api._finalize_shutdown()
+        _service = None
+        for peer in peers:
+            self._pending.fail(peer)
+
+    def _leave(self) -> None:
+        """Tell the agent that it is to end: it then takes its peers' ends as a matter of course.
+
+        Otherwise it logs a warning for each. It waits without a bound for the last releases of
+        RRefs to be answered, so it does that on a thread that can be left behind.
+        """
+        leaving = threading.Thread(target=self._agent.join, args=(True,), daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_TIMEOUT_S)
+
+    def _ask(self, peer: int, function: Any, *args: Any) -> Future[Any]:
+        answer = self._pending.open(peer)
+        if peer not in self._peers:
+            self._pending.settle(answer, error=lost(peer))
+            return answer
+
+        def deliver(done: torch.futures.Future[Any]) -> None:
+            try:
+                outcome = done.value()
+            except RuntimeError as error:
+                gone = lost(peer)
+                gone.__cause__ = error
+                self._pending.settle(answer, error=gone)
+                return
+            if isinstance(outcome, Failure):
+                self._pending.settle(answer, error=outcome.error())
+            else:
+                self._pending.settle(answer, outcome)
+
+        try:
+            rpc.rpc_async(_name(peer), function, args, timeout=_FOREVER).add_done_callback(deliver)
+        except RuntimeError as error:
+            gone = lost(peer)
+            gone.__cause__ = error
+            self._pending.settle(answer, error=gone)
+        return answer
+
+    def _set_member(self, peer: int, *, present: bool) -> None:
+        _, info_class = _symbols()
+        self._agent._update_group_membership(info_class(_name(peer), peer), [], {}, present)
+
+
+class _RpcOffer:
+    """A rollout that lies on a worker behind an RRef, or came along with its header."""
+
+    def __init__(self, transport: RpcTransport, peer: int, header: Header, data: Any) -> None:
+        self.header = header
+        self._transport = transport
+        self._peer = peer
+        self._data = data
+
+    def fetch(self) -> Future[Tensors]:
+        data, self._data = self._data, None
+        if isinstance(data, list):
+            done: Future[Tensors] = Future()
+            done.set_result(data)
+            return done
+        fetched = self._transport._ask(self._peer, _serve_value, data)
+        # The worker may use the memory again once the RRef is gone, so it has to live until then.
+        fetched.add_done_callback(lambda _, rref=data: rref)
+        return fetched
+
+    def decline(self) -> None:
+        self._data = None
+
+
+@rpc.functions.async_execution
+def _serve_call(method: str, args: tuple[Any, ...]) -> torch.futures.Future[Any]:
+    return _answer(method, args, lambda value: value)
+
+
+@rpc.functions.async_execution
+def _serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
+    def package(rollout: tuple[Header, Tensors]) -> tuple[Header, Any]:
+        header, tensors = rollout
+        return header, tensors if header.num_bytes <= INLINE_BYTES else rpc.RRef(tensors)
+
+    return _answer("collect", (request,), package)
+
+
+def _serve_value(rref: Any) -> Tensors:
+    value: Tensors = rref.local_value()
+    return value
+
+
+def _answer(method: str, args: tuple[Any, ...], package: Any) -> torch.futures.Future[Any]:
+    answer: torch.futures.Future[Any] = torch.futures.Future()
+    service = _service
+    if service is None:
+        raise RuntimeError("this process serves nothing (any more)")
+
+    def deliver(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            answer.set_result(package(done.result()))
+        else:
+            answer.set_result(Failure.of(error, service.worker_id))
+
+    as_future(getattr(service, method), *args).add_done_callback(deliver)
+    return answer
+
+
+def _name(peer: int) -> str:
+    return f"member{peer}"
+
+
+def _address_key(peer: int) -> str:
+    return f"addrs/{_name(peer)}"
+
+
+def _symbols() -> tuple[Any, Any]:
+    """The private classes of torch that hub and spoke needs.
+
+    Raises:
+        LaunchError: this torch has them no more.
+    """
+    try:
+        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo
+
+        missing = [
+            name
+            for owner, name in (
+                (TensorPipeAgent, "_update_group_membership"),
+                (rpc.api, "_init_rpc_states"),
+                (rpc.api, "_finalize_shutdown"),
+                (rpc.api, "_is_current_rpc_agent_set"),
+                (dist.autograd, "_init"),
+            )
+            if not hasattr(owner, name)
+        ]
+    except ImportError as error:
+        raise LaunchError(f"this torch ({torch.__version__}) is built without RPC") from error
+    if missing:
+        raise LaunchError(
+            f"torch {torch.__version__} lacks {', '.join(missing)}, which workers that join and "
+            "leave need; use a torch version that the constraints file names"
+        )
+    return TensorPipeAgent, WorkerInfo
+
+
+@contextmanager
+def _listening_on(interface: str | None) -> Iterator[None]:
+    """TensorPipe takes its interface from the environment only; the user's own setting wins."""
+    variable = "TP_SOCKET_IFNAME"
+    if interface is None or variable in os.environ:
+        yield
+        return
+    os.environ[variable] = interface
+    try:
+        yield
+    finally:
+        del os.environ[variable]

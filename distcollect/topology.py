@@ -1,0 +1,176 @@
+"""Who am I in this launch, and by which address do the others reach me.
+
+The only reader of the launchers' environment variables.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import LaunchError
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+class Launcher(enum.Enum):
+    """What started this process."""
+
+    NONE = "none"
+    TORCHRUN = "torchrun"
+    SLURM = "slurm"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in its launch.
+
+    Attributes:
+        launcher: what started it.
+        rank: 0 is the trainer.
+        world_size: trainer and workers together.
+        num_hosts: hosts in the launch.
+        local_world_size: ranks on this host.
+        run_id: the same on all ranks, different from other launches on these hosts.
+        master: host name and port where the ranks meet; None without a launcher.
+    """
+
+    launcher: Launcher = Launcher.NONE
+    rank: int = 0
+    world_size: int = 1
+    num_hosts: int = 1
+    local_world_size: int = 1
+    run_id: str = ""
+    master: tuple[str, int] | None = None
+
+    @classmethod
+    def detect(cls, env: Mapping[str, str] | None = None) -> Launch:
+        """Read the launchers' variables; torchrun's win, as it may itself run under srun.
+
+        Raises:
+            LaunchError: they are there but can't be used.
+        """
+        env = os.environ if env is None else env
+        if "TORCHELASTIC_RUN_ID" in env:
+            return cls(
+                Launcher.TORCHRUN,
+                rank=int(env["RANK"]),
+                world_size=int(env["WORLD_SIZE"]),
+                num_hosts=int(env.get("GROUP_WORLD_SIZE", "1")),
+                local_world_size=int(env["LOCAL_WORLD_SIZE"]),
+                run_id=env["TORCHELASTIC_RUN_ID"],
+                master=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+            )
+        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+            return cls._from_slurm(env)
+        return cls()
+
+    @classmethod
+    def _from_slurm(cls, env: Mapping[str, str]) -> Launch:
+        job = env["SLURM_JOB_ID"]
+        step = env.get("SLURM_STEP_ID", "0")
+        host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+        # A port that all tasks of this step can work out, and that two jobs seldom share.
+        port = int(env.get("MASTER_PORT") or 20_000 + (int(job) * 31 + int(step) * 7) % 10_000)
+        tasks = int(env["SLURM_NTASKS"])
+        hosts = int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or 1)
+        return cls(
+            Launcher.SLURM,
+            rank=int(env["SLURM_PROCID"]),
+            world_size=tasks,
+            num_hosts=hosts,
+            local_world_size=_local_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", ""), tasks, hosts),
+            run_id=f"slurm-{job}-{step}",
+            master=(host, port),
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """Worker ranks in this launch."""
+        return self.world_size - 1
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a SLURM node list: "node[03-05,9],gpu1" gives "node03"."""
+    head, bracket, rest = nodelist.partition("[")
+    if not bracket or "," in head:
+        return head.split(",")[0]
+    inside, _, suffix = rest.partition("]")
+    first = inside.split(",")[0].split("-")[0]
+    return head + first + suffix.split(",")[0]
+
+
+def _local_tasks(tasks_per_node: str, tasks: int, hosts: int) -> int:
+    # "2(x3),1": two tasks on each of three hosts, one on the next. The largest is a safe guess.
+    counts = [int(part.split("(")[0]) for part in tasks_per_node.split(",") if part]
+    return max(counts, default=-(-tasks // hosts))
+
+
+def route_to(host: str, port: int = 9) -> str:
+    """This host's address on the way to ``host``; nothing is sent.
+
+    Raises:
+        LaunchError: ``host`` has no address, or no route leads to it.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(
+            f"no route to {host!r} ({error}); check the name, or set MASTER_ADDR to an address "
+            "that every host can reach"
+        ) from error
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has ``address``; None if it can't be found."""
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo"
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no IPv4 address
+        if socket.inet_ntoa(answer[20:24]) == address:
+            return name
+    return None
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens on ``address`` alone.
+
+    Raises:
+        LaunchError: the address isn't this host's, is public, or the port is taken.
+    """
+    if ipaddress.ip_address(address).is_global and not os.environ.get("DISTCOLLECT_ALLOW_PUBLIC"):
+        raise LaunchError(
+            f"refusing to listen on the public address {address}: whoever reaches it could run "
+            "code here. Use a private network's address, or set DISTCOLLECT_ALLOW_PUBLIC=1 if a "
+            "firewall keeps others out"
+        )
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(f"can't listen on {address} port {port}: {error}") from error
+    return listener
+
+
+def num_cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0))

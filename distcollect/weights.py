@@ -1,0 +1,288 @@
+"""The weight plane: one flat buffer, broadcast to exactly the workers it is meant for.
+
+A push goes in three steps, so that nobody is left hanging in a collective that another never
+enters: every receiver says it is ready; those who did broadcast into a spare buffer; each
+acknowledges version and checksum. The receivers' engines swap the buffer in between two steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import DistCollectError, WeightsTimeout, WorkerLost
+from .flat import LiveWeights, checksum
+from .topology import listen
+from .transport import Transport
+
+log = logging.getLogger(__name__)
+
+# Groups kept for reuse. Both ends drop the least recently used: a worker takes part in a part of
+# the trainer's pushes, in the same order, so it never drops a group that the trainer still has.
+_MAX_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a receiver has to know of a push.
+
+    Attributes:
+        version: policy_version of these weights.
+        group: name of the process group; the first push under a name makes the group.
+        rank: the receiver's rank in it; the trainer is 0.
+        size: how many are in it.
+        store: host and port of the store where its members find each other.
+        timeout_s: for making the group and for the broadcast.
+    """
+
+    version: int
+    group: str
+    rank: int
+    size: int
+    store: tuple[str, int]
+    timeout_s: float
+
+
+class _Groups:
+    """Gloo process groups by name, the least recently used dropped first."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._groups: OrderedDict[str, Any] = OrderedDict()
+
+    def get(self, push: Push, store: dist.Store) -> Any:
+        """The group of ``push``; made on first use, which all members must do together."""
+        if push.group not in self._groups:
+            timeout = timedelta(seconds=push.timeout_s)
+            options = dist.ProcessGroupGloo._Options()
+            # The address names the interface, and connections are made on first use: a broadcast
+            # needs a tree of them, not all pairs.
+            options._devices = [
+                dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=True)
+            ]
+            options._timeout = timeout
+            self._groups[push.group] = dist.ProcessGroupGloo(
+                dist.PrefixStore(push.group, store), push.rank, push.size, options
+            )
+            while len(self._groups) > _MAX_GROUPS:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end(push.group)
+        return self._groups[push.group]
+
+    def drop(self, name: str) -> None:
+        self._groups.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._groups
+
+    def clear(self) -> None:
+        self._groups.clear()
+
+
+def _broadcast(group: Any, flat: torch.Tensor, timeout_s: float) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = timedelta(seconds=timeout_s)
+    group.broadcast([flat], options).wait(timedelta(seconds=timeout_s))
+
+
+class WeightReceiver:
+    """A worker's side: receives on a thread of its own while the engine steps."""
+
+    def __init__(self, weights: LiveWeights, address: str) -> None:
+        """Receive for ``weights``; ``address`` is this host's, on the interface to use."""
+        self._weights = weights
+        self._groups = _Groups(address)
+        self._store: dist.Store | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distcollect-weights")
+
+    def ready(self) -> Future[int]:
+        """Completes when no earlier push is under way: the version in use next."""
+        return self._thread.submit(lambda: self._weights.newest)
+
+    def receive(self, push: Push) -> Future[tuple[int, int]]:
+        """Take part in the broadcast; completes with (version, checksum) of what arrived."""
+        return self._thread.submit(self._receive, push)
+
+    def close(self) -> None:
+        """Receive nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._groups.clear()
+
+    def _receive(self, push: Push) -> tuple[int, int]:
+        buffer = self._weights.spare()
+        try:
+            if self._store is None:
+                host, port = push.store
+                self._store = dist.TCPStore(
+                    host, port, is_master=False, timeout=timedelta(seconds=push.timeout_s)
+                )
+            _broadcast(self._groups.get(push, self._store), buffer, push.timeout_s)
+            received = checksum(buffer)
+        except BaseException:
+            self._groups.drop(push.group)
+            self._weights.discard(buffer)
+            raise
+        self._weights.commit(buffer, push.version)
+        return push.version, received
+
+
+class PushHandle:
+    """A push on its way.
+
+    Attributes:
+        version: the policy_version that is being sent.
+        worker_ids: to whom.
+    """
+
+    def __init__(self, version: int, worker_ids: Sequence[int], timeout_s: float) -> None:
+        self.version = version
+        self.worker_ids = tuple(worker_ids)
+        self._timeout_s = timeout_s
+        self._future: Future[None] = Future()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until every worker has acknowledged it.
+
+        Raises:
+            WeightsTimeout: some didn't within the deadline; names them.
+            WorkerLost: a worker died before it had acknowledged.
+        """
+        limit = 2 * self._timeout_s if timeout_s is None else timeout_s
+        try:
+            self._future.result(limit)
+        except TimeoutError as error:
+            if self._future.done():
+                raise
+            raise WeightsTimeout(
+                f"version {self.version} is not acknowledged by all of workers "
+                f"{list(self.worker_ids)} after {limit:g} s"
+            ) from error
+
+
+class WeightSender:
+    """The trainer's side: sends one version after the other, in the order of publication."""
+
+    def __init__(self, transport: Transport, address: str, *, timeout_s: float) -> None:
+        """Prepare to send.
+
+        Args:
+            transport: for the control messages.
+            address: this host's, on the interface that reaches the workers.
+            timeout_s: for each of a push's three steps.
+        """
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._groups = _Groups(address)
+        self._names: dict[tuple[int, ...], str] = {}
+        self._counter = itertools.count()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distcollect-weights")
+        self._closed = threading.Event()
+        listener = listen(address)
+        self._endpoint = (address, listener.getsockname()[1])
+        # TCPStore would listen on every interface; it takes over a socket that is bound already.
+        self._store = dist.TCPStore(
+            *self._endpoint,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+    def push(self, flat: torch.Tensor, version: int, peers: Mapping[int, int]) -> PushHandle:
+        """Send ``flat`` as ``version``.
+
+        Args:
+            flat: the snapshot, uint8; must not be changed any more.
+            version: its policy_version.
+            peers: ``{worker_id: peer}`` of the receivers.
+        """
+        handle = PushHandle(version, sorted(peers), self._timeout_s)
+
+        def run() -> None:
+            try:
+                self._send(flat, version, dict(sorted(peers.items())))
+            except BaseException as error:  # noqa: BLE001 - raised where the handle is waited for
+                handle._future.set_exception(error)
+            else:
+                handle._future.set_result(None)
+
+        self._thread.submit(run)
+        return handle
+
+    def close(self) -> None:
+        """Send nothing more; pushes that have not begun fail."""
+        self._closed.set()
+        self._thread.shutdown(wait=False)
+        self._groups.clear()
+
+    def _send(self, flat: torch.Tensor, version: int, peers: dict[int, int]) -> None:
+        if self._closed.is_set():
+            raise WorkerLost("the collector was shut down before these weights were sent")
+        ready = {w: self._transport.call(peer, "weights_ready") for w, peer in peers.items()}
+        self._gather(ready, f"ready for version {version}")
+        members = tuple(peers.values())
+        if self._names.get(members) not in self._groups:
+            self._names[members] = f"weights{next(self._counter)}"
+        name = self._names[members]
+
+        def message(rank: int) -> Push:
+            size = len(members) + 1
+            return Push(version, name, rank, size, self._endpoint, self._timeout_s)
+
+        acknowledged = {
+            worker_id: self._transport.call(peer, "receive_weights", message(rank))
+            for rank, (worker_id, peer) in enumerate(peers.items(), start=1)
+        }
+        try:
+            _broadcast(self._groups.get(message(0), self._store), flat, self._timeout_s)
+        except RuntimeError as error:
+            self._groups.drop(name)
+            # Who is at fault is better told by the acknowledgements that don't come.
+            self._gather(acknowledged, f"the broadcast of version {version}")
+            raise WorkerLost(f"the broadcast of version {version} broke off: {error}") from error
+        expected = (version, checksum(flat))
+        for worker_id, received in self._gather(
+            acknowledged, f"the acknowledgement of version {version}"
+        ).items():
+            if received != expected:
+                raise WorkerLost(
+                    f"acknowledged (version, checksum) {received} instead of {expected}",
+                    worker_id=worker_id,
+                )
+
+    def _gather(self, answers: Mapping[int, Future[Any]], what: str) -> dict[int, Any]:
+        deadline = time.monotonic() + self._timeout_s
+        values: dict[int, Any] = {}
+        late: list[int] = []
+        failed: DistCollectError | None = None
+        for worker_id, answer in answers.items():
+            try:
+                values[worker_id] = answer.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                late.append(worker_id)
+            except DistCollectError as error:
+                failed = failed or WorkerLost(
+                    f"no {what}: {error}", worker_id=worker_id
+                ).with_traceback(None)
+        if failed is not None:
+            raise failed
+        if late:
+            raise WeightsTimeout(f"waited {self._timeout_s:g} s for {what} from workers {late}")
+        return values

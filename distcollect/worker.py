@@ -1,0 +1,301 @@
+"""A worker process: serves its trainer's requests; steps envs on its main thread.
+
+Simulators often insist on the main thread, and Python runs signal handlers there, so that is where
+the engine lives. RPC handlers only hand it jobs and answer through futures; weights arrive on one
+more thread (:mod:`.weights`); the lifeline's thread ends the process when the trainer is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .engine import Engine, StepOptions
+from .envs import EnvContext, make_envs
+from .errors import PolicyError, WorkerError
+from .flat import LiveWeights, WeightLayout
+from .link import Lifeline, exit_now
+from .policy import Exploration, Policy, RandomPolicy, UserPolicy
+from .rollout import Header, Layout, Slab, Tensors
+from .rpc import RpcTransport
+from .topology import interface_of
+from .transport import CollectRequest
+from .weights import Push, WeightReceiver
+
+log = logging.getLogger(__name__)
+
+# A process numbers its trajectories from peer * this: unique over the run, and below 2**63.
+TRAJ_IDS_PER_PEER = 1 << 40
+# While one rollout is being fetched the next is being written.
+_NUM_SLABS = 2
+_JOIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker steps, and how; it comes from the trainer.
+
+    Attributes:
+        create_env_fn: env id or callable, see :func:`~distcollect.envs.make_envs`.
+        num_envs: envs to make.
+        policy: the policy itself, None for random actions.
+        policy_factory: makes the policy here instead.
+        device: where the policy computes; None: where it is.
+        exploration: see :class:`~distcollect.policy.Exploration`.
+        info_keys: entries of ``info`` that go into the batch.
+        options: see :class:`~distcollect.engine.StepOptions`.
+    """
+
+    create_env_fn: Any
+    num_envs: int
+    policy: Any = None
+    policy_factory: Any = None
+    device: torch.device | None = None
+    exploration: Exploration = Exploration.RANDOM
+    info_keys: Any = None
+    options: StepOptions = field(default_factory=StepOptions)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a worker found when it tried its envs and policy out.
+
+    Attributes:
+        layout: what its frames consist of.
+        weights: layout of the policy's weights.
+    """
+
+    layout: Layout
+    weights: WeightLayout
+
+
+def build_engine(
+    plan: WorkerPlan, *, worker_id: int = 0, incarnation: int = 0, first_traj_id: int = 0
+) -> Engine:
+    """Make the envs and the policy of ``plan`` and try them out.
+
+    Raises:
+        EnvError: an env can't be made, or raised.
+        PolicyError: the policy can't be made, raised, or its output doesn't fit the action space.
+    """
+    contexts = [
+        EnvContext(worker_id=worker_id, env_index=index, incarnation=incarnation, seed=None)
+        for index in range(plan.num_envs)
+    ]
+    envs = make_envs(plan.create_env_fn, plan.num_envs, info_keys=plan.info_keys, contexts=contexts)
+    try:
+        user_policy = plan.policy
+        if plan.policy_factory is not None:
+            user_policy = _made_by(plan.policy_factory)
+        policy: Policy
+        if user_policy is None:
+            policy = RandomPolicy(envs.action_space, envs.num_envs)
+        else:
+            policy = UserPolicy(
+                user_policy,
+                envs.obs,
+                envs.observation_space,
+                envs.action_space,
+                exploration=plan.exploration,
+                device=plan.device,
+            )
+        return Engine(
+            envs,
+            policy,
+            LiveWeights(policy.module),
+            first_traj_id=first_traj_id,
+            options=plan.options,
+        )
+    except BaseException:
+        envs.close()
+        raise
+
+
+def _made_by(factory: Callable[[], Any]) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise PolicyError(f"policy_factory raised {type(error).__name__}: {error}") from error
+
+
+class Worker:
+    """The service of a worker (:class:`~distcollect.transport.Service`).
+
+    :meth:`run` blocks the thread that is to step the envs; all else may be called from others.
+    """
+
+    def __init__(self, worker_id: int, *, incarnation: int, peer: int, address: str) -> None:
+        """A worker in slot ``worker_id``, known as ``peer``, on a host with ``address``."""
+        self.worker_id = worker_id
+        self._incarnation = incarnation
+        self._peer = peer
+        self._address = address
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._engine: Engine | None = None
+        self._receiver: WeightReceiver | None = None
+        self._slabs: list[Slab] = []
+        self._sequence = 0
+        self._stopping = False
+
+    def run(self) -> None:
+        """Do jobs until :meth:`stop`; then close the envs."""
+        while (job := self._jobs.get()) is not None:
+            answer, work = job
+            try:
+                answer.set_result(work())
+            except Exception as error:  # noqa: BLE001 - it is raised again at the trainer
+                answer.set_exception(error)
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def stop(self) -> None:
+        """End :meth:`run` as soon as the current step is done; what was asked before fails."""
+        self._stopping = True
+        if self._engine is not None:
+            self._engine.stop()
+        self._jobs.put(None)
+
+    def configure(self, payload: bytes) -> Future[Probe]:
+        """Build what the pickled :class:`WorkerPlan` says and try it out."""
+        return self._submit(lambda: self._configure(payload))
+
+    def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
+        """Collect a rollout.
+
+        Its tensors are valid until the request after the next one is made.
+        """
+        return self._submit(lambda: self._collect(request))
+
+    def seed(self, seeds: Sequence[int], torch_seed: int) -> Future[None]:
+        """Start over, env i from ``seeds[i]``, the policy's randomness from ``torch_seed``."""
+        return self._submit(lambda: self._seed(seeds, torch_seed))
+
+    def weights_ready(self) -> Future[int]:
+        """Completes when weights can be received."""
+        return self._configured_receiver.ready()
+
+    def receive_weights(self, push: Push) -> Future[tuple[int, int]]:
+        """Take part in a broadcast; completes with (version, checksum)."""
+        return self._configured_receiver.receive(push)
+
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self._jobs.put((answer, work))
+        return answer
+
+    @property
+    def _configured(self) -> Engine:
+        if self._engine is None:
+            raise WorkerError("asked before it was configured")
+        return self._engine
+
+    @property
+    def _configured_receiver(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise WorkerError("asked for weights before it was configured")
+        return self._receiver
+
+    def _configure(self, payload: bytes) -> Probe:
+        try:
+            plan: WorkerPlan = pickle.loads(payload)
+        except Exception as error:
+            raise WorkerError(
+                f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
+                " what they are made of must be importable here too"
+            ) from error
+        self._engine = build_engine(
+            plan,
+            worker_id=self.worker_id,
+            incarnation=self._incarnation,
+            first_traj_id=self._peer * TRAJ_IDS_PER_PEER,
+        )
+        if self._stopping:
+            self._engine.stop()
+        self._receiver = WeightReceiver(self._engine.weights, self._address)
+        return Probe(self._engine.layout, self._engine.weights.layout)
+
+    def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
+        engine = self._configured
+        if not self._slabs or self._slabs[0].num_steps != request.num_steps:
+            self._slabs = [Slab(engine.layout, request.num_steps) for _ in range(_NUM_SLABS)]
+        slab = self._slabs[self._sequence % _NUM_SLABS]
+        engine.collect(slab, random=request.random, fresh=request.fresh)
+        tensors = slab.tensors()
+        versions = slab.policy_version
+        header = Header(
+            worker_id=self.worker_id,
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            num_frames=versions.size,
+            num_bytes=sum(tensor.nbytes for tensor in tensors),
+            policy_version=(int(versions.min()), int(versions.max())),
+            stepped=engine.counts.stepped,
+            lost=dict(engine.counts.lost),
+        )
+        self._sequence += 1
+        return header, tensors
+
+    def _seed(self, seeds: Sequence[int], torch_seed: int) -> None:
+        self._configured.seed(seeds)
+        torch.manual_seed(torch_seed)
+        np.random.seed(torch_seed % 2**32)  # noqa: NPY002 - for envs that still use it
+
+
+def main(boot: dict[str, Any]) -> None:
+    """Run a worker process from its boot message until its trainer ends it or is gone.
+
+    Args:
+        boot: "host" and "port" of the trainer's gate, "token", "worker_id", "incarnation",
+            "num_threads" (torch's, 0: leave as it is).
+    """
+    # Ctrl-C is the trainer's business: a terminal, or torchrun, may send it to all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    if boot["num_threads"] and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(boot["num_threads"])
+    lifeline = Lifeline(boot["host"], boot["port"], _JOIN_TIMEOUT_S)
+    about = {key: boot[key] for key in ("worker_id", "incarnation")}
+    welcome = lifeline.join("worker", boot["token"], **about)
+    address = lifeline.local_address
+    worker = Worker(
+        boot["worker_id"], incarnation=boot["incarnation"], peer=welcome["peer"], address=address
+    )
+    transport = RpcTransport(welcome["peer"], interface=interface_of(address), service=worker)
+    transport.connect(welcome["trainer_peer"], welcome["trainer_endpoint"])
+
+    dismissed = threading.Event()
+
+    def watch() -> None:
+        while (message := lifeline.receive()) is not None:
+            if "stop" in message:
+                worker.stop()
+            elif "bye" in message:
+                dismissed.set()
+        # Nobody is left to tell, and an env may hang: nothing short of this is certain.
+        exit_now(1)
+
+    threading.Thread(target=watch, name="distcollect-lifeline", daemon=True).start()
+    lifeline.send({"endpoint": transport.endpoint})
+    worker.run()
+    dismissed.wait()  # ends with the trainer at the latest: see above
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of torch may still wait for something; whoever started us ends what the envs left.
+    os._exit(0)
