@@ -43,8 +43,10 @@ def num_steps(frames_per_batch: int, num_workers: int, envs_per_worker: int) -> 
     if rest:
         lower, upper = steps * rows, (steps + 1) * rows
         would_do = f"{lower} or {upper} would do" if steps else f"{upper} would do"
-        split = f"{num_workers} worker(s) x {envs_per_worker} env(s)" if num_workers > 1 else (
-            f"{envs_per_worker} env(s)"
+        split = (
+            f"{num_workers} worker(s) x {envs_per_worker} env(s)"
+            if num_workers > 1
+            else (f"{envs_per_worker} env(s)")
         )
         raise ArgumentError(
             f"frames_per_batch={frames_per_batch} can't be split evenly over {split}: {would_do}"
@@ -150,7 +152,7 @@ def device(value: object) -> torch.device | None:
     if value is None:
         return None
     try:
-        return torch.device(value)  # type: ignore[arg-type,no-any-return,call-overload]
+        return torch.device(value)  # type: ignore[no-any-return,call-overload]
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"device={value!r}: {error}") from error
 
@@ -165,7 +167,7 @@ def pickled(plan: object, user_policy: object, maker: object) -> bytes:
         ArgumentError: the env maker, or something else in the plan, can't be.
     """
     try:
-        return cloudpickle.dumps(plan)
+        return bytes(cloudpickle.dumps(plan))
     except Exception as error:
         if _fails(user_policy):
             raise PolicyNotSendable(
@@ -214,8 +216,9 @@ def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:
         raise ArgumentTypeError(f"worker_ids={wanted!r}: must be an int or a list of ints")
     unknown = [i for i in ids if i not in present]
     if unknown:
-        raise ArgumentError(f"worker_ids={wanted!r}: no worker {unknown}; there are {list(present)}")
+        raise ArgumentError(
+            f"worker_ids={wanted!r}: no worker {unknown}; there are {list(present)}"
+        )
     if not ids or len(set(ids)) != len(ids):
         raise ArgumentError(f"worker_ids={wanted!r}: name each worker once, and at least one")
     return list(ids)
-

@@ -224,6 +224,10 @@ class _SupervisedProcesses:
             self._changed.wait_for(lambda: not reachable(), grace_s)
 
 
+def _nobody_listens(worker_id: int) -> None:
+    log.debug("worker %d is lost, before anybody asked it for anything", worker_id)
+
+
 _launched: LaunchedCluster | None = None
 _in_use = threading.Lock()
 
@@ -259,8 +263,7 @@ class Workers:
                 "it in a with block)"
             )
         self._faults = faults
-        self._lost = threading.Event()
-        self.on_lost: Callable[[int], None] = lambda worker_id: None
+        self.on_lost: Callable[[int], None] = _nobody_listens
         with contextlib.ExitStack() as undo:
             undo.callback(_in_use.release)
             cluster: Cluster = LocalCluster() if launched is None else launched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -63,7 +64,9 @@ class DataCollectorBase(ABC):
         arguments.positive("frames_per_batch", frames_per_batch)
         self.frames_per_batch = frames_per_batch
         self._num_batches = arguments.total_batches(total_frames, frames_per_batch)
-        self.total_frames = -1 if self._num_batches is None else self._num_batches * frames_per_batch
+        self.total_frames = (
+            -1 if self._num_batches is None else self._num_batches * frames_per_batch
+        )
         self._delivered = 0
         self._closed = False
 
@@ -159,7 +162,10 @@ class SyncDataCollector(DataCollectorBase):
 
     def __init__(
         self,
-        create_env_fn: EnvMaker | gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any] | list[Any],
+        create_env_fn: EnvMaker
+        | gym.Env[Any, Any]
+        | gym.vector.VectorEnv[Any, Any, Any]
+        | list[Any],
         policy: Callable[..., Any] | None = None,
         *,
         policy_factory: Callable[[], Callable[..., Any]] | None = None,
@@ -284,7 +290,7 @@ class SyncDataCollector(DataCollectorBase):
         self._engine.weights.version = self._version
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """See :class:`DataCollectorBase`; seeds torch's global generator too, as policies use it."""
+        """See :class:`DataCollectorBase`; seeds torch's global generator too."""
         num_envs = self._engine.layout.num_envs
         seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
         self._engine.seed(seeds)
@@ -401,13 +407,12 @@ class RPCDataCollector(DataCollectorBase):
             payloads[worker_id] = arguments.pickled(plan, sent_policy, maker)
         self._policy = policy if isinstance(policy, nn.Module) else None
         workers = Workers(count, self._faults)
-        self._finalizer = weakref.finalize(self, workers.close)
         try:
             self._probe = _agreed(workers.configure(payloads))
             num_envs = self._probe.layout.num_envs
             steps = arguments.num_steps(frames_per_batch, sharing, num_envs)
         except BaseException:
-            self._finalizer()
+            workers.close()
             raise
         self._pool = Pool(
             workers.transport,
@@ -421,8 +426,7 @@ class RPCDataCollector(DataCollectorBase):
             explain=workers.explain,
         )
         workers.on_lost = self._pool.lose
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _close, self._pool, workers)
+        self._finalizer = weakref.finalize(self, partial(_close, self._pool, workers))
 
     @property
     def policy_version(self) -> int:
@@ -445,9 +449,7 @@ class RPCDataCollector(DataCollectorBase):
             self.shutdown()
             raise
         layout: Layout = self._probe.layout
-        return assemble(
-            layout, rollouts, stack=self._stack and self._sync, device=self._device
-        )
+        return assemble(layout, rollouts, stack=self._stack and self._sync, device=self._device)
 
     def update_policy_weights_(
         self,
@@ -494,9 +496,9 @@ class RPCDataCollector(DataCollectorBase):
             return handle
         try:
             handle.wait()
-        except WorkerError as error:
+        except WorkerError:
             self.shutdown()
-            raise error
+            raise
         return None
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:

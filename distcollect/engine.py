@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from gymnasium.spaces import Box
 from torch import nn
 
 from .envs import EnvBatch
 from .errors import ArgumentError
 from .flat import LiveWeights
-from .policy import Policy, RandomPolicy
+from .policy import Policy, RandomPolicy, Tensors
 from .rollout import Layout, Slab
 from .spaces import Arrays, Key
 
 
-class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
+class Stopped(Exception):
     """Collection was ended between two steps by :meth:`Engine.stop`."""
 
 
@@ -199,10 +200,10 @@ class Engine:
             array[:] = envs.obs[key]
         self.counts.stepped += slab.num_steps * envs.num_envs
 
-    def _keep_action(self, columns: Arrays, chosen: dict[Key, object], step: int) -> Arrays:
+    def _keep_action(self, columns: Arrays, chosen: Tensors, step: int) -> Arrays:
         action: Arrays = {}
         for key, column in columns.items():
-            value = chosen[key].numpy()  # type: ignore[attr-defined]
+            value = chosen[key].numpy()
             column[:, step] = value
             if value.dtype != column.dtype:
                 value = value.astype(column.dtype)
@@ -212,7 +213,7 @@ class Engine:
         return action
 
     def _fill_skewed(self, slab: Slab, policy: Policy, fresh: bool) -> None:
-        """As :meth:`_fill` for native vector envs with filler steps, which make rows drift apart."""
+        """As :meth:`_fill`, for envs with filler steps, which make rows drift apart."""
         envs, weights = self._envs, self.weights
         if self._strip is None or self._strip.num_steps != slab.num_steps:
             if self._strip is not None:
@@ -253,8 +254,8 @@ class Engine:
             overflow = strip.write(real, values, envs, out.ended)
             self.counts.lose("row_skew", len(overflow))
             # A frame that found no room leaves a gap, which no trajectory may span.
-            for row in {*out.ended, *overflow}:
-                self._traj_ids[row] = self._new_traj_id()
+            for ended in {*out.ended, *overflow}:
+                self._traj_ids[ended] = self._new_traj_id()
         strip.emit(slab)
 
 
@@ -317,8 +318,6 @@ class _Strip:
 
 
 def _bounds(envs: EnvBatch) -> dict[Key, tuple[np.ndarray, np.ndarray]]:
-    from gymnasium.spaces import Box
-
     if len(envs.action_leaves) == 1 and isinstance(envs.action_space, Box):
         return {envs.action_leaves[0].key: (envs.action_space.low, envs.action_space.high)}
     raise ArgumentError(f"clip_actions needs a Box action space, not {envs.action_space}")

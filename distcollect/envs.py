@@ -615,13 +615,8 @@ def make_envs(
             if isinstance(env, VectorEnv):
                 _check_rows(env, num_envs, alone=not listed and row == 0)
                 return VectorBatch(env, info_keys)
-            if any(env is other for other in envs):
-                raise ArgumentError(
-                    f"env {row} ({_env_name(env)}) is the same object as another one; "
-                    "each row needs an env of its own, so give a callable that makes one"
-                )
             envs.append(env)
-        _check_same_spaces(envs)
+        _check_alike(envs)
         return PlainBatch(envs, info_keys)
     except BaseException:
         for env in opened:
@@ -678,9 +673,15 @@ def _check_rows(env: AnyVectorEnv, num_envs: int, *, alone: bool) -> None:
         )
 
 
-def _check_same_spaces(envs: Sequence[Env]) -> None:
+def _check_alike(envs: Sequence[Env]) -> None:
+    """Envs of one batch are different objects with the same spaces."""
     first = envs[0]
     for row, env in enumerate(envs):
+        if any(env is other for other in envs[:row]):
+            raise ArgumentError(
+                f"env {row} ({_env_name(env)}) is the same object as another one; "
+                "each row needs an env of its own, so give a callable that makes one"
+            )
         for role in ("observation", "action"):
             mine, theirs = getattr(env, f"{role}_space"), getattr(first, f"{role}_space")
             # The bounds of observations may differ, but what an action means may not.
@@ -709,33 +710,38 @@ def _info_space(
                 f"info_keys: {name!r} is the name of something else in a batch; give that entry "
                 "of info another name in a wrapper"
             )
-    found = {
+    found: dict[str, Any] = {
         name: _KNOWN_INFO.get(name) if space is None else space for name, space in declared.items()
     }
-    seen: set[str] = set()
     if None in found.values():
-        try:
-            for example in examples():
-                seen.update(example)
-                for name, space in found.items():
-                    if space is None and name in example:
-                        found[name] = _space_of(example[name])
-                if None not in found.values():
-                    break
-        except Exception as err:
-            raise EnvError(
-                f"{env_name}: trying it for its info entries raised {_told(err)}"
-            ) from err
+        _find_out(found, examples, env_name)
     for name, space in found.items():
-        if space is None:
-            raise ArgumentError(
-                f"info_keys: a reset and a step of {env_name} gave nothing under {name!r} that "
-                f"shows a shape and dtype (entries seen: {', '.join(sorted(seen)) or 'none'}); "
-                f"declare it: info_keys={{{name!r}: gymnasium.spaces.Box(...)}}"
-            )
         if any(isinstance(part, int) for way, _ in ends_of(space) for part in way):
             raise SpaceError(f"info_keys: {name!r} is a Tuple space; only Dict can be nested here")
-    return spaces.Dict({name: space for name, space in found.items() if space is not None})
+    return spaces.Dict(found)
+
+
+def _find_out(
+    found: dict[str, Any], examples: Callable[[], Iterator[Mapping[str, Any]]], env_name: str
+) -> None:
+    """Put in the spaces that are None as yet, from what the env gives."""
+    seen: set[str] = set()
+    try:
+        for example in examples():
+            seen.update(example)
+            for name, space in found.items():
+                if space is None and name in example:
+                    found[name] = _space_of(example[name])
+            if None not in found.values():
+                return
+    except Exception as err:
+        raise EnvError(f"{env_name}: trying it for its info entries raised {_told(err)}") from err
+    name = next(name for name, space in found.items() if space is None)
+    raise ArgumentError(
+        f"info_keys: a reset and a step of {env_name} gave nothing under {name!r} that "
+        f"shows a shape and dtype (entries seen: {', '.join(sorted(seen)) or 'none'}); "
+        f"declare it: info_keys={{{name!r}: gymnasium.spaces.Box(...)}}"
+    )
 
 
 def _space_of(value: Any) -> Space | None:

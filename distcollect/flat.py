@@ -150,8 +150,10 @@ def _state(module: nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def checksum(flat: torch.Tensor) -> int:
-    """Wrapping sum of a flat buffer's 8-byte words: as fast as memory, and a half-written buffer
-    doesn't match."""
+    """Wrapping sum of a flat buffer's 8-byte words: as fast as memory.
+
+    A half-written buffer doesn't match.
+    """
     return int(flat.view(torch.int64).sum())
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-import torch.distributed as dist
+import torch.distributed
 
 from .cluster import LaunchedCluster, set_launched
 from .errors import LaunchError
@@ -24,6 +24,9 @@ from .topology import LOOPBACK, Launch, Launcher, num_cores, route_to
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Torch declares no types for its stores.
+dist: Any = torch.distributed
 
 _MEET_TIMEOUT_S = 300.0
 _TRY_TIMEOUT_S = 5.0
@@ -91,7 +94,7 @@ def _own_address(name: str) -> str:
     return address
 
 
-def _torchrun_store(launch: Launch) -> dist.Store:
+def _torchrun_store(launch: Launch) -> Any:
     assert launch.master is not None
     # The agent serves the store, except with static rendezvous, where rank 0 has to.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -115,7 +118,7 @@ class _Terminated(BaseException):
 def _supervise(launch: Launch) -> None:
     """Hold a rank for the trainer: start and watch worker processes on its word."""
 
-    def terminate(number: int, frame: Any) -> NoReturn:
+    def terminate(number: int, _frame: object) -> NoReturn:
         raise _Terminated(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -182,7 +185,7 @@ def _meet_trainer(launch: Launch) -> tuple[Lifeline, dict[str, Any]]:
     )
 
 
-def _meeting_point(launch: Launch, store: dist.Store | None) -> dict[str, Any]:
+def _meeting_point(launch: Launch, store: Any) -> dict[str, Any]:
     assert launch.master is not None
     if store is not None:
         meeting: dict[str, Any] = json.loads(store.get("distcollect/gate"))

@@ -20,7 +20,6 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import tensordict
@@ -91,7 +90,7 @@ class Lifeline:
         self._sock = socket.create_connection((host, port), timeout=timeout_s)
         _configure(self._sock)
         self._lock = threading.Lock()
-        self._buffer = b""
+        self._decoder = _Decoder()
 
     @property
     def local_address(self) -> str:
@@ -132,7 +131,7 @@ class Lifeline:
     def receive(self) -> Message | None:
         """The next frame, None once the trainer is gone."""
         while True:
-            message, self._buffer = _decode(self._buffer)
+            message = self._decoder.next()
             if message is not None:
                 return message
             try:
@@ -143,23 +142,44 @@ class Lifeline:
                 return None
             if not data:
                 return None
-            self._buffer += data
+            self._decoder.feed(data)
 
     def close(self) -> None:
         """Close it; the trainer sees this process as gone."""
         self._sock.close()
 
 
-def _decode(buffer: bytes) -> tuple[Message | None, bytes]:
-    if len(buffer) < _LENGTH.size:
-        return None, buffer
-    (length,) = _LENGTH.unpack_from(buffer)
-    if length > _MAX_FRAME:
-        raise LaunchError(f"a frame of {length} bytes: this is not a peer of ours")
-    end = _LENGTH.size + length
-    if len(buffer) < end:
-        return None, buffer
-    return json.loads(buffer[_LENGTH.size : end]), buffer[end:]
+class _Decoder:
+    """Puts frames together from whatever pieces arrive."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> Message | None:
+        """The next whole frame, None until there is one.
+
+        Raises:
+            LaunchError: what arrived is no frame of ours.
+        """
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > _MAX_FRAME:
+            raise LaunchError(f"a frame of {length} bytes: this is not a peer of ours")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        frame, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
+        try:
+            message = json.loads(frame)
+        except ValueError as error:
+            raise LaunchError("a frame that is no JSON: this is not a peer of ours") from error
+        if not isinstance(message, dict):
+            raise LaunchError("a frame that is no JSON object: this is not a peer of ours")
+        return message
 
 
 class Connection:
@@ -167,13 +187,14 @@ class Connection:
 
     Attributes:
         hello: how the peer introduced itself; empty until it has.
+        decoder: puts together what it sends.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.hello: Message = {}
+        self.decoder = _Decoder()
         self._sock = sock
         self._lock = threading.Lock()
-        self._buffer = b""
 
     def send(self, message: Message) -> None:
         """Send one frame; nothing if the peer is gone (its end is reported anyhow)."""
@@ -283,13 +304,10 @@ class Gate:
             if not data:
                 self._drop(sock)
                 return
-            connection._buffer += data
-            while True:
-                message, connection._buffer = _decode(connection._buffer)
-                if message is None:
-                    return
+            connection.decoder.feed(data)
+            while (message := connection.decoder.next()) is not None:
                 self._handle(connection, message)
-        except (LaunchError, ValueError) as error:
+        except LaunchError as error:
             log.warning("closing a connection that speaks something else: %s", error)
             self._drop(sock)
 

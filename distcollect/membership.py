@@ -107,9 +107,7 @@ class Members(GateEvents):
     def start(self, spawner: Spawner, boot: Mapping[str, Any], env: Mapping[str, str]) -> None:
         """Start a process in every slot. Raises as the spawner does."""
         for worker_id in self._members:
-            spawner.spawn(
-                worker_id, {**boot, "worker_id": worker_id, "incarnation": 0}, env
-            )
+            spawner.spawn(worker_id, {**boot, "worker_id": worker_id, "incarnation": 0}, env)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Block until every worker is ready.

@@ -47,8 +47,11 @@ class Exploration(str, enum.Enum):
             ) from None
 
     @property
-    def _interaction(self) -> InteractionType:
-        return InteractionType.RANDOM if self is Exploration.RANDOM else InteractionType.DETERMINISTIC
+    def interaction(self) -> InteractionType:
+        """The same, as TensorDict policies take it."""
+        return (
+            InteractionType.RANDOM if self is Exploration.RANDOM else InteractionType.DETERMINISTIC
+        )
 
 
 class Policy(ABC):
@@ -124,7 +127,8 @@ class UserPolicy(Policy):
         Args:
             policy: TensorDictModule, module or callable.
             observation: ``{key: [n, *shape]}``, the same arrays at every step.
-            observation_space, action_space: of a single env.
+            observation_space: of a single env.
+            action_space: of a single env.
             exploration: for policies that have, or return, a distribution.
             device: moves the policy there; None leaves it where it is.
 
@@ -148,7 +152,10 @@ class UserPolicy(Policy):
 
     def __call__(self) -> tuple[Tensors, Tensors]:
         self._inputs.refresh()
-        output = self._call()
+        try:
+            output = self._call()
+        except Exception as error:
+            raise PolicyError(f"the policy raised {type(error).__name__}: {error}") from error
         if isinstance(output, TensorDictBase):
             actions, extras = self._from_tensordict(output)
         else:
@@ -237,7 +244,7 @@ class UserPolicy(Policy):
         discrete = isinstance(self._action_space, gym.spaces.Discrete)
         if discrete and got.shape[1:] == (int(self._action_space.n),):  # type: ignore[attr-defined]
             hint = "; these look like logits or a one-hot vector: return the action's index"
-        elif got.shape == leaf.shape or got.shape == (1, *leaf.shape):
+        elif got.shape in {leaf.shape, (1, *leaf.shape)}:
             hint = "; the policy always sees, and returns, a leading dimension of envs"
         elif got.shape == (self._num_envs, *leaf.shape, 1):
             hint = "; drop the last dimension, as with squeeze(-1)"
@@ -253,7 +260,7 @@ class _Exploring:
     """No gradients and an interaction type, entered once for a rollout."""
 
     def __init__(self, exploration: Exploration) -> None:
-        self._contexts = (torch.no_grad(), set_interaction_type(exploration._interaction))
+        self._contexts = (torch.no_grad(), set_interaction_type(exploration.interaction))
 
     def __enter__(self) -> None:
         for context in self._contexts:
@@ -297,7 +304,8 @@ class _Inputs:
     def tensordict(self) -> Callable[[], TensorDict]:
         """Makes a TensorDict ``[n]`` around the inputs; a new shell for each call of the policy."""
         template = TensorDict(self.entries(), batch_size=[self.num_envs])
-        return template.copy
+        make: Callable[[], TensorDict] = template.copy
+        return make
 
 
 def _floating_dtype(module: nn.Module | None) -> torch.dtype | None:
@@ -324,27 +332,26 @@ def _calling_convention(
         return call_with_tensordict
 
     entries = inputs.entries()
-    is_dict = isinstance(observation_space, gym.spaces.Dict)
-    if is_dict:
-        observation: Any = {name: entries[name] for name in observation_space}
+    observation: Any
+    if isinstance(observation_space, gym.spaces.Dict):
+        observation = {name: entries[name] for name in observation_space}
+        named_entries = entries
     else:
-        observation = entries["observation"]
-        if isinstance(observation_space, gym.spaces.Tuple):
-            observation = _as_tuple(observation_space, observation)
+        observation = _as_tuple(observation_space, entries["observation"])
+        named_entries = {name: entries[name] for name in entries if name != "observation"}
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for index, parameter in enumerate(_parameters(policy)):
         name = parameter.name
         if parameter.kind is parameter.VAR_KEYWORD:
-            named.update({key: value for key, value in entries.items() if key not in named})
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            if not positional and not named:
-                positional.append(observation)
-        elif name in entries and (is_dict or name != "observation"):
-            named[name] = entries[name]
+            named = {**named_entries, **named}
+        elif name in named_entries:
+            named[name] = named_entries[name]
         elif index == 0:
             positional.append(observation)
-        elif parameter.default is parameter.empty:
+        elif (
+            parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+        ):
             raise PolicyError(
                 f"the policy's parameter {name!r} is no entry of the observation; there are: "
                 f"{', '.join(entries)}"

@@ -140,9 +140,7 @@ class Pool:
         answers: dict[int, Future[None]] = {}
         for index, (worker_id, seat) in enumerate(self._seats.items()):
             first = index * num_envs
-            seeds = [
-                env_seed(seed, 0 if static_seed else first + row) for row in range(num_envs)
-            ]
+            seeds = [env_seed(seed, 0 if static_seed else first + row) for row in range(num_envs)]
             answers[worker_id] = self._transport.call(
                 seat.peer, "seed", seeds, env_seed(seed, first, stream=1)
             )
@@ -154,9 +152,7 @@ class Pool:
                     f"worker {worker_id} took no seed within {_SEED_TIMEOUT_S:g} s"
                 ) from error
 
-    def push(
-        self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None
-    ) -> PushHandle:
+    def push(self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None) -> PushHandle:
         """Publish a new version and send it.
 
         Args:

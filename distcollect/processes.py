@@ -146,7 +146,7 @@ def _kill_group(pid: int) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """ "exit code 1", or "killed by SIGKILL"."""
+    """How a process ended: 'exit code 1', or 'killed by SIGKILL'."""
     if code >= 0:
         return f"exit code {code}"
     try:

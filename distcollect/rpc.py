@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed.autograd
-from torch.distributed import rpc
+import torch.distributed.rpc
 
 from .errors import CollectorStateError, LaunchError
 from .rollout import Header, Tensors
@@ -36,10 +36,16 @@ from .transport import (
     lost,
 )
 
+# Torch declares no types for much of what is used here, private or not.
+dist: Any = torch.distributed
+rpc: Any = torch.distributed.rpc
+
 _TRANSPORTS = ["uv"]
 _CHANNELS = ["cma", "mpt_uv", "basic"]
 _NUM_THREADS = 4
 _LEAVE_TIMEOUT_S = 2.0
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _FOREVER = 0  # every wait on a future has its own deadline; an RPC that merely lasts is no error
 
 # What a worker serves. Incoming calls name functions of this module, so it can't live in an object.
@@ -191,19 +197,24 @@ class _RpcOffer:
             return done
         fetched = self._transport._ask(self._peer, _serve_value, data)
         # The worker may use the memory again once the RRef is gone, so it has to live until then.
-        fetched.add_done_callback(lambda _, rref=data: rref)
+        fetched.add_done_callback(partial(_keep, data))
         return fetched
 
     def decline(self) -> None:
         self._data = None
 
 
-@rpc.functions.async_execution
+def _async_execution(function: _Function) -> _Function:
+    decorated: _Function = rpc.functions.async_execution(function)
+    return decorated
+
+
+@_async_execution
 def _serve_call(method: str, args: tuple[Any, ...]) -> torch.futures.Future[Any]:
     return _answer(method, args, lambda value: value)
 
 
-@rpc.functions.async_execution
+@_async_execution
 def _serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
     def package(rollout: tuple[Header, Tensors]) -> tuple[Header, Any]:
         header, tensors = rollout
@@ -234,6 +245,10 @@ def _answer(method: str, args: tuple[Any, ...], package: Any) -> torch.futures.F
     return answer
 
 
+def _keep(_kept: object, _done: Future[Any]) -> None:
+    """As a callback, keeps an object alive until the future completes."""
+
+
 def _name(peer: int) -> str:
     return f"member{peer}"
 
@@ -249,7 +264,8 @@ def _symbols() -> tuple[Any, Any]:
         LaunchError: this torch has them no more.
     """
     try:
-        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo
+        # A torch that is built without RPC doesn't have the module.
+        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: PLC0415
 
         missing = [
             name

@@ -22,9 +22,7 @@ Key = tuple[str, ...]
 Arrays = dict[Key, np.ndarray]  # one array for each leaf, in the leaves' order
 
 # Keys that batches need for themselves: an entry of a Dict observation can't have these names.
-RESERVED = frozenset(
-    {"action", "collector", "done", "next", "reward", "terminated", "truncated"}
-)
+RESERVED = frozenset({"action", "collector", "done", "next", "reward", "terminated", "truncated"})
 
 
 @dataclass(frozen=True)

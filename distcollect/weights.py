@@ -13,24 +13,29 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from .errors import DistCollectError, WeightsTimeout, WorkerLost
 from .flat import LiveWeights, checksum
+from .threads import SerialThread
 from .topology import listen
 from .transport import Transport
 
 log = logging.getLogger(__name__)
 
+# Torch declares no types for its stores and process groups.
+dist: Any = torch.distributed
+
 # Groups kept for reuse. Both ends drop the least recently used: a worker takes part in a part of
 # the trainer's pushes, in the same order, so it never drops a group that the trainer still has.
 _MAX_GROUPS = 8
+_NUM_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -61,17 +66,17 @@ class _Groups:
         self._address = address
         self._groups: OrderedDict[str, Any] = OrderedDict()
 
-    def get(self, push: Push, store: dist.Store) -> Any:
+    def get(self, push: Push, store: Any) -> Any:
         """The group of ``push``; made on first use, which all members must do together."""
         if push.group not in self._groups:
             timeout = timedelta(seconds=push.timeout_s)
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
             # The address names the interface, and connections are made on first use: a broadcast
             # needs a tree of them, not all pairs.
-            options._devices = [
+            options._devices = [  # noqa: SLF001
                 dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=True)
             ]
-            options._timeout = timeout
+            options._timeout = timeout  # noqa: SLF001
             self._groups[push.group] = dist.ProcessGroupGloo(
                 dist.PrefixStore(push.group, store), push.rank, push.size, options
             )
@@ -105,8 +110,8 @@ class WeightReceiver:
         """Receive for ``weights``; ``address`` is this host's, on the interface to use."""
         self._weights = weights
         self._groups = _Groups(address)
-        self._store: dist.Store | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distcollect-weights")
+        self._store: Any = None
+        self._thread = SerialThread("distcollect-weights")
 
     def ready(self) -> Future[int]:
         """Completes when no earlier push is under way: the version in use next."""
@@ -118,7 +123,7 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Receive nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         self._groups.clear()
 
     def _receive(self, push: Push) -> tuple[int, int]:
@@ -147,15 +152,17 @@ class PushHandle:
         worker_ids: to whom.
     """
 
-    def __init__(self, version: int, worker_ids: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, version: int, worker_ids: Sequence[int], outcome: Future[None], timeout_s: float
+    ) -> None:
         self.version = version
         self.worker_ids = tuple(worker_ids)
+        self._outcome = outcome
         self._timeout_s = timeout_s
-        self._future: Future[None] = Future()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._future.done()
+        return self._outcome.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until every worker has acknowledged it.
@@ -164,11 +171,11 @@ class PushHandle:
             WeightsTimeout: some didn't within the deadline; names them.
             WorkerLost: a worker died before it had acknowledged.
         """
-        limit = 2 * self._timeout_s if timeout_s is None else timeout_s
+        limit = self._timeout_s if timeout_s is None else timeout_s
         try:
-            self._future.result(limit)
+            self._outcome.result(limit)
         except TimeoutError as error:
-            if self._future.done():
+            if self._outcome.done():
                 raise
             raise WeightsTimeout(
                 f"version {self.version} is not acknowledged by all of workers "
@@ -192,7 +199,7 @@ class WeightSender:
         self._groups = _Groups(address)
         self._names: dict[tuple[int, ...], str] = {}
         self._counter = itertools.count()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distcollect-weights")
+        self._thread = SerialThread("distcollect-weights")
         self._closed = threading.Event()
         listener = listen(address)
         self._endpoint = (address, listener.getsockname()[1])
@@ -213,23 +220,15 @@ class WeightSender:
             version: its policy_version.
             peers: ``{worker_id: peer}`` of the receivers.
         """
-        handle = PushHandle(version, sorted(peers), self._timeout_s)
-
-        def run() -> None:
-            try:
-                self._send(flat, version, dict(sorted(peers.items())))
-            except BaseException as error:  # noqa: BLE001 - raised where the handle is waited for
-                handle._future.set_exception(error)
-            else:
-                handle._future.set_result(None)
-
-        self._thread.submit(run)
-        return handle
+        ordered = dict(sorted(peers.items()))
+        outcome = self._thread.submit(self._send, flat, version, ordered)
+        # Each of the three steps has its own deadline, so this one can't be reached before.
+        return PushHandle(version, tuple(ordered), outcome, _NUM_STEPS * self._timeout_s)
 
     def close(self) -> None:
         """Send nothing more; pushes that have not begun fail."""
         self._closed.set()
-        self._thread.shutdown(wait=False)
+        self._thread.close()
         self._groups.clear()
 
     def _send(self, flat: torch.Tensor, version: int, peers: dict[int, int]) -> None:
@@ -238,9 +237,9 @@ class WeightSender:
         ready = {w: self._transport.call(peer, "weights_ready") for w, peer in peers.items()}
         self._gather(ready, f"ready for version {version}")
         members = tuple(peers.values())
-        if self._names.get(members) not in self._groups:
-            self._names[members] = f"weights{next(self._counter)}"
-        name = self._names[members]
+        name = self._names.get(members, "")
+        if name not in self._groups:
+            name = self._names[members] = f"weights{next(self._counter)}"
 
         def message(rank: int) -> Push:
             size = len(members) + 1

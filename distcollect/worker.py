@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from .link import Lifeline, exit_now
 from .policy import Exploration, Policy, RandomPolicy, UserPolicy
 from .rollout import Header, Layout, Slab, Tensors
 from .rpc import RpcTransport
+from .threads import do_jobs
 from .topology import interface_of
 from .transport import CollectRequest
 from .weights import Push, WeightReceiver
@@ -153,12 +155,7 @@ class Worker:
 
     def run(self) -> None:
         """Do jobs until :meth:`stop`; then close the envs."""
-        while (job := self._jobs.get()) is not None:
-            answer, work = job
-            try:
-                answer.set_result(work())
-            except Exception as error:  # noqa: BLE001 - it is raised again at the trainer
-                answer.set_exception(error)
+        do_jobs(self._jobs)
         if self._receiver is not None:
             self._receiver.close()
         if self._engine is not None:
@@ -266,7 +263,7 @@ def main(boot: dict[str, Any]) -> None:
     """
     # Ctrl-C is the trainer's business: a terminal, or torchrun, may send it to all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(os.devnull) as nothing:
+    with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     if boot["num_threads"] and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(boot["num_threads"])

@@ -291,7 +291,7 @@ class CountingVectorEnv(VectorEnv[Any, Any, Any]):
         ):
             if over[row] and self.mode is AutoresetMode.NEXT_STEP:
                 self._obs[row], info = env.reset()
-                self._reward[row], self._ends[:, row] = 0, False
+                self._reward[row], self._ends[:, row] = 99, False  # nobody may read it
             else:
                 self._obs[row], self._reward[row], *self._ends[:, row], info = env.step(action)
                 if any(self._ends[:, row]) and self.mode is AutoresetMode.SAME_STEP:

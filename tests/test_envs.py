@@ -267,6 +267,21 @@ def test_wrappers_that_refuse_partial_resets_get_fillers() -> None:
         assert any(batch.step(sample(batch)).real is not None for _ in range(10))
 
 
+@pytest.mark.parametrize("kind", ["sync-next-live", "async-next-live"])
+def test_wrappers_that_change_live_arrays_in_place(kind: str) -> None:
+    # A masked reset runs such a wrapper over all rows, so over most of them a second time.
+    env: Any = CountingMaker(kind, N, lengths=(2, 5))()
+    space = env.single_observation_space
+    env = vector_wrappers.VectorizeTransformObservation(
+        env, TransformObservation, func=lambda obs: obs + 1000, observation_space=space
+    )
+    with batch_of(env) as batch:
+        batch.reset()
+        for _ in range(12):
+            batch.step(sample(batch))
+            assert (batch.obs["observation",] // 1000 == 1).all()
+
+
 # Info entries
 
 

@@ -1,0 +1,51 @@
+"""A thread that does one job after the other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class SerialThread:
+    """Runs what is submitted, in order.
+
+    Unlike a ``ThreadPoolExecutor``'s it is a daemon: the interpreter's exit doesn't wait for a job
+    that waits for a peer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Call ``function`` after all that was submitted before; its result as a future."""
+        answer: Future[T] = Future()
+        self._jobs.put((answer, lambda: function(*args)))
+        return answer
+
+    def close(self) -> None:
+        """End after what was submitted; doesn't wait for it."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        do_jobs(self._jobs)
+
+
+def do_jobs(
+    jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None],
+) -> None:
+    """Do jobs on the calling thread until a None; the outcome of each is its future's."""
+    while (job := jobs.get()) is not None:
+        answer, work = job
+        try:
+            answer.set_result(work())
+        except Exception as error:  # noqa: BLE001 - it is raised where the future is waited for
+            answer.set_exception(error)

@@ -1,0 +1,62 @@
+"""Batches go unchanged through TorchRL's value estimators, losses and replay buffers."""
+
+import pytest
+import torch
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+from tensordict.nn import TensorDictModule as Mod
+from torch import nn
+
+import distcollect as dc
+
+torchrl = pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
+
+from torchrl.data import LazyTensorStorage, ReplayBuffer  # noqa: E402
+from torchrl.objectives import ClipPPOLoss  # noqa: E402
+from torchrl.objectives.value import GAE  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def actor():
+    net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
+    return ProbabilisticTensorDictSequential(
+        Mod(net, in_keys=["observation"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(
+            in_keys=["logits"],
+            out_keys=["action"],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+        ),
+    )
+
+
+@pytest.fixture(scope="module", params=["in-process", "rpc sync", "rpc async"])
+def batch(request, actor):
+    kind = {"frames_per_batch": 256, "envs_per_worker": 4}
+    if request.param == "in-process":
+        collector = dc.SyncDataCollector("CartPole-v1", actor, **kind)
+    else:
+        collector = dc.RPCDataCollector(
+            "CartPole-v1", actor, num_workers=2, sync=request.param == "rpc sync", **kind
+        )
+    with collector:
+        return collector.next()
+
+
+def test_ppo(batch, actor):
+    critic = Mod(nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"])
+    batch = GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch.clone())
+    losses = ClipPPOLoss(actor, critic)(batch)
+    sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
+    assert all(parameter.grad is not None for parameter in actor.parameters())
+    # The same weights chose the actions, so every importance ratio is 1.
+    assert losses["kl_approx"].abs() < 1e-5
+    assert losses["clip_fraction"] == 0
+
+
+def test_replay_buffer(batch):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)
+    buffer.extend(batch.reshape(-1))
+    assert len(buffer) == 256
+    sample = buffer.sample()
+    assert sample["next", "observation"].shape == (32, 4)
+    assert sample["next", "reward"].dtype == torch.float32
