@@ -1,0 +1,221 @@
+"""Envs of every kind behind one stepping interface.
+
+Whatever the user gives (an id, a callable, an instance, a list; plain or vector envs in any
+auto-reset mode) becomes an :class:`EnvBatch`, whose ``step`` is one transition of each env. A row
+whose episode ends is reset within the same call: ``obs`` then holds the first observation of the
+next episode and ``final`` the true last one.
+
+The one exception are native vector envs that reset themselves a step later (NEXT_STEP) and can't
+be told to do it at once: their next step is a filler for that row, and ``Step.real`` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv
+
+from distcollect.errors import ArgumentError, EnvError
+from distcollect.spaces import Arrays, Leaf, ends_of, leaves_of
+
+Env: TypeAlias = gym.Env[Any, Any]
+AnyVectorEnv: TypeAlias = VectorEnv[Any, Any, Any]
+Maker: TypeAlias = str | Callable[..., Env | AnyVectorEnv] | Env | AnyVectorEnv
+Space: TypeAlias = gym.Space[Any]
+InfoKeys: TypeAlias = Sequence[str] | Mapping[str, Space | None]
+Way: TypeAlias = tuple[str | int, ...]
+
+
+class Step(NamedTuple):
+    """What one step of n envs gave. Its parts are used again: valid until the next step.
+
+    Attributes:
+        reward: float32 ``[n]``.
+        terminated: bool ``[n]``.
+        truncated: bool ``[n]``; also True for a row that was cut and hadn't ended by itself.
+        ended: the rows whose episode ended, in ascending order.
+        real: bool ``[n]``, False where a row only reset itself: no transition happened and the
+            action was ignored. None: all rows are real.
+    """
+
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    ended: list[int]
+    real: np.ndarray | None
+
+
+class EnvBatch(ABC):
+    """n envs stepped together.
+
+    Attributes:
+        num_envs: n.
+        observation_space: of a single env.
+        action_space: of a single env.
+        leaves: what a frame has at its start and its end: observations, then info entries.
+        action_leaves: the leaves of an action.
+        obs: what the policy sees next, ``[n, *shape]`` for each of ``leaves``. These arrays are
+            never replaced, only rewritten.
+        final: same shapes; for the rows that ended in the last step their true last observation,
+            for others undefined.
+        can_cut: whether rows can be reset at any time.
+    """
+
+    can_cut: bool = True
+    _resets_itself: bool = False  # within the step: ``obs`` then holds no end of an episode
+
+    def __init__(
+        self, num_envs: int, observation_space: Space, action_space: Space, info_space: spaces.Dict
+    ) -> None:
+        observed = leaves_of(observation_space, "observation")
+        noted = leaves_of(info_space, "observation")
+        self.num_envs = num_envs
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.leaves: tuple[Leaf, ...] = (*observed, *noted)
+        self.action_leaves = leaves_of(action_space, "action")
+        self.obs: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
+        self.final: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
+        self._observed = with_ways(observed, observation_space)
+        self._noted = with_ways(noted, info_space)
+        self._missing = {leaf.key: missing_value(leaf) for leaf in noted}
+        self._action_parts = [
+            (leaf.key, part.dtype, isinstance(part, spaces.Box) and not part.shape)
+            for leaf, (_, part) in zip(self.action_leaves, ends_of(action_space), strict=True)
+        ]
+        self._pairs = [(self.obs[leaf.key], self.final[leaf.key]) for leaf in self.leaves]
+        reward = np.zeros(num_envs, np.float32)
+        self._result = Step(reward, np.zeros(num_envs, bool), np.zeros(num_envs, bool), [], None)
+
+    @abstractmethod
+    def reset(self, seeds: Sequence[int] | None = None) -> None:
+        """Start a new episode in every row and write ``obs``; needed before the first step.
+
+        Args:
+            seeds: one for each row; None: the envs' random generators go on. A native vector env
+                has a single generator and takes the first.
+
+        Raises:
+            EnvError: an env raised, or its observation doesn't fit its space.
+        """
+
+    def step(self, action: Arrays, cut: np.ndarray | None = None) -> Step:
+        """One transition of each env.
+
+        Args:
+            action: ``[n, *shape]`` for each of ``action_leaves``; copied where an env may keep it.
+            cut: bool ``[n]``, rows whose episode shall end with this step, whatever the env says.
+
+        Raises:
+            EnvError: an env raised, or its observation doesn't fit its space.
+            ArgumentError: ``cut`` was given though ``can_cut`` is False.
+        """
+        if cut is not None and not self.can_cut:
+            raise ArgumentError(
+                f"{self._name()}: its rows can't be reset one by one, so episodes can't be cut"
+            )
+        result = self._advance(action)
+        ended = result.ended
+        over = [] if self._resets_itself else ended
+        if cut is not None:
+            np.logical_or(result.truncated, cut & ~result.terminated, out=result.truncated)
+            cut_rows = [row for row in np.flatnonzero(cut).tolist() if row not in ended]
+            if cut_rows:
+                over = [*over, *cut_rows]
+                ended.extend(cut_rows)
+                ended.sort()
+        if over:
+            for now, last in self._pairs:
+                for row in over:
+                    last[row] = now[row]
+            self._reset_rows(over)
+        return result
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every env, also when one of them raises.
+
+        Raises:
+            EnvError: one of them raised; the first is named.
+        """
+
+    @abstractmethod
+    def _advance(self, action: Arrays) -> Step:
+        """Step all envs, write ``obs``, and say which rows ended."""
+
+    @abstractmethod
+    def _reset_rows(self, rows: list[int]) -> None:
+        """Start new episodes in some rows and write those rows of ``obs``."""
+
+    @abstractmethod
+    def _name(self, row: int = 0) -> str:
+        """How messages call the env of a row."""
+
+    def _check(self, value: Any, call: str, row: int = 0, lead: tuple[int, ...] = ()) -> None:
+        """Raise EnvError if an observation doesn't fit its space.
+
+        numpy would stretch an array that is too small over the row, and cut fractions off.
+        """
+        for leaf, way in self._observed:
+            where = ".".join(leaf.key)
+            part = value
+            for name in way:
+                try:
+                    part = part[name]
+                except (KeyError, IndexError, TypeError) as err:
+                    raise EnvError(
+                        f"{self._name(row)}: {call}() returned an observation without {where!r}, "
+                        f"which its observation space has"
+                    ) from err
+            given, dtype = np.asarray(part), self.obs[leaf.key].dtype
+            fractions = given.dtype.kind not in "biu" and dtype.kind in "biu"
+            if given.shape != (*lead, *leaf.shape) or fractions:
+                raise EnvError(
+                    f"{self._name(row)}: {call}() returned {where!r} of shape "
+                    f"{list(given.shape)} and dtype {given.dtype}, its observation space says "
+                    f"{[*lead, *leaf.shape]} and {dtype}"
+                )
+
+    @contextlib.contextmanager
+    def _naming_env(self, call: str, row: int = 0) -> Iterator[None]:
+        """Turn whatever is raised within into an EnvError that names the env of a row."""
+        try:
+            yield
+        except EnvError:
+            raise
+        except Exception as err:
+            raise EnvError(f"{self._name(row)}: {call}() raised {told(err)}") from err
+
+
+def with_ways(leaves: tuple[Leaf, ...], space: Space) -> list[tuple[Leaf, Way]]:
+    """Each leaf of ``space`` with the way to its part of a value."""
+    return [(leaf, way) for leaf, (way, _) in zip(leaves, ends_of(space), strict=True)]
+
+
+def missing_value(leaf: Leaf) -> Any:
+    """What stands where ``info`` has no such entry: NaN, False or 0."""
+    return np.nan if leaf.dtype.is_floating_point else 0
+
+
+def told(err: Exception) -> str:
+    """An exception in words."""
+    return f"{type(err).__name__}: {err}"
+
+
+def misfit(env_name: str, leaf: Leaf, shape: tuple[int, ...]) -> EnvError:
+    """The error for an info entry of another shape."""
+    return EnvError(
+        f"{env_name}: its info entry {'.'.join(leaf.key)!r} has shape {list(shape)}, expected "
+        f"{list(leaf.shape)}; if that is right, declare its space in info_keys"
+    )
+
+
+def name_of(env: Env) -> str:
+    """What messages call a plain env."""
+    return env.spec.id if env.spec is not None else type(env.unwrapped).__name__

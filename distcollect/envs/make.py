@@ -1,0 +1,178 @@
+"""From what the user gives to a batch of envs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import gymnasium as gym
+from gymnasium.envs.registration import find_highest_version, parse_env_id
+from gymnasium.vector import VectorEnv
+
+from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
+from distcollect.spaces import leaves_of
+
+from .base import AnyVectorEnv, Env, EnvBatch, InfoKeys, Maker, name_of, told
+from .plain import PlainBatch
+from .vector import VectorBatch
+
+
+@dataclass(frozen=True)
+class EnvContext:
+    """Which env is being made; given to makers that have a parameter named ``context``.
+
+    Attributes:
+        worker_id: the worker's slot.
+        env_index: the env's row within the worker; 0 for a maker of a vector env.
+        incarnation: which process in that slot.
+        seed: the seed of the env's first reset, or None.
+    """
+
+    worker_id: int
+    env_index: int
+    incarnation: int
+    seed: int | None
+
+
+def check_env_id(env_id: str) -> None:
+    """Raise ArgumentError, with Gymnasium's suggestion, if no such env is registered.
+
+    Nothing is made, but the module in "module:id" is imported.
+    """
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        namespace, base, version = parse_env_id(name)
+        if version is None and find_highest_version(namespace, base) is not None:
+            return
+        gym.spec(name)
+    except (gym.error.Error, ImportError) as err:
+        raise ArgumentError(
+            f"no env {env_id!r}: {err}. The module that registers an env can be named with it: "
+            "'module:id'"
+        ) from err
+
+
+def make_envs(
+    create_env: Maker | Sequence[Maker],
+    num_envs: int,
+    *,
+    info_keys: InfoKeys | None = None,
+    contexts: Sequence[EnvContext],
+) -> EnvBatch:
+    """Make the envs of one worker.
+
+    Args:
+        create_env: an env id; a callable that returns an env or a vector env (if it has a
+            parameter named ``context``, it is given one); an instance; or a list of these, one
+            plain env each.
+        num_envs: how many envs. A vector env may have this many rows, or any number if it is 1.
+        info_keys: entries of ``info`` that frames carry; a mapping gives their spaces (None: find
+            out), where a nested entry is a Dict space. Missing values are NaN, False or 0.
+        contexts: one for each env.
+
+    Raises:
+        ArgumentError: numbers that don't fit, or an info entry that nothing is known of.
+        SpaceError: a space that no batch can carry, or envs whose spaces differ.
+        ArgumentTypeError: ``create_env`` is none of these.
+        EnvError: a callable raised or returned something else, or an env raised.
+    """
+    listed = isinstance(create_env, list | tuple)
+    makers = (
+        list(cast("Sequence[Maker]", create_env))
+        if listed
+        else [cast("Maker", create_env)] * num_envs
+    )
+    if len(makers) != num_envs:
+        raise ArgumentError(f"{len(makers)} envs are listed, but there are to be {num_envs}")
+    envs: list[Env] = []
+    opened: list[Env | AnyVectorEnv] = []
+    try:
+        for row, (maker, context) in enumerate(zip(makers, contexts, strict=True)):
+            env = _make(maker, row, context)
+            if env is not maker:
+                opened.append(env)
+            if isinstance(env, VectorEnv):
+                _check_rows(env, num_envs, alone=not listed and row == 0)
+                return VectorBatch(env, info_keys)
+            envs.append(env)
+        _check_alike(envs)
+        return PlainBatch(envs, info_keys)
+    except BaseException:
+        for env in opened:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                env.close()
+        raise
+
+
+def _make(maker: Maker, row: int, context: EnvContext) -> Env | AnyVectorEnv:
+    # Instances first: an env may be callable too.
+    if isinstance(maker, gym.Env | VectorEnv):
+        return maker
+    if isinstance(maker, str):
+        check_env_id(maker)
+        name = f"gymnasium.make({maker!r})"
+    elif callable(maker):
+        name = f"{getattr(maker, '__qualname__', type(maker).__name__)}()"
+    else:
+        raise ArgumentTypeError(
+            "envs are given as an env id, a callable, an env, a vector env, or a list of these, "
+            f"not as {type(maker).__name__}"
+        )
+    try:
+        if isinstance(maker, str):
+            env: Any = gym.make(maker)
+        else:
+            env = maker(context=context) if _takes_context(maker) else maker()
+    except Exception as err:
+        raise EnvError(f"env {row}: {name} raised {told(err)}") from err
+    if not isinstance(env, gym.Env | VectorEnv):
+        kind = f"{type(env).__module__}.{type(env).__qualname__}"
+        raise EnvError(f"env {row}: {name} returned a {kind}, not a gymnasium Env or VectorEnv")
+    return env
+
+
+def _takes_context(maker: Callable[..., Any]) -> bool:
+    try:
+        parameter = inspect.signature(maker).parameters.get("context")
+    except (TypeError, ValueError):  # some builtins have none
+        return False
+    return parameter is not None and parameter.kind in (
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+    )
+
+
+def _check_rows(env: AnyVectorEnv, num_envs: int, *, alone: bool) -> None:
+    if not alone:
+        raise ArgumentError(f"{env} is a vector env, but each env of a list must be a plain one")
+    if num_envs not in (1, env.num_envs):
+        raise ArgumentError(
+            f"{env} has {env.num_envs} envs, but there are to be {num_envs}: ask for "
+            f"{env.num_envs}, or for 1 to take it as it is"
+        )
+
+
+def _check_alike(envs: Sequence[Env]) -> None:
+    """Envs of one batch are different objects with the same spaces."""
+    first = envs[0]
+    for row, env in enumerate(envs):
+        if any(env is other for other in envs[:row]):
+            raise ArgumentError(
+                f"env {row} ({name_of(env)}) is the same object as another one; "
+                "each row needs an env of its own, so give a callable that makes one"
+            )
+        for role in ("observation", "action"):
+            mine, theirs = getattr(env, f"{role}_space"), getattr(first, f"{role}_space")
+            # The bounds of observations may differ, but what an action means may not.
+            same = leaves_of(mine, role) == leaves_of(theirs, role)
+            if not same or (role == "action" and mine != theirs):
+                raise SpaceError(
+                    f"env {row} ({name_of(env)}) has another {role} space than env 0 "
+                    f"({name_of(first)}): {mine} instead of {theirs}"
+                )

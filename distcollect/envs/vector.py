@@ -1,0 +1,204 @@
+"""Vector envs, in whichever auto-reset mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
+
+from distcollect.errors import EnvError
+from distcollect.spaces import Arrays, unflatten
+
+from .base import AnyVectorEnv, EnvBatch, InfoKeys, Step, misfit
+from .info import EPISODE, first_of_each, space_of_info
+
+# A reset of some rows is refused by the first, and clears the returns of all rows in the second.
+_WHOLE_RESETS_ONLY = (NormalizeObservation, NormalizeReward)
+
+
+class VectorBatch(EnvBatch):
+    """A vector env, in whichever of Gymnasium's auto-reset modes."""
+
+    def __init__(self, env: AnyVectorEnv, info_keys: InfoKeys | None = None) -> None:
+        resetting = np.zeros(env.num_envs, bool)
+
+        def examples() -> Iterator[Mapping[str, Any]]:
+            yield first_of_each(env.reset()[1])
+            _, _, terminated, truncated, infos = env.step(env.action_space.sample())
+            np.logical_or(terminated, truncated, out=resetting)
+            yield first_of_each(infos)
+
+        observation_space = env.single_observation_space
+        info_space = space_of_info(info_keys, observation_space, examples, str(env))
+        super().__init__(env.num_envs, observation_space, env.single_action_space, info_space)
+        self._env = env
+        # Gymnasium's own assumption where an env doesn't say.
+        mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self._forgets_resets = mode is AutoresetMode.NEXT_STEP and _forgets_resets(env)
+        masked = not self._forgets_resets and _can_reset_some(env, mode)
+        self._resets_itself = mode is AutoresetMode.SAME_STEP
+        self._has_fillers = mode is AutoresetMode.NEXT_STEP and not masked
+        self.can_cut = masked
+        self._resetting = resetting  # rows whose next step will be a filler
+        self._all_rows = np.ones(self.num_envs, bool)
+        self._real = np.ones(self.num_envs, bool)
+        self._result_with_fillers = self._result._replace(real=self._real)
+
+    def reset(self, seeds: Sequence[int] | None = None) -> None:
+        seed: Any = None
+        if seeds is not None:
+            per_row = isinstance(self._env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+            seed = [int(each) for each in seeds] if per_row else int(seeds[0])
+        with self._naming_env("reset"):
+            value, infos = self._env.reset(seed=seed)
+            self._check(value, "reset", lead=(self.num_envs,))
+            self._put(value, "reset", slice(None))
+            self._put_infos(self.obs, infos, self._all_rows)
+        if not self._forgets_resets:
+            self._resetting.fill(False)
+
+    def _advance(self, action: Arrays) -> Step:
+        result = self._result
+        # A copy: an env may keep its action, and the collector uses the memory again.
+        parts = (action[key].astype(dtype) for key, dtype, _ in self._action_parts)
+        with self._naming_env("step"):
+            value, *scalars, infos = self._env.step(unflatten(self.action_space, parts))
+            self._put(value, "step", slice(None))
+            for array, given in zip(result[:3], scalars, strict=True):
+                if np.shape(given) != array.shape:
+                    raise EnvError(
+                        f"{self._name()}: step() returned rewards, terminations or truncations "
+                        f"of shape {list(np.shape(given))} instead of {list(array.shape)}"
+                    )
+                array[...] = given
+            if self._has_fillers and self._resetting.any():
+                result = self._result_with_fillers
+                np.logical_not(self._resetting, out=self._real)
+                for array in result[:3]:
+                    array[self._resetting] = 0
+                self._resetting.fill(False)
+            over = result.terminated | result.truncated
+            result.ended[:] = np.flatnonzero(over).tolist()
+            if self._resets_itself and result.ended:
+                self._put_final(infos, over)
+            self._put_infos(self.obs, infos, self._all_rows)
+            if self._resets_itself and EPISODE in infos:
+                for leaf, way in self._noted:
+                    if way[0] == EPISODE:
+                        self.obs[leaf.key][over] = self._missing[leaf.key]
+        return result
+
+    def _reset_rows(self, rows: list[int]) -> None:
+        mask = np.zeros(self.num_envs, bool)
+        mask[rows] = True
+        if self._has_fillers:
+            self._resetting |= mask
+            return
+        with self._naming_env("reset"):
+            value, infos = self._env.reset(options=_ResetMask(mask))
+            self._put(value, "reset", rows)
+            self._put_infos(self.obs, infos, mask)
+
+    def _put(self, value: Any, call: str, rows: Any) -> None:
+        for leaf, way in self._observed:
+            part = value
+            for name in way:
+                part = part[name]
+            array = self.obs[leaf.key]
+            if np.shape(part) != array.shape:
+                self._check(value, call, lead=(self.num_envs,))
+            array[rows] = part[rows]
+
+    def _put_final(self, infos: Mapping[str, Any], ended: np.ndarray) -> None:
+        """Write how the episodes ended whose rows a SAME_STEP env has reset since."""
+        final = infos.get("final_obs")
+        if final is None:
+            raise EnvError(f"{self._name()}: its mode is SAME_STEP, but infos has no 'final_obs'")
+        is_tree = isinstance(final, Mapping | tuple)
+        for row in np.flatnonzero(ended):
+            for leaf, way in self._observed:
+                part = final if is_tree else final[row]
+                for name in way:
+                    part = part[name]
+                self.final[leaf.key][row] = part[row] if is_tree else part
+        final_infos = dict(infos.get("final_info", {}))
+        # The vector wrapper that counts episodes knows nothing of final_info.
+        for name in (EPISODE, f"_{EPISODE}"):
+            if name in infos:
+                final_infos.setdefault(name, infos[name])
+        self._put_infos(self.final, final_infos, ended)
+
+    def _put_infos(self, into: Arrays, infos: Mapping[str, Any], rows: np.ndarray) -> None:
+        """Write the entries of ``infos`` that some of ``rows`` have; the rest is missing there."""
+        for leaf, way in self._noted:
+            array = into[leaf.key]
+            array[rows] = self._missing[leaf.key]
+            has, part = rows, cast("Any", infos)
+            for name in way:
+                if part is not None:
+                    has = has & part.get(f"_{name}", True)
+                    part = part.get(name)
+            if part is None or not has.any():
+                continue
+            given = np.asarray(part)[has]
+            if given.dtype == object:
+                given = np.stack(list(given))
+            if given.shape[1:] != leaf.shape:
+                raise misfit(self._name(), leaf, given.shape[1:])
+            array[has] = given
+
+    def close(self) -> None:
+        with self._naming_env("close"):
+            self._env.close()
+
+    def _name(self, row: int = 0) -> str:
+        return f"vector env {self._env}"
+
+
+class _ResetMask(dict[str, Any]):
+    """Options that reset some rows.
+
+    Gymnasium's vector envs pop the mask, so the wrappers around them, which look later, take the
+    reset for one of all rows (RecordEpisodeStatistics in 1.4). Here it can be popped again, while
+    the envs inside see, and subprocesses get, the rest of the options only.
+    """
+
+    def __init__(self, mask: np.ndarray) -> None:
+        super().__init__(reset_mask=mask)
+        self._mask = mask
+
+    def __contains__(self, key: object) -> bool:
+        return key == "reset_mask" or super().__contains__(key)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        value = super().pop(key, *(default or (None,)))
+        return self._mask if key == "reset_mask" else value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _can_reset_some(env: AnyVectorEnv, mode: AutoresetMode) -> bool:
+    """Whether ``env`` takes a reset mask, in a way that leaves the other rows alone."""
+    if mode is AutoresetMode.DISABLED:
+        return True  # it has no other way
+    bare = env.unwrapped
+    if not isinstance(bare, SyncVectorEnv | AsyncVectorEnv):
+        return False
+    wrapper = env
+    while isinstance(wrapper, VectorWrapper):
+        if isinstance(wrapper, _WHOLE_RESETS_ONLY):
+            return False
+        wrapper = wrapper.env
+    return True
+
+
+def _forgets_resets(env: AnyVectorEnv) -> bool:
+    """Whether envs that were reset after their end do it again at the next step.
+
+    The workers of an AsyncVectorEnv without shared memory do, in Gymnasium 1.4.
+    """
+    return isinstance(env.unwrapped, AsyncVectorEnv) and not env.unwrapped.shared_memory

@@ -1,0 +1,276 @@
+"""PPO learns CartPole-v1 from environments that are stepped in other processes.
+
+    python launch/train_ppo.py                                          # starts its own workers
+    torchrun --standalone --nproc-per-node=3 launch/train_ppo.py        # one trainer, two workers
+
+Both do the same: collect a batch with the newest policy, learn from it, send the new weights to
+the workers, until the average return over 100 episodes is high enough. In the --out folder are then
+metrics.jsonl, learning_curve.png and policy.pt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.distributed
+from matplotlib.figure import Figure
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from tqdm import tqdm
+
+import distcollect as dc
+
+ENV = "CartPole-v1"
+OBSERVATIONS, ACTIONS, HIDDEN = 4, 2, 64
+GAMMA = 0.98  # discount of future rewards
+LAMBDA = 0.95  # of the advantage estimate: 0 trusts the critic alone, 1 the sampled returns alone
+CLIP = 0.2  # how far an action's probability may move in one batch
+ENTROPY = 0.001  # reward for staying undecided
+VALUE_WEIGHT = 0.5  # of the critic's loss, next to the actor's
+LEARNING_RATE = 1e-3  # at the start; falls to 0 over --total-frames
+MAX_GRAD_NORM = 0.5
+EPOCHS, MINIBATCHES = 10, 4
+WINDOW = 100  # episodes that the average return is taken over
+
+
+class ActorCritic(nn.Module):
+    """Two networks: which action to choose, and what return to expect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = mlp(ACTIONS, gain=0.01)  # almost uniform at first
+        self.critic = mlp(1, gain=1.0)
+
+    def forward(self, observation: Tensor) -> Categorical:
+        """The policy: workers sample from it and store "action_log_prob" with each action."""
+        return Categorical(logits=self.actor(observation), validate_args=False)
+
+    def value(self, observation: Tensor) -> Tensor:
+        """Expected return from here on, ``[..., 1]``."""
+        value: Tensor = self.critic(observation)
+        return value
+
+
+def mlp(outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers."""
+    return nn.Sequential(
+        linear(OBSERVATIONS, HIDDEN),
+        nn.Tanh(),
+        linear(HIDDEN, HIDDEN),
+        nn.Tanh(),
+        linear(HIDDEN, outputs, gain),
+    )
+
+
+def linear(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
+    """A layer that starts with orthogonal weights, scaled by ``gain``."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def gae(after: TensorDict, value: Tensor, next_value: Tensor) -> Tensor:
+    """Generalised advantage estimates, ``[rows, T, 1]`` as everything here.
+
+    Args:
+        after: a batch's "next": what each step brought.
+        value: of the states that the steps were taken in.
+        next_value: of the states that they led to, which at the end of an episode is its true
+            final state, not the first of the next episode.
+    """
+    # An episode that terminated has no future. One that was truncated has, and next_value stands
+    # for it. No estimate reaches past either end.
+    delta = after["reward"] + GAMMA * next_value * ~after["terminated"] - value
+    advantage = torch.empty_like(delta)
+    ahead = torch.zeros_like(delta[:, 0])
+    for step in reversed(range(delta.shape[1])):
+        ahead = delta[:, step] + GAMMA * LAMBDA * ahead * ~after["done"][:, step]
+        advantage[:, step] = ahead
+    return advantage
+
+
+def learn(model: ActorCritic, optimizer: torch.optim.Optimizer, batch: TensorDict) -> list[float]:
+    """Improve the model with a batch; the losses of actor and critic, and the entropy."""
+    with torch.no_grad():
+        value = model.value(batch["observation"])
+        next_value = model.value(batch["next", "observation"])
+        advantage = gae(batch["next"], value, next_value)
+    # From here on it is only a heap of frames.
+    observation = batch["observation"].flatten(0, 1)
+    action, old_log_prob = batch["action"].flatten(), batch["action_log_prob"].flatten()
+    target, advantage = (advantage + value).flatten(), advantage.flatten()
+    losses = torch.zeros(3)
+    for _ in range(EPOCHS):
+        for pick in torch.randperm(len(action)).chunk(MINIBATCHES):
+            policy = model(observation[pick])
+            ratio = (policy.log_prob(action[pick]) - old_log_prob[pick]).exp()
+            gain = advantage[pick]
+            gain = (gain - gain.mean()) / (gain.std(correction=0) + 1e-8)
+            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+            actor_loss = -torch.min(gain * ratio, gain * clipped).mean()
+            critic_loss = (model.value(observation[pick]).flatten() - target[pick]).square().mean()
+            entropy = policy.entropy().mean()
+            optimizer.zero_grad()
+            (actor_loss + VALUE_WEIGHT * critic_loss - ENTROPY * entropy).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+            losses += torch.stack([actor_loss, critic_loss, entropy]).detach() * len(pick)
+    return [float(loss) for loss in losses / (EPOCHS * len(action))]
+
+
+class Episodes:
+    """Returns of the finished episodes. In sync mode a row of each batch continues the last's."""
+
+    def __init__(self) -> None:
+        self.finished: list[tuple[int, float]] = []  # (frames until then, return)
+        self.latest: deque[float] = deque(maxlen=WINDOW)
+        self._frames = 0
+        self._running: Tensor | None = None
+
+    def add(self, batch: TensorDict) -> None:
+        """Count a batch's rewards."""
+        rewards, dones = batch["next", "reward"], batch["next", "done"]
+        if self._running is None:
+            self._running = torch.zeros_like(rewards[:, 0])
+        for reward, done in zip(rewards.unbind(1), dones.unbind(1), strict=True):
+            self._frames += reward.numel()
+            self._running += reward
+            for total in self._running[done].tolist():
+                self.finished.append((self._frames, total))
+                self.latest.append(total)
+            self._running[done] = 0
+
+    @property
+    def average(self) -> float | None:
+        """Average return of the latest episodes; None before the first has ended."""
+        return fmean(self.latest) if self.latest else None
+
+    def reached(self, target: float) -> bool:
+        """Whether a full window's average is at least ``target``."""
+        return len(self.latest) == WINDOW and fmean(self.latest) >= target
+
+
+def plot(path: Path, episodes: Episodes, averages: list[tuple[int, float]], target: float) -> None:
+    """Draw the learning curve."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if target < float("inf"):
+        axes.axhline(target, color="tab:green", linestyle="--", label=f"solved at {target:g}")
+    if episodes.finished:
+        axes.plot(*zip(*episodes.finished, strict=True), ".", color="0.75", ms=3, label="episodes")
+    if averages:
+        label = f"average of {WINDOW} episodes"
+        axes.plot(*zip(*averages, strict=True), color="tab:blue", lw=2, label=label)
+    axes.set(title=f"PPO on {ENV}", xlabel="frames", ylabel="return", xlim=(0, None))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    if axes.lines:
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Train; runs on the trainer alone."""
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # the trainer shares the cores with the workers
+    torch.manual_seed(args.seed)
+    model = ActorCritic()
+    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=1e-5)
+    episodes, averages, solved = Episodes(), [], False
+
+    collector = dc.RPCDataCollector(
+        ENV,
+        model,
+        frames_per_batch=args.frames_per_batch,
+        total_frames=max(1, args.total_frames // args.frames_per_batch) * args.frames_per_batch,
+        num_workers=args.num_workers,
+        envs_per_worker=args.envs_per_worker,
+        sync=True,
+    )
+    bar = tqdm(total=collector.total_frames, unit=" frames", unit_scale=True)
+    start = time.monotonic()
+    with collector, bar, (args.out / "metrics.jsonl").open("w") as metrics:
+        collector.set_seed(args.seed)
+        for batch in collector:
+            episodes.add(batch)
+            lag = collector.policy_version - float(
+                batch["collector", "policy_version"].float().mean()
+            )
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (
+                1 - (collector.frames - batch.numel()) / collector.total_frames
+            )
+            actor_loss, critic_loss, entropy = learn(model, optimizer, batch)
+            collector.update_policy_weights_(model)
+
+            average, seconds = episodes.average, time.monotonic() - start
+            row = {
+                "frames": collector.frames,
+                "seconds": round(seconds, 3),
+                "frames_per_s": round(collector.frames / seconds, 1),
+                "episodes": len(episodes.finished),
+                "return": average,
+                "policy_lag": lag,
+                "actor_loss": actor_loss,
+                "critic_loss": critic_loss,
+                "entropy": entropy,
+            }
+            metrics.write(json.dumps(row) + "\n")
+            bar.set_postfix({"return": average or 0.0, "policy lag": lag}, refresh=False)
+            bar.update(batch.numel())
+            if average is not None:
+                averages.append((collector.frames, average))
+            if solved := episodes.reached(args.solved_at):
+                break
+
+    torch.save(model.state_dict(), args.out / "policy.pt")
+    plot(args.out / "learning_curve.png", episodes, averages, args.solved_at)
+    print(
+        f"{'solved' if solved else 'not solved'}: average return {episodes.average or 0:.1f} over "
+        f"{len(episodes.latest)} episodes after {collector.frames:,} frames and {seconds:.0f} s; "
+        f"metrics.jsonl, learning_curve.png and policy.pt are in {args.out}/"
+    )
+    if args.require_solved and not solved:
+        sys.exit(1)
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    launched = torch.distributed.is_torchelastic_launched()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--seed", type=int, default=0)
+    add("--total-frames", type=int, default=500_000, help="at most so many (%(default)s)")
+    add("--frames-per-batch", type=int, default=960, help="%(default)s")
+    add(
+        "--num-workers",
+        type=int,
+        default=None if launched else 2,
+        help="all that torchrun started; 2 without it",
+    )
+    add("--envs-per-worker", type=int, default=4, help="%(default)s")
+    add("--out", type=Path, default=Path("runs/ppo_cartpole"), help="a folder (%(default)s)")
+    add(
+        "--solved-at",
+        type=float,
+        default=475.0,
+        help=f"stop at this average return over {WINDOW} episodes (%(default)s); inf: don't",
+    )
+    add("--require-solved", action="store_true", help="exit with 1 if it wasn't")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    dc.run(main)
