@@ -11,7 +11,7 @@
 """
 
 from .collectors import DataCollectorBase, RPCDataCollector, SyncDataCollector
-from .config import Faults
+from .config import Faults, WeightSync
 from .envs import EnvContext
 from .errors import (
     ArgumentError,
@@ -55,6 +55,7 @@ __all__ = [
     "RPCDataCollector",
     "SpaceError",
     "SyncDataCollector",
+    "WeightSync",
     "WeightsError",
     "WeightsTimeout",
     "WorkerError",

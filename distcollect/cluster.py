@@ -18,6 +18,7 @@ from .link import Connection, Gate, GateEvents, Message
 from .membership import TRAINER_PEER, Member, Members, Spawner
 from .processes import LocalProcesses
 from .rpc import RpcTransport
+from .threads import arrives
 from .topology import LOOPBACK, interface_of, num_cores
 from .weights import WeightSender
 from .worker import Probe
@@ -305,13 +306,13 @@ class Workers:
         }
         probes: dict[int, Probe] = {}
         for worker_id, answer in answers.items():
-            try:
-                probes[worker_id] = answer.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
+            if not arrives(answer, deadline - time.monotonic()):
                 raise DeadlineError(
                     f"worker {worker_id} did not make and reset its envs within "
                     f"{self._faults.start_timeout_s:g} s; Faults(start_timeout_s=...) gives longer"
-                ) from None
+                )
+            try:
+                probes[worker_id] = answer.result()
             except WorkerError as error:
                 raise self.explain(worker_id, error) from error.__cause__
         return probes

@@ -16,7 +16,7 @@ from torch import nn
 
 from . import arguments
 from .cluster import Workers, current
-from .config import Faults
+from .config import Faults, WeightSync
 from .engine import StepOptions
 from .errors import (
     ArgumentError,
@@ -30,7 +30,7 @@ from .policy import Exploration
 from .pool import Pool, env_seed
 from .rollout import Header, Layout, Rollout, Slab, assemble
 from .topology import num_cores
-from .weights import PushHandle
+from .weights import PushHandle, choose_backend, gpu_of
 from .worker import Probe, WorkerPlan, build_engine
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
@@ -330,6 +330,7 @@ class RPCDataCollector(DataCollectorBase):
         exploration_type: object = Exploration.RANDOM,
         info_keys: InfoKeys = None,
         clip_actions: bool = False,
+        weight_sync: WeightSync | None = None,
         faults: Faults | None = None,
     ) -> None:
         """Start the workers, and have each try out its envs and the policy.
@@ -361,6 +362,7 @@ class RPCDataCollector(DataCollectorBase):
             info_keys: entries of ``info`` that go into the batch as if they were observations: a
                 list of names, or ``{name: space}`` where the first reset and step don't show them.
             clip_actions: clip what goes to the envs to the bounds of a Box action space.
+            weight_sync: how new weights get to the workers.
             faults: how long to wait for whom.
 
         Raises:
@@ -379,6 +381,7 @@ class RPCDataCollector(DataCollectorBase):
         self._device = arguments.device(device)
         self._sync = sync
         self._stack = cat_results == "stack"
+        self._weight_sync = weight_sync or WeightSync()
         self._faults = faults or Faults()
         launched = current()
         count = launched.num_workers(num_workers) if launched else num_workers or num_cores()
@@ -408,7 +411,9 @@ class RPCDataCollector(DataCollectorBase):
         self._policy = policy if isinstance(policy, nn.Module) else None
         workers = Workers(count, self._faults)
         try:
-            self._probe = _agreed(workers.configure(payloads))
+            probes = workers.configure(payloads)
+            self._probe = _agreed(probes)
+            self._gpus = {worker_id: probe.gpu for worker_id, probe in probes.items()}
             num_envs = self._probe.layout.num_envs
             steps = arguments.num_steps(frames_per_batch, sharing, num_envs)
         except BaseException:
@@ -489,9 +494,15 @@ class RPCDataCollector(DataCollectorBase):
                 "this collector has no policy of its own (it was given policy_factory): pass the "
                 "weights to send"
             )
-        flat = layout.empty()
-        layout.pack(layout.select(source), flat)
-        handle = self._pool.push(flat, selected)
+        weights = layout.select(source)
+        # Packed where they are, so that a GPU's weights cross the bus in one piece.
+        device = next(iter(weights.values())).device
+        receivers = self._pool.worker_ids if selected is None else selected
+        gpus = [gpu_of(device), *(self._gpus[worker_id] for worker_id in receivers)]
+        backend = choose_backend(self._weight_sync.backend, gpus)
+        flat = layout.empty(device)
+        layout.pack(weights, flat)
+        handle = self._pool.push(flat, selected, backend)
         if not wait:
             return handle
         try:
@@ -539,7 +550,7 @@ def _agreed(probes: Mapping[int, Probe]) -> Probe:
     """
     first = probes[0]
     for worker_id, probe in probes.items():
-        if probe != first:
+        if (probe.layout, probe.weights) != (first.layout, first.weights):
             raise PolicyError(
                 f"its frames or weights differ from worker 0's: {probe} instead of {first}",
                 worker_id=worker_id,

@@ -8,6 +8,24 @@ from .errors import ArgumentError
 
 
 @dataclass(frozen=True)
+class WeightSync:
+    """How new weights get to the workers.
+
+    Attributes:
+        backend: "gloo"; "nccl"; or "auto": NCCL where trainer and selected workers have their
+            policies on a GPU each, else Gloo (from and to GPUs through pinned memory).
+    """
+
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("auto", "gloo", "nccl"):
+            raise ArgumentError(
+                f"WeightSync(backend={self.backend!r}): use 'auto', 'gloo' or 'nccl'"
+            )
+
+
+@dataclass(frozen=True)
 class Faults:
     """How long to wait for whom before it counts as a failure. All in seconds.
 

@@ -58,9 +58,9 @@ class WeightLayout:
             offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return cls(tuple(entries), offset)
 
-    def empty(self) -> torch.Tensor:
+    def empty(self, device: torch.device | None = None) -> torch.Tensor:
         """A zeroed flat buffer, uint8 ``[num_bytes]`` (the gaps between entries stay zero)."""
-        return torch.zeros(self.num_bytes, dtype=torch.uint8)
+        return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """One tensor for each entry, sharing the memory of ``flat``."""
@@ -149,6 +149,12 @@ def _state(module: nn.Module | None) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
+def device_of(module: nn.Module | None) -> torch.device:
+    """The device of all of a module's weights; the CPU if they are on several."""
+    devices = {tensor.device for tensor in _state(module).values()}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+
 def checksum(flat: torch.Tensor) -> int:
     """Wrapping sum of a flat buffer's 8-byte words: as fast as memory.
 
@@ -165,12 +171,14 @@ class LiveWeights:
     never written to, so what the policy computes with is always one whole version.
 
     Attributes:
+        device: where the buffers are: where all of the module's tensors are, else the CPU.
         version: policy_version of the weights in use.
         pending: a newer version lies ready.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
         self.layout = WeightLayout.of(module)
+        self.device = device_of(module)
         self.version = 0
         self.pending = False
         state = _state(module)
@@ -192,7 +200,7 @@ class LiveWeights:
         Give it back with :meth:`commit`, or with :meth:`discard` if it was not filled.
         """
         with self._lock:
-            return self._spares.pop() if self._spares else self.layout.empty()
+            return self._spares.pop() if self._spares else self.layout.empty(self.device)
 
     def discard(self, buffer: torch.Tensor) -> None:
         """Give back a buffer from :meth:`spare` that holds no whole version."""
@@ -208,7 +216,7 @@ class LiveWeights:
             self.pending = True
 
     def apply(self) -> None:
-        """Make the newest version the module's weights: a change of pointers, no copy on CPU."""
+        """Make the newest version the module's weights: a change of pointers, no copy."""
         with self._lock:
             if self._ready is None:
                 return
@@ -216,10 +224,10 @@ class LiveWeights:
             self._ready = None
             self.pending = False
         for tensor, view in zip(self._tensors, self.layout.views(buffer), strict=True):
-            if tensor.is_cuda:
-                tensor.data.copy_(view)
-            else:
+            if tensor.device == self.device:
                 tensor.data = view
+            else:
+                tensor.data.copy_(view)
         self.version = version
         with self._lock:
             if self._live is not None:

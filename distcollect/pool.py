@@ -19,6 +19,7 @@ import torch
 
 from .errors import BatchTimeout, CollectorStateError, DeadlineError, WorkerError, WorkerLost
 from .rollout import Rollout, Tensors
+from .threads import arrives
 from .transport import CollectRequest, Offer, Transport
 from .weights import PushHandle, WeightSender
 
@@ -145,26 +146,26 @@ class Pool:
                 seat.peer, "seed", seeds, env_seed(seed, first, stream=1)
             )
         for worker_id, answer in answers.items():
-            try:
-                answer.result(_SEED_TIMEOUT_S)
-            except TimeoutError as error:
-                raise DeadlineError(
-                    f"worker {worker_id} took no seed within {_SEED_TIMEOUT_S:g} s"
-                ) from error
+            if not arrives(answer, _SEED_TIMEOUT_S):
+                raise DeadlineError(f"worker {worker_id} took no seed within {_SEED_TIMEOUT_S:g} s")
+            answer.result()
 
-    def push(self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None) -> PushHandle:
+    def push(
+        self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None, backend: str = "gloo"
+    ) -> PushHandle:
         """Publish a new version and send it.
 
         Args:
             flat: the snapshot, uint8; must not change any more.
             worker_ids: to whom; None: to all.
+            backend: "gloo" or "nccl".
         """
         with self._changed:
             self._check()
         self.version += 1
         selected = self._seats if worker_ids is None else worker_ids
         peers = {worker_id: self._seats[worker_id].peer for worker_id in selected}
-        handle = self._sender.push(flat, self.version, peers)
+        handle = self._sender.push(flat, self.version, peers, backend)
         self._pushes = [push for push in self._pushes if not push.done()] + [handle]
         return handle
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -49,3 +49,8 @@ def do_jobs(
             answer.set_result(work())
         except Exception as error:  # noqa: BLE001 - it is raised where the future is waited for
             answer.set_exception(error)
+
+
+def arrives(answer: Future[Any], timeout_s: float) -> bool:
+    """Wait up to ``timeout_s`` for ``answer``; whether it is there (a result or an error)."""
+    return bool(wait([answer], max(0.0, timeout_s)).done)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from .errors import DistCollectError, WeightsTimeout, WorkerLost
+from .errors import ArgumentError, WeightsTimeout, WorkerError, WorkerLost
 from .flat import LiveWeights, checksum
-from .threads import SerialThread
+from .threads import SerialThread, arrives
 from .topology import listen
 from .transport import Transport
 
@@ -45,6 +45,7 @@ class Push:
     Attributes:
         version: policy_version of these weights.
         group: name of the process group; the first push under a name makes the group.
+        backend: "gloo" or "nccl".
         rank: the receiver's rank in it; the trainer is 0.
         size: how many are in it.
         store: host and port of the store where its members find each other.
@@ -53,54 +54,100 @@ class Push:
 
     version: int
     group: str
+    backend: str
     rank: int
     size: int
     store: tuple[str, int]
     timeout_s: float
 
 
+def gpu_of(device: torch.device) -> str:
+    """A name for the GPU behind ``device`` that is the same in all processes; "" for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
+    """The backend for a group whose members have their weights on ``gpus``.
+
+    NCCL needs a GPU of its own for each member; where it can't be, Gloo goes through pinned memory.
+
+    Raises:
+        ArgumentError: NCCL is wanted and can't be.
+    """
+    possible = dist.is_nccl_available() and all(gpus) and len(set(gpus)) == len(gpus)
+    if wanted == "nccl" and not possible:
+        raise ArgumentError(
+            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but have {gpus} "
+            "(trainer first, '' is the CPU); use backend='auto'"
+        )
+    return "nccl" if possible and wanted != "gloo" else "gloo"
+
+
 class _Groups:
-    """Gloo process groups by name, the least recently used dropped first."""
+    """Process groups by name, the least recently used dropped first."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._groups: OrderedDict[str, Any] = OrderedDict()
 
-    def get(self, push: Push, store: Any) -> Any:
-        """The group of ``push``; made on first use, which all members must do together."""
-        if push.group not in self._groups:
-            timeout = timedelta(seconds=push.timeout_s)
-            options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
-            # The address names the interface, and connections are made on first use: a broadcast
-            # needs a tree of them, not all pairs.
-            options._devices = [  # noqa: SLF001
-                dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=True)
-            ]
-            options._timeout = timeout  # noqa: SLF001
-            self._groups[push.group] = dist.ProcessGroupGloo(
-                dist.PrefixStore(push.group, store), push.rank, push.size, options
-            )
-            while len(self._groups) > _MAX_GROUPS:
-                self._groups.popitem(last=False)
-        self._groups.move_to_end(push.group)
-        return self._groups[push.group]
+    def broadcast(self, push: Push, store: Any, flat: torch.Tensor) -> None:
+        """Broadcast ``flat`` from rank 0; all members of the group must do so together.
 
-    def drop(self, name: str) -> None:
-        self._groups.pop(name, None)
+        Raises:
+            RuntimeError: a member is gone or too late. The group is dropped, ``flat`` may be torn.
+        """
+        timeout = timedelta(seconds=push.timeout_s)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timeout
+        try:
+            group = self._get(push, store, timeout)
+            group.broadcast([flat], options).wait(timeout)
+            if flat.is_cuda:
+                torch.cuda.synchronize(flat.device)
+        except RuntimeError:
+            self._drop(push.group)
+            raise
 
     def __contains__(self, name: str) -> bool:
         return name in self._groups
 
     def clear(self) -> None:
-        self._groups.clear()
+        for name in list(self._groups):
+            self._drop(name)
 
+    def _get(self, push: Push, store: Any, timeout: timedelta) -> Any:
+        name = push.group
+        if name not in self._groups:
+            prefixed = dist.PrefixStore(name, store)
+            make = self._nccl if push.backend == "nccl" else self._gloo
+            self._groups[name] = make(prefixed, push.rank, push.size, timeout)
+            while len(self._groups) > _MAX_GROUPS:
+                self._drop(next(iter(self._groups)))
+        self._groups.move_to_end(name)
+        return self._groups[name]
 
-def _broadcast(group: Any, flat: torch.Tensor, timeout_s: float) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    options.timeout = timedelta(seconds=timeout_s)
-    group.broadcast([flat], options).wait(timedelta(seconds=timeout_s))
+    def _gloo(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
+        # The address names the interface, and connections are made on first use: a broadcast
+        # needs a tree of them, not all pairs.
+        options._devices = [  # noqa: SLF001
+            dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=True)
+        ]
+        options._timeout = timeout  # noqa: SLF001
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+    def _nccl(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout  # noqa: SLF001
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def _drop(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        # A NCCL kernel that waits for a dead peer would wait for ever.
+        if group is not None and group.name() == "nccl":
+            group.abort()
 
 
 class WeightReceiver:
@@ -111,6 +158,7 @@ class WeightReceiver:
         self._weights = weights
         self._groups = _Groups(address)
         self._store: Any = None
+        self._staging: torch.Tensor | None = None
         self._thread = SerialThread("distcollect-weights")
 
     def ready(self) -> Future[int]:
@@ -124,7 +172,6 @@ class WeightReceiver:
     def close(self) -> None:
         """Receive nothing more."""
         self._thread.close()
-        self._groups.clear()
 
     def _receive(self, push: Push) -> tuple[int, int]:
         buffer = self._weights.spare()
@@ -134,14 +181,24 @@ class WeightReceiver:
                 self._store = dist.TCPStore(
                     host, port, is_master=False, timeout=timedelta(seconds=push.timeout_s)
                 )
-            _broadcast(self._groups.get(push, self._store), buffer, push.timeout_s)
-            received = checksum(buffer)
+            arrived = self._landing(buffer, push.backend)
+            self._groups.broadcast(push, self._store, arrived)
+            received = checksum(arrived)
+            if arrived is not buffer:
+                buffer.copy_(arrived)
         except BaseException:
-            self._groups.drop(push.group)
             self._weights.discard(buffer)
             raise
         self._weights.commit(buffer, push.version)
         return push.version, received
+
+    def _landing(self, buffer: torch.Tensor, backend: str) -> torch.Tensor:
+        """Where the backend can write to: Gloo only to the CPU's memory."""
+        if backend == "nccl" or not buffer.is_cuda:
+            return buffer
+        if self._staging is None:
+            self._staging = torch.empty_like(buffer, device="cpu", pin_memory=True)
+        return self._staging
 
 
 class PushHandle:
@@ -172,15 +229,12 @@ class PushHandle:
             WorkerLost: a worker died before it had acknowledged.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            self._outcome.result(limit)
-        except TimeoutError as error:
-            if self._outcome.done():
-                raise
+        if not arrives(self._outcome, limit):
             raise WeightsTimeout(
                 f"version {self.version} is not acknowledged by all of workers "
                 f"{list(self.worker_ids)} after {limit:g} s"
-            ) from error
+            )
+        self._outcome.result()
 
 
 class WeightSender:
@@ -197,7 +251,7 @@ class WeightSender:
         self._transport = transport
         self._timeout_s = timeout_s
         self._groups = _Groups(address)
-        self._names: dict[tuple[int, ...], str] = {}
+        self._names: dict[tuple[str | int, ...], str] = {}
         self._counter = itertools.count()
         self._thread = SerialThread("distcollect-weights")
         self._closed = threading.Event()
@@ -212,16 +266,19 @@ class WeightSender:
             master_listen_fd=listener.detach(),
         )
 
-    def push(self, flat: torch.Tensor, version: int, peers: Mapping[int, int]) -> PushHandle:
+    def push(
+        self, flat: torch.Tensor, version: int, peers: Mapping[int, int], backend: str = "gloo"
+    ) -> PushHandle:
         """Send ``flat`` as ``version``.
 
         Args:
             flat: the snapshot, uint8; must not be changed any more.
             version: its policy_version.
             peers: ``{worker_id: peer}`` of the receivers.
+            backend: "gloo" or "nccl".
         """
         ordered = dict(sorted(peers.items()))
-        outcome = self._thread.submit(self._send, flat, version, ordered)
+        outcome = self._thread.submit(self._send, flat, version, ordered, backend)
         # Each of the three steps has its own deadline, so this one can't be reached before.
         return PushHandle(version, tuple(ordered), outcome, _NUM_STEPS * self._timeout_s)
 
@@ -231,35 +288,37 @@ class WeightSender:
         self._thread.close()
         self._groups.clear()
 
-    def _send(self, flat: torch.Tensor, version: int, peers: dict[int, int]) -> None:
+    def _send(self, flat: torch.Tensor, version: int, peers: dict[int, int], backend: str) -> None:
         if self._closed.is_set():
             raise WorkerLost("the collector was shut down before these weights were sent")
+        if backend != "nccl":
+            flat = flat.cpu()
         ready = {w: self._transport.call(peer, "weights_ready") for w, peer in peers.items()}
         self._gather(ready, f"ready for version {version}")
-        members = tuple(peers.values())
+        members: tuple[str | int, ...] = (backend, *peers.values())
         name = self._names.get(members, "")
         if name not in self._groups:
             name = self._names[members] = f"weights{next(self._counter)}"
 
         def message(rank: int) -> Push:
-            size = len(members) + 1
-            return Push(version, name, rank, size, self._endpoint, self._timeout_s)
+            size = len(peers) + 1
+            return Push(version, name, backend, rank, size, self._endpoint, self._timeout_s)
 
         acknowledged = {
             worker_id: self._transport.call(peer, "receive_weights", message(rank))
             for rank, (worker_id, peer) in enumerate(peers.items(), start=1)
         }
+        broken: RuntimeError | None = None
         try:
-            _broadcast(self._groups.get(message(0), self._store), flat, self._timeout_s)
+            self._groups.broadcast(message(0), self._store, flat)
         except RuntimeError as error:
-            self._groups.drop(name)
-            # Who is at fault is better told by the acknowledgements that don't come.
-            self._gather(acknowledged, f"the broadcast of version {version}")
-            raise WorkerLost(f"the broadcast of version {version} broke off: {error}") from error
+            broken = error
+        # Also if it broke: who is at fault is told by the acknowledgement that doesn't come.
+        answers = self._gather(acknowledged, f"acknowledgement of version {version}")
+        if broken is not None:
+            raise WorkerLost(f"the broadcast of version {version} broke off") from broken
         expected = (version, checksum(flat))
-        for worker_id, received in self._gather(
-            acknowledged, f"the acknowledgement of version {version}"
-        ).items():
+        for worker_id, received in answers.items():
             if received != expected:
                 raise WorkerLost(
                     f"acknowledged (version, checksum) {received} instead of {expected}",
@@ -268,20 +327,19 @@ class WeightSender:
 
     def _gather(self, answers: Mapping[int, Future[Any]], what: str) -> dict[int, Any]:
         deadline = time.monotonic() + self._timeout_s
+        late = [
+            worker_id
+            for worker_id, answer in answers.items()
+            if not arrives(answer, deadline - time.monotonic())
+        ]
         values: dict[int, Any] = {}
-        late: list[int] = []
-        failed: DistCollectError | None = None
         for worker_id, answer in answers.items():
+            if worker_id in late:
+                continue
             try:
-                values[worker_id] = answer.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                late.append(worker_id)
-            except DistCollectError as error:
-                failed = failed or WorkerLost(
-                    f"no {what}: {error}", worker_id=worker_id
-                ).with_traceback(None)
-        if failed is not None:
-            raise failed
+                values[worker_id] = answer.result()
+            except WorkerError as error:
+                raise WorkerLost(f"no {what}: {error}", worker_id=worker_id) from error
         if late:
             raise WeightsTimeout(f"waited {self._timeout_s:g} s for {what} from workers {late}")
         return values

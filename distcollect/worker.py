@@ -34,7 +34,7 @@ from .rpc import RpcTransport
 from .threads import do_jobs
 from .topology import interface_of
 from .transport import CollectRequest
-from .weights import Push, WeightReceiver
+from .weights import Push, WeightReceiver, gpu_of
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +77,12 @@ class Probe:
     Attributes:
         layout: what its frames consist of.
         weights: layout of the policy's weights.
+        gpu: the GPU that has them, "" for the CPU.
     """
 
     layout: Layout
     weights: WeightLayout
+    gpu: str = ""
 
 
 def build_engine(
@@ -225,7 +227,8 @@ class Worker:
         if self._stopping:
             self._engine.stop()
         self._receiver = WeightReceiver(self._engine.weights, self._address)
-        return Probe(self._engine.layout, self._engine.weights.layout)
+        weights = self._engine.weights
+        return Probe(self._engine.layout, weights.layout, gpu_of(weights.device))
 
     def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured
