@@ -85,11 +85,14 @@ def _open_gate(launch: Launch) -> LaunchedCluster:
 
 
 def _own_address(name: str) -> str:
-    address = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+    remedy = "set MASTER_ADDR to this host's address on the cluster's network"
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise LaunchError(f"this host's name {name!r} has no address ({error}); {remedy}") from error
     if address.startswith("127."):
         raise LaunchError(
-            f"this host's name {name!r} resolves to {address}, which other hosts can't reach; set "
-            "MASTER_ADDR to its address on the cluster's network"
+            f"this host's name {name!r} resolves to {address}, which others can't reach; {remedy}"
         )
     return address
 

@@ -1,0 +1,64 @@
+"""Frames counted over a time window."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+# Of the window's length, at least; caches are filled, slabs touched, requests under way by then.
+WARM_UP = 0.4
+_WARM_UP_BATCHES = 3
+
+# (who made the batch, its frames)
+Batch: TypeAlias = "tuple[int, int]"
+
+
+class NotEnough(RuntimeError):
+    """The batches ended before the window did."""
+
+
+def frames_per_s(
+    batches: Iterable[Batch],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+    start: Callable[[], None] = lambda: None,
+) -> float:
+    """The sum of the sources' rates, each from one arrival to a later one.
+
+    A window that begins and ends at a source's own arrivals holds whole batches of it, so that a
+    few long batches give no rounding error.
+
+    Args:
+        batches: yields (source, frames) as batches arrive.
+        seconds: length of the window after the warm-up, at least.
+        clock: in seconds.
+        start: called after the warm-up, before the window opens.
+
+    Raises:
+        NotEnough: see there.
+    """
+    arrivals = iter(batches)
+    begin = clock()
+    warm: set[int] = set()
+    for count, (source, _) in enumerate(arrivals, 1):
+        warm.add(source)
+        if count >= _WARM_UP_BATCHES and clock() - begin >= WARM_UP * seconds:
+            break
+    start()
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    frames: dict[int, int] = {}
+    begin = clock()
+    for source, number in arrivals:
+        now = clock()
+        if source in first:
+            frames[source] = frames.get(source, 0) + number
+            last[source] = now
+        else:
+            first[source] = now
+        if now - begin >= seconds and warm <= last.keys():
+            return sum(
+                count / (last[source] - first[source]) for source, count in frames.items()
+            )
+    raise NotEnough("the batches ended before the window did")

@@ -1,0 +1,121 @@
+"""``run(main)`` under each launcher; several hosts are network namespaces on this machine."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "scripts" / "launched.py"
+TESTBED = HERE / "testbed"
+NUM_HOSTS = 3
+
+needs_hosts = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("ss"),
+    reason="makes network namespaces: needs root and iproute2",
+)
+needs_ss = pytest.mark.skipif(not shutil.which("ss"), reason="needs ss, of iproute2")
+
+
+def finish(processes, timeout_s=100):
+    """Wait for all; their outputs. Ends them whatever happens."""
+    outputs = []
+    try:
+        for process in processes:
+            out, _ = process.communicate(timeout=timeout_s)
+            outputs.append(out)
+            assert process.returncode == 0, out
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return outputs
+
+
+def start(command, **env):
+    return subprocess.Popen(
+        [str(part) for part in command],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def report(output):
+    lines = [line for line in output.splitlines() if line.startswith('[{"shape"')]
+    assert len(lines) == 1, output
+    return json.loads(lines[0])
+
+
+def slurm_variables(rank, num_hosts, per_host):
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": str(num_hosts * per_host),
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": f"node[1-{num_hosts}]",
+        "SLURM_STEP_NUM_NODES": str(num_hosts),
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_host}(x{num_hosts})",
+    }
+
+
+@pytest.fixture(scope="module")
+def on_host():
+    """A function that prefixes a command so that it runs on host 1, 2 or 3."""
+    up = subprocess.run(
+        [TESTBED / "netns_up.sh"], capture_output=True, text=True, timeout=60, check=False
+    )
+    if up.returncode:
+        pytest.skip(f"this machine can't make network namespaces: {up.stderr[-300:]}")
+    yield lambda host, *command: [TESTBED / "netns_exec.sh", host, *command]
+    subprocess.run([TESTBED / "netns_down.sh"], timeout=60, check=False)
+
+
+def torchrun(*options):
+    return [sys.executable, "-m", "torch.distributed.run", *options, SCRIPT]
+
+
+@needs_ss
+def test_torchrun_on_one_host():
+    [output] = finish([start(torchrun("--standalone", "--nproc-per-node=3"))])
+    for seen in report(output):
+        assert seen["shape"] == [4, 60]
+        assert seen["workers"] == [0, 1]
+        assert seen["listening"] == ["127.0.0.1"]
+
+
+@needs_ss
+def test_slurm_variables_on_one_host():
+    ranks = [start([sys.executable, SCRIPT], **slurm_variables(rank, 1, 3)) for rank in range(3)]
+    for seen in report(finish(ranks)[0]):
+        assert seen["workers"] == [0, 1]
+        assert seen["listening"] == ["127.0.0.1"]
+
+
+@needs_hosts
+def test_torchrun_on_three_hosts(on_host):
+    options = ["--nnodes=3", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    options += ["--rdzv-endpoint=node1:29511", "--rdzv-id=test"]
+    hosts = range(1, NUM_HOSTS + 1)
+    outputs = finish([start(on_host(host, *torchrun(*options))) for host in hosts])
+    # torchrun may put rank 0 on any of the hosts.
+    [seen_twice] = [report(output) for output in outputs if '[{"shape"' in output]
+    for seen in seen_twice:
+        assert seen["workers"] == [0, 1]
+        assert seen["listening"] in [[f"10.77.0.{host}"] for host in hosts]
+
+
+@needs_hosts
+def test_slurm_variables_on_three_hosts(on_host):
+    ranks = [
+        start(on_host(1 + rank // 2, sys.executable, SCRIPT), **slurm_variables(rank, NUM_HOSTS, 2))
+        for rank in range(2 * NUM_HOSTS)
+    ]
+    for seen in report(finish(ranks)[0]):
+        assert seen["workers"] == [0, 1, 2, 3, 4]
+        assert seen["listening"] == ["10.77.0.1"]
