@@ -31,7 +31,7 @@ from .errors import (
     WorkerLost,
     WorkerMismatch,
 )
-from .launch import run
+from .launch import num_workers, run
 from .policy import Exploration
 from .version import __version__
 from .weights import PushHandle
@@ -62,5 +62,6 @@ __all__ = [
     "WorkerLost",
     "WorkerMismatch",
     "__version__",
+    "num_workers",
     "run",
 ]

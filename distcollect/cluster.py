@@ -25,6 +25,8 @@ from .worker import Probe
 
 log = logging.getLogger(__name__)
 
+_FAREWELL_S = 20.0
+
 
 class Cluster(Protocol):
     """What can start workers for a collector.
@@ -145,7 +147,13 @@ class LaunchedCluster(GateEvents):
         self._spawner = None
 
     def close(self) -> None:
-        """Send the supervisors home: the trainer is done."""
+        """Send the supervisors home: the trainer is done.
+
+        Ranks that are still on their way here are waited for a little: they would look for a
+        trainer that is gone.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._missing(self._num_workers), _FAREWELL_S)
         for connection in self._supervisors.values():
             connection.send({"bye": True})
         self.gate.close()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import gymnasium as gym
 import torch
@@ -36,6 +36,9 @@ from .worker import Probe, WorkerPlan, build_engine
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, torch.Tensor]"
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
+
+
+_Self = TypeVar("_Self", bound="DataCollectorBase")
 
 
 class DataCollectorBase(ABC):
@@ -141,7 +144,7 @@ class DataCollectorBase(ABC):
         """End what the collector started and give back all it holds. Again is no error."""
         self._closed = True
 
-    def __enter__(self) -> DataCollectorBase:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(

@@ -92,6 +92,7 @@ class Engine:
         self.layout = Layout(envs.num_envs, envs.leaves, envs.action_leaves, policy.extras)
         self._strip: _Strip | None = None
         self._reset_due = False
+        self._unfinished = 0  # frames of the rollout under way
         self._begin_trajectories()
 
     @property
@@ -128,13 +129,18 @@ class Engine:
         slab.clear_ends()
         policy = self._random if random else self._policy
         if random:
-            for tensor in slab.extras.values():
-                tensor.zero_()
-        with policy.exploring():
-            if self._envs.can_cut:
-                self._fill(slab, policy)
-            else:
-                self._fill_skewed(slab, policy, fresh)
+            for array in slab.extras.values():
+                array.fill(0)
+        try:
+            with policy.exploring():
+                if self._envs.can_cut:
+                    self._fill(slab, policy)
+                else:
+                    self._fill_skewed(slab, policy, fresh)
+        except Exception as error:
+            # The frames so far are in no rollout, so what follows starts new trajectories.
+            self._break_off("shut_down" if isinstance(error, Stopped) else "env_failed")
+            raise
 
     def close(self) -> None:
         """Close the envs."""
@@ -157,6 +163,14 @@ class Engine:
         self._next_traj_id += 1
         return self._next_traj_id - 1
 
+    def _break_off(self, cause: str) -> None:
+        if self._strip is not None:
+            self.counts.lose(cause, self._strip.drop())
+        self.counts.stepped += self._unfinished
+        self.counts.lose(cause, self._unfinished)
+        self._unfinished = 0
+        self._reset_due = True
+
     def _between_steps(self) -> None:
         if self._stop:
             raise Stopped
@@ -173,6 +187,7 @@ class Engine:
         slab.traj_ids[:] = traj_ids[:, None]
         cut = None
         for step in range(slab.num_steps):
+            self._unfinished = step * envs.num_envs
             if weights.pending or self._stop:
                 self._between_steps()
                 slab.policy_version[:, step:] = weights.version
@@ -181,8 +196,8 @@ class Engine:
                 column[:, step] = now
             action = self._keep_action(slab.action, chosen, step)
             if written:
-                for key, tensor in extras:
-                    tensor[:, step] = written[key]
+                for key, column in extras:
+                    column[:, step] = written[key].numpy()
             if longest is not None:
                 lengths += 1
                 cut = lengths >= longest
@@ -199,6 +214,7 @@ class Engine:
         for key, array in slab.tail.items():
             array[:] = envs.obs[key]
         self.counts.stepped += slab.num_steps * envs.num_envs
+        self._unfinished = 0
 
     def _keep_action(self, columns: Arrays, chosen: Tensors, step: int) -> Arrays:
         action: Arrays = {}
@@ -215,16 +231,14 @@ class Engine:
     def _fill_skewed(self, slab: Slab, policy: Policy, fresh: bool) -> None:
         """As :meth:`_fill`, for envs with filler steps, which make rows drift apart."""
         envs, weights = self._envs, self.weights
-        if self._strip is None or self._strip.num_steps != slab.num_steps:
-            if self._strip is not None:
-                self.counts.lose("row_skew", self._strip.drop())
-            self._strip = _Strip(self.layout, slab.num_steps)
         strip = self._strip
-        if fresh:
-            cut_off = strip.position > 0
+        if strip is not None and (fresh or strip.num_steps != slab.num_steps):
+            # A trajectory can't span the gap that the surplus leaves.
+            for gap in np.flatnonzero(strip.position):
+                self._traj_ids[gap] = self._new_traj_id()
             self.counts.lose("row_skew", strip.drop())
-            for row in np.flatnonzero(cut_off):
-                self._traj_ids[row] = self._new_traj_id()
+        if strip is None or strip.num_steps != slab.num_steps:
+            strip = self._strip = _Strip(self.layout, slab.num_steps)
         while strip.position.min() < slab.num_steps:
             if weights.pending or self._stop:
                 self._between_steps()

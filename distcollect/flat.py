@@ -35,10 +35,12 @@ class WeightLayout:
     Attributes:
         entries: in ``state_dict`` order.
         num_bytes: size of the buffer, a multiple of 16.
+        not_sent: names of buffers that aren't persistent: they may be given, and stay behind.
     """
 
     entries: tuple[Entry, ...]
     num_bytes: int
+    not_sent: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, module: nn.Module | None) -> WeightLayout:
@@ -56,7 +58,8 @@ class WeightLayout:
                 Entry(tuple(names[key]), tuple(tensor.shape), tensor.dtype, offset, num_bytes)
             )
             offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return cls(tuple(entries), offset)
+        buffers = {name for name, _ in module.named_buffers()} if module is not None else set()
+        return cls(tuple(entries), offset, frozenset(buffers - _state(module).keys()))
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
         """A zeroed flat buffer, uint8 ``[num_bytes]`` (the gaps between entries stay zero)."""
@@ -86,7 +89,7 @@ class WeightLayout:
             WeightsError: an entry is missing, too many, or has another shape or dtype.
         """
         given = named_tensors(source)
-        known = {name for entry in self.entries for name in entry.names}
+        known = {name for entry in self.entries for name in entry.names} | self.not_sent
         problems = [f"unknown key {name!r}" for name in given if name not in known]
         selected: dict[str, torch.Tensor] = {}
         for entry in self.entries:

@@ -66,6 +66,15 @@ def run(main: Callable[[], T]) -> T | None:
         cluster.close()
 
 
+def num_workers(default: int) -> int:
+    """Workers that this launch provides; ``default`` where there is no launcher.
+
+    For sizes that depend on it, such as ``frames_per_batch``.
+    """
+    launch = Launch.detect()
+    return default if launch.launcher is Launcher.NONE else launch.num_workers
+
+
 def _open_gate(launch: Launch) -> LaunchedCluster:
     assert launch.master is not None
     if launch.launcher is Launcher.SLURM:
@@ -89,7 +98,7 @@ def _own_address(name: str) -> str:
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        raise LaunchError(f"this host's name {name!r} has no address ({error}); {remedy}") from error
+        raise LaunchError(f"this host's name {name!r} has no address: {error}; {remedy}") from error
     if address.startswith("127."):
         raise LaunchError(
             f"this host's name {name!r} resolves to {address}, which others can't reach; {remedy}"

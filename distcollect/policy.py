@@ -215,7 +215,10 @@ class UserPolicy(Policy):
     @staticmethod
     def _tensor(value: Any) -> torch.Tensor:
         tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-        return tensor.cpu() if tensor.is_cuda else tensor
+        if tensor.is_cuda:
+            tensor = tensor.cpu()
+        # Frames are written through numpy, which has no bfloat16.
+        return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
 
     def _check(self, actions: Tensors, extras: Tensors) -> None:
         for leaf in self._leaves:

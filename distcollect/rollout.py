@@ -7,8 +7,10 @@ TorchRL's keys, rebuilding what follows from the rest (``next`` observations, ``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,49 +50,127 @@ class Layout:
         """Leaves of shape ``[n, T, *shape]``, in the order in which they travel."""
         return (*self.carried, *self.action, *self.extras, *_BOOKKEEPING)
 
-    def num_bytes(self, num_steps: int) -> int:
-        """Size of a rollout of ``num_steps`` steps, without final observations."""
-        frame = sum(_num_bytes(leaf) for leaf in self.per_frame)
-        tail = sum(_num_bytes(leaf) for leaf in self.carried)
-        return self.num_envs * (num_steps * frame + tail)
+
+# A leaf that is smaller than this in a rollout travels in one tensor with its like: a tensor of its
+# own costs some 0.1 ms on the wire, but large ones are copied side by side.
+_PACKED_BELOW_BYTES = 256 * 1024
+_ALIGNMENT = 16
 
 
-def _num_bytes(leaf: Leaf) -> int:
-    return int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
+class _Wire:
+    """How a rollout of T steps lies in the tensors that travel.
+
+    The first holds all small leaves, and then the final observations; each large leaf has one of
+    its own. A leaf stands here once for all frames, ``[n, T, *shape]``, and if it is a carried one
+    again for what follows the last, ``[n, *shape]``.
+    """
+
+    def __init__(self, layout: Layout, num_steps: int) -> None:
+        n = layout.num_envs
+        leaves = [(leaf, (n, num_steps, *leaf.shape)) for leaf in layout.per_frame]
+        leaves += [(leaf, (n, *leaf.shape)) for leaf in layout.carried]
+        self._shapes = [(shape, leaf.dtype) for leaf, shape in leaves]
+        self._sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes]
+        self._carried = layout.carried
+        self.packed_bytes = sum(_aligned(size) for size in self._sizes if _is_small(size))
+
+    def allocate(self) -> tuple[Tensors, Tensors]:
+        """New memory: the tensors that travel, and one for each leaf in them."""
+        wire = [torch.zeros(self.packed_bytes, dtype=torch.uint8)]
+        wire += [
+            torch.zeros(shape, dtype=dtype)
+            for (shape, dtype), size in zip(self._shapes, self._sizes, strict=True)
+            if not _is_small(size)
+        ]
+        return wire, self.leaves(wire)
+
+    def leaves(self, wire: Tensors) -> Tensors:
+        """One tensor for each leaf, sharing the memory of ``wire``."""
+        packed, *large = wire
+        leaves: Tensors = []
+        start = 0
+        for (shape, dtype), size in zip(self._shapes, self._sizes, strict=True):
+            if _is_small(size):
+                leaves.append(_view(packed, start, shape, dtype))
+                start += _aligned(size)
+            else:
+                leaves.append(large.pop(0))
+        return leaves
+
+    def with_final(self, packed: torch.Tensor, at: list[int], final: Sequence[Any]) -> torch.Tensor:
+        """``packed``; then how many episodes ended, where, and each carried leaf's final values."""
+        parts = [packed]
+        for array in (np.array([len(at), *at], np.int64), *map(np.stack, final)):
+            flat = torch.from_numpy(array).reshape(-1).view(torch.uint8)
+            parts += [flat, flat.new_zeros(_aligned(len(flat)) - len(flat))]
+        return torch.cat(parts)
+
+    def final(self, packed: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
+        """What :meth:`with_final` put in: int64 ``[k]``, ``[k, *shape]`` of each carried leaf."""
+        start = self.packed_bytes
+        if len(packed) == start:
+            return torch.empty(0, dtype=torch.int64), [_none_of(leaf) for leaf in self._carried]
+        num_ends = int(_view(packed, start, (1,), torch.int64))
+        at = _view(packed, start, (1 + num_ends,), torch.int64)
+        start += _aligned(at.nbytes)
+        values: Tensors = []
+        for leaf in self._carried:
+            values.append(_view(packed, start, (num_ends, *leaf.shape), leaf.dtype))
+            start += _aligned(values[-1].nbytes)
+        return at[1:], values
+
+
+def _none_of(leaf: Leaf) -> torch.Tensor:
+    """A tensor ``[0, *leaf.shape]``."""
+    return torch.empty((0, *leaf.shape), dtype=leaf.dtype)
+
+
+def _is_small(num_bytes: int) -> bool:
+    return num_bytes < _PACKED_BELOW_BYTES
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(
+    flat: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    return flat[start : start + size].view(dtype).view(shape)
 
 
 class Slab:
     """Memory for one rollout ``[n, T]``, written in place by the engine, used again and again.
 
-    The tensors are torch's own (the RPC layer would copy memory that numpy owns once more before
-    sending it) and are written through numpy views, which cost a fraction per small write.
+    The memory is torch's own (the RPC layer would copy memory that numpy owns once more before
+    sending it) and is written through numpy views, which cost a fraction per small write.
+
+    Attributes:
+        frames: ``{key: [n, T, *shape]}`` of all leaves; the next four are parts of it.
+        root: of the carried leaves, as they are at the start of each frame.
+        action: of the action's leaves.
+        extras: of what the policy writes beside the action.
+        tail: ``{key: [n, *shape]}`` of the carried leaves after the last frame.
     """
 
     def __init__(self, layout: Layout, num_steps: int) -> None:
-        n, steps = layout.num_envs, num_steps
         self.layout = layout
-        self.num_steps = steps
-        self._frames: Tensors = [
-            torch.zeros((n, steps, *leaf.shape), dtype=leaf.dtype) for leaf in layout.per_frame
-        ]
-        self._tail: Tensors = [
-            torch.zeros((n, *leaf.shape), dtype=leaf.dtype) for leaf in layout.carried
-        ]
+        self.num_steps = num_steps
+        self._wire = _Wire(layout, num_steps)
+        self._memory, leaves = self._wire.allocate()
+        arrays = [leaf.numpy() for leaf in leaves]
+        per_frame = layout.per_frame
         self.frames: Arrays = {
-            leaf.key: tensor.numpy()
-            for leaf, tensor in zip(layout.per_frame, self._frames, strict=True)
+            leaf.key: array for leaf, array in zip(per_frame, arrays, strict=False)
+        }
+        self.tail: Arrays = {
+            leaf.key: array
+            for leaf, array in zip(layout.carried, arrays[len(per_frame) :], strict=True)
         }
         self.root: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.carried}
         self.action: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.action}
-        self.extras = {
-            leaf.key: tensor
-            for leaf, tensor in zip(layout.per_frame, self._frames, strict=True)
-            if leaf in layout.extras
-        }
-        self.tail: Arrays = {
-            leaf.key: tensor.numpy()
-            for leaf, tensor in zip(layout.carried, self._tail, strict=True)
-        }
+        self.extras: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.extras}
         self.reward = self.frames["reward",]
         self.terminated = self.frames["terminated",]
         self.truncated = self.frames["truncated",]
@@ -121,17 +201,10 @@ class Slab:
 
     def tensors(self) -> Tensors:
         """The rollout as it travels. They are this slab's memory: valid until it is used again."""
-        final = [
-            torch.from_numpy(np.stack(rows)) if rows else leaf_empty(leaf)
-            for leaf, rows in zip(self.layout.carried, self._final.values(), strict=True)
-        ]
-        at = torch.tensor(self._final_at, dtype=torch.int64)
-        return [*self._frames, *self._tail, at, *final]
-
-
-def leaf_empty(leaf: Leaf) -> torch.Tensor:
-    """A tensor ``[0, *leaf.shape]``."""
-    return torch.empty((0, *leaf.shape), dtype=leaf.dtype)
+        if not self._final_at:
+            return self._memory
+        packed, *large = self._memory
+        return [self._wire.with_final(packed, self._final_at, list(self._final.values())), *large]
 
 
 @dataclass(frozen=True)
@@ -189,31 +262,32 @@ def assemble(
         other, and with the rollouts only where there is a single one, which it then takes over.
     """
     one = len(rollouts) == 1
-    num_frame_leaves, num_carried = len(layout.per_frame), len(layout.carried)
+    num_steps = _num_steps(layout, rollouts[0])
+    wire = _Wire(layout, num_steps)
+    parts = [wire.leaves(rollout.tensors) for rollout in rollouts]
 
     def joined(index: int) -> torch.Tensor:
         if one:
-            tensor = rollouts[0].tensors[index]
-        else:
-            tensor = torch.cat([rollout.tensors[index] for rollout in rollouts])
-        return tensor if device is None else tensor.to(device)
+            leaf = parts[0][index]
+            # Large leaves are taken over; small ones lie in one tensor, whose parts must part.
+            return leaf if leaf.untyped_storage().nbytes() == leaf.nbytes else leaf.clone()
+        return torch.cat([part[index] for part in parts])
 
     flat = {leaf.key: joined(index) for index, leaf in enumerate(layout.per_frame)}
-    tails = [joined(num_frame_leaves + index) for index in range(num_carried)]
-    final_start = num_frame_leaves + num_carried
     reward = flat["reward",]
     rows, steps = reward.shape
-    final_at = _offset_cat([r.tensors[final_start] for r in rollouts], layout.num_envs * steps)
+    ends = [wire.final(rollout.tensors[0]) for rollout in rollouts]
+    final_at = torch.cat([at + k * layout.num_envs * steps for k, (at, _) in enumerate(ends)])
 
     following: dict[Key, torch.Tensor] = {}
     for index, leaf in enumerate(layout.carried):
         root = flat[leaf.key]
         after = torch.empty_like(root)
         after[:, :-1] = root[:, 1:]
-        after[:, -1] = tails[index]
+        after[:, -1] = torch.cat([part[len(layout.per_frame) + index] for part in parts])
         if len(final_at):
-            final = joined(final_start + 1 + index)
-            after.view(rows * steps, *leaf.shape)[final_at.to(after.device)] = final
+            final = torch.cat([values[index] for _, values in ends])
+            after.view(rows * steps, *leaf.shape)[final_at] = final
         following[leaf.key] = after
 
     def column(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,8 +300,8 @@ def assemble(
     following["done",] = column(terminated | truncated)
     batch = {leaf.key: flat[leaf.key] for leaf in layout.per_frame[: -len(_BOOKKEEPING)]}
     for name in ("done", "terminated", "truncated"):
-        batch[name,] = torch.zeros((rows, steps, 1), dtype=torch.bool, device=reward.device)
-    worker_ids = torch.tensor([r.header.worker_id for r in rollouts], device=reward.device)
+        batch[name,] = torch.zeros((rows, steps, 1), dtype=torch.bool)
+    worker_ids = torch.tensor([r.header.worker_id for r in rollouts])
     tree = nested(batch)
     tree["next"] = nested(following)
     tree["collector"] = {
@@ -235,11 +309,13 @@ def assemble(
         "policy_version": flat["policy_version",],
         "worker_id": worker_ids.repeat_interleave(layout.num_envs)[:, None].repeat(1, steps),
     }
-    out = TensorDict(tree, batch_size=[rows, steps], names=[None, "time"], device=device)
+    out = TensorDict(tree, batch_size=[rows, steps], names=[None, "time"])
+    if device is not None:
+        out = out.to(device)
     if stack:
         return out.unflatten(0, (len(rollouts), layout.num_envs))
     return out.squeeze(0) if squeeze and rows == 1 else out
 
 
-def _offset_cat(parts: Sequence[torch.Tensor], stride: int) -> torch.Tensor:
-    return torch.cat([part + index * stride for index, part in enumerate(parts)])
+def _num_steps(layout: Layout, rollout: Rollout) -> int:
+    return rollout.header.num_frames // layout.num_envs

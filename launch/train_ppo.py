@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-import torch.distributed
 from matplotlib.figure import Figure
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -163,8 +162,7 @@ def plot(path: Path, episodes: Episodes, averages: list[tuple[int, float]], targ
     """Draw the learning curve."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    if target < float("inf"):
-        axes.axhline(target, color="tab:green", linestyle="--", label=f"solved at {target:g}")
+    axes.axhline(target, color="tab:green", linestyle="--", label=f"solved at {target:g}")
     if episodes.finished:
         axes.plot(*zip(*episodes.finished, strict=True), ".", color="0.75", ms=3, label="episodes")
     if averages:
@@ -174,8 +172,7 @@ def plot(path: Path, episodes: Episodes, averages: list[tuple[int, float]], targ
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    if axes.lines:
-        axes.legend(frameon=False)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
@@ -187,30 +184,29 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = ActorCritic()
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=1e-5)
+    num_batches = max(1, args.total_frames // args.frames_per_batch)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, num_batches)
     episodes, averages, solved = Episodes(), [], False
 
     collector = dc.RPCDataCollector(
         ENV,
         model,
         frames_per_batch=args.frames_per_batch,
-        total_frames=max(1, args.total_frames // args.frames_per_batch) * args.frames_per_batch,
+        total_frames=num_batches * args.frames_per_batch,
         num_workers=args.num_workers,
         envs_per_worker=args.envs_per_worker,
         sync=True,
     )
     bar = tqdm(total=collector.total_frames, unit=" frames", unit_scale=True)
     start = time.monotonic()
-    with collector, bar, (args.out / "metrics.jsonl").open("w") as metrics:
+    with collector, bar, (args.out / "metrics.jsonl").open("w", buffering=1) as metrics:
         collector.set_seed(args.seed)
         for batch in collector:
             episodes.add(batch)
-            lag = collector.policy_version - float(
-                batch["collector", "policy_version"].float().mean()
-            )
-            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (
-                1 - (collector.frames - batch.numel()) / collector.total_frames
-            )
+            versions = batch["collector", "policy_version"]
+            lag = collector.policy_version - versions.double().mean().item()  # 0: on-policy
             actor_loss, critic_loss, entropy = learn(model, optimizer, batch)
+            schedule.step()
             collector.update_policy_weights_(model)
 
             average, seconds = episodes.average, time.monotonic() - start
@@ -230,7 +226,8 @@ def main() -> None:
             bar.update(batch.numel())
             if average is not None:
                 averages.append((collector.frames, average))
-            if solved := episodes.reached(args.solved_at):
+            solved = solved or episodes.reached(args.solved_at)
+            if solved and not args.keep_going:
                 break
 
     torch.save(model.state_dict(), args.out / "policy.pt")
@@ -246,30 +243,42 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    launched = torch.distributed.is_torchelastic_launched()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--seed", type=int, default=0)
-    add("--total-frames", type=int, default=500_000, help="at most so many (%(default)s)")
-    add("--frames-per-batch", type=int, default=960, help="%(default)s")
+    add("--total-frames", type=positive, default=500_000, help="at most so many (%(default)s)")
+    add(
+        "--frames-per-batch",
+        type=positive,
+        default=960,
+        help="a multiple of all workers' envs (%(default)s)",
+    )
     add(
         "--num-workers",
-        type=int,
-        default=None if launched else 2,
-        help="all that torchrun started; 2 without it",
+        type=positive,
+        default=dc.num_workers(default=2),
+        help="default: all that the launch has, or 2 without a launcher",
     )
-    add("--envs-per-worker", type=int, default=4, help="%(default)s")
+    add("--envs-per-worker", type=positive, default=4, help="%(default)s")
     add("--out", type=Path, default=Path("runs/ppo_cartpole"), help="a folder (%(default)s)")
     add(
         "--solved-at",
         type=float,
         default=475.0,
-        help=f"stop at this average return over {WINDOW} episodes (%(default)s); inf: don't",
+        help=f"average return over {WINDOW} episodes at which to stop (%(default)s)",
     )
-    add("--require-solved", action="store_true", help="exit with 1 if it wasn't")
+    add("--keep-going", action="store_true", help="don't stop there")
+    add("--require-solved", action="store_true", help="exit with 1 if it isn't reached")
     return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class BareLoop:
                     self._terminated[step, row] = terminated
                     self._truncated[step, row] = truncated
                     final.append((step, row, observation))
-                    observation = env.reset()[0]  # noqa: PLW2901
+                    observation = env.reset()[0]
                 following[row] = observation
 
 

@@ -58,7 +58,5 @@ def frames_per_s(
         else:
             first[source] = now
         if now - begin >= seconds and warm <= last.keys():
-            return sum(
-                count / (last[source] - first[source]) for source, count in frames.items()
-            )
+            return sum(count / (last[source] - first[source]) for source, count in frames.items())
     raise NotEnough("the batches ended before the window did")

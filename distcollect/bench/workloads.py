@@ -54,7 +54,7 @@ class Workload:
 
     @property
     def rollout_frames(self) -> int:
-        """n * T."""
+        """N * T."""
         return self.num_envs * self.num_steps
 
 
@@ -84,7 +84,7 @@ class GaussianPolicy(nn.Module):
         """``[n, obs]`` to (float32 ``[n, actions]``, ``{"action_log_prob": [n]}``)."""
         mean = self.body(observation.float())
         chosen = Normal(mean, self.log_std.exp(), validate_args=False)
-        action = chosen.sample()
+        action = chosen.sample()  # type: ignore[no-untyped-call]
         log_prob = chosen.log_prob(action)  # type: ignore[no-untyped-call]
         return action, {"action_log_prob": log_prob.sum(-1)}
 

@@ -9,15 +9,15 @@ import time
 import uuid
 from pathlib import Path
 
-SHM = Path("/dev/shm")
+SHM = "/dev/shm/"
 
 
 class Marked:
-    """Processes that carry one mark, and the files in /dev/shm made since it was made."""
+    """Processes that carry one mark, and the files in /dev/shm that they were seen to use."""
 
     def __init__(self) -> None:
         self.variable = ("DISTCOLLECT_TEST_MARK", uuid.uuid4().hex)
-        self._files = _files()
+        self._files: set[str] = set()
 
     def pids(self) -> list[int]:
         """The running processes with the mark, but for this one."""
@@ -37,7 +37,7 @@ class Marked:
         """What is left, in words: running processes, children not reaped, unused files."""
         running = [f"process {pid}: {_command(pid)}" for pid in self.pids()]
         zombies = [f"zombie {pid}" for pid in _zombies()]
-        return [*running, *zombies, *(f"/dev/shm/{name}" for name in self._orphaned_files())]
+        return [*running, *zombies, *(f"file {name}" for name in self._orphaned_files())]
 
     def gone(self, timeout_s: float = 10, *, but: set[int] = frozenset()) -> bool:
         """Wait until nothing is left, but for the processes in ``but``."""
@@ -55,20 +55,21 @@ class Marked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def note(self) -> None:
+        """Take down which files in /dev/shm they use now; those must go with them."""
+        for pid in self.pids():
+            self._files |= _files_of(Path(f"/proc/{pid}"))
+
     def _orphaned_files(self) -> set[str]:
-        # Others may be running on this machine: what a living process uses isn't ours.
-        new = _files() - self._files
-        if not new:
-            return new
-        in_use = ""
-        for maps in Path("/proc").glob("[0-9]*/maps"):
-            with contextlib.suppress(OSError):
-                in_use += maps.read_text()
-        return {name for name in new if f"/dev/shm/{name}" not in in_use and name in _files()}
+        return {name for name in self._files if Path(name).exists()}
 
 
-def _files() -> set[str]:
-    return set(os.listdir(SHM)) if SHM.exists() else set()
+def _files_of(folder: Path) -> set[str]:
+    with contextlib.suppress(OSError):
+        words = (folder / "maps").read_text().split()
+        links = [os.readlink(link) for link in (folder / "fd").iterdir()]
+        return {name for name in (*words, *links) if name.startswith(SHM)}
+    return set()
 
 
 def _command(pid: int) -> str:

@@ -1,0 +1,129 @@
+"""All that can be measured, by name: items, and the parts each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from . import fetch, figures
+from .contenders import CONTENDERS, Contender, Values
+from .workloads import WORKLOADS, Workload
+
+# Beside the windows themselves: imports, starting workers, compiling.
+_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to measure, in a process of its own.
+
+    Attributes:
+        name: unique within its item.
+        about: a line for a person.
+        run: from the window's length in seconds to named values.
+        baseline: the part whose "frames_per_s" is its limit, None where that makes no sense.
+        needs: modules that must be installed.
+        limit_s: when it counts as hung, on top of ten windows.
+    """
+
+    name: str
+    about: str
+    run: Callable[[float], Values]
+    baseline: str | None = None
+    needs: tuple[str, ...] = ()
+    limit_s: float = _LIMIT_S
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is measured together, interleaved.
+
+    Attributes:
+        name: as the command line has it.
+        about: a line for a person.
+        parts: in the order in which each repeat measures them.
+        is_workload: whether its parts are contenders.
+    """
+
+    name: str
+    about: str
+    parts: tuple[Part, ...]
+    is_workload: bool = False
+
+    def part(self, name: str) -> Part:
+        """The part of that name."""
+        return next(part for part in self.parts if part.name == name)
+
+
+def _of_workload(workload: Workload) -> Item:
+    def part(contender: Contender) -> Part:
+        return Part(
+            contender.name,
+            contender.about,
+            partial(contender.run, workload),
+            contender.baseline,
+            contender.needs + workload.needs,
+        )
+
+    fitting = (c for c in CONTENDERS.values() if c.only is None or workload.name in c.only)
+    parts = tuple(part(contender) for contender in fitting)
+    return Item(workload.name, workload.about, parts, is_workload=True)
+
+
+def _scaling(num_workers: int) -> Part:
+    return Part(
+        str(num_workers),
+        f"{num_workers} worker(s)",
+        partial(figures.run_scaling, num_workers=num_workers),
+        limit_s=_LIMIT_S + 10 * num_workers,
+    )
+
+
+def _channel(name: str) -> Part:
+    run = partial(fetch.run_rpc_channel, channel=name)
+    return Part(f"rpc-{name}", f"raw RPC over uv and {name}", run)
+
+
+_FIGURES = (
+    Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
+    Item(
+        "fetch",
+        "a 64 MB rollout from process to process",
+        (
+            Part("distcollect", "distcollect's fetch", fetch.run_distcollect),
+            _channel("cma"),
+            _channel("mpt_uv"),
+            _channel("basic"),
+            Part("gloo", "raw Gloo recv, memory reused", fetch.run_gloo),
+            Part("shared", "torch.multiprocessing, then a copy", fetch.run_shared_memory),
+        ),
+    ),
+    Item(
+        "wire",
+        "bytes on the wire",
+        (Part("atari", "an Atari rollout", figures.run_wire, needs=WORKLOADS["atari"].needs),),
+    ),
+    Item(
+        "idle",
+        "CPU of who has nothing to do",
+        (
+            Part("trainer", "trainer in next(), slow envs", figures.run_waiting_trainer),
+            Part("worker", "worker, nothing asked", figures.run_idle_worker),
+        ),
+    ),
+    Item(
+        "trainer",
+        "the trainer's own cost",
+        (Part("cartpole-16", "batches of 4096 frames, 2 workers", figures.run_trainer),),
+    ),
+    Item(
+        "memory",
+        "a worker's memory when the trainer stops asking",
+        (Part("big-obs", "rollouts of 32 MiB", figures.run_memory),),
+    ),
+)
+
+ITEMS: dict[str, Item] = {
+    item.name: item for item in (*map(_of_workload, WORKLOADS.values()), *_FIGURES)
+}

@@ -1,0 +1,124 @@
+"""What is to be reached, as ratios of measured values; each line is a line of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .runner import Outcome
+from .stats import Spread, best, paired
+
+Results: TypeAlias = "Mapping[str, Mapping[str, Outcome]]"
+# The names of an item, of its part, and of one of the part's values.
+Source: TypeAlias = "tuple[str, str, str]"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio and its bound.
+
+    Attributes:
+        what: a line for a person.
+        above: the numerator.
+        below: the denominator, the largest of these within a repeat; empty: 1.
+        bound: of the median ratio.
+        at_least: whether the bound is the least that will do, or the most.
+        times: factor of the denominator.
+    """
+
+    what: str
+    above: Source
+    below: tuple[Source, ...]
+    bound: float
+    at_least: bool = True
+    times: float = 1.0
+
+    def ratios(self, results: Results) -> Spread | None:
+        """The ratio of each repeat; None if one side was not measured."""
+        above = _values(results, self.above)
+        if above is None:
+            return None
+        columns = [_values(results, source) for source in self.below]
+        there = [column for column in columns if column is not None]
+        if not there:
+            return None if self.below else Spread.of(above)
+        below = [None if value is None else value * self.times for value in best(*there)]
+        return Spread.of(paired(above, below))
+
+    def reached(self, ratio: float) -> bool:
+        """Whether ``ratio`` is within the bound."""
+        return ratio >= self.bound if self.at_least else ratio <= self.bound
+
+
+def _values(results: Results, source: Source) -> list[float | None] | None:
+    item, part, name = source
+    if item not in results or part not in results[item]:
+        return None
+    return [None if values is None else values[name] for values in results[item][part].values]
+
+
+def _rate(item: str, contender: str) -> Source:
+    return item, contender, "frames_per_s"
+
+
+def _over(workload: str, above: str, below: str, bound: float) -> Target:
+    what = f"{above} / {below}, {workload}"
+    return Target(what, _rate(workload, above), (_rate(workload, below),), bound)
+
+
+def _scaling(num_workers: int, bound: float) -> Target:
+    what = f"{num_workers} sleeping workers / {num_workers} x one"
+    one = _rate("scaling", "1")
+    return Target(what, _rate("scaling", str(num_workers)), (one,), bound, times=num_workers)
+
+
+def _fetch(what: str, others: tuple[str, ...], bound: float) -> Target:
+    below = tuple(("fetch", other, "gb_per_s") for other in others)
+    return Target(what, ("fetch", "distcollect", "gb_per_s"), below, bound)
+
+
+def _at_most(what: str, bound: float, above: Source, *below: Source) -> Target:
+    return Target(what, above, below, bound, at_least=False)
+
+
+_CHANNELS = ("rpc-cma", "rpc-mpt_uv", "rpc-basic")
+
+TARGETS: tuple[Target, ...] = (
+    _over("cartpole-16", "sync", "bare", 0.90),
+    _over("cartpole-64", "sync", "bare", 0.90),
+    _over("cartpole-1", "sync", "bare", 0.75),
+    _over("cartpole-16", "rpc-async-x2", "bare-x2", 0.85),
+    _over("spin-1ms", "rpc-async-x2", "bare-x2", 0.93),
+    _over("mujoco", "rpc-async-x2", "bare-x2", 0.93),
+    _over("atari", "rpc-async-x2", "bare-x2", 0.93),
+    _over("cartpole-1", "rpc-async-x2", "torchrl-rpc-x2", 6),
+    _over("cartpole-16", "rpc-async-x2", "torchrl-rpc-x2", 5),
+    _over("cartpole-1", "sync", "torchrl", 3.5),
+    _over("cartpole-16", "sync", "torchrl", 3),
+    _over("cartpole-1", "sync-compiled", "bare", 1.3),
+    _scaling(8, 0.95),
+    _scaling(24, 0.90),
+    _fetch("64 MB fetch / best raw RPC channel", _CHANNELS, 0.90),
+    _fetch("64 MB fetch / best raw way of all", (*_CHANNELS, "gloo", "shared"), 0.90),
+    _at_most(
+        "bytes on the wire / one copy, Atari",
+        1.05,
+        ("wire", "atari", "bytes_on_wire"),
+        ("wire", "atari", "bytes_of_one_copy"),
+    ),
+    _at_most("CPU of a waiting trainer / a core", 0.02, ("idle", "trainer", "core_share")),
+    _at_most("CPU of an idle worker / a core", 0.02, ("idle", "worker", "core_share")),
+    _at_most(
+        "trainer's CPU / time, 4096 CartPole frames",
+        0.05,
+        ("trainer", "cartpole-16", "cpu_s_per_batch"),
+        ("trainer", "cartpole-16", "s_per_batch"),
+    ),
+    _at_most(
+        "worker's memory / slabs x rollout, idle trainer",
+        1.10,
+        ("memory", "big-obs", "growth_bytes"),
+        ("memory", "big-obs", "bound_bytes"),
+    ),
+)

@@ -1,0 +1,37 @@
+"""The command line: ``python -m distcollect COMMAND``.
+
+A command's arguments and what it does live in a module of its own, which is imported only when the
+command is the one that was typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
+_COMMANDS = {
+    "bench": ("distcollect.bench.command", "compare with a bare loop and with other collectors"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status.
+
+    Args:
+        argv: without the program's name; None: this process's own.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="distcollect")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module_name, about) in _COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about)
+        if given[:1] == [name]:
+            module = importlib.import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    parsed = parser.parse_args(given)
+    status: int = parsed.run(parsed)
+    return status

@@ -1,0 +1,310 @@
+"""Weights as one flat buffer, and how a worker swaps them in."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from distcollect.errors import ArgumentTypeError, WeightsError
+from distcollect.flat import LiveWeights, WeightLayout, checksum
+
+
+class Net(nn.Module):
+    """Tied parameters, buffers, five dtypes, sizes that don't align, an empty and a scalar one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.tied = nn.Linear(3, 5, bias=False)
+        self.tied.weight = self.first.weight
+        self.small = nn.Parameter(torch.randn(3).half())
+        self.brain = nn.Parameter(torch.randn(7).bfloat16())
+        self.scale = nn.Parameter(torch.randn(()).double())
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("scratch", torch.randn(9), persistent=False)
+
+
+NAMES = [
+    ("small",),
+    ("brain",),
+    ("scale",),
+    ("nothing",),
+    ("mask",),
+    ("first.weight", "tied.weight"),
+    ("first.bias",),
+    ("norm.weight",),
+    ("norm.bias",),
+    ("norm.running_mean",),
+    ("norm.running_var",),
+    ("norm.num_batches_tracked",),
+]
+
+
+def randomised() -> Net:
+    net = Net()
+    with torch.no_grad():
+        for tensor in net.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape) * 10)
+    return net
+
+
+def unpacked(layout: WeightLayout, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    views = layout.views(flat)
+    return {
+        name: view
+        for entry, view in zip(layout.entries, views, strict=True)
+        for name in entry.names
+    }
+
+
+def packed(net: nn.Module, source: Any = None) -> torch.Tensor:
+    layout = WeightLayout.of(net)
+    flat = layout.empty()
+    layout.pack(layout.select(net if source is None else source), flat)
+    return flat
+
+
+def test_layout() -> None:
+    layout = WeightLayout.of(Net())
+    assert [entry.names for entry in layout.entries] == NAMES
+    end = 0
+    for entry in layout.entries:
+        assert entry.offset % 16 == 0
+        assert end <= entry.offset < end + 16
+        end = entry.offset + entry.num_bytes
+    assert end <= layout.num_bytes < end + 16
+    assert layout.num_bytes % 16 == 0
+    assert layout == WeightLayout.of(Net())
+    assert layout != WeightLayout.of(nn.Linear(1, 1))
+    assert WeightLayout.of(None).num_bytes == 0
+
+
+def test_all_values_come_through() -> None:
+    net = randomised()
+    layout = WeightLayout.of(net)
+    flat = packed(net)
+    values = unpacked(layout, flat)
+    state = net.state_dict()
+    assert values.keys() == state.keys()
+    for name, value in values.items():
+        assert value.dtype == state[name].dtype
+        assert torch.equal(value, state[name])
+        assert value.data_ptr() == 0 or value.data_ptr() % value.element_size() == 0
+    assert not flat.requires_grad
+    covered = torch.zeros_like(flat, dtype=torch.bool)
+    for entry in layout.entries:
+        covered[entry.offset : entry.offset + entry.num_bytes] = True
+    assert not flat[~covered].any(), "the gaps would make a checksum depend on chance"
+
+
+SOURCES: dict[str, Any] = {
+    "module": lambda net: net,
+    "state dict": lambda net: net.state_dict(),
+    "plain dict": lambda net: dict(net.state_dict()),
+    "TensorDict of a module": TensorDict.from_module,
+    "nested TensorDict": lambda net: TensorDict(dict(net.state_dict()), []).unflatten_keys("."),
+    "without the second name of a tied one": lambda net: {
+        name: value for name, value in net.state_dict().items() if name != "tied.weight"
+    },
+    "without the first name of a tied one": lambda net: {
+        name: value for name, value in net.state_dict().items() if name != "first.weight"
+    },
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_sources(source: str) -> None:
+    net = randomised()
+    assert torch.equal(packed(Net(), SOURCES[source](net)), packed(net))
+
+
+def _changed(**changes: Any) -> dict[str, Any]:
+    state = {**Net().state_dict(), **{name.replace("__", "."): v for name, v in changes.items()}}
+    return {name: value for name, value in state.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (_changed(first__bias=None), "missing key 'first.bias'"),
+        (_changed(norm__running_var=None), "missing key 'norm.running_var'"),
+        (_changed(first__weight=None, tied__weight=None), "missing key 'first.weight'"),
+        (_changed(module__x=torch.ones(1)), "unknown key 'module.x'"),
+        (
+            _changed(first__bias=torch.ones(4)),
+            r"'first.bias' has shape \[4\], the policy needs \[5\]",
+        ),
+        (
+            _changed(scale=torch.ones(())),
+            "'scale' has dtype float32, the policy needs float64",
+        ),
+        (_changed(small=None, first__bias=torch.ones(1)), "missing key 'small'; 'first.bias' has"),
+        ({}, r"missing key 'small'; .* \(and 7 more\)\. Nothing was sent"),
+        (nn.Linear(3, 5), "unknown key 'weight'"),
+        (TensorDict({"small": torch.ones(3).half()}, []), "missing key 'brain'"),
+    ],
+)
+def test_weights_that_do_not_fit(weights: Any, message: str) -> None:
+    with pytest.raises(WeightsError, match=message):
+        WeightLayout.of(Net()).select(weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (_changed(small=[1.0, 2.0, 3.0]), "'small' is a list, not a tensor"),
+        ([torch.ones(1)], "not list"),
+        (3, "not int"),
+        (lambda x: x, "not function"),
+    ],
+)
+def test_what_is_no_weights(weights: Any, message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        WeightLayout.of(Net()).select(weights)
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    net = randomised()
+    flat = packed(net)
+    before = flat.clone()
+    with torch.no_grad():
+        for tensor in net.state_dict().values():
+            tensor.zero_()
+    assert torch.equal(flat, before)
+
+
+def test_checksum_sees_every_byte() -> None:
+    flat = packed(randomised())
+    right = checksum(flat)
+    for index in range(len(flat)):
+        flat[index] ^= 0x40
+        assert checksum(flat) != right
+        flat[index] ^= 0x40
+    assert checksum(flat) == right
+    assert checksum(WeightLayout.of(None).empty()) == 0
+
+
+# LiveWeights.
+
+
+def offered(live: LiveWeights, value: float, version: int) -> torch.Tensor:
+    buffer = live.spare()
+    for view in live.layout.views(buffer):
+        view.fill_(value)
+    live.commit(buffer, version)
+    return buffer
+
+
+def test_a_version_is_used_once_it_is_applied() -> None:
+    net = Net()
+    live = LiveWeights(net)
+    parameters = dict(net.named_parameters())
+    optimiser = torch.optim.SGD(net.parameters(), lr=1)
+    assert (live.version, live.newest, live.pending) == (0, 0, False)
+    offered(live, 1, 5)
+    assert (live.version, live.newest, live.pending) == (0, 5, True)
+    assert not (net.first.bias == 1).all()
+    live.apply()
+    assert (live.version, live.newest, live.pending) == (5, 5, False)
+    for tensor in net.state_dict().values():
+        assert (tensor == 1).all()
+    assert net.tied.weight is net.first.weight
+    assert all(parameter is parameters[name] for name, parameter in net.named_parameters())
+    net.first(torch.ones(2, 3)).sum().backward()
+    optimiser.step()
+    assert (net.first.bias == -1).all()
+    live.apply()  # nothing new: nothing happens
+    assert live.version == 5
+
+
+def test_only_the_newest_is_applied() -> None:
+    net = nn.Linear(2, 2)
+    live = LiveWeights(net)
+    for version in (1, 2, 3):
+        offered(live, version, version)
+    live.apply()
+    assert live.version == 3
+    assert (net.weight == 3).all()
+    assert not live.pending
+
+
+def test_buffers_go_round() -> None:
+    """Three are enough for any number of versions, and none is handed out while it is in use."""
+    net = nn.Linear(2, 2)
+    live = LiveWeights(net)
+    seen: set[int] = set()
+    for version in range(1, 20):
+        buffer = live.spare()
+        seen.add(buffer.data_ptr())
+        live_pointers = {p.untyped_storage().data_ptr() for p in net.parameters()}
+        assert buffer.untyped_storage().data_ptr() not in live_pointers
+        match version % 3:
+            case 0:
+                live.discard(buffer)
+            case 1:
+                live.commit(buffer, version)
+            case 2:
+                live.commit(buffer, version)
+                live.apply()
+    assert len(seen) <= 3
+
+
+def test_a_policy_without_weights() -> None:
+    live = LiveWeights(None)
+    live.commit(live.spare(), 3)
+    live.apply()
+    assert live.version == 3
+
+
+def test_two_threads_never_tear_a_version() -> None:
+    """The one that steps sees, from one apply to the next, one whole version."""
+    net = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300), nn.Linear(300, 1))
+    live = LiveWeights(net)
+    stop = threading.Event()
+    last = 0
+
+    def receive() -> None:
+        nonlocal last
+        while not stop.is_set():
+            version = last + 1
+            buffer = live.spare()
+            views = live.layout.views(buffer)
+            if version % 5 == 4:  # a broadcast that broke off
+                views[0].fill_(-1)
+                live.discard(buffer)
+            else:
+                for view in views:
+                    view.fill_(version)
+                live.commit(buffer, version)
+            last = version
+
+    thread = threading.Thread(target=receive)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    applied = set()
+    try:
+        thread.start()
+        before = 0
+        while len(applied) < 300:
+            if live.pending:
+                live.apply()
+                assert live.version > before
+                before = live.version
+                applied.add(before)
+            for tensor in net.state_dict().values():
+                low, high = tensor.aminmax()
+                assert live.version == 0 or low == high == live.version
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    live.apply()
+    assert live.version in (last, last - 1)

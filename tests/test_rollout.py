@@ -1,0 +1,188 @@
+"""Slabs, and the batches that are assembled from them."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
+from distcollect.spaces import Leaf
+
+N, T = 2, 4
+CARRIED = (Leaf(("pixels",), (2,), torch.uint8), Leaf(("deep", "x"), (), torch.float64))
+LAYOUT = Layout(
+    N, CARRIED, (Leaf(("action",), (), torch.int64),), (Leaf(("h",), (3,), torch.float32),)
+)
+X = ("deep", "x")
+
+
+def filled(finals: Any = (), *, first: int = 0, layout: Layout = LAYOUT, steps: int = T) -> Slab:
+    """A slab whose numbers are all different; ``finals`` are (row, step) where episodes end."""
+    slab = Slab(layout, steps)
+    numbers = count(first)
+    for array in (*slab.frames.values(), *slab.tail.values()):
+        if array.dtype != bool:
+            array[...] = np.array([next(numbers) for _ in range(array.size)]).reshape(array.shape)
+    for row, step in finals:
+        slab.terminated[row, step] = step % 2 == 0
+        slab.truncated[row, step] = row % 2 == 0 or step % 2 == 1
+        slab.add_final(row, step, {key: end_of(slab, key, step) for key in slab.tail})
+    return slab
+
+
+def end_of(slab: Slab, key: tuple[str, ...], step: int) -> np.ndarray:
+    """What stands at the end of episodes that end at ``step``: in no slab anywhere else."""
+    tail = slab.tail[key]
+    return (tail.astype(np.int64) + 10_000 + 10 * step).astype(tail.dtype)
+
+
+def rollout(slab: Slab, worker_id: int = 0) -> Rollout:
+    return Rollout(Header(worker_id, 0, 0, slab.reward.size, 0, (0, 0)), slab.tensors())
+
+
+def expected_next(slab: Slab, finals: Any, key: tuple[str, ...]) -> np.ndarray:
+    following = np.concatenate([slab.frames[key][:, 1:], slab.tail[key][:, None]], 1)
+    for row, step in finals:
+        following[row, step] = end_of(slab, key, step)[row]
+    return following
+
+
+FINALS = [
+    [],
+    [(0, 0)],
+    [(1, T - 1)],
+    [(0, T - 1), (1, 0), (1, 1)],
+    [(row, step) for step in range(T) for row in range(N)],
+]
+
+
+@pytest.mark.parametrize("finals", FINALS)
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
+    """Every value; workers differ in where their episodes end."""
+    ids = list(range(num_workers))[::-1]
+    ends = [finals if index % 2 == 0 else [(0, 1)] for index in range(num_workers)]
+    slabs = [filled(end, first=2000 * i) for i, end in enumerate(ends)]
+    batch = assemble(LAYOUT, [rollout(s, i) for s, i in zip(slabs, ids, strict=True)])
+    assert batch.shape == (num_workers * N, T)
+    for key in (X, ("pixels",)):
+        root = np.concatenate([slab.frames[key] for slab in slabs])
+        after = np.concatenate(
+            [expected_next(slab, end, key) for slab, end in zip(slabs, ends, strict=True)]
+        )
+        assert (batch[key].numpy() == root).all()
+        assert (batch[("next", *key)].numpy() == after).all()
+    for name, where in {
+        "h": "h",
+        "action": "action",
+        "traj_ids": ("collector", "traj_ids"),
+        "policy_version": ("collector", "policy_version"),
+    }.items():
+        assert (batch[where].numpy() == np.concatenate([s.frames[name,] for s in slabs])).all()
+    for name in ("reward", "terminated", "truncated"):
+        given = np.concatenate([slab.frames[name,] for slab in slabs])[..., None]
+        assert (batch["next", name].numpy() == given).all()
+    ended = batch["next", "terminated"] | batch["next", "truncated"]
+    assert torch.equal(batch["next", "done"], ended)
+    assert ended.sum() == sum(map(len, ends))
+    rows = batch["collector", "worker_id"]
+    assert rows.tolist() == [[i] * T for i in ids for _ in range(N)]
+    assert rows.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "num_workers", "num_envs", "shape"),
+    [
+        ({}, 1, 1, (1, T)),
+        ({"squeeze": True}, 1, 1, (T,)),
+        ({"squeeze": True}, 1, 2, (2, T)),
+        ({"stack": True}, 1, 2, (1, 2, T)),
+        ({"stack": True}, 3, 2, (3, 2, T)),
+        ({"stack": True}, 3, 1, (3, 1, T)),
+    ],
+)
+def test_shapes(kwargs: Any, num_workers: int, num_envs: int, shape: tuple[int, ...]) -> None:
+    layout = Layout(num_envs, LAYOUT.carried, LAYOUT.action, LAYOUT.extras)
+    slabs = [filled([(0, T - 1)], first=100 * i, layout=layout) for i in range(num_workers)]
+    rollouts = [rollout(slab, i) for i, slab in enumerate(slabs)]
+    flat = assemble(layout, [Rollout(r.header, [t.clone() for t in r.tensors]) for r in rollouts])
+    batch = assemble(layout, rollouts, **kwargs)
+    assert (batch.reshape(flat.shape) == flat).all()
+    for node in (batch, batch["next"], batch["next", "deep"], batch["collector"]):
+        assert isinstance(node, TensorDict)
+        assert node.shape == shape
+        assert node.names == [None] * (len(shape) - 1) + ["time"]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_memory(num_workers: int) -> None:
+    """No entry shares memory with another, and only a single rollout is taken over."""
+    slabs = [filled([(0, 1)]) for _ in range(num_workers)]
+    rollouts = [rollout(slab) for slab in slabs]
+    batch = assemble(LAYOUT, rollouts)
+    leaves = list(batch.values(include_nested=True, leaves_only=True))
+    mine = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    assert len(mine) == len(leaves)
+    assert not any(leaf.is_inference() or leaf.requires_grad for leaf in leaves)
+    theirs = {tensor.untyped_storage().data_ptr() for r in rollouts for tensor in r.tensors}
+    assert bool(mine & theirs) == (num_workers == 1)
+    if num_workers > 1:
+        before = batch.clone()
+        for slab in slabs:
+            for array in slab.frames.values():
+                array.fill(1)
+        assert (batch == before).all()
+
+
+def test_a_slab_is_used_again() -> None:
+    """Nothing of the rollout before is left."""
+    slab = filled(FINALS[-1])
+    slab.clear_ends()
+    slab.add_final(1, 2, {key: array * 0 + 77 for key, array in slab.tail.items()})
+    slab.truncated[1, 2] = True
+    batch = assemble(LAYOUT, [rollout(slab)])
+    assert batch["next", "done"].nonzero().tolist() == [[1, 2, 0]]
+    after = expected_next(slab, [], X)
+    after[1, 2] = 77
+    assert (batch[("next", *X)].numpy() == after).all()
+
+
+def test_a_final_observation_is_copied_and_may_stand_elsewhere() -> None:
+    slab = filled()
+    final = {key: array + 50 for key, array in slab.tail.items()}
+    slab.add_final(1, 3, final, source_row=0)
+    wanted = float(final[X][0])
+    for array in final.values():
+        array.fill(0)
+    batch = assemble(LAYOUT, [rollout(slab)])
+    assert batch[("next", *X)][1, 3] == wanted
+    assert batch[("next", *X)][0, 3] == slab.tail[X][0]
+
+
+@pytest.mark.parametrize("finals", FINALS)
+def test_sizes(finals: list[tuple[int, int]]) -> None:
+    tensors = filled(finals).tensors()
+    final_bytes = sum(len(finals) * leaf.dtype.itemsize * 2 ** len(leaf.shape) for leaf in CARRIED)
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert total == LAYOUT.num_bytes(T) + final_bytes + 8 * len(finals)
+
+
+def test_a_slab_writes_into_the_tensors_that_travel() -> None:
+    slab = Slab(LAYOUT, T)
+    before = slab.tensors()
+    slab.extras["h",][:, 1] = 3
+    slab.root[X][0, 2] = 4
+    slab.action["action",][1, 3] = 5
+    slab.reward[0, 0] = 6
+    slab.tail[X][1] = 7
+    sums = [float(tensor.double().sum()) for tensor in before]
+    assert sums == [0, 4, 5, 18, 6, 0, 0, 0, 0, 0, 7, 0, 0, 0]
+    assert all(
+        tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        for tensor in before
+    )

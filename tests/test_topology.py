@@ -1,0 +1,158 @@
+"""Who am I in this launch, and which way leads to the others."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+import distcollect as dc
+from distcollect.topology import Launch, Launcher, first_host, interface_of, listen, route_to
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "run",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "1234",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "node[03-05]",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+}
+FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234))
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"RANK": "1", "WORLD_SIZE": "2"},  # somebody's own variables, no launcher
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},  # in a batch script, outside srun
+    ],
+)
+def test_no_launch(env: dict[str, str]) -> None:
+    assert Launch.detect(env) == Launch()
+    assert Launch.detect(env).num_workers == 0
+
+
+def test_torchrun() -> None:
+    assert Launch.detect(TORCHRUN) == FROM_TORCHRUN
+    assert FROM_TORCHRUN.num_workers == 3
+
+
+def test_torchrun_under_srun_is_torchrun() -> None:
+    assert Launch.detect({**SLURM, **TORCHRUN}) == FROM_TORCHRUN
+
+
+def test_slurm() -> None:
+    launch = Launch.detect(SLURM)
+    assert launch.launcher is Launcher.SLURM
+    assert (launch.rank, launch.world_size, launch.num_workers) == (5, 6, 5)
+    assert (launch.num_hosts, launch.local_world_size) == (3, 2)
+    assert launch.master is not None
+    assert launch.master[0] == "node03"
+    others = {"SLURM_PROCID": "0"}, {"SLURM_JOB_ID": "78"}, {"SLURM_STEP_ID": "3"}
+    same_step, other_job, other_step = (Launch.detect({**SLURM, **other}) for other in others)
+    assert (same_step.master, same_step.run_id) == (launch.master, launch.run_id)
+    for other in (other_job, other_step):
+        assert other.master != launch.master
+        assert other.run_id != launch.run_id
+
+
+def test_slurm_takes_the_users_meeting_point() -> None:
+    launch = Launch.detect({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"})
+    assert launch.master == ("10.0.0.1", 99)
+
+
+@pytest.mark.parametrize("job", ["1", "999999", "4294901759"])
+def test_slurm_ports_are_unprivileged_and_not_ephemeral(job: str) -> None:
+    master = Launch.detect({**SLURM, "SLURM_JOB_ID": job}).master
+    assert master is not None
+    assert 1024 < master[1] < 32768
+
+
+@pytest.mark.parametrize(
+    ("tasks_per_node", "expected"), [("2(x3)", 2), ("1,3", 3), ("4", 4), ("1(x2),2", 2), ("", 2)]
+)
+def test_slurm_tasks_on_a_host(tasks_per_node: str, expected: int) -> None:
+    launch = Launch.detect({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks_per_node})
+    assert launch.local_world_size == expected
+
+
+@pytest.mark.parametrize(
+    "env", [{**TORCHRUN, "RANK": "x"}, {**SLURM, "SLURM_NTASKS": "many", "SLURM_PROCID": "0"}]
+)
+def test_variables_that_make_no_sense_are_named(env: dict[str, str]) -> None:
+    with pytest.raises(dc.LaunchError, match="RANK|SLURM_NTASKS"):
+        Launch.detect(env)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "expected"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[03-05,9],gpu1", "node03"),
+        ("node[7,9]", "node7"),
+        ("gpu1,node[03-05]", "gpu1"),
+        ("rack[1-2]-n5", "rack1-n5"),
+        ("node[08-10].cluster,other", "node08.cluster"),
+        ("a-b[001-100]", "a-b001"),
+        ("rack[1-2]n[3-4]", "rack1n3"),
+    ],
+)
+def test_first_host(nodelist: str, expected: str) -> None:
+    assert first_host(nodelist) == expected
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_way_to_oneself(host: str) -> None:
+    assert interface_of(route_to(host)) == "lo"
+
+
+def test_interface_of() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("127.5.5.5") == "lo"
+    assert interface_of("203.0.113.1") is None  # set aside for documentation: nobody has it
+
+
+def test_no_route() -> None:
+    with pytest.raises(dc.LaunchError, match=r"no-such-host\.invalid.*MASTER_ADDR"):
+        route_to("no-such-host.invalid")
+
+
+def test_listens_on_one_address_alone() -> None:
+    with listen("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", port), 5)
+        with pytest.raises(dc.LaunchError, match=f"port {port}"):
+            listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888"])
+def test_refuses_public_addresses(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISTCOLLECT_ALLOW_PUBLIC", raising=False)
+    with pytest.raises(dc.LaunchError, match=f"public address {address}.*ALLOW_PUBLIC"):
+        listen(address)
+    monkeypatch.setenv("DISTCOLLECT_ALLOW_PUBLIC", "1")
+    with pytest.raises(dc.LaunchError, match="can't listen"):  # allowed, but it isn't ours
+        listen(address)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_refuses_to_listen_everywhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISTCOLLECT_ALLOW_PUBLIC", raising=False)
+    with pytest.raises(dc.LaunchError):
+        listen(address)
