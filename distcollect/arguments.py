@@ -157,7 +157,7 @@ def device(value: object) -> torch.device | None:
         raise ArgumentError(f"device={value!r}: {error}") from error
 
 
-def pickled(plan: object, user_policy: object, maker: object) -> bytes:
+def pickled(plan: object, user_policy: object, factory: object, maker: object) -> bytes:
     """``plan`` as it travels to a worker.
 
     Lambdas, closures and what is defined in ``__main__`` or a notebook travel by value.
@@ -174,7 +174,8 @@ def pickled(plan: object, user_policy: object, maker: object) -> bytes:
                 f"the policy can't be sent to a worker ({type(error).__name__}: {error}); pass "
                 "policy_factory, a callable that makes it there, instead"
             ) from error
-        what = "create_env_fn" if _fails(maker) else "an argument"
+        named = {"create_env_fn": maker, "policy_factory": factory}
+        what = next((name for name, value in named.items() if _fails(value)), "an argument")
         raise ArgumentError(
             f"{what} can't be sent to a worker ({type(error).__name__}: {error}); make what can't "
             "be pickled inside of it"

@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -154,8 +155,8 @@ class LaunchedCluster(GateEvents):
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._missing(self._num_workers), _FAREWELL_S)
-        for connection in self._supervisors.values():
-            connection.send({"bye": True})
+            for connection in self._supervisors.values():
+                connection.send({"bye": True})
         self.gate.close()
 
     def admit(self, connection: Connection) -> Message:
@@ -252,6 +253,15 @@ def current() -> LaunchedCluster | None:
     return _launched
 
 
+_open: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+def close_workers() -> None:
+    """End the workers of a collector that nobody has shut down."""
+    for workers in list(_open):
+        workers.close()
+
+
 class Workers:
     """The running workers of one collector: their processes, transport and weight sender."""
 
@@ -283,11 +293,12 @@ class Workers:
             self._members = Members(cluster.gate, self.transport, count, self._member_lost)
             cluster.attach(self._members, count, faults.start_timeout_s)
             spawner = cluster.spawner(self._members.exited)
-            undo.callback(spawner.close, faults.stop_timeout_s)
+            # Half of the grace is for what they still owe, half for their end.
+            undo.callback(spawner.close, faults.stop_timeout_s / 2)
             # Workers stop, and answer what they still owe, but end only when the trainer's agent
             # has: else it would log a warning for each connection that breaks.
             undo.callback(self._members.dismiss)
-            undo.callback(self.transport.close, faults.stop_timeout_s)
+            undo.callback(self.transport.close, faults.stop_timeout_s / 2)
             undo.callback(self._members.stop)
             # Torch's C++ side logs a warning for each peer whose process ends: no news here.
             env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
@@ -298,6 +309,7 @@ class Workers:
                 self.transport, cluster.address, timeout_s=faults.weights_timeout_s
             )
             undo.callback(self.sender.close)
+            _open.add(self)
             self._undo = undo.pop_all()
 
     def configure(self, payloads: Mapping[int, bytes]) -> dict[int, Probe]:

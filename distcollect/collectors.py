@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,17 +27,21 @@ from .errors import (
     WorkerError,
 )
 from .flat import WeightLayout
+from .membership import TRAINER_PEER
 from .policy import Exploration
 from .pool import Pool, env_seed
 from .rollout import Header, Layout, Rollout, Slab, assemble
 from .topology import num_cores
 from .weights import PushHandle, choose_backend, gpu_of
-from .worker import Probe, WorkerPlan, build_engine
+from .worker import TRAJ_IDS_PER_PEER, Probe, WorkerPlan, build_engine
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, torch.Tensor]"
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
 
+
+# Of the trajectories of all collectors that step envs in this process.
+_traj_ids = itertools.count(TRAINER_PEER * TRAJ_IDS_PER_PEER)
 
 _Self = TypeVar("_Self", bound="DataCollectorBase")
 
@@ -104,13 +109,16 @@ class DataCollectorBase(ABC):
             WorkerLost: a worker's process ended.
             CollectorStateError: after :meth:`shutdown`.
         """
-        if self._closed:
-            raise CollectorStateError("the collector was shut down: make a new one")
+        self._check_open()
         if self._exhausted:
             raise StopIteration
         batch = self._next(timeout_s)
         self._delivered += 1
         return batch
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CollectorStateError("the collector was shut down: make a new one")
 
     @property
     def _exhausted(self) -> bool:
@@ -227,7 +235,7 @@ class SyncDataCollector(DataCollectorBase):
             info_keys=info_keys,
             options=_step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
         )
-        self._engine = build_engine(plan)
+        self._engine = build_engine(plan, traj_ids=_traj_ids)
         try:
             num_envs = self._engine.layout.num_envs
             self._num_steps = arguments.num_steps(frames_per_batch, 1, num_envs)
@@ -244,7 +252,7 @@ class SyncDataCollector(DataCollectorBase):
     def _next(self, timeout_s: float | None) -> TensorDict:
         # A slab of its own for each batch: it becomes the batch.
         slab = Slab(self._engine.layout, self._num_steps)
-        self._engine.collect(slab, random=self.frames < self._random_frames)
+        self._engine.collect(slab, random=self.frames < self._random_frames, fresh=True)
         header = Header(
             worker_id=0,
             incarnation=0,
@@ -275,6 +283,7 @@ class SyncDataCollector(DataCollectorBase):
             TypeError: ``worker_ids`` is given.
             WeightsError: a key is missing or unknown, or has another shape or dtype.
         """
+        self._check_open()
         if worker_ids is not None:
             raise ArgumentTypeError(
                 "worker_ids is given, but this collector has no workers: it steps its envs itself"
@@ -294,6 +303,7 @@ class SyncDataCollector(DataCollectorBase):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """See :class:`DataCollectorBase`; seeds torch's global generator too."""
+        self._check_open()
         num_envs = self._engine.layout.num_envs
         seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
         self._engine.seed(seeds)
@@ -410,7 +420,7 @@ class RPCDataCollector(DataCollectorBase):
                 info_keys=info_keys,
                 options=options,
             )
-            payloads[worker_id] = arguments.pickled(plan, sent_policy, maker)
+            payloads[worker_id] = arguments.pickled(plan, sent_policy, policy_factory, maker)
         self._policy = policy if isinstance(policy, nn.Module) else None
         workers = Workers(count, self._faults)
         try:
@@ -485,8 +495,7 @@ class RPCDataCollector(DataCollectorBase):
             WeightsTimeout: some workers did not acknowledge; names them.
             WorkerError: one failed or died.
         """
-        if self._closed:
-            raise CollectorStateError("the collector was shut down: make a new one")
+        self._check_open()
         selected = arguments.worker_ids(worker_ids, self._pool.worker_ids)
         layout: WeightLayout = self._probe.weights
         source = self._policy if policy_or_weights is None else policy_or_weights
@@ -517,6 +526,7 @@ class RPCDataCollector(DataCollectorBase):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """See :class:`DataCollectorBase`."""
+        self._check_open()
         num_envs = self._probe.layout.num_envs
         self._pool.seed(seed, num_envs, static_seed=static_seed)
         return env_seed(seed, num_envs * self.num_workers, stream=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ from gymnasium.spaces import Box
 from torch import nn
 
 from .envs import EnvBatch
-from .errors import ArgumentError
+from .errors import ArgumentError, PolicyError
 from .flat import LiveWeights
 from .policy import Policy, RandomPolicy, Tensors
 from .rollout import Layout, Slab
@@ -19,6 +19,9 @@ from .spaces import Arrays, Key
 
 class Stopped(Exception):
     """Collection was ended between two steps by :meth:`Engine.stop`."""
+
+
+_CAUSES: dict[type[Exception], str] = {Stopped: "shut_down", PolicyError: "policy_failed"}
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,17 @@ class Engine:
         policy: Policy,
         weights: LiveWeights,
         *,
-        first_traj_id: int = 0,
+        traj_ids: Iterator[int],
         options: StepOptions | None = None,
     ) -> None:
         """Reset the envs and call the policy once, which tells what it writes.
+
+        Args:
+            envs: n of them.
+            policy: bound to ``envs.obs``.
+            weights: the policy's.
+            traj_ids: where the ids of new trajectories are taken from.
+            options: how to step.
 
         Raises:
             ArgumentError: an option that these envs can't follow.
@@ -83,12 +93,16 @@ class Engine:
         self._bounds = _bounds(envs) if self.options.clip_actions else {}
         self._stop = False
         self._seeds: Sequence[int] | None = None
-        self._next_traj_id = first_traj_id
+        self._new_traj_ids = traj_ids
         self._traj_ids = np.zeros(envs.num_envs, np.int64)
         self._lengths = np.zeros(envs.num_envs, np.int64)
         envs.reset()
+        first = {key: array.copy() for key, array in envs.obs.items()}
         with policy.exploring():
             policy()
+        # It may have changed its input in place.
+        for key, array in envs.obs.items():
+            array[:] = first[key]
         self.layout = Layout(envs.num_envs, envs.leaves, envs.action_leaves, policy.extras)
         self._strip: _Strip | None = None
         self._reset_due = False
@@ -139,7 +153,7 @@ class Engine:
                     self._fill_skewed(slab, policy, fresh)
         except Exception as error:
             # The frames so far are in no rollout, so what follows starts new trajectories.
-            self._break_off("shut_down" if isinstance(error, Stopped) else "env_failed")
+            self._break_off(_CAUSES.get(type(error), "env_failed"))
             raise
 
     def close(self) -> None:
@@ -157,11 +171,7 @@ class Engine:
     def _begin_trajectories(self) -> None:
         self._lengths.fill(0)
         for row in range(self._envs.num_envs):
-            self._traj_ids[row] = self._new_traj_id()
-
-    def _new_traj_id(self) -> int:
-        self._next_traj_id += 1
-        return self._next_traj_id - 1
+            self._traj_ids[row] = next(self._new_traj_ids)
 
     def _break_off(self, cause: str) -> None:
         if self._strip is not None:
@@ -191,9 +201,10 @@ class Engine:
             if weights.pending or self._stop:
                 self._between_steps()
                 slab.policy_version[:, step:] = weights.version
-            chosen, written = policy()
+            # Before the policy sees it, which may change its input in place.
             for column, now in observations:
                 column[:, step] = now
+            chosen, written = policy()
             action = self._keep_action(slab.action, chosen, step)
             if written:
                 for key, column in extras:
@@ -208,7 +219,7 @@ class Engine:
                 truncated[:, step] = out.truncated
                 for row in out.ended:
                     slab.add_final(row, step, envs.final)
-                    traj_ids[row] = self._new_traj_id()
+                    traj_ids[row] = next(self._new_traj_ids)
                     slab.traj_ids[row, step + 1 :] = traj_ids[row]
                     lengths[row] = 0
         for key, array in slab.tail.items():
@@ -235,15 +246,15 @@ class Engine:
         if strip is not None and (fresh or strip.num_steps != slab.num_steps):
             # A trajectory can't span the gap that the surplus leaves.
             for gap in np.flatnonzero(strip.position):
-                self._traj_ids[gap] = self._new_traj_id()
+                self._traj_ids[gap] = next(self._new_traj_ids)
             self.counts.lose("row_skew", strip.drop())
         if strip is None or strip.num_steps != slab.num_steps:
             strip = self._strip = _Strip(self.layout, slab.num_steps)
         while strip.position.min() < slab.num_steps:
             if weights.pending or self._stop:
                 self._between_steps()
-            chosen, written = policy()
             before = {key: array.copy() for key, array in envs.obs.items()}
+            chosen, written = policy()
             action = {
                 leaf.key: chosen[leaf.key].numpy().astype(leaf.numpy_dtype, copy=False)
                 for leaf in self.layout.action
@@ -269,7 +280,7 @@ class Engine:
             self.counts.lose("row_skew", len(overflow))
             # A frame that found no room leaves a gap, which no trajectory may span.
             for ended in {*out.ended, *overflow}:
-                self._traj_ids[ended] = self._new_traj_id()
+                self._traj_ids[ended] = next(self._new_traj_ids)
         strip.emit(slab)
 
 
@@ -284,12 +295,15 @@ class _Strip:
         }
         self._after: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
         self._final: dict[tuple[int, int], Arrays] = {}
+        # What followed a frame whose successor found no room, by the place that it would have had.
+        self._cut_off: dict[tuple[int, int], Arrays] = {}
 
     def drop(self) -> int:
         """Forget all frames; how many they were."""
         dropped = int(self.position.sum())
         self.position.fill(0)
         self._final.clear()
+        self._cut_off.clear()
         return dropped
 
     def write(
@@ -297,6 +311,10 @@ class _Strip:
     ) -> list[int]:
         """Append a frame to the rows in ``real``; the rows that had no room for it."""
         room = self.position < 2 * self.num_steps
+        overflow = [int(row) for row in np.flatnonzero(real & ~room)]
+        for row in overflow:
+            after_row = {key: after[row].copy() for key, after in self._after.items()}
+            self._cut_off.setdefault((row, 2 * self.num_steps), after_row)
         rows = np.flatnonzero(real & room)
         columns = self.position[rows]
         for key, frames in self._frames.items():
@@ -309,7 +327,7 @@ class _Strip:
                     key: array[row].copy()[None] for key, array in envs.final.items()
                 }
         self.position[rows] += 1
-        return [int(row) for row in np.flatnonzero(real & ~room)]
+        return overflow
 
     def emit(self, slab: Slab) -> None:
         """Move the first T frames of each row to ``slab``."""
@@ -318,6 +336,14 @@ class _Strip:
         for key, tail in slab.tail.items():
             tail[:] = self._after[key]
             tail[ahead] = self._frames[key][ahead, steps]
+            for (row, column), after in self._cut_off.items():
+                if column == steps:
+                    tail[row] = after[key]
+        self._cut_off = {
+            (row, column - steps): after
+            for (row, column), after in self._cut_off.items()
+            if column > steps
+        }
         for key, frames in self._frames.items():
             slab.frames[key][:] = frames[:, :steps]
             frames[:, :steps] = frames[:, steps:]

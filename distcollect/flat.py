@@ -223,7 +223,7 @@ class LiveWeights:
         with self._lock:
             if self._ready is None:
                 return
-            buffer, version = self._ready
+            buffer, self.version = self._ready
             self._ready = None
             self.pending = False
         for tensor, view in zip(self._tensors, self.layout.views(buffer), strict=True):
@@ -231,7 +231,6 @@ class LiveWeights:
                 tensor.data = view
             else:
                 tensor.data.copy_(view)
-        self.version = version
         with self._lock:
             if self._live is not None:
                 self._spares.append(self._live)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed
 
-from .cluster import LaunchedCluster, set_launched
+from .cluster import LaunchedCluster, close_workers, set_launched
 from .errors import LaunchError
 from .link import Lifeline
 from .processes import LocalProcesses
@@ -62,6 +62,8 @@ def run(main: Callable[[], T]) -> T | None:
     try:
         return main()
     finally:
+        # While their supervisors are still there to end them.
+        close_workers()
         set_launched(None)
         cluster.close()
 

@@ -8,6 +8,7 @@ kernel closes it however a process ends, which the other side sees at once.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
@@ -175,7 +176,7 @@ class _Decoder:
         frame, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
         try:
             message = json.loads(frame)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LaunchError("a frame that is no JSON: this is not a peer of ours") from error
         if not isinstance(message, dict):
             raise LaunchError("a frame that is no JSON object: this is not a peer of ours")
@@ -259,7 +260,9 @@ class Gate:
 
     def close(self) -> None:
         """Close all connections: whoever is at the other end takes it as the trainer's end."""
-        self._waker.close()
+        # Not by closing it: a forked child of this process may hold it open.
+        with contextlib.suppress(OSError):  # closed before
+            self._waker.send(b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
 
@@ -279,6 +282,7 @@ class Gate:
         for sock in (*self._connections, self._listener, self._wake):
             self._selector.unregister(sock)
             sock.close()
+        self._waker.close()
         self._selector.close()
 
     def _accept(self) -> None:
@@ -307,7 +311,8 @@ class Gate:
             connection.decoder.feed(data)
             while (message := connection.decoder.next()) is not None:
                 self._handle(connection, message)
-        except LaunchError as error:
+        except Exception as error:  # noqa: BLE001 - see below
+            # No stranger may end the thread that sees workers come and go.
             log.warning("closing a connection that speaks something else: %s", error)
             self._drop(sock)
 
@@ -334,7 +339,7 @@ class Gate:
     def _objection(self, hello: Message) -> str:
         token = hello.get("token")
         if not isinstance(token, str) or not hmac.compare_digest(
-            token.encode(), self._token.encode()
+            token.encode(errors="surrogatepass"), self._token.encode()
         ):
             return "it doesn't have this run's token"
         mine, theirs = versions(), hello.get("versions")

@@ -37,7 +37,7 @@ class LoopbackTransport:
                 failure = Failure.of(error, service.worker_id)
                 self._pending.settle(answer, error=failure.error())
 
-        as_future(getattr(service, method), *args).add_done_callback(deliver)
+        as_future(service, method, *args).add_done_callback(deliver)
         return answer
 
     def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:

@@ -41,7 +41,7 @@ class Member:
     Attributes:
         worker_id: the slot.
         incarnation: the how-manieth process in it, from 0.
-        peer: its id for the transport, -1 before it has joined.
+        peer: its id for the transport.
         state: see :class:`State`.
         connection: its lifeline, None before it has joined.
         exit_code: once its process has ended and was reaped.
@@ -49,8 +49,8 @@ class Member:
     """
 
     worker_id: int
+    peer: int
     incarnation: int = 0
-    peer: int = -1
     state: State = State.JOINING
     connection: Connection | None = None
     exit_code: int | None = None
@@ -95,7 +95,10 @@ class Members(GateEvents):
         self._transport = transport
         self._on_lost = on_lost
         self._changed = threading.Condition()
-        self._members = {worker_id: Member(worker_id) for worker_id in range(num_workers)}
+        # Peers in the order of the slots, not of joining: the ids of trajectories start from them.
+        self._members = {
+            worker_id: Member(worker_id, peer=next(_peers)) for worker_id in range(num_workers)
+        }
         self._closing = False
 
     @property
@@ -178,15 +181,13 @@ class Members(GateEvents):
 
     def admit(self, connection: Connection) -> Message:
         """See :class:`~distcollect.link.GateEvents`."""
-        peer = next(_peers)
         with self._changed:
             member = self._members.get(connection.hello.get("worker_id", -1))
-            if member is None or member.connection is not None or peer > _MAX_PEER:
+            if member is None or member.connection is not None or member.peer > _MAX_PEER:
                 return {"refused": "there is no free slot for it"}
             member.connection = connection
-            member.peer = peer
         return {
-            "peer": peer,
+            "peer": member.peer,
             "trainer_peer": TRAINER_PEER,
             "trainer_endpoint": self._transport.endpoint,
         }

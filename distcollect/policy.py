@@ -141,6 +141,12 @@ class UserPolicy(Policy):
         self._exploration = exploration
         self._action_space = action_space
         self._leaves = leaves_of(action_space, "action")
+        # Then a pair that ends in a dict is an action, not an action with extras.
+        self._ends_in_dict = (
+            isinstance(action_space, gym.spaces.Tuple)
+            and len(action_space) == 2
+            and isinstance(action_space[1], gym.spaces.Dict)
+        )
         self._num_envs = len(next(iter(observation.values())))
         self._inputs = _Inputs(observation, self.module, device)
         self._call = _calling_convention(policy, self._inputs, observation_space)
@@ -169,23 +175,25 @@ class UserPolicy(Policy):
 
     def _from_value(self, output: Any) -> tuple[Tensors, Tensors]:
         extras: Tensors = {}
-        if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Mapping):
+        pair = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Mapping)
+        if pair and not self._ends_in_dict:
             output, extra = output
-            extras = {(str(name),): self._tensor(value) for name, value in extra.items()}
+            extras = {(str(name),): _tensor(value, str(name)) for name, value in extra.items()}
         if isinstance(output, Distribution):
             output, log_prob = self._choose(output)
             extras["action_log_prob",] = log_prob
         if len(self._leaves) == 1 and self._leaves[0].key == ("action",):
-            return {("action",): self._tensor(output)}, extras
+            return {("action",): _tensor(output, "action")}, extras
         try:
             parts = list(flatten(self._action_space, output))
-        except (KeyError, TypeError, ValueError) as err:
+        except (IndexError, KeyError, TypeError, ValueError) as err:
             raise PolicyError(
-                f"the policy returned {type(output).__name__}, but the action space is "
+                f"the policy returned {_kind(output)}, but the action space is "
                 f"{self._action_space}: return a dict or tuple of that structure"
             ) from err
         return {
-            leaf.key: self._tensor(part) for leaf, part in zip(self._leaves, parts, strict=True)
+            leaf.key: _tensor(part, ".".join(leaf.key))
+            for leaf, part in zip(self._leaves, parts, strict=True)
         }, extras
 
     def _from_tensordict(self, output: TensorDictBase) -> tuple[Tensors, Tensors]:
@@ -195,9 +203,9 @@ class UserPolicy(Policy):
         for name, value in output.items(include_nested=True, leaves_only=True):
             key = (name,) if isinstance(name, str) else tuple(name)
             if key in wanted:
-                actions[key] = self._tensor(value)
+                actions[key] = _tensor(value, name)
             elif key not in self._inputs.tensors:
-                extras[key] = self._tensor(value)
+                extras[key] = _tensor(value, name)
         if missing := wanted - actions.keys():
             raise PolicyError(
                 f"the policy wrote no {_dotted(missing)}; it wrote {_dotted(extras) or 'nothing'}. "
@@ -210,15 +218,11 @@ class UserPolicy(Policy):
             action = distribution.sample()
         else:
             action = distribution.mode
-        return action, distribution.log_prob(action)
-
-    @staticmethod
-    def _tensor(value: Any) -> torch.Tensor:
-        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-        if tensor.is_cuda:
-            tensor = tensor.cpu()
-        # Frames are written through numpy, which has no bfloat16.
-        return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+        log_prob = distribution.log_prob(action)
+        # Bernoulli and its like draw whole numbers as floats.
+        if action.is_floating_point() and getattr(distribution.support, "is_discrete", False):
+            action = action.to(self._leaves[0].dtype)
+        return action, log_prob
 
     def _check(self, actions: Tensors, extras: Tensors) -> None:
         for leaf in self._leaves:
@@ -257,6 +261,28 @@ class UserPolicy(Policy):
             f"{self._action_space} need shape {[self._num_envs, *leaf.shape]} and dtype "
             f"{_short(leaf.dtype)}{hint}"
         )
+
+
+def _tensor(value: Any, name: object) -> torch.Tensor:
+    """``value`` as a tensor that numpy can look at.
+
+    Raises:
+        PolicyError: it is nothing of the kind.
+    """
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.as_tensor(value)
+        except (RuntimeError, TypeError, ValueError) as err:
+            raise PolicyError(
+                f"the policy returned {_kind(value)} as {name!r}, which is no tensor and can't be "
+                "made one"
+            ) from err
+    tensor: torch.Tensor = value.cpu() if value.is_cuda else value
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 class _Exploring:
@@ -342,14 +368,33 @@ def _calling_convention(
     else:
         observation = _as_tuple(observation_space, entries["observation"])
         named_entries = {name: entries[name] for name in entries if name != "observation"}
+    positional, named = _assign(_parameters(policy), observation, named_entries)
+    if any(isinstance(value, dict | tuple) for value in (*positional, *named.values())):
+        # The policy may take what it gets apart.
+        return lambda: policy(
+            *map(_rebuilt, positional), **{name: _rebuilt(value) for name, value in named.items()}
+        )
+    return lambda: policy(*positional, **named)
+
+
+def _assign(
+    parameters: Sequence[inspect.Parameter], observation: Any, entries: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments for a policy's parameters: entries by name, else the observation for the first.
+
+    Raises:
+        PolicyError: another parameter is no entry's name and has no default.
+    """
     positional: list[Any] = []
     named: dict[str, Any] = {}
-    for index, parameter in enumerate(_parameters(policy)):
+    for index, parameter in enumerate(parameters):
         name = parameter.name
         if parameter.kind is parameter.VAR_KEYWORD:
-            named = {**named_entries, **named}
-        elif name in named_entries:
-            named[name] = named_entries[name]
+            named = {**entries, **named}
+        elif name in entries and parameter.kind is parameter.POSITIONAL_ONLY:
+            positional.append(entries[name])
+        elif name in entries:
+            named[name] = entries[name]
         elif index == 0:
             positional.append(observation)
         elif (
@@ -357,9 +402,17 @@ def _calling_convention(
         ):
             raise PolicyError(
                 f"the policy's parameter {name!r} is no entry of the observation; there are: "
-                f"{', '.join(entries)}"
+                f"{', '.join(entries) or 'none'}"
             )
-    return lambda: policy(*positional, **named)
+    return positional, named
+
+
+def _rebuilt(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rebuilt(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_rebuilt, value))
+    return value
 
 
 def _as_tuple(space: gym.Space[Any], value: Any) -> Any:
@@ -385,6 +438,8 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
         return True
     try:
         function = policy.forward if isinstance(policy, nn.Module) else policy
+        if not inspect.isroutine(function):
+            function = type(function).__call__
         hint = get_type_hints(function).get(parameters[0].name)
     except (NameError, TypeError):
         hint = None

@@ -89,6 +89,8 @@ class Pool:
         self._fetched: deque[Rollout] = deque()
         self._max_fetched = len(self._seats) if sync else _PREFETCH
         self._frames_asked = 0
+        self._epoch = 0  # counts seeds
+        self._seeding = False
         self._failed: tuple[int, BaseException] | None = None
         self._closed = False
         self._pushes: list[PushHandle] = []
@@ -137,7 +139,22 @@ class Pool:
         """Seed every worker; its next rollout starts with a reset.
 
         Env i of all gets the i-th seed drawn from ``seed``, or with ``static_seed`` all the same.
+        Rollouts from before are given up.
+
+        Raises:
+            DeadlineError: a worker took no seed in time.
+            WorkerError: one of them failed.
         """
+        with self._changed:
+            self._check()
+            self._epoch += 1
+            self._seeding = True
+            for worker_id, offer in self._offers:
+                offer.decline()
+                self._give_up(worker_id)
+            self._offers.clear()
+            self._frames_asked -= self._rollout_frames * len(self._fetched)
+            self._fetched.clear()
         answers: dict[int, Future[None]] = {}
         for index, (worker_id, seat) in enumerate(self._seats.items()):
             first = index * num_envs
@@ -149,6 +166,12 @@ class Pool:
             if not arrives(answer, _SEED_TIMEOUT_S):
                 raise DeadlineError(f"worker {worker_id} took no seed within {_SEED_TIMEOUT_S:g} s")
             answer.result()
+        # Calls may overtake each other on their way, so only now is what is asked for seeded.
+        self._seeding = False
+
+    def _give_up(self, worker_id: int) -> None:
+        self._seats[worker_id].busy_slabs -= 1
+        self._frames_asked -= self._rollout_frames
 
     def push(
         self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None, backend: str = "gloo"
@@ -211,6 +234,8 @@ class Pool:
             self._changed.wait(remaining)
 
     def _keep_collecting(self) -> None:
+        if self._seeding:
+            return
         for worker_id, seat in self._seats.items():
             if not seat.collecting and seat.busy_slabs < _SLABS_PER_WORKER:
                 self._request(worker_id)
@@ -225,6 +250,7 @@ class Pool:
             self._num_steps, random=self._frames_asked < self._random_frames, fresh=self._sync
         )
         self._frames_asked += self._rollout_frames
+        epoch = self._epoch
 
         def arrived(answer: Future[Offer]) -> None:
             error = answer.exception()
@@ -235,8 +261,12 @@ class Pool:
                 if self._closed:
                     return
                 seat.collecting = False
-                self._offers.append((worker_id, answer.result()))
-                self._fetch_offers()
+                if epoch == self._epoch:
+                    self._offers.append((worker_id, answer.result()))
+                    self._fetch_offers()
+                else:
+                    answer.result().decline()
+                    self._give_up(worker_id)
                 if not self._sync:
                     self._keep_collecting()
 
@@ -249,6 +279,8 @@ class Pool:
             self._fetch(worker_id, offer)
 
     def _fetch(self, worker_id: int, offer: Offer) -> None:
+        epoch = self._epoch
+
         def arrived(answer: Future[Tensors]) -> None:
             error = answer.exception()
             if error is not None:
@@ -258,9 +290,12 @@ class Pool:
                 if self._closed:
                     return
                 self._fetching -= 1
-                self._seats[worker_id].busy_slabs -= 1
-                self._fetched.append(Rollout(offer.header, answer.result()))
-                self._changed.notify_all()
+                if epoch == self._epoch:
+                    self._seats[worker_id].busy_slabs -= 1
+                    self._fetched.append(Rollout(offer.header, answer.result()))
+                    self._changed.notify_all()
+                else:
+                    self._give_up(worker_id)
                 if not self._sync:
                     self._keep_collecting()
 

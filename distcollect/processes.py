@@ -114,14 +114,12 @@ class LocalProcesses:
             _kill_group(process.pid)
         for watcher in self._watchers:
             watcher.join(5)
+        # Not by closing its pipe: a forked child of this process may hold that open.
+        self._guard.kill()
+        self._guard.wait(5)
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
             self._guard.stdin.close()
-        try:
-            self._guard.wait(5)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait(5)
 
     def _watch(self, worker_id: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()

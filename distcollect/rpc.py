@@ -157,7 +157,7 @@ class RpcTransport:
         def deliver(done: torch.futures.Future[Any]) -> None:
             try:
                 outcome = done.value()
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001 - torch has no type for a broken connection
                 gone = lost(peer)
                 gone.__cause__ = error
                 self._pending.settle(answer, error=gone)
@@ -241,7 +241,7 @@ def _answer(method: str, args: tuple[Any, ...], package: Any) -> torch.futures.F
         else:
             answer.set_result(Failure.of(error, service.worker_id))
 
-    as_future(getattr(service, method), *args).add_done_callback(deliver)
+    as_future(service, method, *args).add_done_callback(deliver)
     return answer
 
 

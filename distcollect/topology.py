@@ -9,6 +9,7 @@ import enum
 import fcntl
 import ipaddress
 import os
+import re
 import socket
 import struct
 from collections.abc import Mapping
@@ -17,6 +18,12 @@ from dataclasses import dataclass
 from .errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
+_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
+    *("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    "SLURM_STEP_TASKS_PER_NODE",
+)
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -58,6 +65,17 @@ class Launch:
             LaunchError: they are there but can't be used.
         """
         env = os.environ if env is None else env
+        try:
+            return cls._read(env)
+        except (KeyError, ValueError) as error:
+            shown = {name: env[name] for name in _VARIABLES if name in env}
+            raise LaunchError(
+                f"the launcher's variables can't be used ({type(error).__name__}: {error}); they "
+                f"are {shown}"
+            ) from error
+
+    @classmethod
+    def _read(cls, env: Mapping[str, str]) -> Launch:
         if "TORCHELASTIC_RUN_ID" in env:
             return cls(
                 Launcher.TORCHRUN,
@@ -99,12 +117,9 @@ class Launch:
 
 def first_host(nodelist: str) -> str:
     """The first name of a SLURM node list: "node[03-05,9],gpu1" gives "node03"."""
-    head, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in head:
-        return head.split(",")[0]
-    inside, _, suffix = rest.partition("]")
-    first = inside.split(",")[0].split("-")[0]
-    return head + first + suffix.split(",")[0]
+    # Only the commas outside of brackets part hosts.
+    first = re.split(r",(?![^\[]*\])", nodelist)[0]
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def _local_tasks(tasks_per_node: str, tasks: int, hosts: int) -> int:
@@ -153,6 +168,8 @@ def listen(address: str, port: int = 0) -> socket.socket:
     Raises:
         LaunchError: the address isn't this host's, is public, or the port is taken.
     """
+    if ipaddress.ip_address(address).is_unspecified:
+        raise LaunchError(f"refusing to listen on every interface ({address}): name one address")
     if ipaddress.ip_address(address).is_global and not os.environ.get("DISTCOLLECT_ALLOW_PUBLIC"):
         raise LaunchError(
             f"refusing to listen on the public address {address}: whoever reaches it could run "

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .errors import EnvError, PolicyError, WorkerError, WorkerLost
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistCollectError,
+    EnvError,
+    PolicyError,
+    SpaceError,
+    WorkerError,
+    WorkerLost,
+)
 from .rollout import Header, Tensors
 
 # A rollout below this size comes along with its header: one round trip instead of two.
@@ -68,8 +76,9 @@ class Transport(Protocol):
     def call(self, peer: int, method: str, *args: Any) -> Future[Any]:
         """Call a method of ``peer``'s service.
 
-        The future fails with :class:`WorkerError` if the method raised, with
-        :class:`WorkerLost` if the peer can't be reached or was evicted.
+        The future fails with :class:`WorkerError` if the method raised (with
+        :class:`ArgumentError` if it raised that), with :class:`WorkerLost` if the peer can't be
+        reached or was evicted.
         """
 
     def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
@@ -122,11 +131,11 @@ class Pending:
             return self._changed.wait_for(lambda: not self._owed, timeout_s)
 
 
-def as_future(method: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call ``method``; what it returns or raises, as a future if it isn't one."""
+def as_future(service: Service, name: str, *args: Any) -> Future[Any]:
+    """Call a method of ``service``; what it returns or raises, as a future if it isn't one."""
     done: Future[Any] = Future()
     try:
-        value = method(*args)
+        value = getattr(service, name)(*args)
     except Exception as error:  # noqa: BLE001 - shipped to whoever asked
         done.set_exception(error)
         return done
@@ -155,14 +164,24 @@ class Failure:
         """Describe ``error``, with the traceback of what caused it first."""
         kind = type(error).__name__
         message = str(error)
-        if not isinstance(error, WorkerError):
+        if not isinstance(error, DistCollectError):
             message = f"{kind}: {message}"
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         return cls(kind, message, worker_id, "".join(lines))
 
-    def error(self) -> WorkerError:
+    def error(self) -> DistCollectError:
         """The exception to raise at the trainer."""
-        kinds: dict[str, type[WorkerError]] = {"EnvError": EnvError, "PolicyError": PolicyError}
-        return kinds.get(self.kind, WorkerError)(
+        if argument_error := _ARGUMENT_ERRORS.get(self.kind):
+            return argument_error(f"worker {self.worker_id}: {self.message}")
+        return _WORKER_ERRORS.get(self.kind, WorkerError)(
             self.message, worker_id=self.worker_id, remote_traceback=self.remote_traceback
         )
+
+
+# An argument may turn out to be wrong only when a worker makes the envs.
+_ARGUMENT_ERRORS: dict[str, type[DistCollectError]] = {
+    kind.__name__: kind for kind in (ArgumentError, ArgumentTypeError, SpaceError)
+}
+_WORKER_ERRORS: dict[str, type[WorkerError]] = {
+    kind.__name__: kind for kind in (EnvError, PolicyError)
+}

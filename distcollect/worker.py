@@ -7,6 +7,7 @@ more thread (:mod:`.weights`); the lifeline's thread ends the process when the t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import pickle
@@ -14,7 +15,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +87,7 @@ class Probe:
 
 
 def build_engine(
-    plan: WorkerPlan, *, worker_id: int = 0, incarnation: int = 0, first_traj_id: int = 0
+    plan: WorkerPlan, *, traj_ids: Iterator[int], worker_id: int = 0, incarnation: int = 0
 ) -> Engine:
     """Make the envs and the policy of ``plan`` and try them out.
 
@@ -119,7 +120,7 @@ def build_engine(
             envs,
             policy,
             LiveWeights(policy.module),
-            first_traj_id=first_traj_id,
+            traj_ids=traj_ids,
             options=plan.options,
         )
     except BaseException:
@@ -222,7 +223,7 @@ class Worker:
             plan,
             worker_id=self.worker_id,
             incarnation=self._incarnation,
-            first_traj_id=self._peer * TRAJ_IDS_PER_PEER,
+            traj_ids=itertools.count(self._peer * TRAJ_IDS_PER_PEER),
         )
         if self._stopping:
             self._engine.stop()

@@ -122,7 +122,7 @@ def test_is_refused_in_process_too(
 
 @pytest.mark.parametrize("number", [0, -1.0, float("nan")])
 def test_deadlines_that_make_no_sense(number: float) -> None:
-    with pytest.raises(dc.ArgumentError, match="batch_timeout_s=.*above 0"):
+    with pytest.raises(dc.ArgumentError, match=r"batch_timeout_s=.*above 0"):
         dc.Faults(batch_timeout_s=number)
 
 
@@ -136,7 +136,7 @@ def test_spaces_of_a_known_id_are_refused_before_any_process_starts(
 ) -> None:
     gym.register("Unfit-v0", lambda: Env(observation=space))
     try:
-        with pytest.raises(dc.SpaceError, match=f"{type(space).__name__}.*wrapper"):
+        with pytest.raises(dc.SpaceError, match=rf"{type(space).__name__}.*wrapper"):
             make(create_env_fn="Unfit-v0")
     finally:
         del gym.registry["Unfit-v0"]
@@ -275,7 +275,7 @@ def test_use_after_shutdown_in_process() -> None:
     collector.shutdown()
     uses: tuple[Callable[[], Any], ...] = (
         collector.next,
-        lambda: collector.update_policy_weights_(),
+        collector.update_policy_weights_,
         lambda: collector.set_seed(1),
     )
     for use in uses:

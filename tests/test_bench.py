@@ -168,7 +168,8 @@ def test_nothing_is_left_when_the_benchmark_is_killed(marked: Marked) -> None:
 
 def test_importing_the_package_imports_no_benchmark() -> None:
     code = (
-        "import sys, distcollect.cli; unwanted = 'distcollect.bench', 'torchrl', 'stable_baselines3'; "
+        "import sys, distcollect.cli\n"
+        "unwanted = 'distcollect.bench', 'torchrl', 'stable_baselines3'\n"
         "print([name for name in sys.modules if name.startswith(unwanted)])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)

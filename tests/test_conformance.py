@@ -633,9 +633,10 @@ def test_frames_know_their_policy_version(delivery: str, kind: str) -> None:
             versions = oracle.clones[-1]["collector", "policy_version"]
             assert versions.max() <= version
             assert not way.on_policy or versions.min() == version, "an older frame"
-        for _ in range(8):  # those collected ahead are through by then
+        # Those collected ahead get through, however slow their worker is.
+        while not (oracle.clones[-1]["collector", "policy_version"] == 5).all():
             oracle.take(collector.next(timeout_s=60))
-        assert (oracle.clones[-1]["collector", "policy_version"] == 5).all()
+            assert len(oracle.clones) < 200
     oracle.check()
     for batch in oracle.clones:
         policy.check(batch)

@@ -227,6 +227,11 @@ class Fragile(gym.Env):
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+def collect_on(collector: dc.RPCDataCollector) -> None:
+    while True:
+        collector.next(timeout_s=20)
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_kill_9_of_a_worker_names_it_and_the_signal(marked: Marked, sync: bool) -> None:
     with dc.RPCDataCollector(Fragile, frames_per_batch=200, num_workers=2, sync=sync) as collector:
@@ -242,8 +247,7 @@ def test_kill_9_of_a_worker_names_it_and_the_signal(marked: Marked, sync: bool) 
         os.kill(pids[1], signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(dc.WorkerLost, match=r"worker 1: .*SIGKILL") as caught:
-            while True:
-                collector.next(timeout_s=20)
+            collect_on(collector)
         assert time.monotonic() - began < 8
         assert caught.value.worker_id == 1
         assert str(pids[1]) in str(caught.value)
@@ -261,8 +265,7 @@ def test_an_env_that_raises_is_named(marked: Marked, sync: bool) -> None:
         fragile, frames_per_batch=60, num_workers=2, envs_per_worker=3, sync=sync
     ) as collector:
         with pytest.raises(dc.EnvError, match=r"worker 1: env 2.*has collapsed") as caught:
-            while True:
-                collector.next(timeout_s=20)
+            collect_on(collector)
         assert caught.value.worker_id == 1
         assert "_collapse" in caught.value.remote_traceback
     assert marked.gone(END_S), marked.left()
@@ -289,8 +292,7 @@ def test_a_policy_that_raises_is_a_policy_error(marked: Marked, sync: bool) -> N
         Fragile, Failing(), frames_per_batch=20, num_workers=2, sync=sync
     ) as collector:
         with pytest.raises(dc.PolicyError, match=r"worker [01]: .*no idea what to do") as caught:
-            while True:
-                collector.next(timeout_s=20)
+            collect_on(collector)
         assert caught.value.worker_id in {0, 1}
         assert "_give_up" in caught.value.remote_traceback
     assert marked.gone(END_S), marked.left()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import gymnasium as gym
@@ -47,7 +48,7 @@ class Told(nn.Module):
 def engine_of(policy: Any = None, kind: str = "plain", **options: Any) -> Engine:
     maker = CountingMaker(kind, N, lengths=options.pop("lengths", (3, 1, 4, 2)))
     plan = WorkerPlan(maker, N, policy, options=StepOptions(**options))
-    return build_engine(plan, first_traj_id=100)
+    return build_engine(plan, traj_ids=count(100))
 
 
 def collect(engine: Engine, steps: int = T, slab: Slab | None = None, **kwargs: Any) -> TensorDict:
@@ -202,7 +203,7 @@ class Counted(gym.vector.VectorWrapper):
 @pytest.mark.parametrize("lengths", [(1, 50), (3, 3), (50, 1, 2), (1, 1)])
 def test_every_frame_is_accounted_for(lengths: tuple[int, ...], fresh: bool) -> None:
     env = Counted(Uneven(lengths))
-    engine = build_engine(WorkerPlan(lambda: env, len(lengths)))
+    engine = build_engine(WorkerPlan(lambda: env, len(lengths)), traj_ids=count())
     start = env.real
     delivered = 0
     for _ in range(12):
@@ -221,7 +222,7 @@ def test_every_frame_is_accounted_for(lengths: tuple[int, ...], fresh: bool) -> 
 
 def test_another_length_of_rollouts() -> None:
     """What was held for the old length is lost, and no trajectory spans the gap."""
-    engine = build_engine(WorkerPlan(lambda: Uneven((1, 50)), 2))
+    engine = build_engine(WorkerPlan(lambda: Uneven((1, 50)), 2), traj_ids=count())
     first, second = collect(engine, 4), collect(engine, 5)
     assert engine.counts.lost["row_skew"] > 0
     row = [batch[1] for batch in (first, second)]
@@ -283,13 +284,13 @@ def test_cut_lengths_start_again_with_a_reset(kind: str) -> None:
 def test_an_error_closes_the_envs() -> None:
     env = CountingEnv()
     with pytest.raises(Exception, match="boom"):
-        build_engine(WorkerPlan(env, 1, policy_factory=lambda: _raise("boom")))
+        build_engine(WorkerPlan(env, 1, policy_factory=lambda: _raise("boom")), traj_ids=count())
     assert env.closed
 
 
 def test_an_env_that_raises_is_named() -> None:
     env = CountingEnv(lengths=(3,))
-    engine = build_engine(WorkerPlan(env, 1))
+    engine = build_engine(WorkerPlan(env, 1), traj_ids=count())
     env.coding = env.coding._replace(encode=lambda facts: _raise("boom"))
     with pytest.raises(EnvError, match=r"env 0 .* raised RuntimeError: boom"):
         collect(engine)

@@ -21,7 +21,7 @@ import distcollect as dc
 from distcollect.link import Connection, Gate, GateEvents, Lifeline, Message, versions
 
 SOON_S = 5
-TOKEN = "a token"  # noqa: S105
+TOKEN = "a token"
 SCRIPT = Path(__file__).parent / "scripts" / "link_end.py"
 
 
@@ -115,7 +115,7 @@ def test_the_gates_end_ends_all_lifelines(gate: Gate, events: Recorder, connect:
 def test_a_wrong_token_is_refused(
     gate: Gate, events: Recorder, token: str, connect: Connect
 ) -> None:
-    with pytest.raises(dc.LaunchError, match="refused this worker: .*token"):
+    with pytest.raises(dc.LaunchError, match=r"refused this worker: .*token"):
         connect(gate).join("worker", token)
     assert "token" in events.next("refused")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,12 @@ from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
 from distcollect.spaces import Leaf
 
 N, T = 2, 4
-CARRIED = (Leaf(("pixels",), (2,), torch.uint8), Leaf(("deep", "x"), (), torch.float64))
+# Small leaves travel together, large ones by themselves.
+CARRIED = (
+    Leaf(("pixels",), (3,), torch.uint8),
+    Leaf(("big",), (200, 200), torch.uint8),
+    Leaf(("deep", "x"), (), torch.float64),
+)
 LAYOUT = Layout(
     N, CARRIED, (Leaf(("action",), (), torch.int64),), (Leaf(("h",), (3,), torch.float32),)
 )
@@ -24,10 +28,10 @@ X = ("deep", "x")
 def filled(finals: Any = (), *, first: int = 0, layout: Layout = LAYOUT, steps: int = T) -> Slab:
     """A slab whose numbers are all different; ``finals`` are (row, step) where episodes end."""
     slab = Slab(layout, steps)
-    numbers = count(first)
     for array in (*slab.frames.values(), *slab.tail.values()):
         if array.dtype != bool:
-            array[...] = np.array([next(numbers) for _ in range(array.size)]).reshape(array.shape)
+            array[...] = np.arange(first, first + array.size).reshape(array.shape)
+            first += array.size
     for row, step in finals:
         slab.terminated[row, step] = step % 2 == 0
         slab.truncated[row, step] = row % 2 == 0 or step % 2 == 1
@@ -70,7 +74,7 @@ def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
     slabs = [filled(end, first=2000 * i) for i, end in enumerate(ends)]
     batch = assemble(LAYOUT, [rollout(s, i) for s, i in zip(slabs, ids, strict=True)])
     assert batch.shape == (num_workers * N, T)
-    for key in (X, ("pixels",)):
+    for key in (X, ("pixels",), ("big",)):
         root = np.concatenate([slab.frames[key] for slab in slabs])
         after = np.concatenate(
             [expected_next(slab, end, key) for slab, end in zip(slabs, ends, strict=True)]
@@ -121,7 +125,7 @@ def test_shapes(kwargs: Any, num_workers: int, num_envs: int, shape: tuple[int, 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_memory(num_workers: int) -> None:
-    """No entry shares memory with another, and only a single rollout is taken over."""
+    """No entry shares memory with another; of a single rollout the large ones are taken over."""
     slabs = [filled([(0, 1)]) for _ in range(num_workers)]
     rollouts = [rollout(slab) for slab in slabs]
     batch = assemble(LAYOUT, rollouts)
@@ -130,7 +134,9 @@ def test_memory(num_workers: int) -> None:
     assert len(mine) == len(leaves)
     assert not any(leaf.is_inference() or leaf.requires_grad for leaf in leaves)
     theirs = {tensor.untyped_storage().data_ptr() for r in rollouts for tensor in r.tensors}
-    assert bool(mine & theirs) == (num_workers == 1)
+    taken = batch["big"].untyped_storage().data_ptr()
+    assert mine & theirs == ({taken} if num_workers == 1 else set())
+    assert all(leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in leaves)
     if num_workers > 1:
         before = batch.clone()
         for slab in slabs:
@@ -165,24 +171,12 @@ def test_a_final_observation_is_copied_and_may_stand_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("finals", FINALS)
-def test_sizes(finals: list[tuple[int, int]]) -> None:
-    tensors = filled(finals).tensors()
-    final_bytes = sum(len(finals) * leaf.dtype.itemsize * 2 ** len(leaf.shape) for leaf in CARRIED)
-    total = sum(tensor.nbytes for tensor in tensors)
-    assert total == LAYOUT.num_bytes(T) + final_bytes + 8 * len(finals)
-
-
-def test_a_slab_writes_into_the_tensors_that_travel() -> None:
-    slab = Slab(LAYOUT, T)
-    before = slab.tensors()
-    slab.extras["h",][:, 1] = 3
-    slab.root[X][0, 2] = 4
-    slab.action["action",][1, 3] = 5
-    slab.reward[0, 0] = 6
-    slab.tail[X][1] = 7
-    sums = [float(tensor.double().sum()) for tensor in before]
-    assert sums == [0, 4, 5, 18, 6, 0, 0, 0, 0, 0, 7, 0, 0, 0]
-    assert all(
-        tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        for tensor in before
-    )
+def test_what_travels(finals: list[tuple[int, int]]) -> None:
+    """Two tensors, little more than the frames themselves, and an observation once."""
+    slab = filled(finals)
+    packed, big = slab.tensors()
+    assert big.untyped_storage().nbytes() == big.nbytes == N * T * 200 * 200
+    ends = sum(array[0].nbytes for array in slab.tail.values()) * len(finals)
+    arrays = (*slab.frames.values(), *slab.tail.values())
+    small = sum(array.nbytes for array in arrays) - big.nbytes + ends + 8 * len(finals)
+    assert small <= packed.nbytes < small + 16 * (len(arrays) + 4)

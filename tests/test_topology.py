@@ -93,7 +93,7 @@ def test_slurm_tasks_on_a_host(tasks_per_node: str, expected: int) -> None:
     "env", [{**TORCHRUN, "RANK": "x"}, {**SLURM, "SLURM_NTASKS": "many", "SLURM_PROCID": "0"}]
 )
 def test_variables_that_make_no_sense_are_named(env: dict[str, str]) -> None:
-    with pytest.raises(dc.LaunchError, match="RANK|SLURM_NTASKS"):
+    with pytest.raises(dc.LaunchError, match=r"RANK|SLURM_NTASKS"):
         Launch.detect(env)
 
 

@@ -132,7 +132,7 @@ class TestSelection:
             lambda module: module,
             lambda module: module.state_dict(),
             lambda module: dict(module.state_dict()),
-            lambda module: TensorDict.from_module(module),
+            TensorDict.from_module,
             lambda module: TensorDict.from_module(module).detach().clone(),
             lambda module: TensorDict(dict(module.state_dict())),
             lambda module: TensorDict(module.state_dict()).unflatten_keys("."),

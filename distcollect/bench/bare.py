@@ -44,7 +44,6 @@ class BareLoop:
         self._terminated = np.zeros((self._steps, rows), bool)
         self._truncated = np.zeros((self._steps, rows), bool)
         self._final: list[tuple[int, int, Any]] = []
-        self._discrete = action_space.shape == ()
         for row, env in enumerate(self._envs):
             self._observations[-1][row] = env.reset()[0]
 
@@ -68,10 +67,8 @@ class BareLoop:
             self._actions[step] = chosen
             self._log_probs[step] = written["action_log_prob"].numpy()
             following, reward = observations[step + 1], rewards[step]
-            # Python's integers are the cheaper ones to a Discrete space.
-            actions = chosen.tolist() if self._discrete else chosen
             for row, env in enumerate(envs):
-                observation, reward[row], terminated, truncated, _ = env.step(actions[row])
+                observation, reward[row], terminated, truncated, _ = env.step(chosen[row])
                 if terminated or truncated:
                     self._terminated[step, row] = terminated
                     self._truncated[step, row] = truncated

@@ -5,6 +5,7 @@ Each function is measured in a process of its own, which is the trainer.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -35,7 +36,8 @@ def run_wire(seconds: float) -> Values:
     """
     workload = WORKLOADS["atari"]
     engine = build_engine(
-        WorkerPlan(workload.make_env, workload.num_envs, policy=workload.make_policy())
+        WorkerPlan(workload.make_env, workload.num_envs, policy=workload.make_policy()),
+        traj_ids=itertools.count(),
     )
     on_wire = one_copy = 0
     try:

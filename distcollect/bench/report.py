@@ -23,6 +23,7 @@ from .targets import TARGETS, Results, Target
 
 Outcomes: TypeAlias = "Mapping[str, Outcome]"
 
+_REASON_WIDTH = 120
 _OURS, _PEER, _LIMIT = "#1f6fb2", "#b9bfc7", "#4d4d4d"
 
 
@@ -32,7 +33,7 @@ def table(item: Item, outcomes: Outcomes) -> str:
     for name, outcome in outcomes.items():
         about = item.part(name).about
         if outcome.status != "ok":
-            rows.append((about, "-", "-", "", f"{outcome.status}: {outcome.reason}"))
+            rows.append((about, "-", "-", "", f"{outcome.status}: {_short(outcome.reason)}"))
             continue
         for value, spread in spreads(outcome).items():
             ratio = ratio_to_limit(item, outcomes, name) if value == "frames_per_s" else None
@@ -90,6 +91,11 @@ def _rates(outcome: Outcome) -> list[float | None]:
 
 def _repeats(results: Results) -> int:
     return max(len(outcome.values) for item in results.values() for outcome in item.values())
+
+
+def _short(reason: str) -> str:
+    """The first line; the JSON file has all of it."""
+    return (reason.splitlines() or [""])[0][:_REASON_WIDTH]
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> str:

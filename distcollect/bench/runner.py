@@ -94,6 +94,8 @@ def _run_process(args: Sequence[str], log: Path, limit_s: float) -> bool:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "distcollect.bench.child", *args],
+            cwd=log.parent,  # MuJoCo logs to the working folder
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.PIPE,  # closes when we end: the child watches it
             stdout=output,
             stderr=subprocess.STDOUT,

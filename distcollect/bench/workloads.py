@@ -101,8 +101,8 @@ class Corner(nn.Module):
     """The first pixels of an image: a policy that costs nothing next to moving the image."""
 
     def forward(self, image: Tensor) -> Tensor:
-        """uint8 ``[n, H, W]`` to float32 ``[n, 64]``."""
-        return image[:, 0, :_PIXELS].float().mul_(1 / 255)
+        """uint8 ``[..., H, W]`` to float32 ``[..., 64]``: TorchRL has no n for a single env."""
+        return image[..., 0, :_PIXELS].float().mul_(1 / 255)
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:

@@ -67,7 +67,7 @@ class Marked:
 def _files_of(folder: Path) -> set[str]:
     with contextlib.suppress(OSError):
         words = (folder / "maps").read_text().split()
-        links = [os.readlink(link) for link in (folder / "fd").iterdir()]
+        links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
         return {name for name in (*words, *links) if name.startswith(SHM)}
     return set()
 
