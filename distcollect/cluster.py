@@ -109,6 +109,7 @@ class LaunchedCluster(GateEvents):
         self.address = address
         self._num_workers = num_workers
         self._supervisors: dict[int, Connection] = {}
+        self._seen: set[int] = set()  # ranks that have joined, whether or not they are still there
         self._changed = threading.Condition()
         self._workers = GateEvents()
         self._spawner: _SupervisedProcesses | None = None
@@ -154,7 +155,7 @@ class LaunchedCluster(GateEvents):
         trainer that is gone.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._missing(self._num_workers), _FAREWELL_S)
+            self._changed.wait_for(lambda: len(self._seen) == self._num_workers, _FAREWELL_S)
             for connection in self._supervisors.values():
                 connection.send({"bye": True})
         self.gate.close()
@@ -165,6 +166,7 @@ class LaunchedCluster(GateEvents):
             return self._workers.admit(connection)
         with self._changed:
             self._supervisors[connection.hello["rank"] - 1] = connection
+            self._seen.add(connection.hello["rank"])
             self._changed.notify_all()
         return {}
 

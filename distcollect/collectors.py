@@ -235,7 +235,7 @@ class SyncDataCollector(DataCollectorBase):
             info_keys=info_keys,
             options=_step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
         )
-        self._engine = build_engine(plan, traj_ids=_traj_ids)
+        self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
         try:
             num_envs = self._engine.layout.num_envs
             self._num_steps = arguments.num_steps(frames_per_batch, 1, num_envs)

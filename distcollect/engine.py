@@ -9,10 +9,10 @@ import numpy as np
 from gymnasium.spaces import Box
 from torch import nn
 
-from .envs import EnvBatch
+from .envs import EnvBatch, Step
 from .errors import ArgumentError, PolicyError
 from .flat import LiveWeights
-from .policy import Policy, RandomPolicy, Tensors
+from .policy import Policy, RandomPolicy
 from .rollout import Layout, Slab
 from .spaces import Arrays, Key
 
@@ -186,58 +186,66 @@ class Engine:
             raise Stopped
         self.weights.apply()
 
-    def _fill(self, slab: Slab, policy: Policy) -> None:
-        """The hot loop: every env makes one transition in each step."""
-        envs, weights, traj_ids, lengths = self._envs, self.weights, self._traj_ids, self._lengths
+    def _fill(self, slab: Slab, policy: Policy) -> None:  # noqa: C901 - see below
+        """The hot loop: every env makes one transition in each step.
+
+        In one piece, as calls of its own would cost more than what they do.
+        """
+        envs, weights, lengths, rewards = self._envs, self.weights, self._lengths, slab.reward
         longest = self.options.max_frames_per_traj
         observations = [(slab.root[key], envs.obs[key]) for key in slab.root]
-        extras = list(slab.extras.items())
-        rewards, terminated, truncated = slab.reward, slab.terminated, slab.truncated
+        actions = [(leaf.key, slab.action[leaf.key]) for leaf in self.layout.action]
+        extras = list(slab.extras.values())
         slab.policy_version.fill(weights.version)
-        slab.traj_ids[:] = traj_ids[:, None]
+        slab.traj_ids[:] = self._traj_ids[:, None]
+        action: Arrays = {}
         cut = None
-        for step in range(slab.num_steps):
+        step = 0
+        try:
+            for step in range(slab.num_steps):
+                if weights.pending or self._stop:
+                    self._between_steps()
+                    slab.policy_version[:, step:] = weights.version
+                # Before the policy sees it, which may change its input in place.
+                for column, now in observations:
+                    column[:, step] = now
+                chosen, written = policy()
+                for (key, column), tensor in zip(actions, chosen, strict=True):
+                    value = tensor.numpy()
+                    column[:, step] = value
+                    action[key] = value if value.dtype == column.dtype else column[:, step]
+                # None are written by random actions.
+                for column, tensor in zip(extras, written, strict=False):
+                    column[:, step] = tensor.numpy()
+                if self._bounds:
+                    self._clip(action)
+                if longest is not None:
+                    lengths += 1
+                    cut = lengths >= longest
+                out = envs.step(action, cut)
+                rewards[:, step] = out.reward
+                if out.ended:
+                    self._end_trajectories(slab, step, out)
+        except Exception:
             self._unfinished = step * envs.num_envs
-            if weights.pending or self._stop:
-                self._between_steps()
-                slab.policy_version[:, step:] = weights.version
-            # Before the policy sees it, which may change its input in place.
-            for column, now in observations:
-                column[:, step] = now
-            chosen, written = policy()
-            action = self._keep_action(slab.action, chosen, step)
-            if written:
-                for key, column in extras:
-                    column[:, step] = written[key].numpy()
-            if longest is not None:
-                lengths += 1
-                cut = lengths >= longest
-            out = envs.step(action, cut)
-            rewards[:, step] = out.reward
-            if out.ended:
-                terminated[:, step] = out.terminated
-                truncated[:, step] = out.truncated
-                for row in out.ended:
-                    slab.add_final(row, step, envs.final)
-                    traj_ids[row] = next(self._new_traj_ids)
-                    slab.traj_ids[row, step + 1 :] = traj_ids[row]
-                    lengths[row] = 0
+            raise
         for key, array in slab.tail.items():
             array[:] = envs.obs[key]
         self.counts.stepped += slab.num_steps * envs.num_envs
-        self._unfinished = 0
 
-    def _keep_action(self, columns: Arrays, chosen: Tensors, step: int) -> Arrays:
-        action: Arrays = {}
-        for key, column in columns.items():
-            value = chosen[key].numpy()
-            column[:, step] = value
-            if value.dtype != column.dtype:
-                value = value.astype(column.dtype)
-            action[key] = value
+    def _end_trajectories(self, slab: Slab, step: int, out: Step) -> None:
+        slab.terminated[:, step] = out.terminated
+        slab.truncated[:, step] = out.truncated
+        for row in out.ended:
+            slab.add_final(row, step, self._envs.final)
+            traj_id = next(self._new_traj_ids)
+            self._traj_ids[row] = traj_id
+            slab.traj_ids[row, step + 1 :] = traj_id
+            self._lengths[row] = 0
+
+    def _clip(self, action: Arrays) -> None:
         for key, (low, high) in self._bounds.items():
             action[key] = np.clip(action[key], low, high)
-        return action
 
     def _fill_skewed(self, slab: Slab, policy: Policy, fresh: bool) -> None:
         """As :meth:`_fill`, for envs with filler steps, which make rows drift apart."""
@@ -256,21 +264,18 @@ class Engine:
             before = {key: array.copy() for key, array in envs.obs.items()}
             chosen, written = policy()
             action = {
-                leaf.key: chosen[leaf.key].numpy().astype(leaf.numpy_dtype, copy=False)
-                for leaf in self.layout.action
+                leaf.key: tensor.numpy()
+                for leaf, tensor in zip(self.layout.action, chosen, strict=True)
             }
-            out = envs.step(
-                {
-                    key: np.clip(value, *self._bounds[key]) if key in self._bounds else value
-                    for key, value in action.items()
-                }
-            )
+            given = dict(action)
+            self._clip(given)
+            out = envs.step(given)
             real = np.ones(envs.num_envs, bool) if out.real is None else out.real
             self.counts.stepped += int(real.sum())
             values: Arrays = {**before, **action}
-            for leaf in self.layout.extras:
-                extra = written.get(leaf.key)
-                values[leaf.key] = leaf.zeros(envs.num_envs) if extra is None else extra.numpy()
+            for index, leaf in enumerate(self.layout.extras):
+                random = not written
+                values[leaf.key] = leaf.zeros(envs.num_envs) if random else written[index].numpy()
             values["reward",] = out.reward
             values["terminated",] = out.terminated
             values["truncated",] = out.truncated

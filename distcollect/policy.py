@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from operator import itemgetter
 from typing import Any, get_type_hints
 
 import gymnasium as gym
@@ -20,6 +23,8 @@ from torch.distributions import Distribution
 
 from .errors import ArgumentError, PolicyError
 from .spaces import RESERVED, Arrays, Key, Leaf, flatten, leaves_of, nested
+
+log = logging.getLogger(__name__)
 
 Tensors = dict[Key, torch.Tensor]
 
@@ -66,11 +71,12 @@ class Policy(ABC):
     extras: tuple[Leaf, ...] = ()
 
     @abstractmethod
-    def __call__(self) -> tuple[Tensors, Tensors]:
+    def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Choose actions for the observations that lie in the env batch's arrays now.
 
         Returns:
-            ``{key: [n, *shape]}`` of the action's leaves, and of the extras.
+            ``[n, *shape]`` of each of the action's leaves, and of each of :attr:`extras`, on the
+            CPU. Without a policy of the user's there are no extras.
         """
 
     def exploring(self) -> AbstractContextManager[Any]:
@@ -91,15 +97,13 @@ class RandomPolicy(Policy):
         for space, seed in zip(self._spaces, seeds, strict=True):
             space.seed(seed)
 
-    def __call__(self) -> tuple[Tensors, Tensors]:
+    def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         drawn = [list(flatten(space, space.sample())) for space in self._spaces]
-        actions = {
-            leaf.key: torch.from_numpy(
-                np.stack([np.asarray(row[index], leaf.numpy_dtype) for row in drawn])
-            )
+        columns = [
+            np.stack([np.asarray(row[index], leaf.numpy_dtype) for row in drawn])
             for index, leaf in enumerate(self._leaves)
-        }
-        return actions, {}
+        ]
+        return [torch.from_numpy(column) for column in columns], ()
 
 
 def _copy_space(space: gym.Space[Any]) -> gym.Space[Any]:
@@ -121,6 +125,7 @@ class UserPolicy(Policy):
         *,
         exploration: Exploration = Exploration.RANDOM,
         device: torch.device | None = None,
+        shared: bool = False,
     ) -> None:
         """Bind ``policy`` to the arrays from which it will read.
 
@@ -131,6 +136,8 @@ class UserPolicy(Policy):
             action_space: of a single env.
             exploration: for policies that have, or return, a distribution.
             device: moves the policy there; None leaves it where it is.
+            shared: the user trains this very object. Then tensors that it keeps from one call to
+                another must do for autograd, as those of inference mode, which is faster, don't.
 
         Raises:
             PolicyError: no way to call it with these observations.
@@ -139,6 +146,7 @@ class UserPolicy(Policy):
             self.module = policy if device is None else policy.to(device)
         self._policy = policy
         self._exploration = exploration
+        self._shared = shared
         self._action_space = action_space
         self._leaves = leaves_of(action_space, "action")
         # Then a pair that ends in a dict is an action, not an action with extras.
@@ -148,42 +156,73 @@ class UserPolicy(Policy):
             and isinstance(action_space[1], gym.spaces.Dict)
         )
         self._num_envs = len(next(iter(observation.values())))
+        self._shapes = [torch.Size((self._num_envs, *leaf.shape)) for leaf in self._leaves]
+        self._is_leaf = [leaf.key for leaf in self._leaves] == [("action",)]
         self._inputs = _Inputs(observation, self.module, device)
         self._call = _calling_convention(policy, self._inputs, observation_space)
-        self._checked = False
+        self._names: list[Key] | None = None  # of the extras; known after the first call
+        self._pick: Callable[[Any], Sequence[torch.Tensor]] | None = None
 
     def exploring(self) -> AbstractContextManager[Any]:
         """No gradients, and the exploration type set for TensorDict policies."""
-        return _Exploring(self._exploration)
+        without_gradients = torch.no_grad() if self._shared else torch.inference_mode()
+        return _Exploring(without_gradients, self._exploration)
 
-    def __call__(self) -> tuple[Tensors, Tensors]:
-        self._inputs.refresh()
+    def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        if self._inputs.copies:
+            self._inputs.refresh()
         try:
             output = self._call()
         except Exception as error:
             raise PolicyError(f"the policy raised {type(error).__name__}: {error}") from error
+        # What most policies return, with no call in between: for a small policy that is half of
+        # what we cost. The first call has looked at everything closely.
+        if self._pick is not None and type(output) is tuple and len(output) == 2:
+            action, written = output
+            if (
+                type(action) is torch.Tensor
+                and action.shape == self._shapes[0]
+                and type(written) is dict
+                and len(written) == len(self.extras)
+            ):
+                try:
+                    return (action,), self._pick(written)
+                except KeyError:
+                    log.debug("the policy wrote other extras than before")
         if isinstance(output, TensorDictBase):
             actions, extras = self._from_tensordict(output)
         else:
             actions, extras = self._from_value(output)
-        for leaf in self._leaves:
-            if actions[leaf.key].shape != (self._num_envs, *leaf.shape):
-                raise self._misfit(leaf, actions[leaf.key])
-        if not self._checked:
-            self._check(actions, extras)
+        for index, action in enumerate(actions):
+            if action.shape != self._shapes[index]:
+                raise self._misfit(self._leaves[index], action)
         return actions, extras
 
-    def _from_value(self, output: Any) -> tuple[Tensors, Tensors]:
-        extras: Tensors = {}
-        pair = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Mapping)
-        if pair and not self._ends_in_dict:
-            output, extra = output
-            extras = {(str(name),): _tensor(value, str(name)) for name, value in extra.items()}
+    def _from_value(self, output: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        written: Mapping[str, Any] = {}
+        if type(output) is tuple and len(output) == 2 and not self._ends_in_dict:
+            head, tail = output
+            if isinstance(tail, Mapping):
+                output, written = head, tail
         if isinstance(output, Distribution):
             output, log_prob = self._choose(output)
-            extras["action_log_prob",] = log_prob
-        if len(self._leaves) == 1 and self._leaves[0].key == ("action",):
-            return {("action",): _tensor(output, "action")}, extras
+            written = {**written, "action_log_prob": log_prob}
+        actions = [_tensor(output, "action")] if self._is_leaf else self._parts(output)
+        if self._names is None:
+            self._learn(actions, {(str(name),): _tensor(written[name], name) for name in written})
+            # Where nothing had to be converted, that is left out from now on.
+            given = [output, *written.values()]
+            if self._is_leaf and written and all(_tensor(v, "") is v for v in given):
+                self._pick = _picker(list(written))
+        assert self._names is not None
+        if len(written) != len(self._names):
+            raise self._other_extras((name,) for name in written)
+        try:
+            return actions, [_tensor(written[name], name) for (name, *_) in self._names]
+        except KeyError:
+            raise self._other_extras((name,) for name in written) from None
+
+    def _parts(self, output: Any) -> list[torch.Tensor]:
         try:
             parts = list(flatten(self._action_space, output))
         except (IndexError, KeyError, TypeError, ValueError) as err:
@@ -191,27 +230,49 @@ class UserPolicy(Policy):
                 f"the policy returned {_kind(output)}, but the action space is "
                 f"{self._action_space}: return a dict or tuple of that structure"
             ) from err
-        return {
-            leaf.key: _tensor(part, ".".join(leaf.key))
+        return [
+            _tensor(part, ".".join(leaf.key))
             for leaf, part in zip(self._leaves, parts, strict=True)
-        }, extras
+        ]
 
-    def _from_tensordict(self, output: TensorDictBase) -> tuple[Tensors, Tensors]:
-        actions: Tensors = {}
-        extras: Tensors = {}
-        wanted = {leaf.key for leaf in self._leaves}
-        for name, value in output.items(include_nested=True, leaves_only=True):
-            key = (name,) if isinstance(name, str) else tuple(name)
-            if key in wanted:
-                actions[key] = _tensor(value, name)
-            elif key not in self._inputs.tensors:
-                extras[key] = _tensor(value, name)
-        if missing := wanted - actions.keys():
+    def _from_tensordict(
+        self, output: TensorDictBase
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if self._names is None:
+            self._learn_from_tensordict(output)
+        assert self._names is not None
+        try:
+            return (
+                [_tensor(output[leaf.key], leaf.key) for leaf in self._leaves],
+                [_tensor(output[name], name) for name in self._names],
+            )
+        except KeyError:
+            written = [_as_key(name) for name in output.keys(include_nested=True, leaves_only=True)]
+            raise self._other_extras(written) from None
+
+    def _learn_from_tensordict(self, output: TensorDictBase) -> None:
+        written = {
+            _as_key(name): value
+            for name, value in output.items(include_nested=True, leaves_only=True)
+        }
+        wanted = [leaf.key for leaf in self._leaves]
+        extras = {
+            key: _tensor(value, key)
+            for key, value in written.items()
+            if key not in wanted and key not in self._inputs.tensors
+        }
+        if missing := [key for key in wanted if key not in written]:
             raise PolicyError(
                 f"the policy wrote no {_dotted(missing)}; it wrote {_dotted(extras) or 'nothing'}. "
                 "Its out_keys must name the action's entries"
             )
-        return actions, extras
+        self._learn([_tensor(written[key], key) for key in wanted], extras)
+
+    def _other_extras(self, written: Iterable[Key]) -> PolicyError:
+        return PolicyError(
+            f"the policy wrote {_dotted(written) or 'nothing'} beside the action, but "
+            f"{_dotted(self._names or ()) or 'nothing'} the first time: it must always be the same"
+        )
 
     def _choose(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
         if self._exploration is Exploration.RANDOM:
@@ -224,12 +285,14 @@ class UserPolicy(Policy):
             action = action.to(self._leaves[0].dtype)
         return action, log_prob
 
-    def _check(self, actions: Tensors, extras: Tensors) -> None:
-        for leaf in self._leaves:
+    def _learn(self, actions: Sequence[torch.Tensor], extras: Tensors) -> None:
+        """Check what the first call gave, and take its extras as those of every call."""
+        for leaf, action, shape in zip(self._leaves, actions, self._shapes, strict=True):
             # A narrower or wider type of the same kind is converted; another kind is a mistake.
-            got = actions[leaf.key].dtype
-            if got.is_floating_point != leaf.dtype.is_floating_point or got.is_complex:
-                raise self._misfit(leaf, actions[leaf.key])
+            got = action.dtype
+            other_kind = got.is_floating_point != leaf.dtype.is_floating_point or got.is_complex
+            if action.shape != shape or other_kind:
+                raise self._misfit(leaf, action)
         taken = {*self._inputs.tensors, *(leaf.key for leaf in self._leaves)}
         for key, value in extras.items():
             if key in taken or key[0] in RESERVED:
@@ -244,7 +307,7 @@ class UserPolicy(Policy):
         self.extras = tuple(
             Leaf(key, tuple(value.shape[1:]), value.dtype) for key, value in extras.items()
         )
-        self._checked = True
+        self._names = list(extras)
 
     def _misfit(self, leaf: Leaf, got: torch.Tensor) -> PolicyError:
         hint = ""
@@ -273,12 +336,23 @@ def _tensor(value: Any, name: object) -> torch.Tensor:
         try:
             value = torch.as_tensor(value)
         except (RuntimeError, TypeError, ValueError) as err:
+            where = ".".join(name) if isinstance(name, tuple) else name
             raise PolicyError(
-                f"the policy returned {_kind(value)} as {name!r}, which is no tensor and can't be "
+                f"the policy returned {_kind(value)} as {where!r}, which is no tensor and can't be "
                 "made one"
             ) from err
-    tensor: torch.Tensor = value.cpu() if value.is_cuda else value
-    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+    if value.is_cuda:
+        value = value.cpu()
+    tensor: torch.Tensor = value.float() if value.dtype is torch.bfloat16 else value
+    return tensor
+
+
+def _picker(names: Sequence[str]) -> Callable[[Any], Sequence[torch.Tensor]]:
+    """Takes the values of ``names`` out of a dict."""
+    if len(names) == 1:
+        name = names[0]
+        return lambda written: (written[name],)
+    return itemgetter(*names)
 
 
 def _kind(value: object) -> str:
@@ -288,8 +362,10 @@ def _kind(value: object) -> str:
 class _Exploring:
     """No gradients and an interaction type, entered once for a rollout."""
 
-    def __init__(self, exploration: Exploration) -> None:
-        self._contexts = (torch.no_grad(), set_interaction_type(exploration.interaction))
+    def __init__(
+        self, without_gradients: AbstractContextManager[Any], exploration: Exploration
+    ) -> None:
+        self._contexts = (without_gradients, set_interaction_type(exploration.interaction))
 
     def __enter__(self) -> None:
         for context in self._contexts:
@@ -311,7 +387,7 @@ class _Inputs:
             device = next((parameter.device for parameter in module.parameters()), None)
         self.num_envs = len(next(iter(observation.values())))
         self.tensors: Tensors = {}
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, array in observation.items():
             source = torch.from_numpy(array)
             # Only floats are cast: an integer may be an index, and a byte image's scale is the
@@ -319,11 +395,12 @@ class _Inputs:
             wanted = dtype if dtype and source.is_floating_point() else source.dtype
             target = source.to(device=device, dtype=wanted)
             if target is not source:
-                self._copies.append((target, source))
+                self.copies.append((target, source))
             self.tensors[key] = target
 
     def refresh(self) -> None:
-        for target, source in self._copies:
+        """Bring the copies up to date; inputs that need none are the arrays themselves."""
+        for target, source in self.copies:
             target.copy_(source)
 
     def entries(self) -> dict[str, Any]:
@@ -374,7 +451,7 @@ def _calling_convention(
         return lambda: policy(
             *map(_rebuilt, positional), **{name: _rebuilt(value) for name, value in named.items()}
         )
-    return lambda: policy(*positional, **named)
+    return partial(policy, *positional, **named)
 
 
 def _assign(
@@ -453,6 +530,10 @@ def _parameters(policy: Callable[..., Any]) -> list[inspect.Parameter]:
     except (TypeError, ValueError):
         # A builtin without a signature: it gets the observation.
         return [inspect.Parameter("observation", inspect.Parameter.POSITIONAL_ONLY)]
+
+
+def _as_key(name: str | Key) -> Key:
+    return (name,) if isinstance(name, str) else name
 
 
 def _dotted(keys: Iterable[Key]) -> str:

@@ -87,9 +87,21 @@ class Probe:
 
 
 def build_engine(
-    plan: WorkerPlan, *, traj_ids: Iterator[int], worker_id: int = 0, incarnation: int = 0
+    plan: WorkerPlan,
+    *,
+    traj_ids: Iterator[int],
+    worker_id: int = 0,
+    incarnation: int = 0,
+    shared: bool = False,
 ) -> Engine:
     """Make the envs and the policy of ``plan`` and try them out.
+
+    Args:
+        plan: what to make.
+        traj_ids: where the ids of new trajectories are taken from.
+        worker_id: the slot, for the makers' context.
+        incarnation: which process in that slot, for the same.
+        shared: whether the policy is the user's own object, not a copy.
 
     Raises:
         EnvError: an env can't be made, or raised.
@@ -115,6 +127,7 @@ def build_engine(
                 envs.action_space,
                 exploration=plan.exploration,
                 device=plan.device,
+                shared=shared,
             )
         return Engine(
             envs,

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("seconds", type=float)
     parser.add_argument("result", type=Path)
     given = parser.parse_args()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(given.result.parent,), daemon=True).start()
     warnings.simplefilter("ignore")
     outcome: dict[str, object]
     try:
@@ -44,11 +45,12 @@ def main() -> None:
     os._exit(0)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     # Not through sys.stdin, whose lock a forked process would find taken.
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
+    shutil.rmtree(folder, ignore_errors=True)  # its owner didn't live to do so
     os.killpg(0, signal.SIGKILL)
 
 

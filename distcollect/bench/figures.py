@@ -99,13 +99,13 @@ def run_trainer(seconds: float) -> Values:
     with make_rpc(workload, sync=False, num_workers=NUM_WORKERS) as collector:
         for _ in range(2 * NUM_WORKERS):
             collector.next()
-        cpu, begin, count = time.process_time(), time.perf_counter(), 0
+        cpu, begin, batches = time.process_time(), time.perf_counter(), 0
         while time.perf_counter() - begin < seconds:
             collector.next()
-            count += 1
+            batches += 1
         elapsed = time.perf_counter() - begin
         cpu = time.process_time() - cpu
-    return {"cpu_s_per_batch": cpu / count, "s_per_batch": elapsed / count}
+    return {"cpu_s_per_batch": cpu / batches, "s_per_batch": elapsed / batches}
 
 
 def run_memory(seconds: float) -> Values:
