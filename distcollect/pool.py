@@ -89,7 +89,8 @@ class Pool:
         self._fetched: deque[Rollout] = deque()
         self._max_fetched = len(self._seats) if sync else _PREFETCH
         self._frames_asked = 0
-        self._epoch = 0  # counts seeds
+        self._epoch = 0  # how often all that was asked for was given up
+        self._wanted: set[int] = set()  # in sync mode: who has not been asked yet for this batch
         self._seeding = False
         self._failed: tuple[int, BaseException] | None = None
         self._closed = False
@@ -113,11 +114,14 @@ class Pool:
         self._pushes.clear()
         with self._changed:
             self._check()
-            for worker_id, seat in self._seats.items():
-                # Those of a batch that timed out may still be under way.
-                if not seat.busy_slabs:
-                    self._request(worker_id)
-            self._wait(lambda: len(self._fetched) == len(self._seats), timeout_s)
+            self._wanted = set(self._seats)
+            self._ask()
+            try:
+                self._wait(lambda: len(self._fetched) == len(self._seats), timeout_s)
+            except BatchTimeout:
+                # What comes of it later would be older than the next batch's question.
+                self._give_up_all()
+                raise
             rollouts = {rollout.header.worker_id: rollout for rollout in self._fetched}
             self._fetched.clear()
         return [rollouts[worker_id] for worker_id in self._seats]
@@ -129,7 +133,7 @@ class Pool:
         """
         with self._changed:
             self._check()
-            self._keep_collecting()
+            self._ask()
             self._wait(lambda: bool(self._fetched), timeout_s)
             rollout = self._fetched.popleft()
             self._fetch_offers()
@@ -147,14 +151,8 @@ class Pool:
         """
         with self._changed:
             self._check()
-            self._epoch += 1
             self._seeding = True
-            for worker_id, offer in self._offers:
-                offer.decline()
-                self._give_up(worker_id)
-            self._offers.clear()
-            self._frames_asked -= self._rollout_frames * len(self._fetched)
-            self._fetched.clear()
+            self._give_up_all()
         answers: dict[int, Future[None]] = {}
         for index, (worker_id, seat) in enumerate(self._seats.items()):
             first = index * num_envs
@@ -168,6 +166,17 @@ class Pool:
             answer.result()
         # Calls may overtake each other on their way, so only now is what is asked for seeded.
         self._seeding = False
+
+    def _give_up_all(self) -> None:
+        """Take no rollout that was asked for until now."""
+        self._epoch += 1
+        self._wanted.clear()
+        for worker_id, offer in self._offers:
+            offer.decline()
+            self._give_up(worker_id)
+        self._offers.clear()
+        self._frames_asked -= self._rollout_frames * len(self._fetched)
+        self._fetched.clear()
 
     def _give_up(self, worker_id: int) -> None:
         self._seats[worker_id].busy_slabs -= 1
@@ -233,11 +242,16 @@ class Pool:
                 )
             self._changed.wait(remaining)
 
-    def _keep_collecting(self) -> None:
+    def _ask(self) -> None:
+        """Ask whoever can be asked for a rollout; called whenever that may have changed."""
         if self._seeding:
             return
         for worker_id, seat in self._seats.items():
-            if not seat.collecting and seat.busy_slabs < _SLABS_PER_WORKER:
+            if self._sync:
+                if worker_id in self._wanted and not seat.busy_slabs:
+                    self._wanted.discard(worker_id)
+                    self._request(worker_id)
+            elif not seat.collecting and seat.busy_slabs < _SLABS_PER_WORKER:
                 self._request(worker_id)
 
     def _request(self, worker_id: int) -> None:
@@ -267,8 +281,7 @@ class Pool:
                 else:
                     answer.result().decline()
                     self._give_up(worker_id)
-                if not self._sync:
-                    self._keep_collecting()
+                self._ask()
 
         self._transport.collect(seat.peer, request).add_done_callback(arrived)
 
@@ -296,8 +309,7 @@ class Pool:
                     self._changed.notify_all()
                 else:
                     self._give_up(worker_id)
-                if not self._sync:
-                    self._keep_collecting()
+                self._ask()
 
         offer.fetch().add_done_callback(arrived)
 

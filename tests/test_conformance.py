@@ -5,6 +5,7 @@ To put another class under it: one more line in DELIVERIES.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -797,3 +798,36 @@ def test_a_seed_counts_from_the_next_batch_on() -> None:
             return collector.next(timeout_s=60).exclude("collector")
 
     assert same(first_after(5, 0), first_after(5, 2))
+
+
+class SlowAtFirst(gym.Wrapper[Any, Any, Any, Any]):
+    """The first steps take a while."""
+
+    left = 3
+
+    def step(self, action: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            time.sleep(0.2)
+        return super().step(action)
+
+
+def test_a_sync_batch_that_came_too_late_is_not_the_next_one() -> None:
+    """What was asked for before the deadline passed is older than the next question."""
+    policy = Teller()
+    with dc.RPCDataCollector(
+        lambda: SlowAtFirst(gym.make("CartPole-v1")),
+        policy,
+        frames_per_batch=2 * T,
+        num_workers=2,
+        sync=True,
+    ) as collector:
+        with pytest.raises(dc.BatchTimeout, match=r"waited for workers \[0, 1\]"):
+            collector.next(timeout_s=0.05)
+        with torch.no_grad():
+            policy.told.fill_(1)
+        collector.update_policy_weights_()
+        batch = collector.next(timeout_s=60)
+        assert batch.shape == (2, T)
+        assert (batch["collector", "policy_version"] == 1).all()
+        assert (batch["told"] == 1).all()
