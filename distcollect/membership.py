@@ -15,6 +15,7 @@ from .errors import DeadlineError, WorkerError, WorkerLost, WorkerMismatch
 from .link import Connection, Gate, GateEvents, Message
 from .processes import describe_exit
 from .rpc import RpcTransport
+from .shared import Segment
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +213,10 @@ class Members(GateEvents):
             member = self._member_of(connection)
             if member is None:
                 return
-            self._transport.connect(member.peer, message["endpoint"])
+            segment = message.get("segment")
+            self._transport.connect(
+                member.peer, message["endpoint"], Segment(**segment) if segment else None
+            )
             member.state = State.READY
             self._changed.notify_all()
 

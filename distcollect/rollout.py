@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from .shared import SharedTensor, allocate
 from .spaces import Arrays, Key, Leaf, nested
 
 Tensors = list[torch.Tensor]
@@ -74,15 +75,26 @@ class _Wire:
         self._carried = layout.carried
         self.packed_bytes = sum(_aligned(size) for size in self._sizes if _is_small(size))
 
-    def allocate(self) -> tuple[Tensors, Tensors]:
-        """New memory: the tensors that travel, and one for each leaf in them."""
-        wire = [torch.zeros(self.packed_bytes, dtype=torch.uint8)]
-        wire += [
-            torch.zeros(shape, dtype=dtype)
+    def allocate(self, *, shared: bool) -> tuple[Tensors, list[SharedTensor]]:
+        """New memory: the tensors that travel, and what travels in place of the large ones.
+
+        The second is empty, unless the large ones are to be shared with processes of this host.
+        """
+        large = [
+            (shape, dtype, size)
             for (shape, dtype), size in zip(self._shapes, self._sizes, strict=True)
             if not _is_small(size)
         ]
-        return wire, self.leaves(wire)
+        packed = torch.zeros(self.packed_bytes, dtype=torch.uint8)
+        if not shared or not large:
+            return [packed, *(torch.zeros(shape, dtype=dtype) for shape, dtype, _ in large)], []
+        memory, segment = allocate(sum(_aligned(size) for _, _, size in large))
+        stand_ins: list[SharedTensor] = []
+        offset = 0
+        for shape, dtype, size in large:
+            stand_ins.append(SharedTensor(segment, offset, shape, dtype))
+            offset += _aligned(size)
+        return [packed, *(stand_in.within(memory) for stand_in in stand_ins)], stand_ins
 
     def leaves(self, wire: Tensors) -> Tensors:
         """One tensor for each leaf, sharing the memory of ``wire``."""
@@ -154,12 +166,14 @@ class Slab:
         tail: ``{key: [n, *shape]}`` of the carried leaves after the last frame.
     """
 
-    def __init__(self, layout: Layout, num_steps: int) -> None:
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
+        """Allocate it; ``shared``: such that a trainer on this host can map the large leaves."""
         self.layout = layout
         self.num_steps = num_steps
+        self.shared = shared
         self._wire = _Wire(layout, num_steps)
-        self._memory, leaves = self._wire.allocate()
-        arrays = [leaf.numpy() for leaf in leaves]
+        self._memory, self._stand_ins = self._wire.allocate(shared=shared)
+        arrays = [leaf.numpy() for leaf in self._wire.leaves(self._memory)]
         per_frame = layout.per_frame
         self.frames: Arrays = {
             leaf.key: array for leaf, array in zip(per_frame, arrays, strict=False)
@@ -199,12 +213,15 @@ class Slab:
         for key, rows in self._final.items():
             rows.append(final[key][source].copy())
 
-    def tensors(self) -> Tensors:
-        """The rollout as it travels. They are this slab's memory: valid until it is used again."""
-        if not self._final_at:
-            return self._memory
+    def tensors(self) -> list[Any]:
+        """The rollout as it travels: tensors, or SharedTensors in place of the large ones.
+
+        They are this slab's memory: valid until it is used again.
+        """
         packed, *large = self._memory
-        return [self._wire.with_final(packed, self._final_at, list(self._final.values())), *large]
+        if self._final_at:
+            packed = self._wire.with_final(packed, self._final_at, list(self._final.values()))
+        return [packed, *(self._stand_ins or large)]
 
 
 @dataclass(frozen=True)

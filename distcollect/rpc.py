@@ -11,13 +11,14 @@ for every process that merely waits.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.autograd
@@ -25,6 +26,8 @@ import torch.distributed.rpc
 
 from .errors import CollectorStateError, LaunchError
 from .rollout import Header, Tensors
+from .shared import Segment, SharedTensor
+from .threads import SerialThread
 from .transport import (
     INLINE_BYTES,
     CollectRequest,
@@ -44,6 +47,8 @@ _TRANSPORTS = ["uv"]
 _CHANNELS = ["cma", "mpt_uv", "basic"]
 _NUM_THREADS = 4
 _LEAVE_TIMEOUT_S = 2.0
+
+log = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FOREVER = 0  # every wait on a future has its own deadline; an RPC that merely lasts is no error
@@ -80,6 +85,8 @@ class RpcTransport:
         _service = service
         self._pending = Pending()
         self._peers: set[int] = set()
+        self._mapped: dict[int, dict[Segment, torch.Tensor]] = {}
+        self._copier = SerialThread("distcollect-copy")
         self._store = dist.HashStore()
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_NUM_THREADS,
@@ -93,11 +100,24 @@ class RpcTransport:
         rpc.api._init_rpc_states(self._agent)
         self.endpoint = self._store.get(_address_key(my_id)).decode()
 
-    def connect(self, peer: int, endpoint: str) -> None:
-        """Make ``peer``, whose agent listens at ``endpoint``, reachable from here."""
+    def connect(self, peer: int, endpoint: str, sample: Segment | None = None) -> None:
+        """Make ``peer``, whose agent listens at ``endpoint``, reachable from here.
+
+        Args:
+            peer: its id.
+            endpoint: its agent's address.
+            sample: some of its memory. If it can be mapped here, both are on one host, and large
+                tensors of rollouts are copied straight from there.
+        """
         self._store.set(_address_key(peer), endpoint)
         self._set_member(peer, present=True)
         self._peers.add(peer)
+        if sample is not None:
+            try:
+                sample.map()
+                self._mapped[peer] = {}
+            except OSError:
+                log.debug("peer %d is on another host, or its memory is closed to us", peer)
 
     def call(self, peer: int, method: str, *args: Any) -> Future[Any]:
         """See :class:`~distcollect.transport.Transport`."""
@@ -115,11 +135,13 @@ class RpcTransport:
             else:
                 offer.set_exception(error)
 
+        request = replace(request, shared=peer in self._mapped)
         self._ask(peer, _serve_collect, request).add_done_callback(deliver)
         return offer
 
     def evict(self, peer: int) -> None:
         """See :class:`~distcollect.transport.Transport`."""
+        self._mapped.pop(peer, None)
         if peer in self._peers:
             self._peers.discard(peer)
             self._set_member(peer, present=False)
@@ -129,6 +151,7 @@ class RpcTransport:
         """See :class:`~distcollect.transport.Transport`."""
         global _service  # noqa: PLW0603
         peers, self._peers = self._peers, set()
+        self._copier.close()
         if rpc.api._is_current_rpc_agent_set():
             if self._pending.settled(grace_s):
                 self._leave()
@@ -137,6 +160,29 @@ class RpcTransport:
         _service = None
         for peer in peers:
             self._pending.fail(peer)
+
+    def copy_shared(self, peer: int, sent: list[Any], fetched: Future[Tensors]) -> None:
+        """Complete ``fetched`` with tensors of our own for those that ``peer`` shares."""
+
+        def copy(tensor: Any) -> torch.Tensor:
+            if not isinstance(tensor, SharedTensor):
+                return cast("torch.Tensor", tensor)
+            mapped = self._mapped[peer]
+            if tensor.segment not in mapped:
+                mapped[tensor.segment] = tensor.segment.map()
+            return tensor.within(mapped[tensor.segment]).clone()
+
+        def copy_all() -> None:
+            try:
+                tensors = [copy(tensor) for tensor in sent]
+            except (KeyError, OSError) as error:
+                gone = lost(peer)
+                gone.__cause__ = error
+                fetched.set_exception(gone)
+            else:
+                fetched.set_result(tensors)
+
+        self._copier.submit(copy_all)
 
     def _leave(self) -> None:
         """Tell the agent that it is to end: it then takes its peers' ends as a matter of course.
@@ -195,9 +241,19 @@ class _RpcOffer:
             done: Future[Tensors] = Future()
             done.set_result(data)
             return done
-        fetched = self._transport._ask(self._peer, _serve_value, data)
+        fetched: Future[Tensors] = Future()
+
         # The worker may use the memory again once the RRef is gone, so it has to live until then.
-        fetched.add_done_callback(partial(_keep, data))
+        def arrived(sent: Future[list[Any]], _kept: Any = data) -> None:
+            error = sent.exception()
+            if error is not None:
+                fetched.set_exception(error)
+            elif any(isinstance(tensor, SharedTensor) for tensor in sent.result()):
+                self._transport.copy_shared(self._peer, sent.result(), fetched)
+            else:
+                fetched.set_result(sent.result())
+
+        self._transport._ask(self._peer, _serve_value, data).add_done_callback(arrived)
         return fetched
 
     def decline(self) -> None:
@@ -243,10 +299,6 @@ def _answer(method: str, args: tuple[Any, ...], package: Any) -> torch.futures.F
 
     as_future(service, method, *args).add_done_callback(deliver)
     return answer
-
-
-def _keep(_kept: object, _done: Future[Any]) -> None:
-    """As a callback, keeps an object alive until the future completes."""
 
 
 def _name(peer: int) -> str:

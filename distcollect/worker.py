@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 import os
 import pickle
 import queue
@@ -17,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from .link import Lifeline, exit_now
 from .policy import Exploration, Policy, RandomPolicy, UserPolicy
 from .rollout import Header, Layout, Slab, Tensors
 from .rpc import RpcTransport
+from .shared import allocate
 from .threads import do_jobs
 from .topology import interface_of
 from .transport import CollectRequest
@@ -246,8 +248,12 @@ class Worker:
 
     def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured
-        if not self._slabs or self._slabs[0].num_steps != request.num_steps:
-            self._slabs = [Slab(engine.layout, request.num_steps) for _ in range(_NUM_SLABS)]
+        wanted = (request.num_steps, request.shared)
+        if not self._slabs or (self._slabs[0].num_steps, self._slabs[0].shared) != wanted:
+            self._slabs = [
+                Slab(engine.layout, request.num_steps, shared=request.shared)
+                for _ in range(_NUM_SLABS)
+            ]
         slab = self._slabs[self._sequence % _NUM_SLABS]
         engine.collect(slab, random=request.random, fresh=request.fresh)
         tensors = slab.tensors()
@@ -269,6 +275,15 @@ class Worker:
         self._configured.seed(seeds)
         torch.manual_seed(torch_seed)
         np.random.seed(torch_seed % 2**32)  # noqa: NPY002 - for envs that still use it
+
+
+def _sample_of_memory() -> dict[str, Any] | None:
+    """A little shared memory: if the trainer can map it, rollouts needn't be sent."""
+    try:
+        return asdict(allocate(mmap.PAGESIZE)[1])
+    except OSError as error:
+        log.info("no shared memory here (%s): rollouts will be sent", error)
+        return None
 
 
 def main(boot: dict[str, Any]) -> None:
@@ -306,7 +321,7 @@ def main(boot: dict[str, Any]) -> None:
         exit_now(1)
 
     threading.Thread(target=watch, name="distcollect-lifeline", daemon=True).start()
-    lifeline.send({"endpoint": transport.endpoint})
+    lifeline.send({"endpoint": transport.endpoint, "segment": _sample_of_memory()})
     worker.run()
     dismissed.wait()  # ends with the trainer at the latest: see above
     sys.stdout.flush()

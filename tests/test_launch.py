@@ -86,6 +86,7 @@ def test_torchrun_on_one_host():
     for seen in report(output):
         assert seen["shape"] == [4, 60]
         assert seen["workers"] == [0, 1]
+        assert seen["workers whose memory is mapped"] == 2
         assert seen["listening"] == ["127.0.0.1"]
 
 
@@ -107,6 +108,8 @@ def test_torchrun_on_three_hosts(on_host):
     [seen_twice] = [report(output) for output in outputs if '[{"shape"' in output]
     for seen in seen_twice:
         assert seen["workers"] == [0, 1]
+        # They have process ids of their own, so they can't be mistaken for this host's.
+        assert seen["workers whose memory is mapped"] == 0
         assert seen["listening"] in [[f"10.77.0.{host}"] for host in hosts]
 
 

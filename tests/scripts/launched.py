@@ -4,9 +4,28 @@ import json
 import os
 import subprocess
 
+import gymnasium as gym
+import numpy as np
 import torch
 
 import distcollect as dc
+
+SHAPE = (128, 256)  # large enough that rollouts don't come along with their headers
+
+
+class Counting(gym.Env):
+    """Every byte of an observation says how many steps were made."""
+
+    observation_space = gym.spaces.Box(0, 255, SHAPE, np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(SHAPE, np.uint8), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.full(SHAPE, self.steps, np.uint8), 1.0, False, self.steps == 100, {}
 
 
 class Policy(torch.nn.Module):
@@ -26,26 +45,34 @@ def listening():
     return sorted({line.split()[3].rsplit(":", 1)[0] for line in mine})
 
 
+def check(batch, version):
+    assert (batch["seen"] == version).all()
+    before, after = batch["observation"], batch["next", "observation"]
+    assert (after == before + 1).all()
+    assert (before == before[..., :1, :1]).all()
+
+
 def main():
     policy = Policy()
     seen = []
     for _ in range(2):
         with dc.RPCDataCollector(
-            "CartPole-v1",
-            policy,
-            frames_per_batch=240,
-            total_frames=720,
-            envs_per_worker=2,
-            sync=True,
+            Counting, policy, frames_per_batch=240, total_frames=720, envs_per_worker=2, sync=True
         ) as collector:
             for batch in collector:
-                assert (batch["seen"] - policy.version.detach() == 0).all()
+                check(batch, policy.version.item())
                 with torch.no_grad():
                     policy.version += 1
                 collector.update_policy_weights_()
             worker_ids = batch["collector", "worker_id"].unique().tolist()
+            shared = len(collector._pool._transport._mapped)
             seen.append(
-                {"shape": list(batch.shape), "workers": worker_ids, "listening": listening()}
+                {
+                    "shape": list(batch.shape),
+                    "workers": worker_ids,
+                    "listening": listening(),
+                    "workers whose memory is mapped": shared,
+                }
             )
     print(json.dumps(seen))
 
