@@ -8,11 +8,11 @@ from torch import nn
 
 import distcollect as dc
 
-torchrl = pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
 
-from torchrl.data import LazyTensorStorage, ReplayBuffer  # noqa: E402
-from torchrl.objectives import ClipPPOLoss  # noqa: E402
-from torchrl.objectives.value import GAE  # noqa: E402
+@pytest.fixture(scope="module")
+def torchrl():
+    """Imported late: it makes multiprocessing spawn, which makes AsyncVectorEnvs slow to start."""
+    return pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,10 @@ def batch(request, actor):
         return collector.next()
 
 
-def test_ppo(batch, actor):
+def test_ppo(torchrl, batch, actor):
+    from torchrl.objectives import ClipPPOLoss  # noqa: PLC0415
+    from torchrl.objectives.value import GAE  # noqa: PLC0415
+
     critic = Mod(nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"])
     batch = GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch.clone())
     losses = ClipPPOLoss(actor, critic)(batch)
@@ -53,7 +56,9 @@ def test_ppo(batch, actor):
     assert losses["clip_fraction"] == 0
 
 
-def test_replay_buffer(batch):
+def test_replay_buffer(torchrl, batch):
+    from torchrl.data import LazyTensorStorage, ReplayBuffer  # noqa: PLC0415
+
     buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)
     buffer.extend(batch.reshape(-1))
     assert len(buffer) == 256
