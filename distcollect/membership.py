@@ -16,6 +16,7 @@ from .link import Connection, Gate, GateEvents, Message
 from .processes import describe_exit
 from .rpc import RpcTransport
 from .shared import Segment
+from .threads import LOOK_UP_S
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Members(GateEvents):
                         f"workers {missing} did not join within {timeout_s:g} s; see their own "
                         "output for what they were doing"
                     )
-                self._changed.wait(remaining)
+                self._changed.wait(min(remaining, LOOK_UP_S))
 
     def stop(self) -> None:
         """Have all stop stepping and close their envs."""

@@ -19,7 +19,7 @@ import torch
 
 from .errors import BatchTimeout, CollectorStateError, DeadlineError, WorkerError, WorkerLost
 from .rollout import Rollout, Tensors
-from .threads import arrives
+from .threads import LOOK_UP_S, arrives
 from .transport import CollectRequest, Offer, Transport
 from .weights import PushHandle, WeightSender
 
@@ -240,7 +240,7 @@ class Pool:
                     f"no batch within {timeout_s:g} s; waited for workers {late}. "
                     "Faults(batch_timeout_s=...) gives them longer"
                 )
-            self._changed.wait(remaining)
+            self._changed.wait(min(remaining, LOOK_UP_S))
 
     def _ask(self) -> None:
         """Ask whoever can be asked for a rollout; called whenever that may have changed."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+# Python misses a signal that comes while its main thread gives up the interpreter lock to wait: it
+# is seen only when the wait ends. So that Ctrl-C works, no wait of the user's thread is longer.
+LOOK_UP_S = 0.5
 
 
 class SerialThread:
@@ -53,4 +58,8 @@ def do_jobs(
 
 def arrives(answer: Future[Any], timeout_s: float) -> bool:
     """Wait up to ``timeout_s`` for ``answer``; whether it is there (a result or an error)."""
-    return bool(wait([answer], max(0.0, timeout_s)).done)
+    deadline = time.monotonic() + timeout_s
+    while not wait([answer], max(0.0, min(deadline - time.monotonic(), LOOK_UP_S))).done:
+        if time.monotonic() >= deadline:
+            return False
+    return True
