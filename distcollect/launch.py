@@ -141,7 +141,6 @@ def _supervise(launch: Launch) -> None:
     processes: LocalProcesses | None = None
     try:
         lifeline, boot = _meet_trainer(launch)
-        # One more than needed is let go without a word: nothing may hang on a late answer.
         report = lifeline
         processes = LocalProcesses(
             lambda worker_id, code: report.send({"exited": worker_id, "code": code})

@@ -7,6 +7,7 @@ TorchRL's keys, rebuilding what follows from the rest (``next`` observations, ``
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,12 @@ class _Wire:
         return at[1:], values
 
 
+@functools.lru_cache(maxsize=16)
+def _wire_of(layout: Layout, num_steps: int) -> _Wire:
+    """The wire form, worked out once and not for every batch."""
+    return _Wire(layout, num_steps)
+
+
 def _none_of(leaf: Leaf) -> torch.Tensor:
     """A tensor ``[0, *leaf.shape]``."""
     return torch.empty((0, *leaf.shape), dtype=leaf.dtype)
@@ -171,7 +178,7 @@ class Slab:
         self.layout = layout
         self.num_steps = num_steps
         self.shared = shared
-        self._wire = _Wire(layout, num_steps)
+        self._wire = _wire_of(layout, num_steps)
         self._memory, self._stand_ins = self._wire.allocate(shared=shared)
         arrays = [leaf.numpy() for leaf in self._wire.leaves(self._memory)]
         per_frame = layout.per_frame
@@ -279,8 +286,7 @@ def assemble(
         other, and with the rollouts only where there is a single one, which it then takes over.
     """
     one = len(rollouts) == 1
-    num_steps = _num_steps(layout, rollouts[0])
-    wire = _Wire(layout, num_steps)
+    wire = _wire_of(layout, rollouts[0].header.num_frames // layout.num_envs)
     parts = [wire.leaves(rollout.tensors) for rollout in rollouts]
 
     def joined(index: int) -> torch.Tensor:
@@ -332,7 +338,3 @@ def assemble(
     if stack:
         return out.unflatten(0, (len(rollouts), layout.num_envs))
     return out.squeeze(0) if squeeze and rows == 1 else out
-
-
-def _num_steps(layout: Layout, rollout: Rollout) -> int:
-    return rollout.header.num_frames // layout.num_envs
