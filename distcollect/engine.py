@@ -98,8 +98,7 @@ class Engine:
         self._lengths = np.zeros(envs.num_envs, np.int64)
         envs.reset()
         first = {key: array.copy() for key, array in envs.obs.items()}
-        with policy.exploring():
-            policy()
+        policy.try_out()
         # It may have changed its input in place.
         for key, array in envs.obs.items():
             array[:] = first[key]
@@ -234,9 +233,9 @@ class Engine:
         self.counts.stepped += slab.num_steps * envs.num_envs
 
     def _end_trajectories(self, slab: Slab, step: int, out: Step) -> None:
-        slab.terminated[:, step] = out.terminated
-        slab.truncated[:, step] = out.truncated
         for row in out.ended:
+            slab.terminated[row, step] = out.terminated[row]
+            slab.truncated[row, step] = out.truncated[row]
             slab.add_final(row, step, self._envs.final)
             traj_id = next(self._new_traj_ids)
             self._traj_ids[row] = traj_id

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import copy
 import enum
-import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from operator import itemgetter
-from typing import Any, get_type_hints
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction_type
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 from torch.distributions import Distribution
 
+from .calling import Inputs, Tensors, calling_convention, keeps_tensors
 from .errors import ArgumentError, PolicyError
-from .spaces import RESERVED, Arrays, Key, Leaf, flatten, leaves_of, nested
+from .spaces import RESERVED, Arrays, Key, Leaf, flatten, leaves_of
 
 log = logging.getLogger(__name__)
-
-Tensors = dict[Key, torch.Tensor]
 
 
 class Exploration(str, enum.Enum):
@@ -83,6 +80,11 @@ class Policy(ABC):
         """The context in which a whole rollout's calls are made."""
         return torch.no_grad()
 
+    def try_out(self) -> None:
+        """Call it for the first time, which tells what it writes."""
+        with self.exploring():
+            self()
+
 
 class RandomPolicy(Policy):
     """Actions drawn from the action space, one generator for each env."""
@@ -136,8 +138,8 @@ class UserPolicy(Policy):
             action_space: of a single env.
             exploration: for policies that have, or return, a distribution.
             device: moves the policy there; None leaves it where it is.
-            shared: the user trains this very object. Then tensors that it keeps from one call to
-                another must do for autograd, as those of inference mode, which is faster, don't.
+            shared: the user trains this very object. Tensors that it keeps must then do for
+                autograd, as those of inference mode, which is faster, don't.
 
         Raises:
             PolicyError: no way to call it with these observations.
@@ -146,7 +148,7 @@ class UserPolicy(Policy):
             self.module = policy if device is None else policy.to(device)
         self._policy = policy
         self._exploration = exploration
-        self._shared = shared
+        self._feeds_autograd = shared
         self._action_space = action_space
         self._leaves = leaves_of(action_space, "action")
         # Then a pair that ends in a dict is an action, not an action with extras.
@@ -158,15 +160,24 @@ class UserPolicy(Policy):
         self._num_envs = len(next(iter(observation.values())))
         self._shapes = [torch.Size((self._num_envs, *leaf.shape)) for leaf in self._leaves]
         self._is_leaf = [leaf.key for leaf in self._leaves] == [("action",)]
-        self._inputs = _Inputs(observation, self.module, device)
-        self._call = _calling_convention(policy, self._inputs, observation_space)
+        self._inputs = Inputs(observation, self.module, device)
+        self._call = calling_convention(policy, self._inputs, observation_space)
         self._names: list[Key] | None = None  # of the extras; known after the first call
         self._pick: Callable[[Any], Sequence[torch.Tensor]] | None = None
 
     def exploring(self) -> AbstractContextManager[Any]:
         """No gradients, and the exploration type set for TensorDict policies."""
-        without_gradients = torch.no_grad() if self._shared else torch.inference_mode()
+        without_gradients = torch.no_grad() if self._feeds_autograd else torch.inference_mode()
         return _Exploring(without_gradients, self._exploration)
+
+    def try_out(self) -> None:
+        """As :meth:`Policy.try_out`; a shared module that keeps nothing gets inference mode."""
+        if not self._feeds_autograd or self.module is None:
+            super().try_out()
+            return
+        keeps_others = keeps_tensors(self.module)
+        super().try_out()
+        self._feeds_autograd = keeps_others()
 
     def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         if self._inputs.copies:
@@ -376,162 +387,6 @@ class _Exploring:
             context.__exit__(*exc)
 
 
-class _Inputs:
-    """The observation arrays as tensors that the policy can take."""
-
-    def __init__(
-        self, observation: Arrays, module: nn.Module | None, device: torch.device | None
-    ) -> None:
-        dtype = _floating_dtype(module)
-        if device is None and module is not None:
-            device = next((parameter.device for parameter in module.parameters()), None)
-        self.num_envs = len(next(iter(observation.values())))
-        self.tensors: Tensors = {}
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for key, array in observation.items():
-            source = torch.from_numpy(array)
-            # Only floats are cast: an integer may be an index, and a byte image's scale is the
-            # policy's own business.
-            wanted = dtype if dtype and source.is_floating_point() else source.dtype
-            target = source.to(device=device, dtype=wanted)
-            if target is not source:
-                self.copies.append((target, source))
-            self.tensors[key] = target
-
-    def refresh(self) -> None:
-        """Bring the copies up to date; inputs that need none are the arrays themselves."""
-        for target, source in self.copies:
-            target.copy_(source)
-
-    def entries(self) -> dict[str, Any]:
-        """Top-level entries: tensors, or nested dicts of them."""
-        return nested(self.tensors)
-
-    def tensordict(self) -> Callable[[], TensorDict]:
-        """Makes a TensorDict ``[n]`` around the inputs; a new shell for each call of the policy."""
-        template = TensorDict(self.entries(), batch_size=[self.num_envs])
-        make: Callable[[], TensorDict] = template.copy
-        return make
-
-
-def _floating_dtype(module: nn.Module | None) -> torch.dtype | None:
-    parameters: Iterable[torch.Tensor] = module.parameters() if module is not None else ()
-    return next((p.dtype for p in parameters if p.is_floating_point()), None)
-
-
-def _calling_convention(
-    policy: Callable[..., Any], inputs: _Inputs, observation_space: gym.Space[Any]
-) -> Callable[[], Any]:
-    """How ``policy`` is called, as a callable without arguments.
-
-    Raises:
-        PolicyError: it needs a parameter that is no entry of the observation.
-    """
-    if takes_tensordict(policy):
-        make = inputs.tensordict()
-
-        def call_with_tensordict() -> Any:
-            td = make()
-            output = policy(td)
-            return td if output is None else output
-
-        return call_with_tensordict
-
-    entries = inputs.entries()
-    observation: Any
-    if isinstance(observation_space, gym.spaces.Dict):
-        observation = {name: entries[name] for name in observation_space}
-        named_entries = entries
-    else:
-        observation = _as_tuple(observation_space, entries["observation"])
-        named_entries = {name: entries[name] for name in entries if name != "observation"}
-    positional, named = _assign(_parameters(policy), observation, named_entries)
-    if any(isinstance(value, dict | tuple) for value in (*positional, *named.values())):
-        # The policy may take what it gets apart.
-        return lambda: policy(
-            *map(_rebuilt, positional), **{name: _rebuilt(value) for name, value in named.items()}
-        )
-    return partial(policy, *positional, **named)
-
-
-def _assign(
-    parameters: Sequence[inspect.Parameter], observation: Any, entries: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments for a policy's parameters: entries by name, else the observation for the first.
-
-    Raises:
-        PolicyError: another parameter is no entry's name and has no default.
-    """
-    positional: list[Any] = []
-    named: dict[str, Any] = {}
-    for index, parameter in enumerate(parameters):
-        name = parameter.name
-        if parameter.kind is parameter.VAR_KEYWORD:
-            named = {**entries, **named}
-        elif name in entries and parameter.kind is parameter.POSITIONAL_ONLY:
-            positional.append(entries[name])
-        elif name in entries:
-            named[name] = entries[name]
-        elif index == 0:
-            positional.append(observation)
-        elif (
-            parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
-        ):
-            raise PolicyError(
-                f"the policy's parameter {name!r} is no entry of the observation; there are: "
-                f"{', '.join(entries) or 'none'}"
-            )
-    return positional, named
-
-
-def _rebuilt(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _rebuilt(part) for name, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_rebuilt, value))
-    return value
-
-
-def _as_tuple(space: gym.Space[Any], value: Any) -> Any:
-    if isinstance(space, gym.spaces.Tuple):
-        return tuple(_as_tuple(part, value[str(i)]) for i, part in enumerate(space))
-    if isinstance(space, gym.spaces.Dict):
-        return {name: _as_tuple(part, value[name]) for name, part in space.items()}
-    return value
-
-
-def takes_tensordict(policy: Callable[..., Any]) -> bool:
-    """Whether ``policy`` is called with a TensorDict.
-
-    It is if it is a TensorDictModule, or has one parameter that is named ``td`` or ``tensordict``
-    or annotated as a TensorDict.
-    """
-    if isinstance(policy, TensorDictModuleBase):
-        return True
-    parameters = _parameters(policy)
-    if len(parameters) != 1:
-        return False
-    if parameters[0].name in {"td", "tensordict"}:
-        return True
-    try:
-        function = policy.forward if isinstance(policy, nn.Module) else policy
-        if not inspect.isroutine(function):
-            function = type(function).__call__
-        hint = get_type_hints(function).get(parameters[0].name)
-    except (NameError, TypeError):
-        hint = None
-    return isinstance(hint, type) and issubclass(hint, TensorDictBase)
-
-
-def _parameters(policy: Callable[..., Any]) -> list[inspect.Parameter]:
-    function = policy.forward if isinstance(policy, nn.Module) else policy
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        # A builtin without a signature: it gets the observation.
-        return [inspect.Parameter("observation", inspect.Parameter.POSITIONAL_ONLY)]
-
-
 def _as_key(name: str | Key) -> Key:
     return (name,) if isinstance(name, str) else name
 
@@ -542,12 +397,3 @@ def _dotted(keys: Iterable[Key]) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by their ``state_dict`` names, tied ones once."""
-    seen: set[int] = set()
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and id(value) not in seen:
-            seen.add(id(value))
-            yield name, value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,31 +63,35 @@ class _Wire:
     """How a rollout of T steps lies in the tensors that travel.
 
     The first holds all small leaves, and then the final observations; each large leaf has one of
-    its own. A leaf stands here once for all frames, ``[n, T, *shape]``, and if it is a carried one
-    again for what follows the last, ``[n, *shape]``.
+    its own. Where the receiver maps the sender's memory no leaf is sent, so none is small. A leaf
+    stands here once for all frames, ``[n, T, *shape]``, and if it is a carried one again for what
+    follows the last, ``[n, *shape]``.
     """
 
-    def __init__(self, layout: Layout, num_steps: int) -> None:
+    def __init__(self, layout: Layout, num_steps: int, *, mapped: bool) -> None:
         n = layout.num_envs
         leaves = [(leaf, (n, num_steps, *leaf.shape)) for leaf in layout.per_frame]
         leaves += [(leaf, (n, *leaf.shape)) for leaf in layout.carried]
         self._shapes = [(shape, leaf.dtype) for leaf, shape in leaves]
         self._sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes]
+        self._is_small = [not mapped and size < _PACKED_BELOW_BYTES for size in self._sizes]
+        self._mapped = mapped
         self._carried = layout.carried
-        self.packed_bytes = sum(_aligned(size) for size in self._sizes if _is_small(size))
+        self.packed_bytes = sum(
+            _aligned(size) for size, small in zip(self._sizes, self._is_small, strict=True) if small
+        )
 
-    def allocate(self, *, shared: bool) -> tuple[Tensors, list[SharedTensor]]:
-        """New memory: the tensors that travel, and what travels in place of the large ones.
-
-        The second is empty, unless the large ones are to be shared with processes of this host.
-        """
+    def allocate(self) -> tuple[Tensors, list[SharedTensor]]:
+        """New memory: the tensors that travel, and if it is mapped what travels in their place."""
         large = [
             (shape, dtype, size)
-            for (shape, dtype), size in zip(self._shapes, self._sizes, strict=True)
-            if not _is_small(size)
+            for (shape, dtype), size, small in zip(
+                self._shapes, self._sizes, self._is_small, strict=True
+            )
+            if not small
         ]
         packed = torch.zeros(self.packed_bytes, dtype=torch.uint8)
-        if not shared or not large:
+        if not self._mapped:
             return [packed, *(torch.zeros(shape, dtype=dtype) for shape, dtype, _ in large)], []
         memory, segment = allocate(sum(_aligned(size) for _, _, size in large))
         stand_ins: list[SharedTensor] = []
@@ -102,18 +106,22 @@ class _Wire:
         packed, *large = wire
         leaves: Tensors = []
         start = 0
-        for (shape, dtype), size in zip(self._shapes, self._sizes, strict=True):
-            if _is_small(size):
+        for (shape, dtype), size, small in zip(
+            self._shapes, self._sizes, self._is_small, strict=True
+        ):
+            if small:
                 leaves.append(_view(packed, start, shape, dtype))
                 start += _aligned(size)
             else:
                 leaves.append(large.pop(0))
         return leaves
 
-    def with_final(self, packed: torch.Tensor, at: list[int], final: Sequence[Any]) -> torch.Tensor:
+    def with_final(
+        self, packed: torch.Tensor, at: list[int], final: Iterable[np.ndarray]
+    ) -> torch.Tensor:
         """``packed``; then how many episodes ended, where, and each carried leaf's final values."""
         parts = [packed]
-        for array in (np.array([len(at), *at], np.int64), *map(np.stack, final)):
+        for array in (np.array([len(at), *at], np.int64), *final):
             flat = torch.from_numpy(array).reshape(-1).view(torch.uint8)
             parts += [flat, flat.new_zeros(_aligned(len(flat)) - len(flat))]
         return torch.cat(parts)
@@ -134,18 +142,14 @@ class _Wire:
 
 
 @functools.lru_cache(maxsize=16)
-def _wire_of(layout: Layout, num_steps: int) -> _Wire:
+def _wire_of(layout: Layout, num_steps: int, *, mapped: bool) -> _Wire:
     """The wire form, worked out once and not for every batch."""
-    return _Wire(layout, num_steps)
+    return _Wire(layout, num_steps, mapped=mapped)
 
 
 def _none_of(leaf: Leaf) -> torch.Tensor:
     """A tensor ``[0, *leaf.shape]``."""
     return torch.empty((0, *leaf.shape), dtype=leaf.dtype)
-
-
-def _is_small(num_bytes: int) -> bool:
-    return num_bytes < _PACKED_BELOW_BYTES
 
 
 def _aligned(num_bytes: int) -> int:
@@ -174,12 +178,12 @@ class Slab:
     """
 
     def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
-        """Allocate it; ``shared``: such that a trainer on this host can map the large leaves."""
+        """Allocate it; ``shared``: such that a trainer on this host can map it."""
         self.layout = layout
         self.num_steps = num_steps
         self.shared = shared
-        self._wire = _wire_of(layout, num_steps)
-        self._memory, self._stand_ins = self._wire.allocate(shared=shared)
+        self._wire = _wire_of(layout, num_steps, mapped=shared)
+        self._memory, self._stand_ins = self._wire.allocate()
         arrays = [leaf.numpy() for leaf in self._wire.leaves(self._memory)]
         per_frame = layout.per_frame
         self.frames: Arrays = {
@@ -198,15 +202,14 @@ class Slab:
         self.traj_ids = self.frames["traj_ids",]
         self.policy_version = self.frames["policy_version",]
         self._final_at: list[int] = []
-        self._final: dict[Key, list[np.ndarray]] = {leaf.key: [] for leaf in layout.carried}
+        self._final_room = layout.num_envs
+        self._final: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
 
     def clear_ends(self) -> None:
         """Forget the episode ends of the last rollout; the engine writes only where one ends."""
         self.terminated.fill(False)
         self.truncated.fill(False)
         self._final_at.clear()
-        for rows in self._final.values():
-            rows.clear()
 
     def add_final(
         self, row: int, step: int, final: Arrays, *, source_row: int | None = None
@@ -215,19 +218,25 @@ class Slab:
 
         It stands in the same row of ``final``, or in ``source_row``.
         """
-        self._final_at.append(row * self.num_steps + step)
+        count = len(self._final_at)
         source = row if source_row is None else source_row
-        for key, rows in self._final.items():
-            rows.append(final[key][source].copy())
+        if count == self._final_room:
+            self._final_room *= 2
+            for key, kept in self._final.items():
+                self._final[key] = np.concatenate([kept, np.zeros_like(kept)])
+        for key, kept in self._final.items():
+            kept[count] = final[key][source]
+        self._final_at.append(row * self.num_steps + step)
 
     def tensors(self) -> list[Any]:
-        """The rollout as it travels: tensors, or SharedTensors in place of the large ones.
+        """The rollout as it travels: tensors, or SharedTensors in place of all but the first.
 
         They are this slab's memory: valid until it is used again.
         """
         packed, *large = self._memory
         if self._final_at:
-            packed = self._wire.with_final(packed, self._final_at, list(self._final.values()))
+            final = (kept[: len(self._final_at)] for kept in self._final.values())
+            packed = self._wire.with_final(packed, self._final_at, final)
         return [packed, *(self._stand_ins or large)]
 
 
@@ -264,6 +273,12 @@ class Rollout:
     tensors: Tensors
 
 
+def _wire_of_rollout(layout: Layout, rollout: Rollout) -> _Wire:
+    num_leaves = len(layout.per_frame) + len(layout.carried)
+    num_steps = rollout.header.num_frames // layout.num_envs
+    return _wire_of(layout, num_steps, mapped=len(rollout.tensors) > num_leaves)
+
+
 def assemble(
     layout: Layout,
     rollouts: Sequence[Rollout],
@@ -286,8 +301,8 @@ def assemble(
         other, and with the rollouts only where there is a single one, which it then takes over.
     """
     one = len(rollouts) == 1
-    wire = _wire_of(layout, rollouts[0].header.num_frames // layout.num_envs)
-    parts = [wire.leaves(rollout.tensors) for rollout in rollouts]
+    wires = [_wire_of_rollout(layout, rollout) for rollout in rollouts]
+    parts = [wire.leaves(r.tensors) for wire, r in zip(wires, rollouts, strict=True)]
 
     def joined(index: int) -> torch.Tensor:
         if one:
@@ -299,7 +314,7 @@ def assemble(
     flat = {leaf.key: joined(index) for index, leaf in enumerate(layout.per_frame)}
     reward = flat["reward",]
     rows, steps = reward.shape
-    ends = [wire.final(rollout.tensors[0]) for rollout in rollouts]
+    ends = [wire.final(r.tensors[0]) for wire, r in zip(wires, rollouts, strict=True)]
     final_at = torch.cat([at + k * layout.num_envs * steps for k, (at, _) in enumerate(ends)])
 
     following: dict[Key, torch.Tensor] = {}

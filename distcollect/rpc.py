@@ -46,6 +46,8 @@ rpc: Any = torch.distributed.rpc
 _TRANSPORTS = ["uv"]
 _CHANNELS = ["cma", "mpt_uv", "basic"]
 _NUM_THREADS = 4
+# Copying less takes no longer than handing it to another thread.
+_COPIED_AT_ONCE_BYTES = 512 * 1024
 _LEAVE_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -106,8 +108,8 @@ class RpcTransport:
         Args:
             peer: its id.
             endpoint: its agent's address.
-            sample: some of its memory. If it can be mapped here, both are on one host, and large
-                tensors of rollouts are copied straight from there.
+            sample: some of its memory. If it can be mapped here, both are on one host, and
+                rollouts are copied straight from there.
         """
         self._store.set(_address_key(peer), endpoint)
         self._set_member(peer, present=True)
@@ -182,7 +184,10 @@ class RpcTransport:
             else:
                 fetched.set_result(tensors)
 
-        self._copier.submit(copy_all)
+        if sum(tensor.nbytes for tensor in sent) > _COPIED_AT_ONCE_BYTES:
+            self._copier.submit(copy_all)
+        else:
+            copy_all()
 
     def _leave(self) -> None:
         """Tell the agent that it is to end: it then takes its peers' ends as a matter of course.
@@ -237,24 +242,27 @@ class _RpcOffer:
 
     def fetch(self) -> Future[Tensors]:
         data, self._data = self._data, None
-        if isinstance(data, list):
-            done: Future[Tensors] = Future()
-            done.set_result(data)
-            return done
         fetched: Future[Tensors] = Future()
+        if isinstance(data, list):
+            self._complete(fetched, data)
+            return fetched
 
         # The worker may use the memory again once the RRef is gone, so it has to live until then.
         def arrived(sent: Future[list[Any]], _kept: Any = data) -> None:
             error = sent.exception()
             if error is not None:
                 fetched.set_exception(error)
-            elif any(isinstance(tensor, SharedTensor) for tensor in sent.result()):
-                self._transport.copy_shared(self._peer, sent.result(), fetched)
             else:
-                fetched.set_result(sent.result())
+                self._complete(fetched, sent.result())
 
         self._transport._ask(self._peer, _serve_value, data).add_done_callback(arrived)
         return fetched
+
+    def _complete(self, fetched: Future[Tensors], sent: list[Any]) -> None:
+        if any(isinstance(tensor, SharedTensor) for tensor in sent):
+            self._transport.copy_shared(self._peer, sent, fetched)
+        else:
+            fetched.set_result(sent)
 
     def decline(self) -> None:
         self._data = None
@@ -274,7 +282,8 @@ def _serve_call(method: str, args: tuple[Any, ...]) -> torch.futures.Future[Any]
 def _serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
     def package(rollout: tuple[Header, Tensors]) -> tuple[Header, Any]:
         header, tensors = rollout
-        return header, tensors if header.num_bytes <= INLINE_BYTES else rpc.RRef(tensors)
+        sent_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+        return header, tensors if sent_bytes <= INLINE_BYTES else rpc.RRef(tensors)
 
     return _answer("collect", (request,), package)
 

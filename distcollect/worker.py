@@ -7,6 +7,7 @@ more thread (:mod:`.weights`); the lifeline's thread ends the process when the t
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import mmap
@@ -243,6 +244,9 @@ class Worker:
         if self._stopping:
             self._engine.stop()
         self._receiver = WeightReceiver(self._engine.weights, self._address)
+        # What exists by now stays: the collector of cyclic garbage needn't go through all of torch.
+        gc.collect()
+        gc.freeze()
         weights = self._engine.weights
         return Probe(self._engine.layout, weights.layout, gpu_of(weights.device))
 

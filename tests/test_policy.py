@@ -683,3 +683,75 @@ def test_what_cannot_travel() -> None:
         dc.RPCDataCollector("CartPole-v1", lambda x: lock, frames_per_batch=8, num_workers=1)
     with pytest.raises(dc.ArgumentError, match="create_env_fn can't be sent"):
         dc.RPCDataCollector(lambda: lock, None, frames_per_batch=8, num_workers=1)
+
+
+class Keeping(nn.Module):
+    """Keeps a tensor in some place, and notes whether it was called in inference mode."""
+
+    def __init__(self, keep: Callable[[Keeping, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.shelf: dict[str, list[Any]] = {"top": [types.SimpleNamespace(drawer=None)]}
+        self.keep = keep
+        self.modes: list[bool] = []
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.modes.append(torch.is_inference_mode_enabled())
+        self.calls += 1
+        logits = self.linear(observation)
+        self.keep(self, logits)
+        return logits.argmax(-1)
+
+
+def _in_an_attribute(module: Keeping, value: torch.Tensor) -> None:
+    module.linear.last = value
+
+
+def _deep_inside(module: Keeping, value: torch.Tensor) -> None:
+    module.shelf["top"][0].drawer = (value,)
+
+
+def _as_a_buffer(module: Keeping, value: torch.Tensor) -> None:
+    module.register_buffer("last", value)
+
+
+def _nowhere(module: Keeping, value: torch.Tensor) -> None:
+    """It is forgotten."""
+
+
+@pytest.mark.parametrize(
+    ("keep", "fast"),
+    [(_nowhere, True), (_in_an_attribute, False), (_deep_inside, False), (_as_a_buffer, False)],
+)
+def test_a_shared_module_gets_inference_mode_if_it_keeps_no_tensor(keep: Any, fast: bool) -> None:
+    module = Keeping(keep)
+    bound, _ = bind(module, shared=True)
+    bound.try_out()
+    with bound.exploring():
+        bound()
+    assert module.modes == [False, fast]
+    # Nothing that it holds now stops it from being trained.
+    kept = getattr(module.linear, "last", torch.zeros(N, 5))
+    (module.linear(torch.ones(N, 4)) * kept * module.calls).sum().backward()
+
+
+def test_a_shared_function_may_keep_anything_anywhere() -> None:
+    modes = []
+
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        modes.append(torch.is_inference_mode_enabled())
+        return pick(observation)
+
+    bound, _ = bind(policy, shared=True)
+    bound.try_out()
+    with bound.exploring():
+        bound()
+    assert modes == [False, False]
+
+
+def test_a_copy_always_gets_inference_mode() -> None:
+    module = Keeping(_in_an_attribute)
+    bound, _ = bind(module)
+    bound.try_out()
+    assert module.modes == [True]

@@ -64,7 +64,8 @@ class PlainBatch(EnvBatch):
         actions = self._split(action) if self._discrete is None else action[self._discrete]
         row, value = 0, _NOTHING
         try:
-            for row, (step, act) in enumerate(zip(self._steps, actions, strict=True)):
+            # Not strict: numpy tells the end of an array by an exception, which is slow.
+            for row, (step, act) in enumerate(zip(self._steps, actions, strict=False)):
                 value, reward, term, trunc, info = step(act)
                 if only is not None:
                     only[row][...] = value
@@ -78,25 +79,44 @@ class PlainBatch(EnvBatch):
                 if noted:
                     self._put_info(row, info)
         except Exception as err:
-            with self._naming_env("step", row):
-                # Did the env raise, or numpy when it was to take what the env returned?
-                if value is not _NOTHING and not isinstance(err, EnvError):
-                    self._check(value, "step", row)
-                raise
+            self._explain(err, "step", row, value)
+            raise
         return result
 
     def _reset_rows(self, rows: list[int]) -> None:
-        for row in rows:
-            self._reset_row(row)
+        # As bare as stepping: episodes of a young policy are short.
+        only = self._only
+        row, value = 0, _NOTHING
+        try:
+            for row in rows:
+                value = _NOTHING
+                value, info = self._envs[row].reset()
+                if only is not None:
+                    only[row][...] = value
+                else:
+                    self._put(self._places[row], value)
+                if self._noted:
+                    self._put_reset_info(row, info)
+        except Exception as err:
+            self._explain(err, "reset", row, value)
+            raise
 
-    def _reset_row(self, row: int, seed: int | None = None) -> None:
+    def _reset_row(self, row: int, seed: int | None) -> None:
         with self._naming_env("reset", row):
             value, info = self._envs[row].reset(seed=seed)
             self._check(value, "reset", row)
             self._put(self._places[row], value)
-            for leaf, _ in self._noted:
-                self.obs[leaf.key][row] = self._missing[leaf.key]
-            self._put_info(row, info)
+            self._put_reset_info(row, info)
+
+    def _explain(self, error: Exception, call: str, row: int, value: Any) -> None:
+        """Raise an EnvError for what happened while a row was stepped or reset.
+
+        Did the env raise, or numpy when it was to take ``value`` from it?
+        """
+        with self._naming_env(call, row):
+            if value is not _NOTHING and not isinstance(error, EnvError):
+                self._check(value, call, row)
+            raise error
 
     def _first_step(self, row: int) -> Callable[[Any], Any]:
         """The step function of an env that checks its result once and then takes itself away."""
@@ -122,6 +142,11 @@ class PlainBatch(EnvBatch):
             for name in way:
                 part = part[name]
             place[...] = part
+
+    def _put_reset_info(self, row: int, info: Mapping[str, Any]) -> None:
+        for leaf, _ in self._noted:
+            self.obs[leaf.key][row] = self._missing[leaf.key]
+        self._put_info(row, info)
 
     def _put_info(self, row: int, info: Mapping[str, Any]) -> None:
         for leaf, way in self._noted:
