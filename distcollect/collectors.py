@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from . import arguments
+from . import arguments, recycler
 from .cluster import Workers, current
 from .config import Faults, WeightSync
 from .engine import StepOptions
@@ -151,6 +151,7 @@ class DataCollectorBase(ABC):
     def shutdown(self) -> None:
         """End what the collector started and give back all it holds. Again is no error."""
         self._closed = True
+        recycler.forget()
 
     def __enter__(self: _Self) -> _Self:
         return self

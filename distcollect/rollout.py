@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from . import recycler
 from .shared import SharedTensor, allocate
 from .spaces import Arrays, Key, Leaf, nested
 
@@ -92,7 +93,7 @@ class _Wire:
         ]
         packed = torch.zeros(self.packed_bytes, dtype=torch.uint8)
         if not self._mapped:
-            return [packed, *(torch.zeros(shape, dtype=dtype) for shape, dtype, _ in large)], []
+            return [packed, *(recycler.empty(shape, dtype) for shape, dtype, _ in large)], []
         memory, segment = allocate(sum(_aligned(size) for _, _, size in large))
         stand_ins: list[SharedTensor] = []
         offset = 0
@@ -309,7 +310,9 @@ def assemble(
             leaf = parts[0][index]
             # Large leaves are taken over; small ones lie in one tensor, whose parts must part.
             return leaf if leaf.untyped_storage().nbytes() == leaf.nbytes else leaf.clone()
-        return torch.cat([part[index] for part in parts])
+        first = parts[0][index]
+        whole = recycler.empty((len(parts) * first.shape[0], *first.shape[1:]), first.dtype)
+        return torch.cat([part[index] for part in parts], out=whole)
 
     flat = {leaf.key: joined(index) for index, leaf in enumerate(layout.per_frame)}
     reward = flat["reward",]
@@ -320,7 +323,7 @@ def assemble(
     following: dict[Key, torch.Tensor] = {}
     for index, leaf in enumerate(layout.carried):
         root = flat[leaf.key]
-        after = torch.empty_like(root)
+        after = recycler.empty(tuple(root.shape), root.dtype)
         after[:, :-1] = root[:, 1:]
         after[:, -1] = torch.cat([part[len(layout.per_frame) + index] for part in parts])
         if len(final_at):

@@ -24,6 +24,7 @@ import torch
 import torch.distributed.autograd
 import torch.distributed.rpc
 
+from . import recycler
 from .errors import CollectorStateError, LaunchError
 from .rollout import Header, Tensors
 from .shared import Segment, SharedTensor
@@ -172,7 +173,7 @@ class RpcTransport:
             mapped = self._mapped[peer]
             if tensor.segment not in mapped:
                 mapped[tensor.segment] = tensor.segment.map()
-            return tensor.within(mapped[tensor.segment]).clone()
+            return recycler.copy_of(tensor.within(mapped[tensor.segment]))
 
         def copy_all() -> None:
             try:

@@ -7,6 +7,7 @@ idle polling: no ``shm`` transport. Values are GB/s.
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import tempfile
@@ -23,6 +24,7 @@ import torch.distributed.rpc  # noqa: TID251 - what torch alone gives is the yar
 
 from distcollect.rollout import Header, Layout, Slab, Tensors
 from distcollect.rpc import RpcTransport
+from distcollect.shared import allocate
 from distcollect.spaces import Leaf
 from distcollect.topology import interface_of
 from distcollect.transport import CollectRequest
@@ -41,15 +43,15 @@ _WARM_UP = 3
 _ENOUGH = 5  # fetches, at least
 
 
-def rollout() -> Tensors:
-    """A rollout of Atari's size as a worker holds it."""
+def rollout(*, shared: bool = False) -> Tensors:
+    """A rollout of Atari's size as a worker holds it; ``shared``: for a trainer on its host."""
     layout = Layout(
         num_envs=_ROWS,
         carried=(Leaf(("observation",), (4, 84, 84), torch.uint8),),
         action=(Leaf(("action",), (), torch.int64),),
         extras=(Leaf(("action_log_prob",), (), torch.float32),),
     )
-    slab = Slab(layout, _STEPS)
+    slab = Slab(layout, _STEPS, shared=shared)
     slab.root["observation",].fill(7)
     return slab.tensors()
 
@@ -60,19 +62,20 @@ def pieces() -> Tensors:
     return [torch.full((size,), 7, dtype=torch.uint8) for _ in range(_PIECES)]
 
 
-def run_distcollect(seconds: float) -> Values:
-    """``Offer.fetch`` of our transport: the rollout as it is."""
+def run_distcollect(seconds: float, *, mapped: bool) -> Values:
+    """``Offer.fetch`` of our transport; ``mapped``: from memory that both map, else over RPC."""
     with _peer(_serve_distcollect) as pipe:
         transport = RpcTransport(0, interface=interface_of(_LOOPBACK))
         pipe.send(transport.endpoint)
-        transport.connect(1, _received(pipe))
+        endpoint, sample = _received(pipe)
+        transport.connect(1, endpoint, sample if mapped else None)
         took: list[float] = []
         num_bytes = 0
 
         def fetch() -> None:
             nonlocal num_bytes
-            offer = transport.collect(1, CollectRequest(_STEPS)).result(_TIMEOUT_S)
             begin = time.perf_counter()
+            offer = transport.collect(1, CollectRequest(_STEPS)).result(_TIMEOUT_S)
             tensors = offer.fetch().result(_TIMEOUT_S)
             took.append(time.perf_counter() - begin)
             num_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -174,8 +177,8 @@ class _Source:
     worker_id = 0
 
     def __init__(self) -> None:
-        self._tensors = rollout()
-        num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+        self._tensors = {shared: rollout(shared=shared) for shared in (False, True)}
+        num_bytes = sum(tensor.nbytes for tensor in self._tensors[False])
         self._header = Header(0, 0, 0, _ROWS * _STEPS, num_bytes, (0, 0))
 
     def configure(self, payload: bytes) -> Future[Any]:
@@ -183,14 +186,14 @@ class _Source:
 
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
         done: Future[tuple[Header, Tensors]] = Future()
-        done.set_result((self._header, self._tensors))
+        done.set_result((self._header, self._tensors[request.shared]))
         return done
 
 
 def _serve_distcollect(pipe: Any) -> None:
     transport = RpcTransport(1, interface=interface_of(_LOOPBACK), service=_Source())
     transport.connect(0, _received(pipe))
-    pipe.send(transport.endpoint)
+    pipe.send((transport.endpoint, allocate(mmap.PAGESIZE)[1]))
     pipe.recv()
     os._exit(0)
 

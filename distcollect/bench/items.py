@@ -85,13 +85,18 @@ def _channel(name: str) -> Part:
     return Part(f"rpc-{name}", f"raw RPC over uv and {name}", run)
 
 
+def _ours(name: str, about: str, *, mapped: bool) -> Part:
+    return Part(name, about, partial(fetch.run_distcollect, mapped=mapped))
+
+
 _FIGURES = (
     Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
     Item(
         "fetch",
         "a 64 MB rollout from process to process",
         (
-            Part("distcollect", "distcollect's fetch", fetch.run_distcollect),
+            _ours("distcollect", "distcollect, on one host", mapped=True),
+            _ours("distcollect-rpc", "distcollect, as between hosts", mapped=False),
             _channel("cma"),
             _channel("mpt_uv"),
             _channel("basic"),

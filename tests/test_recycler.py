@@ -1,0 +1,60 @@
+"""Large memory: used again when its tensors are gone, and never before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from distcollect import recycler
+
+LARGE = (3, 1 << 19)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    recycler.forget()
+    yield
+    recycler.forget()
+
+
+def test_memory_is_used_again_when_the_last_tensor_in_it_is_gone() -> None:
+    first = recycler.empty(LARGE, torch.float32)
+    place = first.data_ptr()
+    part = first.view(-1)[5:7].view(torch.uint8)
+    part.fill_(3)
+    del first
+    assert recycler.empty(LARGE, torch.float32).data_ptr() != place
+    assert (part == 3).all()
+    del part
+    # The one that was there for a moment is free as well.
+    again = [recycler.empty(LARGE, torch.float32) for _ in range(2)]
+    assert place in {tensor.data_ptr() for tensor in again}
+    assert again[0].data_ptr() != again[1].data_ptr()
+
+
+def test_a_tensor_is_like_any_other() -> None:
+    source = torch.arange(1 << 20, dtype=torch.int32).view(1 << 10, 1 << 10)
+    tensor = recycler.copy_of(source)
+    assert tensor.equal(source)
+    assert tensor.is_contiguous()
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert not tensor.is_inference()
+    weight = torch.ones(1 << 10, requires_grad=True)
+    (tensor.float() @ weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_few_unused_blocks_are_kept_and_none_once_forgotten() -> None:
+    many = [recycler.empty(LARGE, torch.uint8) for _ in range(20)]
+    del many
+    (unused,) = recycler._unused.values()
+    assert 0 < len(unused) < 10
+    recycler.forget()
+    assert not recycler._unused
+
+
+def test_small_tensors_are_torchs_own() -> None:
+    assert recycler.empty((3, 5), torch.int64).shape == (3, 5)
+    assert not recycler._unused
