@@ -10,8 +10,8 @@
             collector.update_policy_weights_(policy)
 """
 
-from .collectors import DataCollectorBase, RPCDataCollector, SyncDataCollector
-from .config import Faults, WeightSync
+from .collectors import DataCollectorBase, LagStats, RPCDataCollector, SyncDataCollector
+from .config import Faults, Staleness, WeightSync
 from .envs import EnvContext
 from .errors import (
     ArgumentError,
@@ -33,6 +33,13 @@ from .errors import (
 )
 from .launch import num_workers, run
 from .policy import Exploration
+from .updaters import (
+    BroadcastUpdater,
+    RPCUpdater,
+    SharedMemoryUpdater,
+    Source,
+    WeightUpdaterBase,
+)
 from .version import __version__
 from .weights import PushHandle
 
@@ -40,6 +47,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "BatchTimeout",
+    "BroadcastUpdater",
     "CollectorStateError",
     "DataCollectorBase",
     "DeadlineError",
@@ -48,14 +56,20 @@ __all__ = [
     "EnvError",
     "Exploration",
     "Faults",
+    "LagStats",
     "LaunchError",
     "PolicyError",
     "PolicyNotSendable",
     "PushHandle",
     "RPCDataCollector",
+    "RPCUpdater",
+    "SharedMemoryUpdater",
+    "Source",
     "SpaceError",
+    "Staleness",
     "SyncDataCollector",
     "WeightSync",
+    "WeightUpdaterBase",
     "WeightsError",
     "WeightsTimeout",
     "WorkerError",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import cloudpickle
 import gymnasium as gym
@@ -15,6 +16,7 @@ from torch import nn
 from .envs import check_env_id
 from .errors import ArgumentError, ArgumentTypeError, PolicyNotSendable
 from .spaces import leaves_of
+from .updaters import WeightUpdaterBase
 
 
 def positive(name: str, value: object, *, optional: bool = False) -> None:
@@ -157,25 +159,36 @@ def device(value: object) -> torch.device | None:
         raise ArgumentError(f"device={value!r}: {error}") from error
 
 
-def pickled(plan: object, user_policy: object, factory: object, maker: object) -> bytes:
-    """``plan`` as it travels to a worker.
+def pickled_plans(plan: Any, makers: Sequence[object]) -> dict[int, bytes]:
+    """``plan`` with each worker's env maker, as it travels there: worker_id to bytes.
 
     Lambdas, closures and what is defined in ``__main__`` or a notebook travel by value.
 
     Raises:
         PolicyNotSendable: the policy can't be pickled.
-        ArgumentError: the env maker, or something else in the plan, can't be.
+        ArgumentError: an env maker, or something else in the plan, can't be.
     """
+    payloads: dict[int, bytes] = {}
+    for worker_id, maker in enumerate(makers):
+        payloads[worker_id] = (
+            payloads[0]
+            if worker_id and maker is makers[0]
+            else _pickled(replace(plan, create_env_fn=maker))
+        )
+    return payloads
+
+
+def _pickled(plan: Any) -> bytes:
     try:
         return bytes(cloudpickle.dumps(plan))
     except Exception as error:
-        if _fails(user_policy):
+        if _fails(plan.policy):
             raise PolicyNotSendable(
                 f"the policy can't be sent to a worker ({type(error).__name__}: {error}); pass "
                 "policy_factory, a callable that makes it there, instead"
             ) from error
-        named = {"create_env_fn": maker, "policy_factory": factory}
-        what = next((name for name, value in named.items() if _fails(value)), "an argument")
+        named = ("create_env_fn", "policy_factory", "models")
+        what = next((name for name in named if _fails(getattr(plan, name))), "an argument")
         raise ArgumentError(
             f"{what} can't be sent to a worker ({type(error).__name__}: {error}); make what can't "
             "be pickled inside of it"
@@ -190,13 +203,60 @@ def _fails(value: object) -> bool:
     return False
 
 
-def portable(user_policy: Any) -> Any:
-    """The policy in a form that a host without this one's GPU can unpickle."""
-    if isinstance(user_policy, nn.Module) and any(
-        tensor.is_cuda for tensor in (*user_policy.parameters(), *user_policy.buffers())
-    ):
-        return copy.deepcopy(user_policy).cpu()
-    return user_policy
+def models(given: object) -> dict[str, nn.Module]:
+    """Check further modules.
+
+    Raises:
+        ArgumentTypeError: no dict of modules.
+        ArgumentError: a name that can't be one.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(m, nn.Module) for m in given.values()):
+        raise ArgumentTypeError(f"models={given!r}: must be a dict of names to modules")
+    for name in given:
+        if not isinstance(name, str) or not name or "." in name or name == "policy":
+            raise ArgumentError(
+                f"models: {name!r} can't be a module's name: it must be a string without dots, and "
+                "'policy' is taken"
+            )
+    return dict(given)
+
+
+def updater(given: object) -> WeightUpdaterBase | None:
+    """Check a weight updater.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if given is None or isinstance(given, WeightUpdaterBase):
+        return given
+    raise ArgumentTypeError(
+        f"weight_updater={given!r}: must be derived from distcollect.WeightUpdaterBase"
+    )
+
+
+_Portable = TypeVar("_Portable")
+
+
+def portable(given: _Portable) -> _Portable:
+    """Policy and models in a form that a host without this one's GPU can unpickle.
+
+    What they share they go on sharing.
+    """
+    modules = _modules_in(given)
+    if not any(t.is_cuda for m in modules for t in (*m.parameters(), *m.buffers())):
+        return given
+    moved = copy.deepcopy(given)
+    for module in _modules_in(moved):
+        module.cpu()
+    return moved
+
+
+def _modules_in(given: Any) -> list[nn.Module]:
+    user_policy, others = given
+    modules = [user_policy] if isinstance(user_policy, nn.Module) else []
+    return [*modules, *others.values()]
 
 
 def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:

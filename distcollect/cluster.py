@@ -21,7 +21,6 @@ from .processes import LocalProcesses
 from .rpc import RpcTransport
 from .threads import arrives
 from .topology import LOOPBACK, interface_of, num_cores
-from .weights import WeightSender
 from .worker import Probe
 
 log = logging.getLogger(__name__)
@@ -265,7 +264,14 @@ def close_workers() -> None:
 
 
 class Workers:
-    """The running workers of one collector: their processes, transport and weight sender."""
+    """The running workers of one collector: their processes and transport.
+
+    Attributes:
+        transport: reaches them.
+        peers: ``{worker_id: peer}``.
+        address: this host's, on the interface by which they reach it.
+        on_lost: is told the worker_id of one that is lost.
+    """
 
     def __init__(self, num_workers: int | None, faults: Faults) -> None:
         """Start them, and wait until all have joined.
@@ -307,10 +313,7 @@ class Workers:
             self._members.start(spawner, cluster.boot(count), env)
             self._members.wait_ready(faults.start_timeout_s)
             self.peers = self._members.peers
-            self.sender = WeightSender(
-                self.transport, cluster.address, timeout_s=faults.weights_timeout_s
-            )
-            undo.callback(self.sender.close)
+            self.address = cluster.address
             _open.add(self)
             self._undo = undo.pop_all()
 

@@ -6,18 +6,19 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import gymnasium as gym
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import nn
 
 from . import arguments, recycler
 from .cluster import Workers, current
-from .config import Faults, WeightSync
+from .config import Faults, Staleness, WeightSync
 from .engine import StepOptions
 from .errors import (
     ArgumentError,
@@ -26,17 +27,18 @@ from .errors import (
     PolicyError,
     WorkerError,
 )
-from .flat import WeightLayout
+from .flat import published
 from .membership import TRAINER_PEER
 from .policy import Exploration
 from .pool import Pool, env_seed
+from .publisher import Publisher, Weights, WorkerIds
 from .rollout import Header, Layout, Rollout, Slab, assemble
 from .topology import num_cores
-from .weights import PushHandle, choose_backend, gpu_of
+from .updaters import BroadcastUpdater, Site, WeightUpdaterBase
+from .weights import PushHandle, WeightSender
 from .worker import TRAJ_IDS_PER_PEER, Probe, WorkerPlan, build_engine
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
-Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, torch.Tensor]"
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
 
 
@@ -44,6 +46,14 @@ InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | Non
 _traj_ids = itertools.count(TRAINER_PEER * TRAJ_IDS_PER_PEER)
 
 _Self = TypeVar("_Self", bound="DataCollectorBase")
+
+
+class LagStats(NamedTuple):
+    """Lags of a batch's frames: versions sent to their worker that are newer than their own."""
+
+    min: int
+    mean: float
+    max: int
 
 
 class DataCollectorBase(ABC):
@@ -132,10 +142,13 @@ class DataCollectorBase(ABC):
         self,
         policy_or_weights: Weights | None = None,
         *,
-        worker_ids: int | Sequence[int] | slice | None = None,
+        worker_ids: WorkerIds = None,
         wait: bool = True,
     ) -> PushHandle | None:
         """Publish new weights; see the classes."""
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - nothing to do
+        """Hand arguments to the weight updater; does nothing where there is none."""
 
     @abstractmethod
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -269,7 +282,7 @@ class SyncDataCollector(DataCollectorBase):
         self,
         policy_or_weights: Weights | None = None,
         *,
-        worker_ids: int | Sequence[int] | slice | None = None,
+        worker_ids: WorkerIds = None,
         wait: bool = True,
     ) -> None:
         """Publish new weights: a new ``policy_version`` from the next frame on.
@@ -287,10 +300,11 @@ class SyncDataCollector(DataCollectorBase):
         self._check_open()
         if worker_ids is not None:
             raise ArgumentTypeError(
-                "worker_ids is given, but this collector has no workers: it steps its envs itself"
+                "worker_ids is given, but this collector has no weight updater and no workers: it "
+                "steps its envs itself"
             )
         layout = self._engine.weights.layout
-        module = self._engine.module
+        module = self._engine.weights.module
         if module is None:
             return
         if policy_or_weights is not None and policy_or_weights is not module:
@@ -344,7 +358,12 @@ class RPCDataCollector(DataCollectorBase):
         exploration_type: object = Exploration.RANDOM,
         info_keys: InfoKeys = None,
         clip_actions: bool = False,
+        models: Mapping[str, nn.Module] | None = None,
+        update_at_each_batch: bool = False,
+        max_weight_update_interval: int | None = None,
         weight_sync: WeightSync | None = None,
+        weight_updater: WeightUpdaterBase | None = None,
+        staleness: Staleness | None = None,
         faults: Faults | None = None,
     ) -> None:
         """Start the workers, and have each try out its envs and the policy.
@@ -376,7 +395,16 @@ class RPCDataCollector(DataCollectorBase):
             info_keys: entries of ``info`` that go into the batch as if they were observations: a
                 list of names, or ``{name: space}`` where the first reset and step don't show them.
             clip_actions: clip what goes to the envs to the bounds of a Box action space.
-            weight_sync: how new weights get to the workers.
+            models: further modules that are published with the policy, by name, as one version:
+                an observation normaliser, an encoder inside the envs. Policy and env makers that
+                refer to them do so on the workers as well.
+            update_at_each_batch: publish the policy's weights by itself between two batches: in
+                sync mode to all workers, in async mode to the one whose batch was taken last.
+            max_weight_update_interval: with the above also to workers that are more than so many
+                versions behind; and what ``worker_ids="lagging"`` means.
+            weight_sync: what is sent, and when the workers use it.
+            weight_updater: how it gets there; None: a :class:`BroadcastUpdater`.
+            staleness: how old the policy of a delivered frame may be; None: as old as it is.
             faults: how long to wait for whom.
 
         Raises:
@@ -394,57 +422,80 @@ class RPCDataCollector(DataCollectorBase):
             raise ArgumentError(f"cat_results={cat_results!r}: use 0 or 'stack'")
         self._device = arguments.device(device)
         self._sync = sync
-        self._stack = cat_results == "stack"
+        self._stack = sync and cat_results == "stack"
         self._weight_sync = weight_sync or WeightSync()
+        self._staleness = staleness
         self._faults = faults or Faults()
+        arguments.positive("max_weight_update_interval", max_weight_update_interval, optional=True)
+        self._updates_itself = update_at_each_batch
+        models = arguments.models(models)
+        self._lag: LagStats | None = None
+        self._updater = arguments.updater(weight_updater) or BroadcastUpdater(
+            self._weight_sync.backend
+        )
         launched = current()
         count = launched.num_workers(num_workers) if launched else num_workers or num_cores()
         sharing = count if sync else 1
         arguments.num_steps(frames_per_batch, sharing, envs_per_worker)
         makers = arguments.env_makers(create_env_fn, count)
-        sent_policy = arguments.portable(policy)
-        payloads: dict[int, bytes] = {}
+        sent_policy, sent_models = arguments.portable((policy, models))
         random_frames = _check_random_frames(init_random_frames)
-        options = _step_options(max_frames_per_traj, reset_at_each_iter, clip_actions)
-        exploration = Exploration.of(exploration_type)
-        for worker_id, maker in enumerate(makers):
-            if worker_id and maker is makers[0]:
-                payloads[worker_id] = payloads[0]
-                continue
-            plan = WorkerPlan(
-                create_env_fn=maker,
-                num_envs=envs_per_worker,
-                policy=sent_policy,
-                policy_factory=policy_factory,
-                device=self._device,
-                exploration=exploration,
-                info_keys=info_keys,
-                options=options,
-            )
-            payloads[worker_id] = arguments.pickled(plan, sent_policy, policy_factory, maker)
-        self._policy = policy if isinstance(policy, nn.Module) else None
+        plan = WorkerPlan(
+            create_env_fn=None,
+            num_envs=envs_per_worker,
+            policy=sent_policy,
+            policy_factory=policy_factory,
+            device=self._device,
+            exploration=Exploration.of(exploration_type),
+            info_keys=info_keys,
+            options=replace(
+                _step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
+                swap_within_rollouts=self._weight_sync.swap_within_rollouts,
+            ),
+            models=sent_models,
+            exclude=tuple(self._weight_sync.exclude),
+        )
+        payloads = arguments.pickled_plans(plan, makers)
         workers = Workers(count, self._faults)
         try:
             probes = workers.configure(payloads)
             self._probe = _agreed(probes)
-            self._gpus = {worker_id: probe.gpu for worker_id, probe in probes.items()}
+            gpus = {worker_id: probe.gpu for worker_id, probe in probes.items()}
+            self._updater.attach(Site(workers.address, self._faults.weights_timeout_s, gpus))
             num_envs = self._probe.layout.num_envs
             steps = arguments.num_steps(frames_per_batch, sharing, num_envs)
         except BaseException:
             workers.close()
             raise
+        sender = WeightSender(
+            workers.transport,
+            workers.peers,
+            self._probe.weights,
+            self._updater,
+            options=self._weight_sync,
+            timeout_s=self._faults.weights_timeout_s,
+        )
         self._pool = Pool(
             workers.transport,
             workers.peers,
-            workers.sender,
+            sender,
             sync=sync,
             num_steps=steps,
             rollout_frames=num_envs * steps,
             random_frames=random_frames,
             num_frames=None if self.total_frames == -1 else self.total_frames,
+            staleness=staleness,
             explain=workers.explain,
         )
         workers.on_lost = self._pool.lose
+        self._publisher = Publisher(
+            self._pool,
+            self._probe.weights,
+            published(policy if isinstance(policy, nn.Module) else None, models),
+            updater=self._updater,
+            options=self._weight_sync,
+            max_interval=max_weight_update_interval,
+        )
         self._finalizer = weakref.finalize(self, partial(_close, self._pool, workers))
 
     @property
@@ -457,9 +508,21 @@ class RPCDataCollector(DataCollectorBase):
         """Workers that collect."""
         return len(self._pool.worker_ids)
 
+    @property
+    def version_lag(self) -> LagStats | None:
+        """The lags of the last batch's frames when it was delivered; None before the first."""
+        return self._lag
+
+    @property
+    def stale_frames(self) -> dict[int, int]:
+        """worker_id to frames that were not delivered, or masked, as too stale."""
+        return dict(self._pool.stale_frames)
+
     def _next(self, timeout_s: float | None) -> TensorDict:
         limit = self._faults.batch_timeout_s if timeout_s is None else timeout_s
         try:
+            if self._updates_itself and self._delivered:
+                self._publisher.publish_own(sync=self._sync)
             if self._sync:
                 rollouts = self._pool.gather_all(limit)
             else:
@@ -467,63 +530,80 @@ class RPCDataCollector(DataCollectorBase):
         except WorkerError:
             self.shutdown()
             raise
+        self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
         layout: Layout = self._probe.layout
-        return assemble(layout, rollouts, stack=self._stack and self._sync, device=self._device)
+        batch = assemble(layout, rollouts, device=self._device)
+        self._note_lag(batch, rollouts)
+        return batch.unflatten(0, (len(rollouts), layout.num_envs)) if self._stack else batch
+
+    def _note_lag(self, batch: TensorDict, rollouts: Sequence[Rollout]) -> None:
+        """Work out the lags of a batch's frames, and its mask where that is wanted."""
+        masks = self._staleness is not None and self._staleness.mode == "mask"
+        lags: list[torch.Tensor] = []
+        for rollout, rows in zip(
+            rollouts, batch["collector", "policy_version"].cpu().chunk(len(rollouts)), strict=True
+        ):
+            header = rollout.header
+            lowest, highest = header.policy_version
+            lag = torch.empty_like(rows)
+            for version in [lowest] if lowest == highest else rows.unique().tolist():
+                lag[rows == version] = self._pool.lag(header.worker_id, version)
+            lags.append(lag)
+            if masks:
+                assert self._staleness is not None
+                late = int((lag > self._staleness.max_policy_lag).sum())
+                self._pool.stale_frames[header.worker_id] += late
+        lag = torch.cat(lags)
+        self._lag = LagStats(int(lag.min()), float(lag.double().mean()), int(lag.max()))
+        if masks:
+            assert self._staleness is not None
+            fresh = lag <= self._staleness.max_policy_lag
+            batch["collector", "mask"] = fresh.to(batch["collector", "policy_version"].device)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Hand arguments to the weight updater's ``init``."""
+        self._check_open()
+        self._updater.init(*args, **kwargs)
 
     def update_policy_weights_(
         self,
         policy_or_weights: Weights | None = None,
         *,
-        worker_ids: int | Sequence[int] | slice | None = None,
+        worker_ids: WorkerIds = None,
         wait: bool = True,
     ) -> PushHandle | None:
         """Publish new weights and send them to workers, which swap them in between two steps.
 
+        A worker that is late, dead, or got them torn is left out; the handle tells. Who was late
+        gets the newest weights as soon as it answers.
+
         Args:
-            policy_or_weights: module, TensorDict of parameters or state dict; None: the
-                collector's own policy. A copy is taken: training may go on at once.
-            worker_ids: to whom: an int, a list, a slice; None: to all.
-            wait: return when all have acknowledged. Otherwise a handle is returned at once; in
-                sync mode the next batch waits for it all the same.
+            policy_or_weights: module, TensorDict of parameters or state dict, with ``models`` a
+                dict of these by name; None: the collector's own policy and models. A copy is
+                taken: training may go on at once.
+            worker_ids: to whom: an int, a list, a slice; "all", or None, for all; "last_batch" for
+                those whose frames are in the batch that was taken last; "lagging" for those more
+                than ``max_weight_update_interval`` versions behind this one.
+            wait: return when it is known of every worker whether it has them. Otherwise return at
+                once; of several versions that are not sent yet only the newest is sent. In sync
+                mode a worker collects only when it has the newest version sent to it.
 
         Returns:
-            None, or with ``wait=False`` a handle with ``done()`` and ``wait()``. Always None for a
-            policy without parameters, which needs no push.
+            What tells who has them: ``done()``, ``wait()``, ``acknowledged``, ``left_out``. None
+            for a policy without parameters, and where nobody lags: nothing is published then.
 
         Raises:
-            WeightsError: a key is missing or unknown, or has another shape or dtype.
+            WeightsError: a key is missing or unknown, or has another shape or dtype, or a value
+                that was to be refused. Names the key; nothing was sent.
             ArgumentError, ArgumentTypeError: no such worker; nothing to send. Nothing was sent.
-            WeightsTimeout: some workers did not acknowledge; names them.
-            WorkerError: one failed or died.
+            WeightsTimeout: nobody acknowledged in time; names them.
+            WorkerLost: no worker is left.
         """
         self._check_open()
-        selected = arguments.worker_ids(worker_ids, self._pool.worker_ids)
-        layout: WeightLayout = self._probe.weights
-        source = self._policy if policy_or_weights is None else policy_or_weights
-        if not layout.entries:
-            return None
-        if source is None:
-            raise ArgumentTypeError(
-                "this collector has no policy of its own (it was given policy_factory): pass the "
-                "weights to send"
-            )
-        weights = layout.select(source)
-        # Packed where they are, so that a GPU's weights cross the bus in one piece.
-        device = next(iter(weights.values())).device
-        receivers = self._pool.worker_ids if selected is None else selected
-        gpus = [gpu_of(device), *(self._gpus[worker_id] for worker_id in receivers)]
-        backend = choose_backend(self._weight_sync.backend, gpus)
-        flat = layout.empty(device)
-        layout.pack(weights, flat)
-        handle = self._pool.push(flat, selected, backend)
-        if not wait:
-            return handle
-        try:
+        handle = self._publisher.publish(policy_or_weights, worker_ids)
+        if wait and handle is not None:
             handle.wait()
-        except WorkerError:
-            self.shutdown()
-            raise
-        return None
+        return handle
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """See :class:`DataCollectorBase`."""

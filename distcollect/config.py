@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from .errors import ArgumentError
+import torch
+
+from .errors import ArgumentError, ArgumentTypeError
+
+_NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -14,15 +19,73 @@ class WeightSync:
     Attributes:
         backend: "gloo"; "nccl"; or "auto": NCCL where trainer and selected workers have their
             policies on a GPU each, else Gloo (from and to GPUs through pinned memory).
+        wire_dtype: "bfloat16" or "float16": wider floats travel as these and come back as their
+            own dtype, rounded: by at most 2**-9 (bfloat16) or 2**-12 (float16, for magnitudes
+            from 6.1e-5 to 65504; above that the push is refused) of their value.
+        changes_only: send only parameters and buffers that differ from the receivers' version.
+        exclude: patterns (``"critic.*"``) of names that are never sent.
+        check_finite: refuse weights that hold a NaN or an infinity.
+        swap_within_rollouts: swap new weights in between any two steps; False: only between
+            rollouts, so that each rollout is of one version.
+        ready_timeout_s: a worker that isn't ready for weights after so long is left out of the
+            push; it gets the newest weights as soon as it answers.
     """
 
     backend: str = "auto"
+    wire_dtype: str | None = None
+    changes_only: bool = False
+    exclude: Sequence[str] = ()
+    check_finite: bool = False
+    swap_within_rollouts: bool = True
+    ready_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
         if self.backend not in ("auto", "gloo", "nccl"):
             raise ArgumentError(
                 f"WeightSync(backend={self.backend!r}): use 'auto', 'gloo' or 'nccl'"
             )
+        if self.wire_dtype not in (None, *_NARROW):
+            raise ArgumentError(
+                f"WeightSync(wire_dtype={self.wire_dtype!r}): use 'bfloat16', 'float16' or None"
+            )
+        if isinstance(self.exclude, str) or not all(isinstance(p, str) for p in self.exclude):
+            raise ArgumentTypeError(
+                f"WeightSync(exclude={self.exclude!r}): must be a list of patterns, as ['critic.*']"
+            )
+        if not self.ready_timeout_s > 0:
+            raise ArgumentError(
+                f"WeightSync(ready_timeout_s={self.ready_timeout_s!r}): must be above 0 seconds"
+            )
+
+    @property
+    def narrow_dtype(self) -> torch.dtype | None:
+        """``wire_dtype`` as torch has it."""
+        return None if self.wire_dtype is None else _NARROW[self.wire_dtype]
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How old the policy that chose a frame's action may be when the frame is delivered.
+
+    A frame's lag is the number of versions that were sent to its worker and are newer than its own.
+
+    Attributes:
+        max_policy_lag: the highest lag that is delivered, 0 or more.
+        mode: "pace": workers are asked for no more than can be delivered in time, if as many
+            batches are taken from one publication to the next as lately; should that fail, as
+            "drop". "drop": whole rollouts with an older frame are given up, before their data
+            moves. "mask": all is delivered, and ``("collector", "mask")`` is False for such frames.
+    """
+
+    max_policy_lag: int
+    mode: str = "pace"
+
+    def __post_init__(self) -> None:
+        lag = self.max_policy_lag
+        if isinstance(lag, bool) or not isinstance(lag, int) or lag < 0:
+            raise ArgumentError(f"Staleness(max_policy_lag={lag!r}): must be a whole number >= 0")
+        if self.mode not in ("pace", "drop", "mask"):
+            raise ArgumentError(f"Staleness(mode={self.mode!r}): use 'pace', 'drop' or 'mask'")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from gymnasium.spaces import Box
-from torch import nn
 
 from .envs import EnvBatch, Step
 from .errors import ArgumentError, PolicyError
@@ -33,11 +32,13 @@ class StepOptions:
         reset_at_each_iter: start every rollout with a reset of all envs.
         clip_actions: clip what goes to the envs to a Box action space's bounds; the batch keeps
             the action as the policy chose it.
+        swap_within_rollouts: take new weights in between any two steps; else between rollouts.
     """
 
     max_frames_per_traj: int | None = None
     reset_at_each_iter: bool = False
     clip_actions: bool = False
+    swap_within_rollouts: bool = True
 
 
 @dataclass
@@ -107,11 +108,6 @@ class Engine:
         self._reset_due = False
         self._unfinished = 0  # frames of the rollout under way
         self._begin_trajectories()
-
-    @property
-    def module(self) -> nn.Module | None:
-        """What has the policy's weights; None if there are none."""
-        return self._policy.module
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Start over at the next rollout, env i from ``seeds[i]``."""
@@ -191,10 +187,12 @@ class Engine:
         In one piece, as calls of its own would cost more than what they do.
         """
         envs, weights, lengths, rewards = self._envs, self.weights, self._lengths, slab.reward
-        longest = self.options.max_frames_per_traj
+        longest, swaps = self.options.max_frames_per_traj, self.options.swap_within_rollouts
         observations = [(slab.root[key], envs.obs[key]) for key in slab.root]
         actions = [(leaf.key, slab.action[leaf.key]) for leaf in self.layout.action]
         extras = list(slab.extras.values())
+        if weights.pending:
+            weights.apply()
         slab.policy_version.fill(weights.version)
         slab.traj_ids[:] = self._traj_ids[:, None]
         action: Arrays = {}
@@ -202,7 +200,7 @@ class Engine:
         step = 0
         try:
             for step in range(slab.num_steps):
-                if weights.pending or self._stop:
+                if self._stop or (weights.pending and swaps):
                     self._between_steps()
                     slab.policy_version[:, step:] = weights.version
                 # Before the policy sees it, which may change its input in place.
@@ -257,9 +255,11 @@ class Engine:
             self.counts.lose("row_skew", strip.drop())
         if strip is None or strip.num_steps != slab.num_steps:
             strip = self._strip = _Strip(self.layout, slab.num_steps)
+        swaps = True  # before the first step in any case
         while strip.position.min() < slab.num_steps:
-            if weights.pending or self._stop:
+            if self._stop or (weights.pending and swaps):
                 self._between_steps()
+            swaps = self.options.swap_within_rollouts
             before = {key: array.copy() for key, array in envs.obs.items()}
             chosen, written = policy()
             action = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -29,13 +31,27 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """How less than a whole flat buffer travels.
+
+    Attributes:
+        dtype: of floats that are wider in the module.
+        entries: indices of those that travel; None: all.
+    """
+
+    dtype: torch.dtype | None = None
+    entries: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class WeightLayout:
     """Where each parameter and persistent buffer of a module lies in a flat buffer.
 
     Attributes:
         entries: in ``state_dict`` order.
         num_bytes: size of the buffer, a multiple of 16.
-        not_sent: names of buffers that aren't persistent: they may be given, and stay behind.
+        not_sent: names of buffers that aren't persistent, and of what was excluded: they may be
+            given, and stay behind.
     """
 
     entries: tuple[Entry, ...]
@@ -43,23 +59,83 @@ class WeightLayout:
     not_sent: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, module: nn.Module | None) -> WeightLayout:
-        """The layout of ``module``; empty for None."""
+    def of(cls, module: nn.Module | None, exclude: Sequence[str] = ()) -> WeightLayout:
+        """The layout of ``module``, empty for None; without names that match ``exclude``.
+
+        What is excluded is given as patterns, as for file names: ``critic.*``.
+        """
         names: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
-        for name, value in _state(module).items():
+        state = _state(module)
+        excluded = {
+            name for name in state if any(fnmatchcase(name, pattern) for pattern in exclude)
+        }
+        for name, value in state.items():
+            if name in excluded:
+                continue
             names.setdefault(id(value), []).append(name)
             tensors[id(value)] = value
+        buffers = {name for name, _ in module.named_buffers()} if module is not None else set()
+        return cls._packed(
+            [(tuple(names[key]), tuple(t.shape), t.dtype) for key, t in tensors.items()],
+            frozenset(excluded | (buffers - state.keys())),
+        )
+
+    @classmethod
+    def _packed(
+        cls,
+        parts: Iterable[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]],
+        not_sent: frozenset[str] = frozenset(),
+    ) -> WeightLayout:
         entries: list[Entry] = []
         offset = 0
-        for key, tensor in tensors.items():
-            num_bytes = tensor.numel() * tensor.element_size()
-            entries.append(
-                Entry(tuple(names[key]), tuple(tensor.shape), tensor.dtype, offset, num_bytes)
-            )
+        for names, shape, dtype in parts:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            entries.append(Entry(names, shape, dtype, offset, num_bytes))
             offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        buffers = {name for name, _ in module.named_buffers()} if module is not None else set()
-        return cls(tuple(entries), offset, frozenset(buffers - _state(module).keys()))
+        return cls(tuple(entries), offset, not_sent)
+
+    def reduced(self, wire: Wire) -> WeightLayout:
+        """The layout of what travels: chosen entries, wide floats as narrower ones."""
+        chosen = (
+            self.entries
+            if wire.entries is None
+            else [self.entries[index] for index in wire.entries]
+        )
+
+        def narrowed(dtype: torch.dtype) -> torch.dtype:
+            narrow = wire.dtype
+            return (
+                narrow
+                if narrow is not None
+                and dtype.is_floating_point
+                and dtype.itemsize > narrow.itemsize
+                else dtype
+            )
+
+        return self._packed((e.names, e.shape, narrowed(e.dtype)) for e in chosen)
+
+    def transfer(self, source: torch.Tensor, target: torch.Tensor, into: WeightLayout) -> None:
+        """Copy the entries that both layouts have from one flat buffer to another's.
+
+        ``source`` is of this layout, ``target`` of ``into``.
+        """
+        theirs = dict(zip((e.names for e in into.entries), into.views(target), strict=True))
+        with torch.no_grad():
+            for entry, view in zip(self.entries, self.views(source), strict=True):
+                if entry.names in theirs:
+                    theirs[entry.names].copy_(view)
+
+    def changed(self, before: torch.Tensor, after: torch.Tensor) -> tuple[int, ...]:
+        """Which entries differ between two flat buffers."""
+        return tuple(
+            index
+            for index, entry in enumerate(self.entries)
+            if not torch.equal(
+                before[entry.offset : entry.offset + entry.num_bytes],
+                after[entry.offset : entry.offset + entry.num_bytes],
+            )
+        )
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
         """A zeroed flat buffer, uint8 ``[num_bytes]`` (the gaps between entries stay zero)."""
@@ -117,8 +193,46 @@ class WeightLayout:
         return selected
 
 
+def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        WeightsError: names the key.
+    """
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise WeightsError(
+                f"{name!r} holds a NaN or an infinity (WeightSync(check_finite=True)). "
+                "Nothing was sent"
+            )
+
+
+def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Refuse finite values that would be infinite as ``dtype``.
+
+    Raises:
+        WeightsError: names the key.
+    """
+    limit = torch.finfo(dtype).max
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.numel():
+            largest = float(tensor.detach().abs().max())
+            if limit < largest < math.inf:
+                raise WeightsError(
+                    f"{name!r} holds a value of magnitude {largest:g}, too large for "
+                    f"WeightSync(wire_dtype={_short(dtype)!r}): use 'bfloat16'. Nothing was sent"
+                )
+
+
+def published(policy: nn.Module | None, models: Mapping[str, nn.Module]) -> nn.Module | None:
+    """What has the weights that are published: the policy, or it and ``models`` by their names."""
+    if not models:
+        return policy
+    return nn.ModuleDict({**models} if policy is None else {"policy": policy, **models})
+
+
 def named_tensors(source: object) -> dict[str, torch.Tensor]:
-    """The tensors of a module, TensorDict or state dict by their dotted names.
+    """The tensors of a module, TensorDict, state dict, or dict of these, by their dotted names.
 
     Raises:
         ArgumentTypeError: it is none of them, or holds something that is no tensor.
@@ -133,6 +247,10 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
     if isinstance(source, Mapping):
         named: dict[str, torch.Tensor] = {}
         for name, value in source.items():
+            if isinstance(value, nn.Module | Mapping | TensorDictBase):
+                parts = named_tensors(value)
+                named.update({f"{name}.{inner}": part for inner, part in parts.items()})
+                continue
             if not isinstance(value, torch.Tensor):
                 raise ArgumentTypeError(
                     f"weights: {name!r} is a {type(value).__name__}, not a tensor"
@@ -140,8 +258,8 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
             named[str(name)] = value
         return named
     raise ArgumentTypeError(
-        "weights must be a module, a TensorDict of parameters or a state dict, not "
-        f"{type(source).__name__}"
+        "weights must be a module, a TensorDict of parameters, a state dict, or a dict of these by "
+        f"the models' names, not {type(source).__name__}"
     )
 
 
@@ -174,13 +292,16 @@ class LiveWeights:
     never written to, so what the policy computes with is always one whole version.
 
     Attributes:
+        module: what has them; None if there are none.
+        layout: how they lie in a buffer.
         device: where the buffers are: where all of the module's tensors are, else the CPU.
         version: policy_version of the weights in use.
         pending: a newer version lies ready.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self.layout = WeightLayout.of(module)
+    def __init__(self, module: nn.Module | None, exclude: Sequence[str] = ()) -> None:
+        self.module = module
+        self.layout = WeightLayout.of(module, exclude)
         self.device = device_of(module)
         self.version = 0
         self.pending = False
@@ -204,6 +325,19 @@ class LiveWeights:
         """
         with self._lock:
             return self._spares.pop() if self._spares else self.layout.empty(self.device)
+
+    def copy_newest(self, buffer: torch.Tensor) -> None:
+        """Fill ``buffer`` with the weights that the next step will use.
+
+        To be called on the thread that receives: nobody else writes to buffers.
+        """
+        with self._lock:
+            newest = self._ready[0] if self._ready else self._live
+        if newest is not None:
+            buffer.copy_(newest)
+            return
+        for view, tensor in zip(self.layout.views(buffer), self._tensors, strict=True):
+            view.copy_(tensor.detach())
 
     def discard(self, buffer: torch.Tensor) -> None:
         """Give back a buffer from :meth:`spare` that holds no whole version."""

@@ -2,26 +2,30 @@
 
 In sync mode a batch is asked for when the user asks for it: one rollout of every worker. In async
 mode each worker always has a request open, so that it collects the next rollout while the last is
-being fetched; rollouts are handed on first come, first served.
+being fetched; rollouts are handed on first come, first served, unless staleness is bounded.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from .config import Staleness
 from .errors import BatchTimeout, CollectorStateError, DeadlineError, WorkerError, WorkerLost
 from .rollout import Rollout, Tensors
+from .schedule import Pacer, SentVersions, Ticket
 from .threads import LOOK_UP_S, arrives
 from .transport import CollectRequest, Offer, Transport
 from .weights import PushHandle, WeightSender
+
+T = TypeVar("T")
 
 # Rollouts that lie fetched, or are being fetched, before the user asks: one is on its way while
 # the user works on another. More would only make them older.
@@ -38,6 +42,25 @@ class _Seat:
     peer: int
     collecting: bool = False
     busy_slabs: int = 0
+    last_asked: int = 0
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A rollout that was asked for.
+
+    Attributes:
+        ticket: whose it is, and its lowest version as far as that is known.
+        epoch: when it was asked for.
+        offer: once it lies ready on its worker.
+        rollout: once it is here.
+    """
+
+    ticket: Ticket
+    epoch: int
+    offer: Offer | None = None
+    fetching: bool = False
+    rollout: Rollout | None = None
 
 
 class Pool:
@@ -45,6 +68,7 @@ class Pool:
 
     Attributes:
         version: policy_version of the newest publication.
+        stale_frames: frames that were given up as too stale, by worker_id.
     """
 
     def __init__(
@@ -58,6 +82,7 @@ class Pool:
         rollout_frames: int,
         random_frames: int = 0,
         num_frames: int | None = None,
+        staleness: Staleness | None = None,
         explain: Callable[[int, WorkerError], WorkerError] | None = None,
     ) -> None:
         """Drive the workers in ``peers``.
@@ -71,9 +96,11 @@ class Pool:
             rollout_frames: n * T.
             random_frames: so many frames at the start have random actions (whole rollouts).
             num_frames: ask for no more frames than this; None: endless.
+            staleness: which frames are too old, and what becomes of them.
             explain: (worker_id, error) to an error that says more than the transport can.
         """
         self.version = 0
+        self.stale_frames = dict.fromkeys(sorted(peers), 0)
         self._transport = transport
         self._seats = {worker_id: _Seat(peer) for worker_id, peer in sorted(peers.items())}
         self._sender = sender
@@ -83,47 +110,60 @@ class Pool:
         self._random_frames = random_frames
         self._num_frames = num_frames
         self._explain = explain
+        self._sent = SentVersions()
+        self._max_lag: int | None = None  # of what is handed on
+        self._pacer: Pacer | None = None
+        if staleness is not None and staleness.mode != "mask":
+            self._max_lag = staleness.max_policy_lag
+            if staleness.mode == "pace" and not sync:
+                self._pacer = Pacer(staleness.max_policy_lag, self._sent)
         self._changed = threading.Condition()
-        self._offers: deque[tuple[int, Offer]] = deque()
-        self._fetching = 0
-        self._fetched: deque[Rollout] = deque()
+        self._arrived: list[_Asked] = []  # those that lie ready, there or here, in that order
         self._max_fetched = len(self._seats) if sync else _PREFETCH
         self._frames_asked = 0
+        self._requests = 0
         self._epoch = 0  # how often all that was asked for was given up
         self._wanted: set[int] = set()  # in sync mode: who has not been asked yet for this batch
         self._seeding = False
         self._failed: tuple[int, BaseException] | None = None
         self._closed = False
-        self._pushes: list[PushHandle] = []
+        sender.on_acknowledged = self._acknowledged
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The workers' ids in order."""
         return tuple(self._seats)
 
+    @property
+    def acknowledged(self) -> dict[int, int]:
+        """worker_id to the newest version that it has."""
+        return {worker_id: self._sender.acknowledged(worker_id) for worker_id in self._seats}
+
+    def lag(self, worker_id: int, version: int) -> int:
+        """How many versions newer than ``version`` were sent to a worker."""
+        return self._sent.lag(worker_id, version)
+
     def gather_all(self, timeout_s: float) -> list[Rollout]:
         """One fresh rollout of every worker, in the order of their ids.
+
+        A worker collects once it has the newest weights that were sent to it.
 
         Raises:
             BatchTimeout: not all within ``timeout_s``; names the workers waited for.
             WorkerError: one of them failed.
         """
-        # A push that nobody waited for has to have arrived before collection starts.
-        for push in self._pushes:
-            push.wait()
-        self._pushes.clear()
         with self._changed:
             self._check()
             self._wanted = set(self._seats)
             self._ask()
             try:
-                self._wait(lambda: len(self._fetched) == len(self._seats), timeout_s)
+                self._wait(lambda: len(self._here()) == len(self._seats), timeout_s)
             except BatchTimeout:
                 # What comes of it later would be older than the next batch's question.
                 self._give_up_all()
                 raise
-            rollouts = {rollout.header.worker_id: rollout for rollout in self._fetched}
-            self._fetched.clear()
+            rollouts = {rollout.header.worker_id: rollout for rollout in self._here()}
+            self._arrived.clear()
         return [rollouts[worker_id] for worker_id in self._seats]
 
     def gather_next(self, timeout_s: float) -> Rollout:
@@ -133,11 +173,34 @@ class Pool:
         """
         with self._changed:
             self._check()
+            if self._pacer is not None:
+                self._pacer.awaited()
             self._ask()
-            self._wait(lambda: bool(self._fetched), timeout_s)
-            rollout = self._fetched.popleft()
+            self._wait(lambda: self._choose() is not None, timeout_s)
+            chosen = self._choose()
+            assert chosen is not None
+            assert chosen.rollout is not None
+            self._arrived.remove(chosen)
+            if self._pacer is not None:
+                self._pacer.delivered(chosen.ticket)
             self._fetch_offers()
-        return rollout
+            self._ask()
+        return chosen.rollout
+
+    def _here(self) -> list[Rollout]:
+        return [asked.rollout for asked in self._arrived if asked.rollout is not None]
+
+    def _choose(self) -> _Asked | None:
+        """What is to be handed on next, if it is here."""
+        self._fetch_offers()
+        if self._pacer is None:
+            return next((asked for asked in self._arrived if asked.rollout is not None), None)
+        ticket = self._pacer.choose([asked.ticket for asked in self._arrived])
+        if ticket is None:
+            return None
+        chosen = next(asked for asked in self._arrived if asked.ticket is ticket)
+        self._fetch(chosen)
+        return chosen if chosen.rollout is not None else None
 
     def seed(self, seed: int, num_envs: int, *, static_seed: bool) -> None:
         """Seed every worker; its next rollout starts with a reset.
@@ -171,47 +234,68 @@ class Pool:
         """Take no rollout that was asked for until now."""
         self._epoch += 1
         self._wanted.clear()
-        for worker_id, offer in self._offers:
-            offer.decline()
-            self._give_up(worker_id)
-        self._offers.clear()
-        self._frames_asked -= self._rollout_frames * len(self._fetched)
-        self._fetched.clear()
+        for asked in list(self._arrived):
+            self._arrived.remove(asked)
+            # One that is being fetched is settled when it arrives.
+            if not asked.fetching:
+                self._give_up(asked)
 
-    def _give_up(self, worker_id: int) -> None:
-        self._seats[worker_id].busy_slabs -= 1
+    def _give_up(self, asked: _Asked) -> None:
+        """Settle a rollout that is not handed on."""
+        if asked.rollout is None:
+            self._seats[asked.ticket.worker_id].busy_slabs -= 1
+            if asked.offer is not None:
+                asked.offer.decline()
         self._frames_asked -= self._rollout_frames
+        if self._pacer is not None:
+            self._pacer.given_up(asked.ticket)
 
-    def push(
-        self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None, backend: str = "gloo"
-    ) -> PushHandle:
+    def _give_up_stale(self) -> None:
+        if self._max_lag is None:
+            return
+        for asked in list(self._arrived):
+            worker_id = asked.ticket.worker_id
+            if not asked.fetching and self.lag(worker_id, asked.ticket.version) > self._max_lag:
+                self._arrived.remove(asked)
+                self.stale_frames[worker_id] += self._rollout_frames
+                self._give_up(asked)
+                if self._sync:
+                    self._wanted.add(worker_id)
+                self._ask()
+
+    def push(self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None) -> PushHandle:
         """Publish a new version and send it.
 
         Args:
             flat: the snapshot, uint8; must not change any more.
             worker_ids: to whom; None: to all.
-            backend: "gloo" or "nccl".
         """
+        selected = tuple(self._seats) if worker_ids is None else tuple(worker_ids)
         with self._changed:
             self._check()
-        self.version += 1
-        selected = self._seats if worker_ids is None else worker_ids
-        peers = {worker_id: self._seats[worker_id].peer for worker_id in selected}
-        handle = self._sender.push(flat, self.version, peers, backend)
-        self._pushes = [push for push in self._pushes if not push.done()] + [handle]
-        return handle
+            self.version += 1
+            self._sent.publish(self.version, selected)
+            if self._pacer is not None:
+                self._pacer.published()
+        return self._sender.publish(flat, self.version, selected)
+
+    def _acknowledged(self, worker_id: int, version: int) -> None:
+        with self._changed:
+            if not self._closed and self._failed is None:
+                self._ask()
 
     def close(self) -> None:
         """Ask for nothing more; who waits is woken with an error."""
         with self._changed:
             self._closed = True
-            self._offers.clear()
-            self._fetched.clear()
+            self._arrived.clear()
             self._changed.notify_all()
+        self._sender.close()
 
     def lose(self, worker_id: int) -> None:
         """Report that a worker is lost."""
         self._fail(worker_id, WorkerLost("is lost"))
+        self._sender.forget(worker_id)
 
     def _fail(self, worker_id: int, error: BaseException) -> None:
         """What the next wait, or the present one, raises. The first error counts."""
@@ -235,23 +319,47 @@ class Pool:
             self._check()
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                late = [worker_id for worker_id, seat in self._seats.items() if seat.collecting]
                 raise BatchTimeout(
-                    f"no batch within {timeout_s:g} s; waited for workers {late}. "
+                    f"no batch within {timeout_s:g} s; waited for {self._awaited()}. "
                     "Faults(batch_timeout_s=...) gives them longer"
                 )
             self._changed.wait(min(remaining, LOOK_UP_S))
+
+    def _awaited(self) -> str:
+        """Whom we wait for, in words."""
+        late = [worker_id for worker_id, seat in self._seats.items() if seat.collecting]
+        behind = [w for w in self._seats if not self._is_up_to_date(w) and w not in late]
+        if behind and (self._sync or not late):
+            late_too = f"workers {late} and for " if late else ""
+            return f"{late_too}workers {behind} to acknowledge the newest weights sent to them"
+        return f"workers {late}"
+
+    def _is_up_to_date(self, worker_id: int) -> bool:
+        return self._sender.acknowledged(worker_id) >= self._sent.newest(worker_id)
 
     def _ask(self) -> None:
         """Ask whoever can be asked for a rollout; called whenever that may have changed."""
         if self._seeding:
             return
-        for worker_id, seat in self._seats.items():
+        # Who has waited longest comes first: a bound on staleness may not leave room for all.
+        for worker_id in sorted(self._seats, key=lambda w: self._seats[w].last_asked):
+            seat = self._seats[worker_id]
             if self._sync:
-                if worker_id in self._wanted and not seat.busy_slabs:
+                if (
+                    worker_id in self._wanted
+                    and not seat.busy_slabs
+                    and self._is_up_to_date(worker_id)
+                ):
                     self._wanted.discard(worker_id)
                     self._request(worker_id)
-            elif not seat.collecting and seat.busy_slabs < _SLABS_PER_WORKER:
+            elif (
+                not seat.collecting
+                and seat.busy_slabs < _SLABS_PER_WORKER
+                and (
+                    self._pacer is None
+                    or self._pacer.may_ask(worker_id, self._sender.acknowledged(worker_id))
+                )
+            ):
                 self._request(worker_id)
 
     def _request(self, worker_id: int) -> None:
@@ -260,58 +368,76 @@ class Pool:
         seat = self._seats[worker_id]
         seat.collecting = True
         seat.busy_slabs += 1
+        self._requests += 1
+        seat.last_asked = self._requests
         request = CollectRequest(
             self._num_steps, random=self._frames_asked < self._random_frames, fresh=self._sync
         )
         self._frames_asked += self._rollout_frames
-        epoch = self._epoch
+        known = self._sender.acknowledged(worker_id)
+        ticket = (
+            Ticket(worker_id, known) if self._pacer is None else self._pacer.ask(worker_id, known)
+        )
+        asked = _Asked(ticket, self._epoch)
 
-        def arrived(answer: Future[Offer]) -> None:
-            error = answer.exception()
-            if error is not None:
-                self._fail(worker_id, error)
-                return
-            with self._changed:
-                if self._closed:
-                    return
-                seat.collecting = False
-                if epoch == self._epoch:
-                    self._offers.append((worker_id, answer.result()))
-                    self._fetch_offers()
-                else:
-                    answer.result().decline()
-                    self._give_up(worker_id)
-                self._ask()
+        def arrived(offer: Offer) -> None:
+            seat.collecting = False
+            asked.offer = offer
+            lowest, _ = offer.header.policy_version
+            if self._pacer is not None:
+                self._pacer.arrived(ticket, lowest)
+            ticket.version = lowest
+            if asked.epoch == self._epoch:
+                self._arrived.append(asked)
+                self._fetch_offers()
+                self._changed.notify_all()
+            else:
+                self._give_up(asked)
 
-        self._transport.collect(seat.peer, request).add_done_callback(arrived)
+        self._then(worker_id, self._transport.collect(seat.peer, request), arrived)
 
     def _fetch_offers(self) -> None:
-        while self._offers and self._fetching + len(self._fetched) < self._max_fetched:
-            worker_id, offer = self._offers.popleft()
-            self._fetching += 1
-            self._fetch(worker_id, offer)
+        self._give_up_stale()
+        room = self._max_fetched
+        for asked in list(self._arrived):
+            if asked.rollout is not None or asked.fetching:
+                room -= 1
+            elif room > 0:
+                self._fetch(asked)
+                room -= 1
 
-    def _fetch(self, worker_id: int, offer: Offer) -> None:
-        epoch = self._epoch
+    def _fetch(self, asked: _Asked) -> None:
+        offer = asked.offer
+        if offer is None or asked.fetching or asked.rollout is not None:
+            return
+        asked.fetching = True
+        worker_id = asked.ticket.worker_id
 
-        def arrived(answer: Future[Tensors]) -> None:
-            error = answer.exception()
+        def arrived(tensors: Tensors) -> None:
+            asked.fetching = False
+            if asked.epoch == self._epoch:
+                self._seats[worker_id].busy_slabs -= 1
+                asked.rollout = Rollout(offer.header, tensors)
+                self._changed.notify_all()
+            else:
+                self._give_up(asked)
+
+        self._then(worker_id, offer.fetch(), arrived)
+
+    def _then(self, worker_id: int, answer: Future[T], arrived: Callable[[T], None]) -> None:
+        """Go on with a worker's answer, under the lock, once it is there."""
+
+        def deliver(done: Future[T]) -> None:
+            error = done.exception()
             if error is not None:
                 self._fail(worker_id, error)
                 return
             with self._changed:
-                if self._closed:
-                    return
-                self._fetching -= 1
-                if epoch == self._epoch:
-                    self._seats[worker_id].busy_slabs -= 1
-                    self._fetched.append(Rollout(offer.header, answer.result()))
-                    self._changed.notify_all()
-                else:
-                    self._give_up(worker_id)
-                self._ask()
+                if not self._closed:
+                    arrived(done.result())
+                    self._ask()
 
-        offer.fetch().add_done_callback(arrived)
+        answer.add_done_callback(deliver)
 
 
 def env_seed(seed: int, index: int, stream: int = 0) -> int:

@@ -1,41 +1,40 @@
-"""The weight plane: one flat buffer, broadcast to exactly the workers it is meant for.
+"""The weight plane: who gets which version when.
 
 A push goes in three steps, so that nobody is left hanging in a collective that another never
-enters: every receiver says it is ready; those who did broadcast into a spare buffer; each
-acknowledges version and checksum. The receivers' engines swap the buffer in between two steps.
+enters: every receiver says it is ready, and what it has; those who did receive the payload
+(:mod:`.updaters`) into a spare buffer and compare its checksum; each acknowledges. The receivers'
+engines swap the buffer in between two steps.
+
+A receiver that is late, dead or torn is left out, and the others go on. Who is late gets the newest
+version as soon as it answers again.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed
 
-from .errors import ArgumentError, WeightsTimeout, WorkerError, WorkerLost
-from .flat import LiveWeights, checksum
-from .threads import SerialThread, arrives
-from .topology import listen
+from .config import WeightSync
+from .errors import CollectorStateError, DistCollectError, WeightsTimeout, WorkerError, WorkerLost
+from .flat import LiveWeights, WeightLayout, Wire, checksum
+from .threads import LOOK_UP_S, SerialThread, arrives
 from .transport import Transport
+from .updaters import Source, WeightUpdaterBase
 
 log = logging.getLogger(__name__)
 
-# Torch declares no types for its stores and process groups.
-dist: Any = torch.distributed
-
-# Groups kept for reuse. Both ends drop the least recently used: a worker takes part in a part of
-# the trainer's pushes, in the same order, so it never drops a group that the trainer still has.
-_MAX_GROUPS = 8
+# A broadcast that one receiver's death breaks off leaves the others without the version, too.
+_MAX_ATTEMPTS = 3
 _NUM_STEPS = 3
+# Of a late worker, that learn of it when it has caught up.
+_MAX_HANDLES = 16
 
 
 @dataclass(frozen=True)
@@ -44,110 +43,17 @@ class Push:
 
     Attributes:
         version: policy_version of these weights.
-        group: name of the process group; the first push under a name makes the group.
-        backend: "gloo" or "nccl".
-        rank: the receiver's rank in it; the trainer is 0.
-        size: how many are in it.
-        store: host and port of the store where its members find each other.
-        timeout_s: for making the group and for the broadcast.
+        source: where the payload is.
+        wire: how the weights lie in the payload.
+        num_bytes: the payload's size.
+        checksum: the payload's, see :func:`~distcollect.flat.checksum`.
     """
 
     version: int
-    group: str
-    backend: str
-    rank: int
-    size: int
-    store: tuple[str, int]
-    timeout_s: float
-
-
-def gpu_of(device: torch.device) -> str:
-    """A name for the GPU behind ``device`` that is the same in all processes; "" for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
-    """The backend for a group whose members have their weights on ``gpus``.
-
-    NCCL needs a GPU of its own for each member; where it can't be, Gloo goes through pinned memory.
-
-    Raises:
-        ArgumentError: NCCL is wanted and can't be.
-    """
-    possible = dist.is_nccl_available() and all(gpus) and len(set(gpus)) == len(gpus)
-    if wanted == "nccl" and not possible:
-        raise ArgumentError(
-            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but have {gpus} "
-            "(trainer first, '' is the CPU); use backend='auto'"
-        )
-    return "nccl" if possible and wanted != "gloo" else "gloo"
-
-
-class _Groups:
-    """Process groups by name, the least recently used dropped first."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._groups: OrderedDict[str, Any] = OrderedDict()
-
-    def broadcast(self, push: Push, store: Any, flat: torch.Tensor) -> None:
-        """Broadcast ``flat`` from rank 0; all members of the group must do so together.
-
-        Raises:
-            RuntimeError: a member is gone or too late. The group is dropped, ``flat`` may be torn.
-        """
-        timeout = timedelta(seconds=push.timeout_s)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        options.timeout = timeout
-        try:
-            group = self._get(push, store, timeout)
-            group.broadcast([flat], options).wait(timeout)
-            if flat.is_cuda:
-                torch.cuda.synchronize(flat.device)
-        except RuntimeError:
-            self._drop(push.group)
-            raise
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._groups
-
-    def clear(self) -> None:
-        for name in list(self._groups):
-            self._drop(name)
-
-    def _get(self, push: Push, store: Any, timeout: timedelta) -> Any:
-        name = push.group
-        if name not in self._groups:
-            prefixed = dist.PrefixStore(name, store)
-            make = self._nccl if push.backend == "nccl" else self._gloo
-            self._groups[name] = make(prefixed, push.rank, push.size, timeout)
-            while len(self._groups) > _MAX_GROUPS:
-                self._drop(next(iter(self._groups)))
-        self._groups.move_to_end(name)
-        return self._groups[name]
-
-    def _gloo(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
-        # The address names the interface, and connections are made on first use: a broadcast
-        # needs a tree of them, not all pairs.
-        options._devices = [  # noqa: SLF001
-            dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=True)
-        ]
-        options._timeout = timeout  # noqa: SLF001
-        return dist.ProcessGroupGloo(store, rank, size, options)
-
-    def _nccl(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout  # noqa: SLF001
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-
-    def _drop(self, name: str) -> None:
-        group = self._groups.pop(name, None)
-        # A NCCL kernel that waits for a dead peer would wait for ever.
-        if group is not None and group.name() == "nccl":
-            group.abort()
+    source: Source
+    wire: Wire
+    num_bytes: int
+    checksum: int
 
 
 class WeightReceiver:
@@ -156,53 +62,79 @@ class WeightReceiver:
     def __init__(self, weights: LiveWeights, address: str) -> None:
         """Receive for ``weights``; ``address`` is this host's, on the interface to use."""
         self._weights = weights
-        self._groups = _Groups(address)
-        self._store: Any = None
-        self._staging: torch.Tensor | None = None
+        self._keep: dict[str, Any] = {"address": address}
+        self._landing: dict[tuple[int, str], torch.Tensor] = {}
         self._thread = SerialThread("distcollect-weights")
 
     def ready(self) -> Future[int]:
         """Completes when no earlier push is under way: the version in use next."""
         return self._thread.submit(lambda: self._weights.newest)
 
-    def receive(self, push: Push) -> Future[tuple[int, int]]:
-        """Take part in the broadcast; completes with (version, checksum) of what arrived."""
+    def receive(self, push: Push) -> Future[int]:
+        """Take part in a push; completes with the version once it is there, whole."""
         return self._thread.submit(self._receive, push)
 
     def close(self) -> None:
         """Receive nothing more."""
         self._thread.close()
 
-    def _receive(self, push: Push) -> tuple[int, int]:
+    def _receive(self, push: Push) -> int:
         buffer = self._weights.spare()
         try:
-            if self._store is None:
-                host, port = push.store
-                self._store = dist.TCPStore(
-                    host, port, is_master=False, timeout=timedelta(seconds=push.timeout_s)
-                )
-            arrived = self._landing(buffer, push.backend)
-            self._groups.broadcast(push, self._store, arrived)
-            received = checksum(arrived)
-            if arrived is not buffer:
-                buffer.copy_(arrived)
+            self._fill(buffer, push)
         except BaseException:
             self._weights.discard(buffer)
             raise
         self._weights.commit(buffer, push.version)
-        return push.version, received
+        return push.version
 
-    def _landing(self, buffer: torch.Tensor, backend: str) -> torch.Tensor:
-        """Where the backend can write to: Gloo only to the CPU's memory."""
-        if backend == "nccl" or not buffer.is_cuda:
-            return buffer
-        if self._staging is None:
-            self._staging = torch.empty_like(buffer, device="cpu", pin_memory=True)
-        return self._staging
+    def _fill(self, buffer: torch.Tensor, push: Push) -> None:
+        as_it_is = push.wire == Wire()
+        payload = buffer
+        if not as_it_is or (buffer.is_cuda and not push.source.on_gpu):
+            payload = self._memory_for(push, buffer)
+        push.source.receive(payload, self._keep)
+        received = checksum(payload)
+        if received != push.checksum:
+            raise RuntimeError(
+                f"version {push.version} arrived with checksum {received:#x} instead of "
+                f"{push.checksum:#x}; it is not used"
+            )
+        if as_it_is:
+            if payload is not buffer:
+                buffer.copy_(payload)
+            return
+        if push.wire.entries is not None:
+            self._weights.copy_newest(buffer)
+        layout = self._weights.layout
+        wired = layout.reduced(push.wire)
+        wired.transfer(payload, buffer, layout)
+
+    def _memory_for(self, push: Push, buffer: torch.Tensor) -> torch.Tensor:
+        """Where the source can write to: pinned memory for a GPU's weights, if it can't itself."""
+        device = buffer.device if push.source.on_gpu else torch.device("cpu")
+        key = (push.num_bytes, str(device))
+        if key not in self._landing:
+            self._landing.clear()
+            self._landing[key] = torch.empty(
+                push.num_bytes,
+                dtype=torch.uint8,
+                device=device,
+                pin_memory=buffer.is_cuda and device.type == "cpu",
+            )
+        return self._landing[key]
+
+
+@dataclass
+class _Record:
+    """What was measured of a version's way."""
+
+    timings: dict[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 class PushHandle:
-    """A push on its way.
+    """A version on its way to workers.
 
     Attributes:
         version: the policy_version that is being sent.
@@ -210,136 +142,376 @@ class PushHandle:
     """
 
     def __init__(
-        self, version: int, worker_ids: Sequence[int], outcome: Future[None], timeout_s: float
+        self, version: int, worker_ids: Sequence[int], record: _Record, timeout_s: float
     ) -> None:
         self.version = version
         self.worker_ids = tuple(worker_ids)
-        self._outcome = outcome
+        self._record = record
         self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._acknowledged: dict[int, int] = {}
+        self._left_out: dict[int, DistCollectError] = {}
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds, once it was sent.
+
+        "ready_s" until the receivers were ready, "transfer_s" for the payload, "acknowledge_s"
+        until the last had acknowledged, "total_s" from publication on. Empty if a newer version was
+        sent in its place.
+        """
+        return dict(self._record.timings)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what was sent to each worker; 0 if a newer version was sent in its place."""
+        return self._record.num_bytes
+
+    @property
+    def acknowledged(self) -> dict[int, int]:
+        """Who has it: worker_id to the version that was acknowledged, this one or a newer."""
+        with self._changed:
+            return dict(self._acknowledged)
+
+    @property
+    def left_out(self) -> dict[int, DistCollectError]:
+        """Who doesn't have it, and why: worker_id to the error.
+
+        One that was merely late disappears from here when it has caught up.
+        """
+        with self._changed:
+            return dict(self._left_out)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._outcome.done()
+        """Whether it is known of every worker if it has these weights."""
+        with self._changed:
+            return not self._open()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until every worker has acknowledged it.
+        """Block until it is known of every worker if it has these weights.
+
+        Args:
+            timeout_s: instead of three times ``Faults.weights_timeout_s``.
 
         Raises:
-            WeightsTimeout: some didn't within the deadline; names them.
-            WorkerLost: a worker died before it had acknowledged.
+            WeightsTimeout: not known within the deadline; names the workers. Or all were late.
+            WorkerLost: nobody has them, as no worker is left.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
-        if not arrives(self._outcome, limit):
-            raise WeightsTimeout(
-                f"version {self.version} is not acknowledged by all of workers "
-                f"{list(self.worker_ids)} after {limit:g} s"
-            )
-        self._outcome.result()
+        deadline = time.monotonic() + limit
+        with self._changed:
+            while self._open():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise WeightsTimeout(
+                        f"version {self.version} is not acknowledged by workers {self._open()} "
+                        f"after {limit:g} s"
+                    )
+                self._changed.wait(min(remaining, LOOK_UP_S))
+            if self.worker_ids and not self._acknowledged:
+                raise next(iter(self._left_out.values()))
+
+    def _open(self) -> list[int]:
+        return [
+            worker_id
+            for worker_id in self.worker_ids
+            if worker_id not in self._acknowledged and worker_id not in self._left_out
+        ]
+
+    def settle(self, worker_id: int, outcome: int | DistCollectError) -> None:
+        """Note the version that a worker acknowledged, or why it is left out."""
+        with self._changed:
+            if isinstance(outcome, int):
+                self._left_out.pop(worker_id, None)
+                self._acknowledged[worker_id] = outcome
+            elif worker_id not in self._acknowledged:
+                self._left_out[worker_id] = outcome
+            self._changed.notify_all()
+
+
+@dataclass
+class _Publication:
+    """A version and the snapshot that it is."""
+
+    version: int
+    flat: torch.Tensor
+    since: float = field(default_factory=time.monotonic)
+    record: _Record = field(default_factory=_Record)
+
+
+@dataclass
+class _Slot:
+    """What a worker is to get.
+
+    Attributes:
+        peer: its process.
+        wanted: the newest that was published for it and that it has not acknowledged.
+        acknowledged: the version that it has.
+        late: why it is not sent anything until it has given the answer that it owes.
+        attempts: how often ``wanted`` was sent to it in vain.
+        handles: those that wait for it.
+    """
+
+    peer: int
+    wanted: _Publication | None = None
+    acknowledged: int = 0
+    late: WeightsTimeout | None = None
+    attempts: int = 0
+    handles: list[PushHandle] = field(default_factory=list)
 
 
 class WeightSender:
-    """The trainer's side: sends one version after the other, in the order of publication."""
+    """The trainer's side: sends to each worker the newest version that was published for it."""
 
-    def __init__(self, transport: Transport, address: str, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        peers: Mapping[int, int],
+        layout: WeightLayout,
+        updater: WeightUpdaterBase,
+        *,
+        options: WeightSync,
+        timeout_s: float,
+    ) -> None:
         """Prepare to send.
 
         Args:
             transport: for the control messages.
-            address: this host's, on the interface that reaches the workers.
-            timeout_s: for each of a push's three steps.
+            peers: ``{worker_id: peer}``.
+            layout: of the flat buffers.
+            updater: moves the payload; attached already.
+            options: what travels.
+            timeout_s: for a payload to be received and acknowledged.
         """
+        self.on_acknowledged: Callable[[int, int], None] = _nobody_cares
         self._transport = transport
+        self._layout = layout
+        self._updater = updater
+        self._options = options
         self._timeout_s = timeout_s
-        self._groups = _Groups(address)
-        self._names: dict[tuple[str | int, ...], str] = {}
-        self._counter = itertools.count()
+        self._lock = threading.RLock()
+        self._slots = {worker_id: _Slot(peer) for worker_id, peer in sorted(peers.items())}
+        self._last: _Publication | None = None  # what acknowledged versions are compared with
         self._thread = SerialThread("distcollect-weights")
-        self._closed = threading.Event()
-        listener = listen(address)
-        self._endpoint = (address, listener.getsockname()[1])
-        # TCPStore would listen on every interface; it takes over a socket that is bound already.
-        self._store = dist.TCPStore(
-            *self._endpoint,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),
-        )
+        self._closed = False
 
-    def push(
-        self, flat: torch.Tensor, version: int, peers: Mapping[int, int], backend: str = "gloo"
-    ) -> PushHandle:
-        """Send ``flat`` as ``version``.
+    def acknowledged(self, worker_id: int) -> int:
+        """The newest version that a worker has acknowledged; 0: what it started with."""
+        slot = self._slots.get(worker_id)
+        return 0 if slot is None else slot.acknowledged
+
+    def publish(self, flat: torch.Tensor, version: int, worker_ids: Sequence[int]) -> PushHandle:
+        """Send ``flat`` as ``version``, in place of what was published and not sent yet.
 
         Args:
             flat: the snapshot, uint8; must not be changed any more.
-            version: its policy_version.
-            peers: ``{worker_id: peer}`` of the receivers.
-            backend: "gloo" or "nccl".
+            version: its policy_version, higher than all before.
+            worker_ids: to whom.
         """
-        ordered = dict(sorted(peers.items()))
-        outcome = self._thread.submit(self._send, flat, version, ordered, backend)
-        # Each of the three steps has its own deadline, so this one can't be reached before.
-        return PushHandle(version, tuple(ordered), outcome, _NUM_STEPS * self._timeout_s)
+        publication = _Publication(version, flat)
+        limit_s = _NUM_STEPS * self._timeout_s
+        handle = PushHandle(version, sorted(worker_ids), publication.record, limit_s)
+        with self._lock:
+            for worker_id in handle.worker_ids:
+                slot = self._slots.get(worker_id)
+                if slot is None:
+                    handle.settle(worker_id, WorkerLost("is gone", worker_id=worker_id))
+                    continue
+                slot.wanted = publication
+                slot.attempts = 0
+                slot.handles.append(handle)
+                if slot.late is not None:
+                    handle.settle(worker_id, slot.late)
+                    del slot.handles[:-_MAX_HANDLES]
+        self._thread.submit(self._send_all)
+        return handle
+
+    def forget(self, worker_id: int) -> None:
+        """A worker is gone: nothing is sent to it any more."""
+        with self._lock:
+            slot = self._slots.pop(worker_id, None)
+        if slot is not None:
+            self._updater.forget(slot.peer)
+            _settle(slot.handles, worker_id, WorkerLost("is gone", worker_id=worker_id))
 
     def close(self) -> None:
-        """Send nothing more; pushes that have not begun fail."""
-        self._closed.set()
+        """Send nothing more; what was not sent fails."""
+        with self._lock:
+            self._closed = True
+            slots, self._slots = self._slots, {}
+        for worker_id, slot in slots.items():
+            _settle(
+                slot.handles,
+                worker_id,
+                CollectorStateError("the collector was shut down before these weights were sent"),
+            )
         self._thread.close()
-        self._groups.clear()
+        self._updater.close()
 
-    def _send(self, flat: torch.Tensor, version: int, peers: dict[int, int], backend: str) -> None:
-        if self._closed.is_set():
-            raise WorkerLost("the collector was shut down before these weights were sent")
-        if backend != "nccl":
-            flat = flat.cpu()
-        ready = {w: self._transport.call(peer, "weights_ready") for w, peer in peers.items()}
-        self._gather(ready, f"ready for version {version}")
-        members: tuple[str | int, ...] = (backend, *peers.values())
-        name = self._names.get(members, "")
-        if name not in self._groups:
-            name = self._names[members] = f"weights{next(self._counter)}"
-
-        def message(rank: int) -> Push:
-            size = len(peers) + 1
-            return Push(version, name, backend, rank, size, self._endpoint, self._timeout_s)
-
-        acknowledged = {
-            worker_id: self._transport.call(peer, "receive_weights", message(rank))
-            for rank, (worker_id, peer) in enumerate(peers.items(), start=1)
-        }
-        broken: RuntimeError | None = None
-        try:
-            self._groups.broadcast(message(0), self._store, flat)
-        except RuntimeError as error:
-            broken = error
-        # Also if it broke: who is at fault is told by the acknowledgement that doesn't come.
-        answers = self._gather(acknowledged, f"acknowledgement of version {version}")
-        if broken is not None:
-            raise WorkerLost(f"the broadcast of version {version} broke off") from broken
-        expected = (version, checksum(flat))
-        for worker_id, received in answers.items():
-            if received != expected:
-                raise WorkerLost(
-                    f"acknowledged (version, checksum) {received} instead of {expected}",
-                    worker_id=worker_id,
-                )
-
-    def _gather(self, answers: Mapping[int, Future[Any]], what: str) -> dict[int, Any]:
-        deadline = time.monotonic() + self._timeout_s
-        late = [
-            worker_id
-            for worker_id, answer in answers.items()
-            if not arrives(answer, deadline - time.monotonic())
-        ]
-        values: dict[int, Any] = {}
-        for worker_id, answer in answers.items():
-            if worker_id in late:
-                continue
+    def _send_all(self) -> None:
+        """Send until every worker that answers has what is wanted for it; the newest first."""
+        while not self._closed:
+            with self._lock:
+                due = [
+                    slot.wanted
+                    for slot in self._slots.values()
+                    if slot.wanted is not None and slot.late is None
+                ]
+                if not due:
+                    return
+                newest = max(due, key=lambda publication: publication.version)
+                receivers = {
+                    worker_id: slot.peer
+                    for worker_id, slot in self._slots.items()
+                    if slot.wanted is newest and slot.late is None
+                }
             try:
-                values[worker_id] = answer.result()
-            except WorkerError as error:
-                raise WorkerLost(f"no {what}: {error}", worker_id=worker_id) from error
-        if late:
-            raise WeightsTimeout(f"waited {self._timeout_s:g} s for {what} from workers {late}")
-        return values
+                self._send(newest, receivers)
+            except Exception as error:
+                log.exception("version %d could not be sent", newest.version)
+                failure = WorkerError(f"sending version {newest.version} failed: {error!r}")
+                for worker_id in receivers:
+                    self._failed(worker_id, newest, failure)
+
+    def _send(self, publication: _Publication, receivers: dict[int, int]) -> None:
+        begin = time.monotonic()
+        versions = self._wait_ready(receivers, publication)
+        receivers = {w: peer for w, peer in receivers.items() if w in versions}
+        if not receivers:
+            return
+        wire, payload = self._payload(publication, set(versions.values()))
+        sum_ = checksum(payload)
+        ready = time.monotonic()
+        sources = self._updater.sources(payload, receivers)
+        acknowledged = {
+            worker_id: self._transport.call(
+                peer,
+                "receive_weights",
+                Push(publication.version, sources[worker_id], wire, payload.nbytes, sum_),
+            )
+            for worker_id, peer in receivers.items()
+        }
+        try:
+            self._updater.send(payload)
+        except RuntimeError as error:
+            # Who is at fault, and who has it all the same, is told by the acknowledgements.
+            log.info("sending version %d broke off: %s", publication.version, error)
+        sent = time.monotonic()
+        deadline = sent + self._timeout_s
+        in_time = {w: arrives(a, deadline - time.monotonic()) for w, a in acknowledged.items()}
+        end = time.monotonic()
+        publication.record.num_bytes = payload.nbytes
+        publication.record.timings.update(
+            ready_s=ready - begin,
+            transfer_s=sent - ready,
+            acknowledge_s=end - sent,
+            total_s=end - publication.since,
+        )
+        if self._options.changes_only:
+            self._last = publication
+        for worker_id, answer in acknowledged.items():
+            failure = answer.exception() if in_time[worker_id] else None
+            if in_time[worker_id] and failure is None:
+                self._succeeded(worker_id, publication)
+                continue
+            # Whatever connects it with us may be in any state now.
+            self._updater.forget(receivers[worker_id])
+            if failure is None:
+                self._is_late(worker_id, answer, "acknowledge it", self._timeout_s)
+            else:
+                self._failed(worker_id, publication, failure)
+
+    def _wait_ready(
+        self, receivers: Mapping[int, int], publication: _Publication
+    ) -> dict[int, int]:
+        """The versions of those that are ready in time."""
+        asked = {w: self._transport.call(peer, "weights_ready") for w, peer in receivers.items()}
+        deadline = time.monotonic() + self._options.ready_timeout_s
+        versions: dict[int, int] = {}
+        for worker_id, answer in asked.items():
+            if not arrives(answer, deadline - time.monotonic()):
+                self._is_late(worker_id, answer, "be ready for it", self._options.ready_timeout_s)
+            elif (error := answer.exception()) is not None:
+                self._failed(worker_id, publication, error)
+            else:
+                versions[worker_id] = answer.result()
+        return versions
+
+    def _payload(self, publication: _Publication, versions: set[int]) -> tuple[Wire, torch.Tensor]:
+        """What travels to receivers that have ``versions``."""
+        entries = None
+        last = self._last
+        if self._options.changes_only and last is not None and versions == {last.version}:
+            entries = self._layout.changed(last.flat, publication.flat)
+        wire = Wire(self._options.narrow_dtype, entries)
+        if wire == Wire():
+            return wire, publication.flat
+        layout = self._layout.reduced(wire)
+        payload = layout.empty(publication.flat.device)
+        self._layout.transfer(publication.flat, payload, layout)
+        return wire, payload
+
+    def _succeeded(self, worker_id: int, publication: _Publication) -> None:
+        with self._lock:
+            slot = self._slots.get(worker_id)
+            if slot is None:
+                return
+            slot.acknowledged = publication.version
+            if slot.wanted is publication:
+                slot.wanted = None
+            done = [h for h in slot.handles if h.version <= publication.version]
+            slot.handles = [h for h in slot.handles if h.version > publication.version]
+        # First whoever goes by it, then whoever waits for it.
+        self.on_acknowledged(worker_id, publication.version)
+        _settle(done, worker_id, publication.version)
+
+    def _failed(self, worker_id: int, publication: _Publication, error: BaseException) -> None:
+        """Try again, unless that is in vain."""
+        with self._lock:
+            slot = self._slots.get(worker_id)
+            if slot is None or slot.wanted is not publication:
+                return
+            slot.attempts += 1
+            if slot.attempts < _MAX_ATTEMPTS and not isinstance(error, WorkerLost):
+                return
+            slot.wanted = None
+            handles, slot.handles = slot.handles, []
+        log.warning(
+            "worker %d is left out of version %d: %s", worker_id, publication.version, error
+        )
+        if not isinstance(error, DistCollectError):
+            error = WorkerError(f"received no weights: {error!r}", worker_id=worker_id)
+        _settle(handles, worker_id, error)
+
+    def _is_late(self, worker_id: int, answer: Future[Any], what: str, after_s: float) -> None:
+        """Go on without a worker until it has given the answer that it owes."""
+        with self._lock:
+            slot = self._slots.get(worker_id)
+            if slot is None:
+                return
+            assert slot.wanted is not None
+            slot.late = WeightsTimeout(
+                f"worker {worker_id} was sent version {slot.wanted.version} and did not {what} "
+                f"within {after_s:g} s; it gets the newest one as soon as it answers"
+            )
+            handles = list(slot.handles)
+        log.warning("%s", slot.late)
+        _settle(handles, worker_id, slot.late)
+
+        def answered(_: Future[Any]) -> None:
+            with self._lock:
+                slot.late = None
+                if self._closed:
+                    return
+            self._thread.submit(self._send_all)
+
+        answer.add_done_callback(answered)
+
+
+def _settle(handles: Iterable[PushHandle], worker_id: int, outcome: int | DistCollectError) -> None:
+    for handle in handles:
+        handle.settle(worker_id, outcome)
+
+
+def _nobody_cares(worker_id: int, version: int) -> None:
+    """Before the pool is there."""

@@ -17,7 +17,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from .engine import Engine, StepOptions
 from .envs import EnvContext, make_envs
 from .errors import PolicyError, WorkerError
-from .flat import LiveWeights, WeightLayout
+from .flat import LiveWeights, WeightLayout, published
 from .link import Lifeline, exit_now
 from .policy import Exploration, Policy, RandomPolicy, UserPolicy
 from .rollout import Header, Layout, Slab, Tensors
@@ -38,7 +39,8 @@ from .shared import allocate
 from .threads import do_jobs
 from .topology import interface_of
 from .transport import CollectRequest
-from .weights import Push, WeightReceiver, gpu_of
+from .updaters import gpu_of
+from .weights import Push, WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,9 @@ class WorkerPlan:
         exploration: see :class:`~distcollect.policy.Exploration`.
         info_keys: entries of ``info`` that go into the batch.
         options: see :class:`~distcollect.engine.StepOptions`.
+        models: further modules that are published with the policy, by name. Where policy and env
+            makers refer to them, they refer to these very objects here too.
+        exclude: patterns of names of weights that are never sent.
     """
 
     create_env_fn: Any
@@ -72,6 +77,8 @@ class WorkerPlan:
     exploration: Exploration = Exploration.RANDOM
     info_keys: Any = None
     options: StepOptions = field(default_factory=StepOptions)
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+    exclude: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -132,10 +139,13 @@ def build_engine(
                 device=plan.device,
                 shared=shared,
             )
+        if plan.device is not None:
+            for model in plan.models.values():
+                model.to(plan.device)
         return Engine(
             envs,
             policy,
-            LiveWeights(policy.module),
+            LiveWeights(published(policy.module, plan.models), plan.exclude),
             traj_ids=traj_ids,
             options=plan.options,
         )
@@ -206,8 +216,8 @@ class Worker:
         """Completes when weights can be received."""
         return self._configured_receiver.ready()
 
-    def receive_weights(self, push: Push) -> Future[tuple[int, int]]:
-        """Take part in a broadcast; completes with (version, checksum)."""
+    def receive_weights(self, push: Push) -> Future[int]:
+        """Take part in a push; completes with its version."""
         return self._configured_receiver.receive(push)
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:

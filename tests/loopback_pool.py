@@ -12,7 +12,6 @@ from distcollect import collectors
 from distcollect.config import Faults
 from distcollect.errors import WorkerError
 from distcollect.loopback import LoopbackTransport
-from distcollect.weights import WeightSender
 from distcollect.worker import Probe, Worker
 
 ADDRESS = "127.0.0.1"
@@ -24,7 +23,7 @@ class LoopbackWorkers:
     def __init__(self, num_workers: int, faults: Faults) -> None:
         self.peers = {worker_id: worker_id + 1 for worker_id in range(num_workers)}
         self.transport = LoopbackTransport()
-        self.sender = WeightSender(self.transport, ADDRESS, timeout_s=faults.weights_timeout_s)
+        self.address = ADDRESS
         self.on_lost: Callable[[int], None] = lambda worker_id: None
         self.services: dict[int, Worker] = {}
         self._threads: list[threading.Thread] = []
@@ -54,7 +53,6 @@ class LoopbackWorkers:
         for thread in self._threads:
             thread.join(timeout=10)
             assert not thread.is_alive(), f"{thread.name} goes on after stop()"
-        self.sender.close()
 
 
 def loopback_collector(*args: Any, **kwargs: Any) -> dc.RPCDataCollector:

@@ -93,7 +93,9 @@ def push(shared: tuple[dc.RPCDataCollector, dict[int, float]]) -> Callable[..., 
         value = float(100 + before)
         handle = collector.update_policy_weights_(wrap(Revealing(value=value)), **how)
         assert collector.policy_version == before + 1
-        assert (handle is None) == how.get("wait", True)
+        if how.get("wait", True):
+            assert handle.done()
+            assert set(handle.acknowledged.values()) == {before + 1}
         values[before + 1] = value
         batch = collector.next()
         return check_whole(batch[:2], values), check_whole(batch[2:], values)
@@ -148,7 +150,7 @@ class TestSelection:
         assert push(wrap) == ([version], [version])
 
     def test_the_collectors_own_policy_is_the_default(self, collector: Any, shared: Any) -> None:
-        collector._policy.fill(77)
+        collector._publisher._own.fill(77)
         collector.update_policy_weights_()
         shared[1][collector.policy_version] = 77
         assert check_whole(collector.next(), shared[1]) == [collector.policy_version]

@@ -35,7 +35,7 @@ rpc: Any = torch.distributed.rpc  # noqa: TID251
 
 Values: TypeAlias = "dict[str, float]"
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _ROWS, _STEPS = 16, 148  # of 84x84x4 bytes: 67 MB
 _PIECES = 8
 _TIMEOUT_S = 60.0
@@ -64,10 +64,10 @@ def pieces() -> Tensors:
 
 def run_distcollect(seconds: float, *, mapped: bool) -> Values:
     """``Offer.fetch`` of our transport; ``mapped``: from memory that both map, else over RPC."""
-    with _peer(_serve_distcollect) as pipe:
-        transport = RpcTransport(0, interface=interface_of(_LOOPBACK))
+    with other_process(_serve_distcollect) as pipe:
+        transport = RpcTransport(0, interface=interface_of(LOOPBACK))
         pipe.send(transport.endpoint)
-        endpoint, sample = _received(pipe)
+        endpoint, sample = received(pipe)
         transport.connect(1, endpoint, sample if mapped else None)
         took: list[float] = []
         num_bytes = 0
@@ -88,7 +88,10 @@ def run_distcollect(seconds: float, *, mapped: bool) -> Values:
 
 def run_rpc_channel(seconds: float, channel: str) -> Values:
     """An RRef's ``to_here()`` over the ``uv`` transport and one channel: the best of two forms."""
-    with tempfile.TemporaryDirectory() as folder, _peer(_serve_rpc, folder, channel) as pipe:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        other_process(_serve_rpc, folder, channel) as pipe,
+    ):
         _join_rpc(0, folder, channel)
         rates = []
         for form in (rollout, pieces):
@@ -102,7 +105,7 @@ def run_rpc_channel(seconds: float, channel: str) -> Values:
 def run_gloo(seconds: float) -> Values:
     """Gloo's ``recv`` into the same memory each time."""
     target = torch.zeros(sum(tensor.nbytes for tensor in rollout()), dtype=torch.uint8)
-    with tempfile.TemporaryDirectory() as folder, _peer(_serve_gloo, folder) as pipe:
+    with tempfile.TemporaryDirectory() as folder, other_process(_serve_gloo, folder) as pipe:
         group = _join_gloo(0, folder)
 
         def fetch() -> None:
@@ -118,13 +121,13 @@ def run_shared_memory(seconds: float) -> Values:
     """Tensors in shared memory, as torch.multiprocessing sends them, copied to memory of ours."""
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    with _peer(_serve_shared, queue) as pipe:
+    with other_process(_serve_shared, queue) as pipe:
         tensors = queue.get()
         num_bytes = sum(tensor.nbytes for tensor in tensors)
 
         def fetch() -> None:
             pipe.send("next")  # every other way has a round trip as well
-            _received(pipe)
+            received(pipe)
             _ = [tensor.clone() for tensor in tensors]
 
         rate = _gb_per_s(fetch, num_bytes, seconds)
@@ -149,8 +152,8 @@ def _gb_per_s(fetch: Callable[[], object], num_bytes: int, seconds: float) -> fl
 
 
 @contextmanager
-def _peer(serve: Callable[..., None], *args: Any) -> Iterator[Any]:
-    """The other process, at the end of a pipe; reaped afterwards."""
+def other_process(serve: Callable[..., None], *args: Any) -> Iterator[Any]:
+    """Another process, at the end of a pipe that ``serve`` gets first; reaped afterwards."""
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = multiprocessing.Pipe()
     process = context.Process(target=serve, args=(theirs, *args), daemon=True)
@@ -165,7 +168,8 @@ def _peer(serve: Callable[..., None], *args: Any) -> Iterator[Any]:
             process.join()
 
 
-def _received(pipe: Any) -> Any:
+def received(pipe: Any) -> Any:
+    """What the other process says next; it gets a minute for it."""
     if not pipe.poll(_TIMEOUT_S):
         raise TimeoutError(f"the other process said nothing for {_TIMEOUT_S:g} s")
     return pipe.recv()
@@ -191,8 +195,8 @@ class _Source:
 
 
 def _serve_distcollect(pipe: Any) -> None:
-    transport = RpcTransport(1, interface=interface_of(_LOOPBACK), service=_Source())
-    transport.connect(0, _received(pipe))
+    transport = RpcTransport(1, interface=interface_of(LOOPBACK), service=_Source())
+    transport.connect(0, received(pipe))
     pipe.send((transport.endpoint, allocate(mmap.PAGESIZE)[1]))
     pipe.recv()
     os._exit(0)
@@ -219,7 +223,7 @@ def _join_gloo(rank: int, folder: str) -> Any:
     store = dist.FileStore(f"{folder}/store", 2)
     kind = dist.ProcessGroupGloo
     options = kind._Options()  # noqa: SLF001 - the only way to name the interface
-    options._devices = [kind.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
+    options._devices = [kind.create_device(hostname=LOOPBACK)]  # noqa: SLF001
     return kind(store, rank, 2, options)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from . import fetch, figures
+from . import fetch, figures, weights
 from .contenders import CONTENDERS, Contender, Values
+from .weights import MB
 from .workloads import WORKLOADS, Workload
 
 # Beside the windows themselves: imports, starting workers, compiling.
@@ -89,6 +90,38 @@ def _ours(name: str, about: str, *, mapped: bool) -> Part:
     return Part(name, about, partial(fetch.run_distcollect, mapped=mapped))
 
 
+def _pushed(name: str, about: str, *, leaves: int, num_bytes: int) -> Item:
+    raw = partial(weights.run_raw, num_bytes=num_bytes, num_receivers=3)
+    ours = partial(weights.run_push, leaves=leaves, num_bytes=num_bytes, num_workers=3)
+    parts = Part("raw", "raw Gloo broadcast", raw), Part("distcollect", "distcollect", ours)
+    return Item(name, about, parts)
+
+
+def _pushed_busy(name: str, about: str, num_bytes: int) -> Item:
+    ours = partial(weights.run_busy, num_bytes=num_bytes)
+    torchrl = partial(weights.run_busy_torchrl, num_bytes=num_bytes)
+    about_torchrl = 'torchrl RPCCollector(launcher="mp")'
+    return Item(
+        name,
+        about,
+        (
+            Part("distcollect", "distcollect.RPCDataCollector(sync=False)", ours),
+            Part("torchrl", about_torchrl, torchrl, needs=("torchrl",)),
+        ),
+    )
+
+
+def _one_of(num_workers: int) -> Part:
+    return Part(
+        str(num_workers),
+        f"to 1 of {num_workers} worker(s)",
+        partial(weights.run_one_of, num_bytes=16 * MB, num_workers=num_workers),
+        limit_s=_LIMIT_S + 10 * num_workers,
+    )
+
+
+_SEVERAL_LEAVES = 4
+
 _FIGURES = (
     Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
     Item(
@@ -126,6 +159,33 @@ _FIGURES = (
         "memory",
         "a worker's memory when the trainer stops asking",
         (Part("big-obs", "rollouts of 32 MiB", figures.run_memory),),
+    ),
+    _pushed(
+        "push-64mb", "push of 64 MB to 3 idle workers", leaves=_SEVERAL_LEAVES, num_bytes=64 * MB
+    ),
+    _pushed(
+        "push-500", "push of 500 leaves, 2 MB, to 3 idle workers", leaves=500, num_bytes=2 * MB
+    ),
+    _pushed_busy("push-1mb", "push of 1 MB to 2 collecting workers", 1 * MB),
+    _pushed_busy("push-100mb", "push of 100 MB to 2 collecting workers", 100 * MB),
+    Item(
+        "pause",
+        "how long a push stops the engine",
+        (
+            Part(
+                "64mb",
+                "64 MB, 3 idle workers",
+                partial(
+                    weights.run_pause, leaves=_SEVERAL_LEAVES, num_bytes=64 * MB, num_workers=3
+                ),
+            ),
+        ),
+    ),
+    Item("one-of-8", "push of 16 MB to one idle worker", (_one_of(8), _one_of(1))),
+    Item(
+        "torn",
+        "frames collected with weights of two versions",
+        (Part("4mb", "4 MB pushed at full rate to 2 workers", weights.run_torn),),
     ),
 )
 

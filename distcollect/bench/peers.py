@@ -111,11 +111,11 @@ def run_torchrl_multi(workload: Workload, seconds: float, *, sync: bool) -> dict
     return {"frames_per_s": frames_per_s(_torchrl_counted(collector), seconds)}
 
 
-def run_torchrl_rpc(workload: Workload, seconds: float) -> dict[str, float]:
-    """``RPCCollector(launcher="mp")``, first come first served, with two workers."""
+def make_torchrl_rpc(workload: Workload) -> Any:
+    """An endless ``RPCCollector(launcher="mp")``, first come first served, with two workers."""
     distributed = importlib.import_module("torchrl.collectors.distributed")
     kind = getattr(distributed, "RPCCollector", None) or distributed.RPCDataCollector
-    collector = kind(
+    return kind(
         [_TorchRLMaker(workload)] * _NUM_WORKERS,
         _torchrl_policy(workload),
         frames_per_batch=workload.rollout_frames,
@@ -123,7 +123,11 @@ def run_torchrl_rpc(workload: Workload, seconds: float) -> dict[str, float]:
         launcher="mp",
         sync=False,
     )
-    return {"frames_per_s": frames_per_s(_torchrl_counted(collector), seconds)}
+
+
+def run_torchrl_rpc(workload: Workload, seconds: float) -> dict[str, float]:
+    """``RPCCollector(launcher="mp")`` with two workers."""
+    return {"frames_per_s": frames_per_s(_torchrl_counted(make_torchrl_rpc(workload)), seconds)}
 
 
 class _Store:

@@ -25,6 +25,7 @@ class Target:
         bound: of the median ratio.
         at_least: whether the bound is the least that will do, or the most.
         times: factor of the denominator.
+        plus: what is added to the denominator.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Target:
     bound: float
     at_least: bool = True
     times: float = 1.0
+    plus: float = 0.0
 
     def ratios(self, results: Results) -> Spread | None:
         """The ratio of each repeat; None if one side was not measured."""
@@ -43,7 +45,9 @@ class Target:
         there = [column for column in columns if column is not None]
         if not there:
             return None if self.below else Spread.of(above)
-        below = [None if value is None else value * self.times for value in best(*there)]
+        below = [
+            None if value is None else value * self.times + self.plus for value in best(*there)
+        ]
         return Spread.of(paired(above, below))
 
     def reached(self, ratio: float) -> bool:
@@ -75,6 +79,16 @@ def _scaling(num_workers: int, bound: float) -> Target:
 
 def _at_most(what: str, bound: float, above: Source, *below: Source) -> Target:
     return Target(what, above, below, bound, at_least=False)
+
+
+def _pushed(what: str, bound: float, name: str) -> Target:
+    raw = ("push-64mb", "raw", "gb_per_s")
+    return Target(f"{what} / raw broadcast", ("push-64mb", "distcollect", name), (raw,), bound)
+
+
+def _peers_push(size: str, item: str, bound: float) -> Target:
+    what = f"torchrl's push / ours, {size}, collecting"
+    return Target(what, (item, "torchrl", "s"), ((item, "distcollect", "s"),), bound)
 
 
 _RAW_WAYS = ("rpc-cma", "rpc-mpt_uv", "rpc-basic", "gloo", "shared")
@@ -120,4 +134,29 @@ TARGETS: tuple[Target, ...] = (
         ("memory", "big-obs", "growth_bytes"),
         ("memory", "big-obs", "bound_bytes"),
     ),
+    _pushed("64 MB broadcast", 0.90, "broadcast_gb_per_s"),
+    _pushed("64 MB push", 0.75, "gb_per_s"),
+    Target(
+        "push of 500 leaves / (raw broadcast + 5 ms)",
+        ("push-500", "distcollect", "s"),
+        (("push-500", "raw", "s"),),
+        1.0,
+        at_least=False,
+        plus=0.005,
+    ),
+    _peers_push("1 MB", "push-1mb", 3),
+    _peers_push("100 MB", "push-100mb", 1.5),
+    _at_most(
+        "engine's pause / 64 MB push",
+        0.05,
+        ("pause", "64mb", "apply_s"),
+        ("pause", "64mb", "push_s"),
+    ),
+    _at_most(
+        "16 MB push to 1 of 8 workers / to an only one",
+        1.1,
+        ("one-of-8", "8", "s"),
+        ("one-of-8", "1", "s"),
+    ),
+    _at_most("frames with torn weights", 0, ("torn", "4mb", "bad_frames")),
 )

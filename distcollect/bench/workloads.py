@@ -190,6 +190,11 @@ def make_drowsy() -> Env:
     return SlowEnv(0.02, spin=False)
 
 
+def make_trivial() -> Env:
+    """Steps that take no time to speak of."""
+    return SlowEnv(0.0, spin=True)
+
+
 def make_breakout() -> Env:
     """``ALE/Breakout-v5``, the usual preprocessing: uint8 ``[4, 84, 84]``, 4 frames skipped."""
     gym.register_envs(importlib.import_module("ale_py"))

@@ -1,0 +1,356 @@
+"""Ways for new weights to get from the trainer to its workers.
+
+The sender (:mod:`.weights`) decides who gets which version and when; an updater moves the bytes.
+On the trainer it says for each receiver where that finds them, its :class:`Source`, which travels
+there and writes them into memory that the receiver has ready.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from .errors import ArgumentError
+from .shared import Segment, SharedTensor, allocate
+from .topology import listen
+
+# Torch declares no types for its stores and process groups.
+dist: Any = torch.distributed
+
+# Groups kept for reuse. Both ends drop the least recently used: a worker takes part in a part of
+# the trainer's pushes, in the same order, so it never drops a group that the trainer still has.
+_MAX_GROUPS = 8
+
+
+class Source(ABC):
+    """Where a receiver finds a payload. It is pickled to get there."""
+
+    on_gpu: bool = False  # whether it writes to a GPU's memory directly
+
+    @abstractmethod
+    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+        """Write the payload into ``target``.
+
+        Args:
+            target: uint8 ``[payload's size]``.
+            keep: for what is to be there for the next push too. It is this receiver's own and lives
+                as long; what has a ``close`` method is closed in the end.
+
+        Raises:
+            RuntimeError, OSError: it can't be had; ``target`` may be half written then.
+        """
+
+
+@dataclass(frozen=True)
+class Site:
+    """What an updater has to know of the run.
+
+    Attributes:
+        address: of the trainer's host, on the interface by which workers reach it.
+        timeout_s: for each wait.
+        gpus: worker_id to a name of the GPU that has its policy, "" for the CPU.
+    """
+
+    address: str
+    timeout_s: float
+    gpus: Mapping[int, str]
+
+
+class WeightUpdaterBase(ABC):
+    """Moves weights from the trainer to workers; derive from it to do that in another way.
+
+    All but :meth:`init`, :meth:`check` and :meth:`forget` is called on one thread.
+    """
+
+    def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - optional
+        """Take the arguments of the collector's ``init_updater``."""
+
+    def attach(self, site: Site) -> None:  # noqa: B027 - optional
+        """Learn of the run; called once, before anything is sent."""
+
+    def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:  # noqa: B027
+        """Raise ArgumentError if weights on ``device`` can't be sent to these workers."""
+
+    @abstractmethod
+    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+        """Prepare a push.
+
+        Args:
+            payload: uint8 ``[N]``, where the trainer has its weights. It doesn't change.
+            peers: ``{worker_id: peer}`` of the receivers; a process that takes another's place has
+                another peer.
+
+        Returns:
+            ``{worker_id: source}`` for each of them.
+        """
+
+    def send(self, payload: torch.Tensor) -> None:  # noqa: B027 - optional
+        """Do the trainer's part while the receivers receive.
+
+        Raises:
+            RuntimeError: it broke off. Who has the payload is told by their acknowledgements.
+        """
+
+    def forget(self, peer: int) -> None:  # noqa: B027 - optional
+        """A receiver is gone. May be called while :meth:`send` waits for it."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Give everything back."""
+
+
+def gpu_of(device: torch.device) -> str:
+    """A name for the GPU behind ``device`` that is the same in all processes; "" for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
+    """The backend for a group whose members have their weights on ``gpus``.
+
+    NCCL needs a GPU of its own for each member; where it can't be, Gloo goes through pinned memory.
+
+    Raises:
+        ArgumentError: NCCL is wanted and can't be.
+    """
+    possible = dist.is_nccl_available() and all(gpus) and len(set(gpus)) == len(gpus)
+    if wanted == "nccl" and not possible:
+        raise ArgumentError(
+            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but have {gpus} "
+            "(trainer first, '' is the CPU); use backend='auto'"
+        )
+    return "nccl" if possible and wanted != "gloo" else "gloo"
+
+
+class Groups:
+    """Process groups by name, the least recently used dropped first."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._groups
+
+    def broadcast(self, place: FromGroup, store: Any, address: str, flat: torch.Tensor) -> None:
+        """Broadcast ``flat`` from rank 0; all members of the group must do so together.
+
+        Raises:
+            RuntimeError: a member is gone or too late. The group is dropped, ``flat`` may be torn.
+        """
+        timeout = timedelta(seconds=place.timeout_s)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timeout
+        try:
+            group = self._get(place, store, address, timeout)
+            group.broadcast([flat], options).wait(timeout)
+            if flat.is_cuda:
+                torch.cuda.synchronize(flat.device)
+        except RuntimeError:
+            self.drop(place.group)
+            raise
+
+    def drop(self, name: str) -> None:
+        """Leave a group."""
+        with self._lock:
+            group = self._groups.pop(name, None)
+        # A NCCL kernel that waits for a dead peer would wait for ever.
+        if group is not None and group.name() == "nccl":
+            group.abort()
+
+    def close(self) -> None:
+        """Leave all."""
+        for name in list(self._groups):
+            self.drop(name)
+
+    def _get(self, place: FromGroup, store: Any, address: str, timeout: timedelta) -> Any:
+        name = place.group
+        if name not in self._groups:
+            prefixed = dist.PrefixStore(name, store)
+            if place.on_gpu:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout  # noqa: SLF001 - there is no public way
+                group = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
+            else:
+                group = _gloo(prefixed, place, address, timeout)
+            with self._lock:
+                self._groups[name] = group
+            while len(self._groups) > _MAX_GROUPS:
+                self.drop(next(iter(self._groups)))
+        with self._lock:
+            self._groups.move_to_end(name)
+            return self._groups[name]
+
+
+def _gloo(store: Any, place: FromGroup, address: str, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
+    # The address names the interface, and connections are made on first use: a broadcast needs a
+    # tree of them, not all pairs.
+    options._devices = [  # noqa: SLF001
+        dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
+    ]
+    options._timeout = timeout  # noqa: SLF001
+    return dist.ProcessGroupGloo(store, place.rank, place.size, options)
+
+
+@dataclass(frozen=True)
+class FromGroup(Source):
+    """From a broadcast in a process group; the first push under a name makes the group.
+
+    Attributes:
+        group: its name.
+        rank: the receiver's; the trainer is 0.
+        size: how many are in it.
+        store: host and port of the store where its members find each other.
+        timeout_s: for making the group and for the broadcast.
+        on_gpu: whether it is one of NCCL's, else Gloo's.
+    """
+
+    group: str
+    rank: int
+    size: int
+    store: tuple[str, int]
+    timeout_s: float
+    on_gpu: bool = False
+
+    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+        """See :class:`Source`."""
+        if "store" not in keep:
+            host, port = self.store
+            timeout = timedelta(seconds=self.timeout_s)
+            keep["store"] = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+            keep["groups"] = Groups()
+        keep["groups"].broadcast(self, keep["store"], keep["address"], target)
+
+
+class BroadcastUpdater(WeightUpdaterBase):
+    """One broadcast to a process group of exactly the receivers: the default."""
+
+    def __init__(self, backend: str = "auto") -> None:
+        """``backend``: "gloo"; "nccl"; or "auto", see :class:`~distcollect.WeightSync`."""
+        self._backend = backend
+        self._groups = Groups()
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._counter = itertools.count()
+        self._store: Any = None
+        self._current: FromGroup | None = None
+        self._staging: torch.Tensor | None = None
+
+    def attach(self, site: Site) -> None:
+        """See :class:`WeightUpdaterBase`."""
+        self._site = site
+        listener = listen(site.address)
+        self._endpoint = (site.address, listener.getsockname()[1])
+        # TCPStore would listen on every interface; it takes over a socket that is bound already.
+        self._store = dist.TCPStore(
+            *self._endpoint,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=site.timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+    def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
+        """See :class:`WeightUpdaterBase`: NCCL may be impossible."""
+        self._backend_for(device, worker_ids)
+
+    def _backend_for(self, device: torch.device, worker_ids: Sequence[int]) -> str:
+        gpus = [gpu_of(device), *(self._site.gpus[worker_id] for worker_id in worker_ids)]
+        return choose_backend(self._backend, gpus)
+
+    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+        """See :class:`WeightUpdaterBase`."""
+        on_gpu = self._backend_for(payload.device, list(peers)) == "nccl"
+        members = (on_gpu, *peers.values())
+        name = self._names.get(members, "")
+        if name not in self._groups:
+            self._names = {m: n for m, n in self._names.items() if n in self._groups}
+            name = self._names[members] = f"weights{next(self._counter)}"
+        places = [
+            FromGroup(name, rank, len(peers) + 1, self._endpoint, self._site.timeout_s, on_gpu)
+            for rank in range(len(peers) + 1)
+        ]
+        self._current = places[0]
+        return dict(zip(peers, places[1:], strict=True))
+
+    def send(self, payload: torch.Tensor) -> None:
+        """See :class:`WeightUpdaterBase`."""
+        assert self._current is not None
+        if payload.is_cuda and not self._current.on_gpu:
+            if self._staging is None or len(self._staging) != len(payload):
+                self._staging = torch.empty_like(payload, device="cpu", pin_memory=True)
+            payload = self._staging.copy_(payload)
+        self._groups.broadcast(self._current, self._store, self._site.address, payload)
+
+    def forget(self, peer: int) -> None:
+        """See :class:`WeightUpdaterBase`: its groups are of no use any more."""
+        for (_, *members), name in list(self._names.items()):
+            if peer in members:
+                self._groups.drop(name)
+
+    def close(self) -> None:
+        """See :class:`WeightUpdaterBase`."""
+        self._groups.close()
+
+
+@dataclass(frozen=True)
+class Carried(Source):
+    """The payload itself, which travels along."""
+
+    payload: torch.Tensor
+
+    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+        """See :class:`Source`."""
+        target.copy_(self.payload)
+
+
+class RPCUpdater(WeightUpdaterBase):
+    """Sends the weights to each receiver in an RPC of its own: simple, and slow for many."""
+
+    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+        """See :class:`WeightUpdaterBase`."""
+        return dict.fromkeys(peers, Carried(payload.cpu()))
+
+
+@dataclass(frozen=True)
+class FromMemory(Source):
+    """From memory of the trainer's that the receiver, on the same host, maps."""
+
+    payload: SharedTensor
+
+    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+        """See :class:`Source`."""
+        segment = self.payload.segment
+        mapped: dict[Segment, torch.Tensor] = keep.setdefault("segments", {})
+        if segment not in mapped:
+            mapped.clear()  # the trainer goes on to a new one when it needs a larger one
+            mapped[segment] = segment.map()
+        target.copy_(self.payload.within(mapped[segment]))
+
+
+class SharedMemoryUpdater(WeightUpdaterBase):
+    """Puts the weights where workers on the trainer's own host map them: one copy for each."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._segment: Segment | None = None
+
+    def attach(self, site: Site) -> None:
+        """See :class:`WeightUpdaterBase`."""
+
+    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+        """See :class:`WeightUpdaterBase`."""
+        if self._segment is None or len(self._memory) < len(payload):
+            self._memory, self._segment = allocate(len(payload))
+        self._memory[: len(payload)].copy_(payload)
+        place = SharedTensor(self._segment, 0, tuple(payload.shape), payload.dtype)
+        return dict.fromkeys(peers, FromMemory(place))
