@@ -31,6 +31,7 @@ from .errors import (
     WorkerLost,
     WorkerMismatch,
 )
+from .handle import PushHandle
 from .launch import num_workers, run
 from .policy import Exploration
 from .updaters import (
@@ -41,7 +42,6 @@ from .updaters import (
     WeightUpdaterBase,
 )
 from .version import __version__
-from .weights import PushHandle
 
 __all__ = [
     "ArgumentError",

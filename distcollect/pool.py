@@ -19,11 +19,12 @@ import torch
 
 from .config import Staleness
 from .errors import BatchTimeout, CollectorStateError, DeadlineError, WorkerError, WorkerLost
+from .handle import PushHandle
 from .rollout import Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
 from .threads import LOOK_UP_S, arrives
 from .transport import CollectRequest, Offer, Transport
-from .weights import PushHandle, WeightSender
+from .weights import WeightSender
 
 T = TypeVar("T")
 

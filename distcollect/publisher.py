@@ -13,10 +13,10 @@ from . import arguments, recycler
 from .config import WeightSync
 from .errors import ArgumentError, ArgumentTypeError
 from .flat import WeightLayout, check_finite, check_range
+from .handle import PushHandle
 from .pool import Pool
 from .schedule import lagging
 from .updaters import WeightUpdaterBase
-from .weights import PushHandle
 
 Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 WorkerIds: TypeAlias = "int | Sequence[int] | slice | str | None"

@@ -23,10 +23,12 @@ import torch
 
 from .config import WeightSync
 from .errors import CollectorStateError, DistCollectError, WeightsTimeout, WorkerError, WorkerLost
-from .flat import LiveWeights, WeightLayout, Wire, checksum
-from .threads import LOOK_UP_S, SerialThread, arrives
+from .flat import WeightLayout, Wire, checksum
+from .handle import PushHandle, PushRecord
+from .receiver import Push
+from .threads import SerialThread, arrives
 from .transport import Transport
-from .updaters import Source, WeightUpdaterBase
+from .updaters import WeightUpdaterBase
 
 log = logging.getLogger(__name__)
 
@@ -37,198 +39,6 @@ _NUM_STEPS = 3
 _MAX_HANDLES = 16
 
 
-@dataclass(frozen=True)
-class Push:
-    """What a receiver has to know of a push.
-
-    Attributes:
-        version: policy_version of these weights.
-        source: where the payload is.
-        wire: how the weights lie in the payload.
-        num_bytes: the payload's size.
-        checksum: the payload's, see :func:`~distcollect.flat.checksum`.
-    """
-
-    version: int
-    source: Source
-    wire: Wire
-    num_bytes: int
-    checksum: int
-
-
-class WeightReceiver:
-    """A worker's side: receives on a thread of its own while the engine steps."""
-
-    def __init__(self, weights: LiveWeights, address: str) -> None:
-        """Receive for ``weights``; ``address`` is this host's, on the interface to use."""
-        self._weights = weights
-        self._keep: dict[str, Any] = {"address": address}
-        self._landing: dict[tuple[int, str], torch.Tensor] = {}
-        self._thread = SerialThread("distcollect-weights")
-
-    def ready(self) -> Future[int]:
-        """Completes when no earlier push is under way: the version in use next."""
-        return self._thread.submit(lambda: self._weights.newest)
-
-    def receive(self, push: Push) -> Future[int]:
-        """Take part in a push; completes with the version once it is there, whole."""
-        return self._thread.submit(self._receive, push)
-
-    def close(self) -> None:
-        """Receive nothing more."""
-        self._thread.close()
-
-    def _receive(self, push: Push) -> int:
-        buffer = self._weights.spare()
-        try:
-            self._fill(buffer, push)
-        except BaseException:
-            self._weights.discard(buffer)
-            raise
-        self._weights.commit(buffer, push.version)
-        return push.version
-
-    def _fill(self, buffer: torch.Tensor, push: Push) -> None:
-        as_it_is = push.wire == Wire()
-        payload = buffer
-        if not as_it_is or (buffer.is_cuda and not push.source.on_gpu):
-            payload = self._memory_for(push, buffer)
-        push.source.receive(payload, self._keep)
-        received = checksum(payload)
-        if received != push.checksum:
-            raise RuntimeError(
-                f"version {push.version} arrived with checksum {received:#x} instead of "
-                f"{push.checksum:#x}; it is not used"
-            )
-        if as_it_is:
-            if payload is not buffer:
-                buffer.copy_(payload)
-            return
-        if push.wire.entries is not None:
-            self._weights.copy_newest(buffer)
-        layout = self._weights.layout
-        wired = layout.reduced(push.wire)
-        wired.transfer(payload, buffer, layout)
-
-    def _memory_for(self, push: Push, buffer: torch.Tensor) -> torch.Tensor:
-        """Where the source can write to: pinned memory for a GPU's weights, if it can't itself."""
-        device = buffer.device if push.source.on_gpu else torch.device("cpu")
-        key = (push.num_bytes, str(device))
-        if key not in self._landing:
-            self._landing.clear()
-            self._landing[key] = torch.empty(
-                push.num_bytes,
-                dtype=torch.uint8,
-                device=device,
-                pin_memory=buffer.is_cuda and device.type == "cpu",
-            )
-        return self._landing[key]
-
-
-@dataclass
-class _Record:
-    """What was measured of a version's way."""
-
-    timings: dict[str, float] = field(default_factory=dict)
-    num_bytes: int = 0
-
-
-class PushHandle:
-    """A version on its way to workers.
-
-    Attributes:
-        version: the policy_version that is being sent.
-        worker_ids: to whom.
-    """
-
-    def __init__(
-        self, version: int, worker_ids: Sequence[int], record: _Record, timeout_s: float
-    ) -> None:
-        self.version = version
-        self.worker_ids = tuple(worker_ids)
-        self._record = record
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._acknowledged: dict[int, int] = {}
-        self._left_out: dict[int, DistCollectError] = {}
-
-    @property
-    def timings(self) -> dict[str, float]:
-        """Seconds, once it was sent.
-
-        "ready_s" until the receivers were ready, "transfer_s" for the payload, "acknowledge_s"
-        until the last had acknowledged, "total_s" from publication on. Empty if a newer version was
-        sent in its place.
-        """
-        return dict(self._record.timings)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of what was sent to each worker; 0 if a newer version was sent in its place."""
-        return self._record.num_bytes
-
-    @property
-    def acknowledged(self) -> dict[int, int]:
-        """Who has it: worker_id to the version that was acknowledged, this one or a newer."""
-        with self._changed:
-            return dict(self._acknowledged)
-
-    @property
-    def left_out(self) -> dict[int, DistCollectError]:
-        """Who doesn't have it, and why: worker_id to the error.
-
-        One that was merely late disappears from here when it has caught up.
-        """
-        with self._changed:
-            return dict(self._left_out)
-
-    def done(self) -> bool:
-        """Whether it is known of every worker if it has these weights."""
-        with self._changed:
-            return not self._open()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Block until it is known of every worker if it has these weights.
-
-        Args:
-            timeout_s: instead of three times ``Faults.weights_timeout_s``.
-
-        Raises:
-            WeightsTimeout: not known within the deadline; names the workers. Or all were late.
-            WorkerLost: nobody has them, as no worker is left.
-        """
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        with self._changed:
-            while self._open():
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise WeightsTimeout(
-                        f"version {self.version} is not acknowledged by workers {self._open()} "
-                        f"after {limit:g} s"
-                    )
-                self._changed.wait(min(remaining, LOOK_UP_S))
-            if self.worker_ids and not self._acknowledged:
-                raise next(iter(self._left_out.values()))
-
-    def _open(self) -> list[int]:
-        return [
-            worker_id
-            for worker_id in self.worker_ids
-            if worker_id not in self._acknowledged and worker_id not in self._left_out
-        ]
-
-    def settle(self, worker_id: int, outcome: int | DistCollectError) -> None:
-        """Note the version that a worker acknowledged, or why it is left out."""
-        with self._changed:
-            if isinstance(outcome, int):
-                self._left_out.pop(worker_id, None)
-                self._acknowledged[worker_id] = outcome
-            elif worker_id not in self._acknowledged:
-                self._left_out[worker_id] = outcome
-            self._changed.notify_all()
-
-
 @dataclass
 class _Publication:
     """A version and the snapshot that it is."""
@@ -236,7 +46,7 @@ class _Publication:
     version: int
     flat: torch.Tensor
     since: float = field(default_factory=time.monotonic)
-    record: _Record = field(default_factory=_Record)
+    record: PushRecord = field(default_factory=PushRecord)
 
 
 @dataclass

@@ -33,6 +33,7 @@ from .errors import PolicyError, WorkerError
 from .flat import LiveWeights, WeightLayout, published
 from .link import Lifeline, exit_now
 from .policy import Exploration, Policy, RandomPolicy, UserPolicy
+from .receiver import Push, WeightReceiver
 from .rollout import Header, Layout, Slab, Tensors
 from .rpc import RpcTransport
 from .shared import allocate
@@ -40,7 +41,6 @@ from .threads import do_jobs
 from .topology import interface_of
 from .transport import CollectRequest
 from .updaters import gpu_of
-from .weights import Push, WeightReceiver
 
 log = logging.getLogger(__name__)
 

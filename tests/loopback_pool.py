@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import distcollect as dc
-from distcollect import collectors
+from distcollect.collectors import pooled
 from distcollect.config import Faults
 from distcollect.errors import WorkerError
 from distcollect.loopback import LoopbackTransport
@@ -57,5 +57,5 @@ class LoopbackWorkers:
 
 def loopback_collector(*args: Any, **kwargs: Any) -> dc.RPCDataCollector:
     """An RPCDataCollector whose workers are threads."""
-    with patch.object(collectors, "Workers", LoopbackWorkers):
+    with patch.object(pooled, "Workers", LoopbackWorkers):
         return dc.RPCDataCollector(*args, **kwargs)

@@ -211,7 +211,9 @@ def run_torn(seconds: float) -> Values:
         end = time.perf_counter() + seconds
         while not frames or time.perf_counter() < end:
             _set_all(policy, collector.policy_version + 1)
-            in_flight.append(collector.update_policy_weights_(policy, wait=False))
+            handle = collector.update_policy_weights_(policy, wait=False)
+            assert handle is not None
+            in_flight.append(handle)
             pushes += 1
             if len(in_flight) > _IN_FLIGHT:
                 in_flight.popleft().wait()
@@ -257,6 +259,7 @@ def _busy_workload(num_bytes: int) -> Workload:
 
 def _push(collector: RPCDataCollector, worker_ids: Sequence[int] | None = None) -> Values:
     handle = collector.update_policy_weights_(worker_ids=worker_ids)
+    assert handle is not None
     if handle.left_out:
         raise RuntimeError(f"a push did not reach every worker: {handle.left_out}")
     return dict(handle.timings)

@@ -1,0 +1,186 @@
+"""The collector that steps envs in the calling process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium as gym
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from distcollect import arguments
+from distcollect.errors import (
+    ArgumentTypeError,
+)
+from distcollect.membership import TRAINER_PEER
+from distcollect.policy import Exploration
+from distcollect.pool import env_seed
+from distcollect.publisher import Weights, WorkerIds
+from distcollect.rollout import Header, Rollout, Slab, assemble
+from distcollect.worker import TRAJ_IDS_PER_PEER, WorkerPlan, build_engine
+
+from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
+
+# Of the trajectories of all collectors that step envs in this process.
+_traj_ids = itertools.count(TRAINER_PEER * TRAJ_IDS_PER_PEER)
+
+
+class SyncDataCollector(DataCollectorBase):
+    """Steps envs in the calling process; a batch is collected when it is asked for.
+
+    The policy is shared, not copied: training it in place shows in the next batch. Batches are
+    ``[T]`` for one env, ``[n, T]`` for n.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMaker
+        | gym.Env[Any, Any]
+        | gym.vector.VectorEnv[Any, Any, Any]
+        | list[Any],
+        policy: Callable[..., Any] | None = None,
+        *,
+        policy_factory: Callable[[], Callable[..., Any]] | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        envs_per_worker: int = 1,
+        device: torch.device | str | None = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int = 0,
+        reset_at_each_iter: bool = False,
+        exploration_type: object = Exploration.RANDOM,
+        info_keys: InfoKeys = None,
+        clip_actions: bool = False,
+        models: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        """Make the envs and try out env and policy.
+
+        Args:
+            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``; an
+                env itself; or a list of these, one env each. A callable with a parameter named
+                ``context`` gets an :class:`~distcollect.envs.EnvContext`.
+            policy: TensorDictModule, module or callable from observation to action, to
+                (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
+                random actions. It always sees a leading dimension of envs.
+            policy_factory: makes the policy, instead of ``policy``.
+            frames_per_batch: frames in each batch; a multiple of the number of envs.
+            total_frames: frames until it ends; -1: endless.
+            envs_per_worker: envs to make from one ``create_env_fn``.
+            device: where the policy computes and batches are delivered; None: where it is, CPU.
+            max_frames_per_traj: truncate trajectories after so many frames.
+            init_random_frames: so many frames at the start have random actions.
+            reset_at_each_iter: start every batch with a reset of all envs.
+            exploration_type: "random" or "deterministic", for policies with a distribution.
+            info_keys: entries of ``info`` that go into the batch as if they were observations: a
+                list of names, or ``{name: space}`` where the first reset and step don't show them.
+            clip_actions: clip what goes to the envs to the bounds of a Box action space.
+            models: further modules, by name, whose weights are published with the policy's.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an argument is wrong.
+            EnvError, PolicyError: an env or the policy failed when tried out.
+        """
+        super().__init__(frames_per_batch=frames_per_batch, total_frames=total_frames)
+        arguments.positive("envs_per_worker", envs_per_worker)
+        arguments.policy(policy, policy_factory)
+        makers = create_env_fn if isinstance(create_env_fn, list) else [create_env_fn]
+        for maker in makers:
+            arguments.env_maker(maker, instances=True)
+        self._device = arguments.device(device)
+        self._random_frames = check_random_frames(init_random_frames)
+        plan = WorkerPlan(
+            create_env_fn=create_env_fn,
+            num_envs=len(makers) if isinstance(create_env_fn, list) else envs_per_worker,
+            policy=policy,
+            policy_factory=policy_factory,
+            device=self._device,
+            exploration=Exploration.of(exploration_type),
+            info_keys=info_keys,
+            options=step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
+            models=arguments.models(models),
+        )
+        self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
+        try:
+            num_envs = self._engine.layout.num_envs
+            self._num_steps = arguments.num_steps(frames_per_batch, 1, num_envs)
+        except BaseException:
+            self._engine.close()
+            raise
+        self._version = 0
+
+    @property
+    def policy_version(self) -> int:
+        """See :class:`DataCollectorBase`."""
+        return self._version
+
+    def _next(self, timeout_s: float | None) -> TensorDict:
+        # A slab of its own for each batch: it becomes the batch.
+        slab = Slab(self._engine.layout, self._num_steps)
+        self._engine.collect(slab, random=self.frames < self._random_frames, fresh=True)
+        header = Header(
+            worker_id=0,
+            incarnation=0,
+            sequence=self._delivered,
+            num_frames=self.frames_per_batch,
+            num_bytes=0,
+            policy_version=(self._version, self._version),
+        )
+        rollout = Rollout(header, slab.tensors())
+        self._lag = LagStats(0, 0.0, 0)
+        return assemble(self._engine.layout, [rollout], squeeze=True, device=self._device)
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Weights | None = None,
+        *,
+        worker_ids: WorkerIds = None,
+        wait: bool = True,
+    ) -> None:
+        """Publish new weights: a new ``policy_version`` from the next frame on.
+
+        Args:
+            policy_or_weights: module, TensorDict of parameters or state dict to copy into the
+                policy; None, or the policy itself: it has them already.
+            worker_ids: makes no sense here.
+            wait: always done at once.
+
+        Raises:
+            TypeError: ``worker_ids`` is given.
+            WeightsError: a key is missing or unknown, or has another shape or dtype.
+        """
+        self._check_open()
+        if worker_ids is not None:
+            raise ArgumentTypeError(
+                "worker_ids is given, but this collector has no weight updater and no workers: it "
+                "steps its envs itself"
+            )
+        layout = self._engine.weights.layout
+        module = self._engine.weights.module
+        if module is None:
+            return
+        if policy_or_weights is not None and policy_or_weights is not module:
+            new = layout.select(policy_or_weights)
+            own = layout.select(module)
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    tensor.copy_(new[name])
+        self._version += 1
+        self._engine.weights.version = self._version
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """See :class:`DataCollectorBase`; seeds torch's global generator too."""
+        self._check_open()
+        num_envs = self._engine.layout.num_envs
+        seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
+        self._engine.seed(seeds)
+        torch.manual_seed(env_seed(seed, 0, stream=1))
+        return env_seed(seed, num_envs, stream=2)
+
+    def shutdown(self) -> None:
+        """Close the envs."""
+        if not self._closed:
+            super().shutdown()
+            self._engine.close()

@@ -1,0 +1,341 @@
+"""The collector that steps envs in workers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from distcollect import arguments
+from distcollect.cluster import Workers, current
+from distcollect.config import Faults, Staleness, WeightSync
+from distcollect.errors import (
+    ArgumentError,
+    PolicyError,
+    WorkerError,
+)
+from distcollect.flat import published
+from distcollect.handle import PushHandle
+from distcollect.policy import Exploration
+from distcollect.pool import Pool, env_seed
+from distcollect.publisher import Publisher, Weights, WorkerIds
+from distcollect.rollout import Header, Layout, Rollout, assemble
+from distcollect.topology import num_cores
+from distcollect.updaters import BroadcastUpdater, Site, WeightUpdaterBase
+from distcollect.weights import WeightSender
+from distcollect.worker import Probe, WorkerPlan
+
+from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
+
+
+class RPCDataCollector(DataCollectorBase):
+    """Steps envs in worker processes, on this host or on others, each with a copy of the policy.
+
+    Within :func:`~distcollect.run` under torchrun or srun the launch's other ranks are the
+    workers; otherwise the collector starts ``num_workers`` local processes of its own.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMaker | Sequence[EnvMaker],
+        policy: Callable[..., Any] | None = None,
+        *,
+        policy_factory: Callable[[], Callable[..., Any]] | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        num_workers: int | None = None,
+        envs_per_worker: int = 1,
+        sync: bool = False,
+        cat_results: int | str = 0,
+        device: torch.device | str | None = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int = 0,
+        reset_at_each_iter: bool = False,
+        exploration_type: object = Exploration.RANDOM,
+        info_keys: InfoKeys = None,
+        clip_actions: bool = False,
+        models: Mapping[str, nn.Module] | None = None,
+        update_at_each_batch: bool = False,
+        max_weight_update_interval: int | None = None,
+        weight_sync: WeightSync | None = None,
+        weight_updater: WeightUpdaterBase | None = None,
+        staleness: Staleness | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        """Start the workers, and have each try out its envs and the policy.
+
+        Args:
+            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``; or a
+                list of these, one for each worker. A callable with a parameter named ``context``
+                gets an :class:`~distcollect.envs.EnvContext`.
+            policy: TensorDictModule, module or callable from observation to action, to
+                (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
+                random actions. It always sees a leading dimension of envs. It is copied to the
+                workers now; :meth:`update_policy_weights_` sends newer weights.
+            policy_factory: makes the policy on each worker, instead of ``policy``.
+            frames_per_batch: frames in each batch; in sync mode a multiple of all envs of all
+                workers, in async mode of one worker's envs.
+            total_frames: frames until it ends; -1: endless.
+            num_workers: None: all that the launch provides, or one for each core of this host.
+            envs_per_worker: envs that each worker steps.
+            sync: True: a batch ``[W * n, T]`` is one rollout of each worker, rows in order of
+                worker_id, collected when it is asked for. False: a batch ``[n, T]`` is one
+                rollout of whichever worker is done first; all collect on meanwhile.
+            cat_results: shape of a sync batch: 0 for ``[W * n, T]``, "stack" for ``[W, n, T]``.
+            device: where the workers' policies compute and batches are delivered; None: CPU.
+            max_frames_per_traj: truncate trajectories after so many frames.
+            init_random_frames: so many frames at the start, rounded up to whole rollouts, have
+                random actions.
+            reset_at_each_iter: start every rollout with a reset of all envs.
+            exploration_type: "random" or "deterministic", for policies with a distribution.
+            info_keys: entries of ``info`` that go into the batch as if they were observations: a
+                list of names, or ``{name: space}`` where the first reset and step don't show them.
+            clip_actions: clip what goes to the envs to the bounds of a Box action space.
+            models: further modules that are published with the policy, by name, as one version:
+                an observation normaliser, an encoder inside the envs. Policy and env makers that
+                refer to them do so on the workers as well.
+            update_at_each_batch: publish the policy's weights by itself between two batches: in
+                sync mode to all workers, in async mode to the one whose batch was taken last.
+            max_weight_update_interval: with the above also to workers that are more than so many
+                versions behind; and what ``worker_ids="lagging"`` means.
+            weight_sync: what is sent, and when the workers use it.
+            weight_updater: how it gets there; None: a :class:`BroadcastUpdater`.
+            staleness: how old the policy of a delivered frame may be; None: as old as it is.
+            faults: how long to wait for whom.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an argument is wrong; nothing was started.
+            CollectorStateError: another collector is open; nothing was started.
+            EnvError, PolicyError: an env or the policy failed when a worker tried it out.
+            WorkerLost, WorkerMismatch, DeadlineError: a worker did not come. In all these cases
+                nothing is left running.
+        """
+        super().__init__(frames_per_batch=frames_per_batch, total_frames=total_frames)
+        arguments.positive("num_workers", num_workers, optional=True)
+        arguments.positive("envs_per_worker", envs_per_worker)
+        arguments.policy(policy, policy_factory)
+        if cat_results not in (0, "stack") or isinstance(cat_results, bool):
+            raise ArgumentError(f"cat_results={cat_results!r}: use 0 or 'stack'")
+        self._device = arguments.device(device)
+        self._sync = sync
+        self._stack = sync and cat_results == "stack"
+        self._weight_sync = weight_sync or WeightSync()
+        self._staleness = staleness
+        self._faults = faults or Faults()
+        arguments.positive("max_weight_update_interval", max_weight_update_interval, optional=True)
+        self._updates_itself = update_at_each_batch
+        models = arguments.models(models)
+        self._updater = arguments.updater(weight_updater) or BroadcastUpdater(
+            self._weight_sync.backend
+        )
+        launched = current()
+        count = launched.num_workers(num_workers) if launched else num_workers or num_cores()
+        sharing = count if sync else 1
+        arguments.num_steps(frames_per_batch, sharing, envs_per_worker)
+        makers = arguments.env_makers(create_env_fn, count)
+        sent_policy, sent_models = arguments.portable((policy, models))
+        random_frames = check_random_frames(init_random_frames)
+        plan = WorkerPlan(
+            create_env_fn=None,
+            num_envs=envs_per_worker,
+            policy=sent_policy,
+            policy_factory=policy_factory,
+            device=self._device,
+            exploration=Exploration.of(exploration_type),
+            info_keys=info_keys,
+            options=replace(
+                step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
+                swap_within_rollouts=self._weight_sync.swap_within_rollouts,
+            ),
+            models=sent_models,
+            exclude=tuple(self._weight_sync.exclude),
+        )
+        payloads = arguments.pickled_plans(plan, makers)
+        workers = Workers(count, self._faults)
+        try:
+            probes = workers.configure(payloads)
+            self._probe = _agreed(probes)
+            gpus = {worker_id: probe.gpu for worker_id, probe in probes.items()}
+            self._updater.attach(Site(workers.address, self._faults.weights_timeout_s, gpus))
+            num_envs = self._probe.layout.num_envs
+            steps = arguments.num_steps(frames_per_batch, sharing, num_envs)
+        except BaseException:
+            workers.close()
+            raise
+        sender = WeightSender(
+            workers.transport,
+            workers.peers,
+            self._probe.weights,
+            self._updater,
+            options=self._weight_sync,
+            timeout_s=self._faults.weights_timeout_s,
+        )
+        self._pool = Pool(
+            workers.transport,
+            workers.peers,
+            sender,
+            sync=sync,
+            num_steps=steps,
+            rollout_frames=num_envs * steps,
+            random_frames=random_frames,
+            num_frames=None if self.total_frames == -1 else self.total_frames,
+            staleness=staleness,
+            explain=workers.explain,
+        )
+        workers.on_lost = self._pool.lose
+        self._publisher = Publisher(
+            self._pool,
+            self._probe.weights,
+            published(policy if isinstance(policy, nn.Module) else None, models),
+            updater=self._updater,
+            options=self._weight_sync,
+            max_interval=max_weight_update_interval,
+        )
+        self._finalizer = weakref.finalize(self, partial(_close, self._pool, workers))
+
+    @property
+    def policy_version(self) -> int:
+        """See :class:`DataCollectorBase`."""
+        return self._pool.version
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that collect."""
+        return len(self._pool.worker_ids)
+
+    @property
+    def stale_frames(self) -> dict[int, int]:
+        """worker_id to frames that were not delivered, or masked, as too stale."""
+        return dict(self._pool.stale_frames)
+
+    def _next(self, timeout_s: float | None) -> TensorDict:
+        limit = self._faults.batch_timeout_s if timeout_s is None else timeout_s
+        try:
+            if self._updates_itself and self._delivered:
+                self._publisher.publish_own(sync=self._sync)
+            if self._sync:
+                rollouts = self._pool.gather_all(limit)
+            else:
+                rollouts = [self._pool.gather_next(limit)]
+        except WorkerError:
+            self.shutdown()
+            raise
+        self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
+        layout: Layout = self._probe.layout
+        batch = assemble(layout, rollouts, device=self._device)
+        self._note_lag(batch, rollouts)
+        return batch.unflatten(0, (len(rollouts), layout.num_envs)) if self._stack else batch
+
+    def _note_lag(self, batch: TensorDict, rollouts: Sequence[Rollout]) -> None:
+        """Work out the lags of a batch's frames, and its mask where that is wanted."""
+        versions = batch["collector", "policy_version"]
+        num_rows = len(versions) // len(rollouts)
+        counts: list[tuple[int, int]] = []
+        bound = None
+        if self._staleness is not None and self._staleness.mode == "mask":
+            bound = self._staleness.max_policy_lag
+            batch["collector", "mask"] = torch.ones_like(versions, dtype=torch.bool)
+        for index, rollout in enumerate(rollouts):
+            header = rollout.header
+            rows = slice(index * num_rows, (index + 1) * num_rows)
+            for version, num_frames in _versions(header, versions[rows]):
+                lag = self._pool.lag(header.worker_id, version)
+                counts.append((lag, num_frames))
+                if bound is not None and lag > bound:
+                    batch["collector", "mask"][rows][versions[rows] == version] = False
+                    self._pool.stale_frames[header.worker_id] += num_frames
+        self._lag = LagStats.of(counts)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Hand arguments to the weight updater's ``init``."""
+        self._check_open()
+        self._updater.init(*args, **kwargs)
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Weights | None = None,
+        *,
+        worker_ids: WorkerIds = None,
+        wait: bool = True,
+    ) -> PushHandle | None:
+        """Publish new weights and send them to workers, which swap them in between two steps.
+
+        A worker that is late, dead, or got them torn is left out; the handle tells. Who was late
+        gets the newest weights as soon as it answers.
+
+        Args:
+            policy_or_weights: module, TensorDict of parameters or state dict, with ``models`` a
+                dict of these by name; None: the collector's own policy and models. A copy is
+                taken: training may go on at once.
+            worker_ids: to whom: an int, a list, a slice; "all", or None, for all; "last_batch" for
+                those whose frames are in the batch that was taken last; "lagging" for those more
+                than ``max_weight_update_interval`` versions behind this one.
+            wait: return when it is known of every worker whether it has them. Otherwise return at
+                once; of several versions that are not sent yet only the newest is sent. In sync
+                mode a worker collects only when it has the newest version sent to it.
+
+        Returns:
+            What tells who has them: ``done()``, ``wait()``, ``acknowledged``, ``left_out``. None
+            for a policy without parameters, and where nobody lags: nothing is published then.
+
+        Raises:
+            WeightsError: a key is missing or unknown, or has another shape or dtype, or a value
+                that was to be refused. Names the key; nothing was sent.
+            ArgumentError, ArgumentTypeError: no such worker; nothing to send. Nothing was sent.
+            WeightsTimeout: nobody acknowledged in time; names them.
+            WorkerLost: no worker is left.
+        """
+        self._check_open()
+        handle = self._publisher.publish(policy_or_weights, worker_ids)
+        if wait and handle is not None:
+            handle.wait()
+        return handle
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """See :class:`DataCollectorBase`."""
+        self._check_open()
+        num_envs = self._probe.layout.num_envs
+        self._pool.seed(seed, num_envs, static_seed=static_seed)
+        return env_seed(seed, num_envs * self.num_workers, stream=2)
+
+    def shutdown(self) -> None:
+        """End the workers and reap them; takes at most ``Faults.stop_timeout_s`` and a little."""
+        super().shutdown()
+        self._finalizer()
+
+
+def _close(pool: Pool, workers: Workers) -> None:
+    pool.close()
+    workers.close()
+
+
+def _versions(header: Header, versions: torch.Tensor) -> list[tuple[int, int]]:
+    """(policy_version, frames that have it) of a rollout."""
+    lowest, highest = header.policy_version
+    if lowest == highest:
+        return [(lowest, header.num_frames)]
+    values, counts = np.unique(versions.numpy(force=True), return_counts=True)
+    return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _agreed(probes: Mapping[int, Probe]) -> Probe:
+    """The probe that all workers agree on.
+
+    Raises:
+        PolicyError: they found different spaces, numbers of envs, or weights.
+    """
+    first = probes[0]
+    for worker_id, probe in probes.items():
+        if (probe.layout, probe.weights) != (first.layout, first.weights):
+            raise PolicyError(
+                f"its frames or weights differ from worker 0's: {probe} instead of {first}",
+                worker_id=worker_id,
+            )
+    return first

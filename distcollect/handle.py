@@ -1,0 +1,115 @@
+"""What the user holds of a version that is on its way to workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .errors import DistCollectError, WeightsTimeout
+from .threads import LOOK_UP_S
+
+
+@dataclass
+class PushRecord:
+    """What was measured of a version's way."""
+
+    timings: dict[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class PushHandle:
+    """A version on its way to workers.
+
+    Attributes:
+        version: the policy_version that is being sent.
+        worker_ids: to whom.
+    """
+
+    def __init__(
+        self, version: int, worker_ids: Sequence[int], record: PushRecord, timeout_s: float
+    ) -> None:
+        self.version = version
+        self.worker_ids = tuple(worker_ids)
+        self._record = record
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._acknowledged: dict[int, int] = {}
+        self._left_out: dict[int, DistCollectError] = {}
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds, once it was sent.
+
+        "ready_s" until the receivers were ready, "transfer_s" for the payload, "acknowledge_s"
+        until the last had acknowledged, "total_s" from publication on. Empty if a newer version was
+        sent in its place.
+        """
+        return dict(self._record.timings)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what was sent to each worker; 0 if a newer version was sent in its place."""
+        return self._record.num_bytes
+
+    @property
+    def acknowledged(self) -> dict[int, int]:
+        """Who has it: worker_id to the version that was acknowledged, this one or a newer."""
+        with self._changed:
+            return dict(self._acknowledged)
+
+    @property
+    def left_out(self) -> dict[int, DistCollectError]:
+        """Who doesn't have it, and why: worker_id to the error.
+
+        One that was merely late disappears from here when it has caught up.
+        """
+        with self._changed:
+            return dict(self._left_out)
+
+    def done(self) -> bool:
+        """Whether it is known of every worker if it has these weights."""
+        with self._changed:
+            return not self._open()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until it is known of every worker if it has these weights.
+
+        Args:
+            timeout_s: instead of three times ``Faults.weights_timeout_s``.
+
+        Raises:
+            WeightsTimeout: not known within the deadline; names the workers. Or all were late.
+            WorkerLost: nobody has them, as no worker is left.
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        with self._changed:
+            while self._open():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise WeightsTimeout(
+                        f"version {self.version} is not acknowledged by workers {self._open()} "
+                        f"after {limit:g} s"
+                    )
+                self._changed.wait(min(remaining, LOOK_UP_S))
+            if self.worker_ids and not self._acknowledged:
+                raise next(iter(self._left_out.values()))
+
+    def _open(self) -> list[int]:
+        return [
+            worker_id
+            for worker_id in self.worker_ids
+            if worker_id not in self._acknowledged and worker_id not in self._left_out
+        ]
+
+    def settle(self, worker_id: int, outcome: int | DistCollectError) -> None:
+        """Note the version that a worker acknowledged, or why it is left out."""
+        with self._changed:
+            if isinstance(outcome, int):
+                self._left_out.pop(worker_id, None)
+                self._acknowledged[worker_id] = outcome
+            elif worker_id not in self._acknowledged:
+                self._left_out[worker_id] = outcome
+            self._changed.notify_all()

@@ -1,0 +1,101 @@
+"""The weight plane's end at a worker: receives versions while the engine steps."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .flat import LiveWeights, Wire, checksum
+from .threads import SerialThread
+from .updaters import Source
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a receiver has to know of a push.
+
+    Attributes:
+        version: policy_version of these weights.
+        source: where the payload is.
+        wire: how the weights lie in the payload.
+        num_bytes: the payload's size.
+        checksum: the payload's, see :func:`~distcollect.flat.checksum`.
+    """
+
+    version: int
+    source: Source
+    wire: Wire
+    num_bytes: int
+    checksum: int
+
+
+class WeightReceiver:
+    """A worker's side: receives on a thread of its own while the engine steps."""
+
+    def __init__(self, weights: LiveWeights, address: str) -> None:
+        """Receive for ``weights``; ``address`` is this host's, on the interface to use."""
+        self._weights = weights
+        self._keep: dict[str, Any] = {"address": address}
+        self._landing: dict[tuple[int, str], torch.Tensor] = {}
+        self._thread = SerialThread("distcollect-weights")
+
+    def ready(self) -> Future[int]:
+        """Completes when no earlier push is under way: the version in use next."""
+        return self._thread.submit(lambda: self._weights.newest)
+
+    def receive(self, push: Push) -> Future[int]:
+        """Take part in a push; completes with the version once it is there, whole."""
+        return self._thread.submit(self._receive, push)
+
+    def close(self) -> None:
+        """Receive nothing more."""
+        self._thread.close()
+
+    def _receive(self, push: Push) -> int:
+        buffer = self._weights.spare()
+        try:
+            self._fill(buffer, push)
+        except BaseException:
+            self._weights.discard(buffer)
+            raise
+        self._weights.commit(buffer, push.version)
+        return push.version
+
+    def _fill(self, buffer: torch.Tensor, push: Push) -> None:
+        as_it_is = push.wire == Wire()
+        payload = buffer
+        if not as_it_is or (buffer.is_cuda and not push.source.on_gpu):
+            payload = self._memory_for(push, buffer)
+        push.source.receive(payload, self._keep)
+        received = checksum(payload)
+        if received != push.checksum:
+            raise RuntimeError(
+                f"version {push.version} arrived with checksum {received:#x} instead of "
+                f"{push.checksum:#x}; it is not used"
+            )
+        if as_it_is:
+            if payload is not buffer:
+                buffer.copy_(payload)
+            return
+        if push.wire.entries is not None:
+            self._weights.copy_newest(buffer)
+        layout = self._weights.layout
+        wired = layout.reduced(push.wire)
+        wired.transfer(payload, buffer, layout)
+
+    def _memory_for(self, push: Push, buffer: torch.Tensor) -> torch.Tensor:
+        """Where the source can write to: pinned memory for a GPU's weights, if it can't itself."""
+        device = buffer.device if push.source.on_gpu else torch.device("cpu")
+        key = (push.num_bytes, str(device))
+        if key not in self._landing:
+            self._landing.clear()
+            self._landing[key] = torch.empty(
+                push.num_bytes,
+                dtype=torch.uint8,
+                device=device,
+                pin_memory=buffer.is_cuda and device.type == "cpu",
+            )
+        return self._landing[key]
