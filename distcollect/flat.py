@@ -143,16 +143,25 @@ class WeightLayout:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """One tensor for each entry, sharing the memory of ``flat``."""
+        if not self.entries:
+            return []
+        # Few calls, as they are what takes the time where there are many entries.
+        whole = {dtype: flat.view(dtype) for dtype in {entry.dtype for entry in self.entries}}
         return [
-            flat[entry.offset : entry.offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
+            whole[entry.dtype]
+            .narrow(0, entry.offset // entry.dtype.itemsize, math.prod(entry.shape))
+            .view(entry.shape)
             for entry in self.entries
         ]
 
     def pack(self, weights: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
         """Copy ``weights``, as :meth:`select` gives them, into ``flat``."""
+        if not self.entries:
+            return
         with torch.no_grad():
-            for entry, view in zip(self.entries, self.views(flat), strict=True):
-                view.copy_(weights[entry.names[0]])
+            torch._foreach_copy_(
+                self.views(flat), [weights[entry.names[0]] for entry in self.entries]
+            )
 
     def select(self, source: object) -> dict[str, torch.Tensor]:
         """The tensors for all entries from whatever the user gave, by their first name.
@@ -311,6 +320,7 @@ class LiveWeights:
         self._spares: list[torch.Tensor] = []
         self._ready: tuple[torch.Tensor, int] | None = None
         self._live: torch.Tensor | None = None
+        self._views: dict[int, list[torch.Tensor]] = {}
 
     @property
     def newest(self) -> int:
@@ -357,18 +367,26 @@ class LiveWeights:
         with self._lock:
             if self._ready is None:
                 return
+            # All at once, as the receiving thread looks here for what a change is a change of.
             buffer, self.version = self._ready
             self._ready = None
             self.pending = False
-        for tensor, view in zip(self._tensors, self.layout.views(buffer), strict=True):
+            before, self._live = self._live, buffer
+        for tensor, view in zip(self._tensors, self._views_of(buffer), strict=True):
             if tensor.device == self.device:
                 tensor.data = view
             else:
                 tensor.data.copy_(view)
-        with self._lock:
-            if self._live is not None:
-                self._spares.append(self._live)
-        self._live = buffer
+        if before is not None:
+            with self._lock:
+                self._spares.append(before)
+
+    def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Made once for each of the few buffers, so that the engine doesn't stand still for it."""
+        views = self._views.get(buffer.data_ptr())
+        if views is None:
+            views = self._views[buffer.data_ptr()] = self.layout.views(buffer)
+        return views
 
 
 def _short(dtype: torch.dtype) -> str:

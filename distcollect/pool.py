@@ -18,7 +18,14 @@ import numpy as np
 import torch
 
 from .config import Staleness
-from .errors import BatchTimeout, CollectorStateError, DeadlineError, WorkerError, WorkerLost
+from .errors import (
+    BatchTimeout,
+    CollectorStateError,
+    DeadlineError,
+    DistCollectError,
+    WorkerError,
+    WorkerLost,
+)
 from .handle import PushHandle
 from .rollout import Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
@@ -129,6 +136,7 @@ class Pool:
         self._failed: tuple[int, BaseException] | None = None
         self._closed = False
         sender.on_acknowledged = self._acknowledged
+        sender.on_left_out = self._left_out
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
@@ -284,6 +292,11 @@ class Pool:
         with self._changed:
             if not self._closed and self._failed is None:
                 self._ask()
+
+    def _left_out(self, worker_id: int, error: DistCollectError) -> None:
+        # In sync mode it must not go on with what it has.
+        if self._sync:
+            self._fail(worker_id, error)
 
     def close(self) -> None:
         """Ask for nothing more; who waits is woken with an error."""

@@ -71,7 +71,12 @@ class _Slot:
 
 
 class WeightSender:
-    """The trainer's side: sends to each worker the newest version that was published for it."""
+    """The trainer's side: sends to each worker the newest version that was published for it.
+
+    Attributes:
+        on_acknowledged: is told (worker_id, version) whenever one has acknowledged.
+        on_left_out: is told (worker_id, error) when one is given up on for a version.
+    """
 
     def __init__(
         self,
@@ -94,6 +99,7 @@ class WeightSender:
             timeout_s: for a payload to be received and acknowledged.
         """
         self.on_acknowledged: Callable[[int, int], None] = _nobody_cares
+        self.on_left_out: Callable[[int, DistCollectError], None] = _nobody_cares
         self._transport = transport
         self._layout = layout
         self._updater = updater
@@ -291,6 +297,7 @@ class WeightSender:
         )
         if not isinstance(error, DistCollectError):
             error = WorkerError(f"received no weights: {error!r}", worker_id=worker_id)
+        self.on_left_out(worker_id, error)
         _settle(handles, worker_id, error)
 
     def _is_late(self, worker_id: int, answer: Future[Any], what: str, after_s: float) -> None:
@@ -323,5 +330,5 @@ def _settle(handles: Iterable[PushHandle], worker_id: int, outcome: int | DistCo
         handle.settle(worker_id, outcome)
 
 
-def _nobody_cares(worker_id: int, version: int) -> None:
+def _nobody_cares(worker_id: int, outcome: object) -> None:
     """Before the pool is there."""

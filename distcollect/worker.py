@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 # A process numbers its trajectories from peer * this: unique over the run, and below 2**63.
 TRAJ_IDS_PER_PEER = 1 << 40
+# A thread that answers the trainer waits so long for the interpreter, while the engine computes.
+# Python's own 5 ms, several times in a push, is most of what a small one takes.
+_SWITCH_INTERVAL_S = 0.0005
 # While one rollout is being fetched the next is being written.
 _NUM_SLABS = 2
 _JOIN_TIMEOUT_S = 60.0
@@ -311,6 +314,7 @@ def main(boot: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if boot["num_threads"] and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(boot["num_threads"])
     lifeline = Lifeline(boot["host"], boot["port"], _JOIN_TIMEOUT_S)

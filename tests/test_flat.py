@@ -308,3 +308,29 @@ def test_two_threads_never_tear_a_version() -> None:
         sys.setswitchinterval(interval)
     live.apply()
     assert live.version in (last, last - 1)
+
+
+def test_what_is_newest_is_whole_while_it_is_being_applied() -> None:
+    """A thread that receives changes looks at any moment for what they are changes of."""
+    net = nn.Linear(2, 1, bias=False)
+    live = LiveWeights(net)
+
+    class Looking:
+        """In place of a parameter: looks when its turn to be swapped comes."""
+
+        device = torch.device("cpu")
+        seen: tuple[int, float] | None = None
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            buffer = live.layout.empty()
+            live.copy_newest(buffer)
+            Looking.seen = live.newest, float(live.layout.views(buffer)[0][0, 0])
+
+    for version in (1, 2):
+        buffer = live.spare()
+        live.layout.pack({"weight": torch.full((1, 2), float(version))}, buffer)
+        live.commit(buffer, version)
+        if version == 2:
+            live._tensors = [Looking()]
+        live.apply()
+    assert Looking.seen == (2, 2.0)

@@ -333,6 +333,13 @@ class TestUpdaters:
         with pytest.raises(dc.WorkerError, match="checksum"):
             collector.update_policy_weights_(Telling(2), worker_ids=1)
 
+    def test_who_can_get_none_ends_a_sync_run(self, collect: Collect, tmp_path: Path) -> None:
+        """It must not go on with the weights that it has."""
+        collector = collect(weight_updater=FileUpdater(tmp_path, torn=99))
+        collector.update_policy_weights_(Telling(1))
+        with pytest.raises(dc.WorkerError, match="checksum"):
+            collector.next(timeout_s=20)
+
     def test_init_updater(self, collect: Collect, tmp_path: Path) -> None:
         updater = FileUpdater(tmp_path)
         collector = collect(weight_updater=updater)
