@@ -77,8 +77,10 @@ def run_rpc(
         return {"frames_per_s": frames_per_s(_counted(collector, by_worker=not sync), seconds)}
 
 
-def make_rpc(workload: Workload, *, sync: bool, num_workers: int) -> RPCDataCollector:
-    """An endless collector with rollouts of the workload's size."""
+def make_rpc(
+    workload: Workload, *, sync: bool, num_workers: int, **options: Any
+) -> RPCDataCollector:
+    """An endless collector with rollouts of the workload's size; ``options`` are more arguments."""
     return RPCDataCollector(
         workload.make_env,
         workload.make_policy(),
@@ -86,6 +88,7 @@ def make_rpc(workload: Workload, *, sync: bool, num_workers: int) -> RPCDataColl
         num_workers=num_workers,
         envs_per_worker=workload.num_envs,
         sync=sync,
+        **options,
     )
 
 

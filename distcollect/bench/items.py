@@ -105,7 +105,8 @@ def _pushed_busy(name: str, about: str, num_bytes: int) -> Item:
         name,
         about,
         (
-            Part("distcollect", "distcollect.RPCDataCollector(sync=False)", ours),
+            Part("distcollect", "distcollect, by broadcast", ours),
+            Part("shared", "distcollect.SharedMemoryUpdater", partial(ours, shared=True)),
             Part("torchrl", about_torchrl, torchrl, needs=("torchrl",)),
         ),
     )

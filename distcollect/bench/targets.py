@@ -86,9 +86,9 @@ def _pushed(what: str, bound: float, name: str) -> Target:
     return Target(f"{what} / raw broadcast", ("push-64mb", "distcollect", name), (raw,), bound)
 
 
-def _peers_push(size: str, item: str, bound: float) -> Target:
-    what = f"torchrl's push / ours, {size}, collecting"
-    return Target(what, (item, "torchrl", "s"), ((item, "distcollect", "s"),), bound)
+def _peers_push(size: str, item: str, bound: float, ours: str = "distcollect") -> Target:
+    what = f"torchrl's push / {ours}, {size}, collecting"
+    return Target(what, (item, "torchrl", "s"), ((item, ours, "s"),), bound)
 
 
 _RAW_WAYS = ("rpc-cma", "rpc-mpt_uv", "rpc-basic", "gloo", "shared")
@@ -145,7 +145,9 @@ TARGETS: tuple[Target, ...] = (
         plus=0.005,
     ),
     _peers_push("1 MB", "push-1mb", 3),
+    _peers_push("1 MB", "push-1mb", 3, "shared"),
     _peers_push("100 MB", "push-100mb", 1.5),
+    _peers_push("100 MB", "push-100mb", 1.5, "shared"),
     _at_most(
         "engine's pause / 64 MB push",
         0.05,

@@ -24,7 +24,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from distcollect import BatchTimeout, PushHandle, RPCDataCollector
+from distcollect import BatchTimeout, PushHandle, RPCDataCollector, SharedMemoryUpdater
 from distcollect.flat import LiveWeights
 
 from . import peers
@@ -145,10 +145,16 @@ def run_raw(seconds: float, *, num_bytes: int, num_receivers: int) -> Values:
     return values
 
 
-def run_busy(seconds: float, *, num_bytes: int) -> Values:
-    """Push to two workers that collect; a batch is taken before each push."""
+def run_busy(seconds: float, *, num_bytes: int, shared: bool = False) -> Values:
+    """Push to two workers that collect; a batch is taken before each push.
+
+    By broadcast, or ``shared``: through memory that trainer and workers map.
+    """
     workload = _busy_workload(num_bytes)
-    with make_rpc(workload, sync=False, num_workers=NUM_WORKERS) as collector:
+    updater = SharedMemoryUpdater() if shared else None
+    with make_rpc(
+        workload, sync=False, num_workers=NUM_WORKERS, weight_updater=updater
+    ) as collector:
         return _medians(partial(_push, collector), seconds, between=collector.next)
 
 
