@@ -95,7 +95,7 @@ class Faults:
     Attributes:
         start_timeout_s: for all workers to start and join, and for each to try out its envs.
         batch_timeout_s: for a batch, while someone waits for it.
-        weights_timeout_s: for each of the three steps of a weight push.
+        weights_timeout_s: for weights to be received, and again to be acknowledged.
         stop_timeout_s: for workers to end by themselves at shutdown, before they are killed.
     """
 

@@ -76,26 +76,36 @@ class PushHandle:
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until it is known of every worker if it has these weights.
 
+        As long as all are merely late, it goes on waiting for one of them.
+
         Args:
-            timeout_s: instead of three times ``Faults.weights_timeout_s``.
+            timeout_s: instead of ``WeightSync.ready_timeout_s`` and twice
+                ``Faults.weights_timeout_s``.
 
         Raises:
-            WeightsTimeout: not known within the deadline; names the workers. Or all were late.
-            WorkerLost: nobody has them, as no worker is left.
+            WeightsTimeout: not known, or all still late, at the deadline; names the workers.
+            WorkerError: nobody could receive them; WorkerLost if they are gone.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         with self._changed:
-            while self._open():
+            while waited_for := self._open() or self._late():
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise WeightsTimeout(
-                        f"version {self.version} is not acknowledged by workers {self._open()} "
+                        f"version {self.version} is not acknowledged by workers {waited_for} "
                         f"after {limit:g} s"
                     )
                 self._changed.wait(min(remaining, LOOK_UP_S))
             if self.worker_ids and not self._acknowledged:
-                raise next(iter(self._left_out.values()))
+                # Without what it keeps alive from the last time that it was raised.
+                raise next(iter(self._left_out.values())).with_traceback(None)
+
+    def _late(self) -> list[int]:
+        """Who is late, if nobody is better off."""
+        if self._acknowledged:
+            return []
+        return [w for w, error in self._left_out.items() if isinstance(error, WeightsTimeout)]
 
     def _open(self) -> list[int]:
         return [

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -38,19 +38,35 @@ T = TypeVar("T")
 # Rollouts that lie fetched, or are being fetched, before the user asks: one is on its way while
 # the user works on another. More would only make them older.
 _PREFETCH = 2
-# A worker has two slabs: one is read from while the other is written to.
-_SLABS_PER_WORKER = 2
-_SEED_TIMEOUT_S = 60.0
+# Of a worker: one is read from while the other is written to.
+_NUM_SLABS = 2
 
 
 @dataclass
 class _Seat:
-    """What the pool knows of a worker: what was asked of it and is not settled."""
+    """What the pool knows of a worker.
+
+    Its n-th rollout lies in slab n modulo 2, so it may be asked for the next one as soon as the one
+    before the last is settled, whatever has become of the last.
+
+    Attributes:
+        peer: its process.
+        collecting: a request is open.
+        num_requests: rollouts asked for.
+        unsettled: of these, the numbers of those whose slab is still to be read.
+        last_asked: when, in requests of the pool.
+    """
 
     peer: int
     collecting: bool = False
-    busy_slabs: int = 0
+    num_requests: int = 0
+    unsettled: set[int] = field(default_factory=set)
     last_asked: int = 0
+
+    @property
+    def has_a_slab(self) -> bool:
+        """Whether there is memory for one more rollout."""
+        return self.num_requests - min(self.unsettled, default=self.num_requests) < _NUM_SLABS
 
 
 @dataclass(eq=False)
@@ -59,12 +75,14 @@ class _Asked:
 
     Attributes:
         ticket: whose it is, and its lowest version as far as that is known.
+        number: which of that worker's rollouts.
         epoch: when it was asked for.
         offer: once it lies ready on its worker.
         rollout: once it is here.
     """
 
     ticket: Ticket
+    number: int
     epoch: int
     offer: Offer | None = None
     fetching: bool = False
@@ -166,8 +184,8 @@ class Pool:
             self._wanted = set(self._seats)
             self._ask()
             try:
-                self._wait(lambda: len(self._here()) == len(self._seats), timeout_s)
-            except BatchTimeout:
+                self._wait(self._all_are_here, timeout_s)
+            except BaseException:  # Ctrl-C as well
                 # What comes of it later would be older than the next batch's question.
                 self._give_up_all()
                 raise
@@ -196,6 +214,10 @@ class Pool:
             self._ask()
         return chosen.rollout
 
+    def _all_are_here(self) -> bool:
+        self._give_up_stale()
+        return len(self._here()) == len(self._seats)
+
     def _here(self) -> list[Rollout]:
         return [asked.rollout for asked in self._arrived if asked.rollout is not None]
 
@@ -211,20 +233,27 @@ class Pool:
         self._fetch(chosen)
         return chosen if chosen.rollout is not None else None
 
-    def seed(self, seed: int, num_envs: int, *, static_seed: bool) -> None:
+    def seed(self, seed: int, num_envs: int, *, static_seed: bool, timeout_s: float) -> None:
         """Seed every worker; its next rollout starts with a reset.
 
         Env i of all gets the i-th seed drawn from ``seed``, or with ``static_seed`` all the same.
         Rollouts from before are given up.
 
         Raises:
-            DeadlineError: a worker took no seed in time.
+            DeadlineError: some took no seed in time; names them.
             WorkerError: one of them failed.
         """
         with self._changed:
             self._check()
             self._seeding = True
             self._give_up_all()
+        try:
+            self._seed(seed, num_envs, static_seed=static_seed, timeout_s=timeout_s)
+        finally:
+            # Calls may overtake each other on their way, so only now is what is asked for seeded.
+            self._seeding = False
+
+    def _seed(self, seed: int, num_envs: int, *, static_seed: bool, timeout_s: float) -> None:
         answers: dict[int, Future[None]] = {}
         for index, (worker_id, seat) in enumerate(self._seats.items()):
             first = index * num_envs
@@ -232,12 +261,12 @@ class Pool:
             answers[worker_id] = self._transport.call(
                 seat.peer, "seed", seeds, env_seed(seed, first, stream=1)
             )
-        for worker_id, answer in answers.items():
-            if not arrives(answer, _SEED_TIMEOUT_S):
-                raise DeadlineError(f"worker {worker_id} took no seed within {_SEED_TIMEOUT_S:g} s")
+        deadline = time.monotonic() + timeout_s
+        late = [w for w, a in answers.items() if not arrives(a, deadline - time.monotonic())]
+        if late:
+            raise DeadlineError(f"workers {late} took no seed within {timeout_s:g} s")
+        for answer in answers.values():
             answer.result()
-        # Calls may overtake each other on their way, so only now is what is asked for seeded.
-        self._seeding = False
 
     def _give_up_all(self) -> None:
         """Take no rollout that was asked for until now."""
@@ -251,10 +280,9 @@ class Pool:
 
     def _give_up(self, asked: _Asked) -> None:
         """Settle a rollout that is not handed on."""
-        if asked.rollout is None:
-            self._seats[asked.ticket.worker_id].busy_slabs -= 1
-            if asked.offer is not None:
-                asked.offer.decline()
+        self._seats[asked.ticket.worker_id].unsettled.discard(asked.number)
+        if asked.rollout is None and asked.offer is not None:
+            asked.offer.decline()
         self._frames_asked -= self._rollout_frames
         if self._pacer is not None:
             self._pacer.given_up(asked.ticket)
@@ -262,15 +290,21 @@ class Pool:
     def _give_up_stale(self) -> None:
         if self._max_lag is None:
             return
-        for asked in list(self._arrived):
+        stale = [
+            asked
+            for asked in self._arrived
+            if not asked.fetching
+            and self.lag(asked.ticket.worker_id, asked.ticket.version) > self._max_lag
+        ]
+        self._arrived = [asked for asked in self._arrived if asked not in stale]
+        for asked in stale:
             worker_id = asked.ticket.worker_id
-            if not asked.fetching and self.lag(worker_id, asked.ticket.version) > self._max_lag:
-                self._arrived.remove(asked)
-                self.stale_frames[worker_id] += self._rollout_frames
-                self._give_up(asked)
-                if self._sync:
-                    self._wanted.add(worker_id)
-                self._ask()
+            self.stale_frames[worker_id] += self._rollout_frames
+            self._give_up(asked)
+            if self._sync:
+                self._wanted.add(worker_id)
+        if stale:
+            self._ask()
 
     def push(self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None) -> PushHandle:
         """Publish a new version and send it.
@@ -286,7 +320,8 @@ class Pool:
             self._sent.publish(self.version, selected)
             if self._pacer is not None:
                 self._pacer.published()
-        return self._sender.publish(flat, self.version, selected)
+            # Under the lock, so that versions come to the sender in their order.
+            return self._sender.publish(flat, self.version, selected)
 
     def _acknowledged(self, worker_id: int, version: int) -> None:
         with self._changed:
@@ -341,7 +376,7 @@ class Pool:
 
     def _awaited(self) -> str:
         """Whom we wait for, in words."""
-        late = [worker_id for worker_id, seat in self._seats.items() if seat.collecting]
+        late = [worker_id for worker_id, seat in self._seats.items() if seat.unsettled]
         behind = [w for w in self._seats if not self._is_up_to_date(w) and w not in late]
         if behind and (self._sync or not late):
             late_too = f"workers {late} and for " if late else ""
@@ -361,14 +396,14 @@ class Pool:
             if self._sync:
                 if (
                     worker_id in self._wanted
-                    and not seat.busy_slabs
+                    and not seat.unsettled
                     and self._is_up_to_date(worker_id)
                 ):
                     self._wanted.discard(worker_id)
                     self._request(worker_id)
             elif (
                 not seat.collecting
-                and seat.busy_slabs < _SLABS_PER_WORKER
+                and seat.has_a_slab
                 and (
                     self._pacer is None
                     or self._pacer.may_ask(worker_id, self._sender.acknowledged(worker_id))
@@ -381,7 +416,8 @@ class Pool:
             return
         seat = self._seats[worker_id]
         seat.collecting = True
-        seat.busy_slabs += 1
+        number, seat.num_requests = seat.num_requests, seat.num_requests + 1
+        seat.unsettled.add(number)
         self._requests += 1
         seat.last_asked = self._requests
         request = CollectRequest(
@@ -392,7 +428,7 @@ class Pool:
         ticket = (
             Ticket(worker_id, known) if self._pacer is None else self._pacer.ask(worker_id, known)
         )
-        asked = _Asked(ticket, self._epoch)
+        asked = _Asked(ticket, number, self._epoch)
 
         def arrived(offer: Offer) -> None:
             seat.collecting = False
@@ -416,7 +452,8 @@ class Pool:
         for asked in list(self._arrived):
             if asked.rollout is not None or asked.fetching:
                 room -= 1
-            elif room > 0:
+            # Meanwhile it may have been given up: a fetch may be over at once, and lead to more.
+            elif room > 0 and asked in self._arrived:
                 self._fetch(asked)
                 room -= 1
 
@@ -430,7 +467,7 @@ class Pool:
         def arrived(tensors: Tensors) -> None:
             asked.fetching = False
             if asked.epoch == self._epoch:
-                self._seats[worker_id].busy_slabs -= 1
+                self._seats[worker_id].unsettled.discard(asked.number)
                 asked.rollout = Rollout(offer.header, tensors)
                 self._changed.notify_all()
             else:

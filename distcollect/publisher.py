@@ -97,6 +97,9 @@ class Publisher:
             else recycler.empty((self._layout.num_bytes,), torch.uint8)
         )
         self._layout.pack(weights, flat)
+        if flat.is_cuda:
+            # It is read on another thread, and so in another stream's time.
+            torch.cuda.current_stream(device).synchronize()
         return flat
 
     def _selected(self, worker_ids: WorkerIds) -> Sequence[int]:

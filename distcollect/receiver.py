@@ -52,7 +52,13 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Receive nothing more."""
+        self._thread.submit(self._close_kept)
         self._thread.close()
+
+    def _close_kept(self) -> None:
+        for kept in self._keep.values():
+            if hasattr(kept, "close"):
+                kept.close()
 
     def _receive(self, push: Push) -> int:
         buffer = self._weights.spare()

@@ -8,11 +8,12 @@ there and writes them into memory that the receiver has ready.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +27,8 @@ from .topology import listen
 # Torch declares no types for its stores and process groups.
 dist: Any = torch.distributed
 
-# Groups kept for reuse. Both ends drop the least recently used: a worker takes part in a part of
-# the trainer's pushes, in the same order, so it never drops a group that the trainer still has.
-_MAX_GROUPS = 8
+# Groups that the trainer keeps for reuse, the most recently used; its workers keep the same.
+_MAX_GROUPS = 32
 
 
 class Source(ABC):
@@ -68,7 +68,7 @@ class Site:
 class WeightUpdaterBase(ABC):
     """Moves weights from the trainer to workers; derive from it to do that in another way.
 
-    All but :meth:`init`, :meth:`check` and :meth:`forget` is called on one thread.
+    :meth:`sources` and :meth:`send` are called on one thread, one after the other.
     """
 
     def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - optional
@@ -101,10 +101,13 @@ class WeightUpdaterBase(ABC):
         """
 
     def forget(self, peer: int) -> None:  # noqa: B027 - optional
-        """A receiver is gone. May be called while :meth:`send` waits for it."""
+        """A receiver is gone, or failed: whatever connects it with us may be in any state.
+
+        May be called while :meth:`send` waits for it.
+        """
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Give everything back."""
+        """Give everything back; a :meth:`send` may still be under way."""
 
 
 def gpu_of(device: torch.device) -> str:
@@ -136,8 +139,17 @@ class Groups:
         self._groups: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._groups
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all there are."""
+        with self._lock:
+            return tuple(self._groups)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Leave all others."""
+        for name in self.names:
+            if name not in names:
+                self.drop(name)
 
     def broadcast(self, place: FromGroup, store: Any, address: str, flat: torch.Tensor) -> None:
         """Broadcast ``flat`` from rank 0; all members of the group must do so together.
@@ -169,26 +181,23 @@ class Groups:
 
     def close(self) -> None:
         """Leave all."""
-        for name in list(self._groups):
-            self.drop(name)
+        self.keep_only(())
 
     def _get(self, place: FromGroup, store: Any, address: str, timeout: timedelta) -> Any:
-        name = place.group
-        if name not in self._groups:
-            prefixed = dist.PrefixStore(name, store)
+        with self._lock:
+            group = self._groups.get(place.group)
+        if group is None:
+            prefixed = dist.PrefixStore(place.group, store)
             if place.on_gpu:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout  # noqa: SLF001 - there is no public way
                 group = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
             else:
                 group = _gloo(prefixed, place, address, timeout)
-            with self._lock:
-                self._groups[name] = group
-            while len(self._groups) > _MAX_GROUPS:
-                self.drop(next(iter(self._groups)))
         with self._lock:
-            self._groups.move_to_end(name)
-            return self._groups[name]
+            self._groups[place.group] = group
+            self._groups.move_to_end(place.group)
+        return group
 
 
 def _gloo(store: Any, place: FromGroup, address: str, timeout: timedelta) -> Any:
@@ -213,6 +222,7 @@ class FromGroup(Source):
         store: host and port of the store where its members find each other.
         timeout_s: for making the group and for the broadcast.
         on_gpu: whether it is one of NCCL's, else Gloo's.
+        kept: the names of the groups that the trainer has; all others are left.
     """
 
     group: str
@@ -221,6 +231,7 @@ class FromGroup(Source):
     store: tuple[str, int]
     timeout_s: float
     on_gpu: bool = False
+    kept: tuple[str, ...] = ()
 
     def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
         """See :class:`Source`."""
@@ -229,6 +240,7 @@ class FromGroup(Source):
             timeout = timedelta(seconds=self.timeout_s)
             keep["store"] = dist.TCPStore(host, port, is_master=False, timeout=timeout)
             keep["groups"] = Groups()
+        keep["groups"].keep_only(self.kept)
         keep["groups"].broadcast(self, keep["store"], keep["address"], target)
 
 
@@ -271,16 +283,17 @@ class BroadcastUpdater(WeightUpdaterBase):
         """See :class:`WeightUpdaterBase`."""
         on_gpu = self._backend_for(payload.device, list(peers)) == "nccl"
         members = (on_gpu, *peers.values())
-        name = self._names.get(members, "")
-        if name not in self._groups:
-            self._names = {m: n for m, n in self._names.items() if n in self._groups}
-            name = self._names[members] = f"weights{next(self._counter)}"
-        places = [
-            FromGroup(name, rank, len(peers) + 1, self._endpoint, self._site.timeout_s, on_gpu)
-            for rank in range(len(peers) + 1)
-        ]
-        self._current = places[0]
-        return dict(zip(peers, places[1:], strict=True))
+        existing = self._groups.names
+        self._groups.keep_only(existing[-_MAX_GROUPS + 1 :])
+        existing = self._groups.names
+        self._names = {m: name for m, name in self._names.items() if name in existing}
+        if members not in self._names:
+            self._names[members] = f"weights{next(self._counter)}"
+        name, size = self._names[members], len(peers) + 1
+        kept = (*existing, name)
+        first = FromGroup(name, 0, size, self._endpoint, self._site.timeout_s, on_gpu, kept)
+        self._current = first
+        return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
 
     def send(self, payload: torch.Tensor) -> None:
         """See :class:`WeightUpdaterBase`."""
@@ -300,6 +313,7 @@ class BroadcastUpdater(WeightUpdaterBase):
     def close(self) -> None:
         """See :class:`WeightUpdaterBase`."""
         self._groups.close()
+        self._store = None
 
 
 @dataclass(frozen=True)
@@ -350,7 +364,14 @@ class SharedMemoryUpdater(WeightUpdaterBase):
     def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
         """See :class:`WeightUpdaterBase`."""
         if self._segment is None or len(self._memory) < len(payload):
+            self.close()
             self._memory, self._segment = allocate(len(payload))
         self._memory[: len(payload)].copy_(payload)
         place = SharedTensor(self._segment, 0, tuple(payload.shape), payload.dtype)
         return dict.fromkeys(peers, FromMemory(place))
+
+    def close(self) -> None:
+        """See :class:`WeightUpdaterBase`."""
+        if self._segment is not None:
+            os.close(self._segment.fd)
+            self._segment = None

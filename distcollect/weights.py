@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 # A broadcast that one receiver's death breaks off leaves the others without the version, too.
 _MAX_ATTEMPTS = 3
-_NUM_STEPS = 3
 # Of a late worker, that learn of it when it has caught up.
 _MAX_HANDLES = 16
 
@@ -58,7 +57,7 @@ class _Slot:
         wanted: the newest that was published for it and that it has not acknowledged.
         acknowledged: the version that it has.
         late: why it is not sent anything until it has given the answer that it owes.
-        attempts: how often ``wanted`` was sent to it in vain.
+        attempts: how often in a row something was sent to it in vain.
         handles: those that wait for it.
     """
 
@@ -125,7 +124,8 @@ class WeightSender:
             worker_ids: to whom.
         """
         publication = _Publication(version, flat)
-        limit_s = _NUM_STEPS * self._timeout_s
+        # To be ready, to be sent to, to acknowledge.
+        limit_s = self._options.ready_timeout_s + 2 * self._timeout_s
         handle = PushHandle(version, sorted(worker_ids), publication.record, limit_s)
         with self._lock:
             for worker_id in handle.worker_ids:
@@ -134,7 +134,6 @@ class WeightSender:
                     handle.settle(worker_id, WorkerLost("is gone", worker_id=worker_id))
                     continue
                 slot.wanted = publication
-                slot.attempts = 0
                 slot.handles.append(handle)
                 if slot.late is not None:
                     handle.settle(worker_id, slot.late)
@@ -176,18 +175,24 @@ class WeightSender:
                 if not due:
                     return
                 newest = max(due, key=lambda publication: publication.version)
-                receivers = {
-                    worker_id: slot.peer
-                    for worker_id, slot in self._slots.items()
-                    if slot.wanted is newest and slot.late is None
-                }
+                receivers = self._next_receivers(newest)
             try:
                 self._send(newest, receivers)
             except Exception as error:
                 log.exception("version %d could not be sent", newest.version)
-                failure = WorkerError(f"sending version {newest.version} failed: {error!r}")
                 for worker_id in receivers:
-                    self._failed(worker_id, newest, failure)
+                    message = f"sending it version {newest.version} failed: {error!r}"
+                    self._failed(worker_id, newest, WorkerError(message, worker_id=worker_id))
+
+    def _next_receivers(self, publication: _Publication) -> dict[int, int]:
+        """Whom to send it to together; who failed last time gets it alone, and last."""
+        due = {
+            worker_id: slot
+            for worker_id, slot in self._slots.items()
+            if slot.wanted is publication and slot.late is None
+        }
+        sound = {worker_id: slot.peer for worker_id, slot in due.items() if not slot.attempts}
+        return sound or {worker_id: slot.peer for worker_id, slot in list(due.items())[:1]}
 
     def _send(self, publication: _Publication, receivers: dict[int, int]) -> None:
         begin = time.monotonic()
@@ -207,13 +212,15 @@ class WeightSender:
             )
             for worker_id, peer in receivers.items()
         }
+        patience_s = self._timeout_s
         try:
             self._updater.send(payload)
         except RuntimeError as error:
             # Who is at fault, and who has it all the same, is told by the acknowledgements.
             log.info("sending version %d broke off: %s", publication.version, error)
+            patience_s = min(self._timeout_s, self._options.ready_timeout_s)
         sent = time.monotonic()
-        deadline = sent + self._timeout_s
+        deadline = sent + patience_s
         in_time = {w: arrives(a, deadline - time.monotonic()) for w, a in acknowledged.items()}
         end = time.monotonic()
         publication.record.num_bytes = payload.nbytes
@@ -233,7 +240,7 @@ class WeightSender:
             # Whatever connects it with us may be in any state now.
             self._updater.forget(receivers[worker_id])
             if failure is None:
-                self._is_late(worker_id, answer, "acknowledge it", self._timeout_s)
+                self._is_late(worker_id, answer, "did not acknowledge", patience_s)
             else:
                 self._failed(worker_id, publication, failure)
 
@@ -246,7 +253,8 @@ class WeightSender:
         versions: dict[int, int] = {}
         for worker_id, answer in asked.items():
             if not arrives(answer, deadline - time.monotonic()):
-                self._is_late(worker_id, answer, "be ready for it", self._options.ready_timeout_s)
+                limit_s = self._options.ready_timeout_s
+                self._is_late(worker_id, answer, "was not ready to receive", limit_s)
             elif (error := answer.exception()) is not None:
                 self._failed(worker_id, publication, error)
             else:
@@ -273,6 +281,7 @@ class WeightSender:
             if slot is None:
                 return
             slot.acknowledged = publication.version
+            slot.attempts = 0
             if slot.wanted is publication:
                 slot.wanted = None
             done = [h for h in slot.handles if h.version <= publication.version]
@@ -295,7 +304,9 @@ class WeightSender:
         log.warning(
             "worker %d is left out of version %d: %s", worker_id, publication.version, error
         )
-        if not isinstance(error, DistCollectError):
+        if isinstance(error, WorkerLost):
+            error = WorkerLost("is gone", worker_id=worker_id)
+        elif not isinstance(error, DistCollectError):
             error = WorkerError(f"received no weights: {error!r}", worker_id=worker_id)
         self.on_left_out(worker_id, error)
         _settle(handles, worker_id, error)
@@ -308,8 +319,8 @@ class WeightSender:
                 return
             assert slot.wanted is not None
             slot.late = WeightsTimeout(
-                f"worker {worker_id} was sent version {slot.wanted.version} and did not {what} "
-                f"within {after_s:g} s; it gets the newest one as soon as it answers"
+                f"worker {worker_id} {what} version {slot.wanted.version} within {after_s:g} s; it "
+                "gets the newest one as soon as it answers"
             )
             handles = list(slot.handles)
         log.warning("%s", slot.late)

@@ -243,14 +243,35 @@ class TestToWhom:
         while told(collector.next())["wide"] != 1:
             assert time.monotonic() < deadline
 
-    def test_by_itself_also_to_those_who_lag(self, collect: Collect) -> None:
-        collector = collect(
-            sync=False, num_workers=3, update_at_each_batch=True, max_weight_update_interval=4
+    def test_by_itself_also_to_those_who_lag(self) -> None:
+        """One is so slow that none of its batches is taken meanwhile."""
+
+        class Slow(Env):
+            def step(self, action: Any) -> Any:
+                threading.Event().wait(30)
+                return super().step(action)
+
+        def first_step_is_quick(context: Any) -> Any:
+            return Slow() if context.worker_id == 2 else Env()
+
+        collector = loopback_collector(
+            first_step_is_quick,
+            Telling(),
+            num_workers=3,
+            frames_per_batch=4,
+            sync=False,
+            update_at_each_batch=True,
+            max_weight_update_interval=4,
         )
-        for _ in range(60):
-            collector.next()
-            newest = [collector._pool._sent.newest(worker_id) for worker_id in range(3)]
-            assert collector.policy_version - min(newest) <= 5
+        try:
+            for _ in range(30):
+                collector.next()
+                newest = [collector._pool._sent.newest(worker_id) for worker_id in range(3)]
+                assert collector.policy_version - min(newest) <= 5
+            assert newest[2] > 0
+        finally:
+            with pytest.raises(AssertionError, match="goes on after stop"):
+                collector.shutdown()
 
 
 @dataclass(frozen=True)
@@ -332,6 +353,37 @@ class TestUpdaters:
         assert "checksum" in str(handle.left_out[1])
         with pytest.raises(dc.WorkerError, match="checksum"):
             collector.update_policy_weights_(Telling(2), worker_ids=1)
+
+    def test_an_updater_that_raises_is_told_of(self) -> None:
+        class Broken(dc.RPCUpdater):
+            def sources(self, payload: Any, peers: Any) -> Any:
+                raise KeyError("no such bucket")
+
+        with dc.RPCDataCollector(
+            Env,
+            Telling(),
+            num_workers=2,
+            frames_per_batch=8,
+            sync=True,
+            weight_updater=Broken(),
+        ) as collector:
+            with pytest.raises(dc.WorkerError, match="no such bucket"):
+                collector.update_policy_weights_()
+            with pytest.raises(dc.WorkerError, match="no such bucket"):
+                collector.next()
+
+    def test_more_groups_than_are_kept(
+        self, collect: Collect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Both ends drop the same ones."""
+        monkeypatch.setattr("distcollect.updaters._MAX_GROUPS", 2)
+        collector = collect(num_workers=3)
+        for version in range(1, 13):
+            worker_id = version % 3
+            collector.update_policy_weights_(Telling(version), worker_ids=worker_id)
+            assert told(collector.next(), worker_id)["wide"] == version
+            assert len(collector._updater._groups.names) <= 2
+            collector.update_policy_weights_(Telling(version), worker_ids=[0, 2])
 
     def test_who_can_get_none_ends_a_sync_run(self, collect: Collect, tmp_path: Path) -> None:
         """It must not go on with the weights that it has."""
@@ -419,17 +471,50 @@ class TestReceiversInTrouble:
             assert (batch["collector", "policy_version"] == 1).all()
             assert [told(batch, row)["wide"] for row in range(3)] == [1, 1, 1]
 
-    def test_one_that_died(self) -> None:
+    def test_one_that_dies_meanwhile(self) -> None:
+        """It says that it is ready, and then it is gone."""
         policy = Telling()
         with dc.RPCDataCollector(
             Env, policy, num_workers=3, frames_per_batch=12, sync=True
         ) as collector:
-            os.kill(pids(collector)[1], signal.SIGKILL)
+            killed = pids(collector)[1]
+            collector.update_policy_weights_(policy)  # now all are connected
+            send = collector._updater.send
+
+            def kill_first(payload: torch.Tensor) -> None:
+                os.kill(killed, signal.SIGKILL)
+                send(payload)
+
+            collector._updater.send = kill_first  # type: ignore[method-assign]
             handle = collector.update_policy_weights_(policy.fill(1), wait=False)
             assert handle is not None
             handle.wait(20)
-            assert handle.acknowledged == {0: 1, 2: 1}
+            assert handle.acknowledged == {0: 2, 2: 2}
             assert isinstance(handle.left_out[1], dc.WorkerLost)
+            assert handle.left_out[1].worker_id == 1
+            with pytest.raises(dc.WorkerLost, match=r"worker 1: .*SIGKILL"):
+                collector.next()
+
+    def test_when_all_are_late_the_trainer_waits(self) -> None:
+        policy = Telling()
+        with dc.RPCDataCollector(
+            Env,
+            policy,
+            num_workers=1,
+            frames_per_batch=4,
+            sync=True,
+            weight_sync=dc.WeightSync(ready_timeout_s=0.2),
+        ) as collector:
+            stopped = pids(collector)[0]
+            os.kill(stopped, signal.SIGSTOP)
+            resume = threading.Timer(1, os.kill, (stopped, signal.SIGCONT))
+            resume.start()
+            try:
+                handle = collector.update_policy_weights_(policy.fill(1))
+            finally:
+                resume.join()
+            assert handle is not None
+            assert handle.acknowledged == {0: 1}
 
     def test_only_the_newest_of_what_was_not_sent_is_sent(self) -> None:
         policy = Telling()

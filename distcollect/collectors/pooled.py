@@ -290,7 +290,8 @@ class RPCDataCollector(DataCollectorBase):
                 that was to be refused. Names the key; nothing was sent.
             ArgumentError, ArgumentTypeError: no such worker; nothing to send. Nothing was sent.
             WeightsTimeout: nobody acknowledged in time; names them.
-            WorkerLost: no worker is left.
+            WorkerLost: a worker had died before.
+            WorkerError: nobody could receive them.
         """
         self._check_open()
         handle = self._publisher.publish(policy_or_weights, worker_ids)
@@ -302,7 +303,8 @@ class RPCDataCollector(DataCollectorBase):
         """See :class:`DataCollectorBase`."""
         self._check_open()
         num_envs = self._probe.layout.num_envs
-        self._pool.seed(seed, num_envs, static_seed=static_seed)
+        limit_s = self._faults.batch_timeout_s
+        self._pool.seed(seed, num_envs, static_seed=static_seed, timeout_s=limit_s)
         return env_seed(seed, num_envs * self.num_workers, stream=2)
 
     def shutdown(self) -> None:
