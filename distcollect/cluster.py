@@ -109,7 +109,8 @@ class LaunchedCluster(GateEvents):
         self._num_workers = num_workers
         self._supervisors: dict[int, Connection] = {}
         self._seen: set[int] = set()  # ranks that have joined, whether or not they are still there
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._workers = GateEvents()
         self._spawner: _SupervisedProcesses | None = None
         self.gate = Gate(address, token, self, port)
@@ -126,7 +127,7 @@ class LaunchedCluster(GateEvents):
     def attach(self, workers: GateEvents, num_workers: int, timeout_s: float) -> None:
         """See :class:`Cluster`."""
         self._workers = workers
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: not self._missing(num_workers), timeout_s):
                 raise DeadlineError(
                     f"ranks {self._missing(num_workers)} did not join within {timeout_s:g} s; "
@@ -153,7 +154,7 @@ class LaunchedCluster(GateEvents):
         Ranks that are still on their way here are waited for a little: they would look for a
         trainer that is gone.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: len(self._seen) == self._num_workers, _FAREWELL_S)
             for connection in self._supervisors.values():
                 connection.send({"bye": True})
@@ -163,7 +164,7 @@ class LaunchedCluster(GateEvents):
         """See :class:`~distcollect.link.GateEvents`."""
         if connection.hello["role"] != "supervisor":
             return self._workers.admit(connection)
-        with self._changed:
+        with self._lock:
             self._supervisors[connection.hello["rank"] - 1] = connection
             self._seen.add(connection.hello["rank"])
             self._changed.notify_all()
@@ -187,7 +188,7 @@ class LaunchedCluster(GateEvents):
         if connection.hello["role"] != "supervisor":
             self._workers.closed(connection)
             return
-        with self._changed:
+        with self._lock:
             self._supervisors.pop(connection.hello["rank"] - 1, None)
 
     def _missing(self, num_workers: int) -> list[int]:
@@ -203,10 +204,11 @@ class _SupervisedProcesses:
         self._supervisors = supervisors
         self._on_exit = on_exit
         self._running: set[int] = set()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def spawn(self, worker_id: int, boot: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        with self._changed:
+        with self._lock:
             self._running.add(worker_id)
         self._supervisors[worker_id].send({"spawn": worker_id, "boot": boot, "env": dict(env)})
 
@@ -215,7 +217,7 @@ class _SupervisedProcesses:
             supervisor.send({"kill": worker_id})
 
     def exited(self, worker_id: int, code: int) -> None:
-        with self._changed:
+        with self._lock:
             self._running.discard(worker_id)
             self._changed.notify_all()
         self._on_exit(worker_id, code)
@@ -224,14 +226,14 @@ class _SupervisedProcesses:
         def reachable() -> list[int]:
             return [w for w in self._running if w in self._supervisors]
 
-        with self._changed:
+        with self._lock:
             if self._changed.wait_for(lambda: not reachable(), grace_s):
                 return
             remaining = reachable()
             log.warning("workers %s did not end within %g s: killing them", remaining, grace_s)
         for worker_id in remaining:
             self.kill(worker_id)
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not reachable(), grace_s)
 
 

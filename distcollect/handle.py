@@ -34,7 +34,8 @@ class PushHandle:
         self.worker_ids = tuple(worker_ids)
         self._record = record
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._acknowledged: dict[int, int] = {}
         self._left_out: dict[int, DistCollectError] = {}
 
@@ -56,7 +57,7 @@ class PushHandle:
     @property
     def acknowledged(self) -> dict[int, int]:
         """Who has it: worker_id to the version that was acknowledged, this one or a newer."""
-        with self._changed:
+        with self._lock:
             return dict(self._acknowledged)
 
     @property
@@ -65,12 +66,12 @@ class PushHandle:
 
         One that was merely late disappears from here when it has caught up.
         """
-        with self._changed:
+        with self._lock:
             return dict(self._left_out)
 
     def done(self) -> bool:
         """Whether it is known of every worker if it has these weights."""
-        with self._changed:
+        with self._lock:
             return not self._open()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -88,7 +89,7 @@ class PushHandle:
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
-        with self._changed:
+        with self._lock:
             while waited_for := self._open() or self._late():
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
@@ -116,7 +117,7 @@ class PushHandle:
 
     def settle(self, worker_id: int, outcome: int | DistCollectError) -> None:
         """Note the version that a worker acknowledged, or why it is left out."""
-        with self._changed:
+        with self._lock:
             if isinstance(outcome, int):
                 self._left_out.pop(worker_id, None)
                 self._acknowledged[worker_id] = outcome

@@ -96,7 +96,8 @@ class Members(GateEvents):
         self._gate = gate
         self._transport = transport
         self._on_lost = on_lost
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         # Peers in the order of the slots, not of joining: the ids of trajectories start from them.
         self._members = {
             worker_id: Member(worker_id, peer=next(_peers)) for worker_id in range(num_workers)
@@ -106,7 +107,7 @@ class Members(GateEvents):
     @property
     def peers(self) -> dict[int, int]:
         """``{worker_id: peer}`` of the workers that are ready."""
-        with self._changed:
+        with self._lock:
             return {m.worker_id: m.peer for m in self._members.values() if m.state is State.READY}
 
     def start(self, spawner: Spawner, boot: Mapping[str, Any], env: Mapping[str, str]) -> None:
@@ -122,7 +123,7 @@ class Members(GateEvents):
             DeadlineError: some have not joined; names them.
         """
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             while True:
                 members = self._members.values()
                 for member in members:
@@ -149,7 +150,7 @@ class Members(GateEvents):
         self._tell_all({"bye": True})
 
     def _tell_all(self, message: Message) -> None:
-        with self._changed:
+        with self._lock:
             connections = [m.connection for m in self._members.values() if m.connection]
         for connection in connections:
             connection.send(message)
@@ -157,7 +158,7 @@ class Members(GateEvents):
     def failure_of(self, worker_id: int) -> WorkerError:
         """Why a worker is lost; waits a moment for its exit code, which says more than silence."""
         member = self._members[worker_id]
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: member.exit_code is not None, timeout=1.0)
         ended = (
             "its connection to the trainer broke off"
@@ -168,7 +169,7 @@ class Members(GateEvents):
 
     def exited(self, worker_id: int, code: int) -> None:
         """A worker's process was reaped."""
-        with self._changed:
+        with self._lock:
             member = self._members.get(worker_id)
             if member is None:
                 return
@@ -183,7 +184,7 @@ class Members(GateEvents):
 
     def admit(self, connection: Connection) -> Message:
         """See :class:`~distcollect.link.GateEvents`."""
-        with self._changed:
+        with self._lock:
             member = self._members.get(connection.hello.get("worker_id", -1))
             if member is None or member.connection is not None or member.peer > _MAX_PEER:
                 return {"refused": "there is no free slot for it"}
@@ -197,7 +198,7 @@ class Members(GateEvents):
     def refused(self, hello: Message, reason: str) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
         log.warning("turned away a %s from %s: %s", hello.get("role"), hello.get("host"), reason)
-        with self._changed:
+        with self._lock:
             member = self._members.get(hello.get("worker_id", -1))
             if member is not None and member.connection is None:
                 member.failure = WorkerMismatch(
@@ -210,7 +211,7 @@ class Members(GateEvents):
         """See :class:`~distcollect.link.GateEvents`."""
         if "endpoint" not in message:
             return
-        with self._changed:
+        with self._lock:
             member = self._member_of(connection)
             if member is None:
                 return
@@ -223,7 +224,7 @@ class Members(GateEvents):
 
     def closed(self, connection: Connection) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
-        with self._changed:
+        with self._lock:
             member = self._member_of(connection)
             if member is None or member.state in (State.LOST, State.LEFT):
                 return

@@ -143,7 +143,8 @@ class Pool:
             self._max_lag = staleness.max_policy_lag
             if staleness.mode == "pace" and not sync:
                 self._pacer = Pacer(staleness.max_policy_lag, self._sent)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._arrived: list[_Asked] = []  # those that lie ready, there or here, in that order
         self._max_fetched = len(self._seats) if sync else _PREFETCH
         self._frames_asked = 0
@@ -179,7 +180,7 @@ class Pool:
             BatchTimeout: not all within ``timeout_s``; names the workers waited for.
             WorkerError: one of them failed.
         """
-        with self._changed:
+        with self._lock:
             self._check()
             self._wanted = set(self._seats)
             self._ask()
@@ -198,7 +199,7 @@ class Pool:
 
         Raises: as :meth:`gather_all`.
         """
-        with self._changed:
+        with self._lock:
             self._check()
             if self._pacer is not None:
                 self._pacer.awaited()
@@ -243,7 +244,7 @@ class Pool:
             DeadlineError: some took no seed in time; names them.
             WorkerError: one of them failed.
         """
-        with self._changed:
+        with self._lock:
             self._check()
             self._seeding = True
             self._give_up_all()
@@ -314,7 +315,7 @@ class Pool:
             worker_ids: to whom; None: to all.
         """
         selected = tuple(self._seats) if worker_ids is None else tuple(worker_ids)
-        with self._changed:
+        with self._lock:
             self._check()
             self.version += 1
             self._sent.publish(self.version, selected)
@@ -324,7 +325,7 @@ class Pool:
             return self._sender.publish(flat, self.version, selected)
 
     def _acknowledged(self, worker_id: int, version: int) -> None:
-        with self._changed:
+        with self._lock:
             if not self._closed and self._failed is None:
                 self._ask()
 
@@ -335,7 +336,7 @@ class Pool:
 
     def close(self) -> None:
         """Ask for nothing more; who waits is woken with an error."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._arrived.clear()
             self._changed.notify_all()
@@ -348,7 +349,7 @@ class Pool:
 
     def _fail(self, worker_id: int, error: BaseException) -> None:
         """What the next wait, or the present one, raises. The first error counts."""
-        with self._changed:
+        with self._lock:
             if self._failed is None:
                 self._failed = (worker_id, error)
             self._changed.notify_all()
@@ -483,7 +484,7 @@ class Pool:
             if error is not None:
                 self._fail(worker_id, error)
                 return
-            with self._changed:
+            with self._lock:
                 if not self._closed:
                     arrived(done.result())
                     self._ask()

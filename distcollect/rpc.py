@@ -159,7 +159,9 @@ class RpcTransport:
             if self._pending.settled(grace_s):
                 self._leave()
             rpc.api._ignore_rref_leak = True  # RRefs of dead workers can't be told
-            rpc.api._finalize_shutdown()
+            # It joins threads that may be in the middle of anything.
+            if not _within(_LEAVE_TIMEOUT_S, rpc.api._finalize_shutdown):
+                log.warning("torch's RPC threads did not end within %g s", _LEAVE_TIMEOUT_S)
         _service = None
         for peer in peers:
             self._pending.fail(peer)
@@ -196,9 +198,7 @@ class RpcTransport:
         Otherwise it logs a warning for each. It waits without a bound for the last releases of
         RRefs to be answered, so it does that on a thread that can be left behind.
         """
-        leaving = threading.Thread(target=self._agent.join, args=(True,), daemon=True)
-        leaving.start()
-        leaving.join(_LEAVE_TIMEOUT_S)
+        _within(_LEAVE_TIMEOUT_S, self._agent.join, True)
 
     def _ask(self, peer: int, function: Any, *args: Any) -> Future[Any]:
         answer = self._pending.open(peer)
@@ -309,6 +309,14 @@ def _answer(method: str, args: tuple[Any, ...], package: Any) -> torch.futures.F
 
     as_future(service, method, *args).add_done_callback(deliver)
     return answer
+
+
+def _within(timeout_s: float, function: Callable[..., Any], *args: Any) -> bool:
+    """Call ``function`` on a thread that is left behind if it takes longer; whether it was done."""
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
 
 
 def _name(peer: int) -> str:

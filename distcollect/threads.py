@@ -15,6 +15,9 @@ T = TypeVar("T")
 # is seen only when the wait ends. So that Ctrl-C works, no wait of the user's thread is longer.
 LOOK_UP_S = 0.5
 
+# Where a condition is used, its lock is what is entered: ``with condition`` goes through a method
+# written in Python, and Ctrl-C between its taking the lock and its return would leave it locked.
+
 
 class SerialThread:
     """Runs what is submitted, in order.

@@ -97,13 +97,14 @@ class Pending:
     """The answers a transport still owes, so that those of an evicted peer can be failed."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._owed: dict[Future[Any], int] = {}
 
     def open(self, peer: int) -> Future[Any]:
         """A future for an answer that ``peer`` owes."""
         answer: Future[Any] = Future()
-        with self._changed:
+        with self._lock:
             self._owed[answer] = peer
         return answer
 
@@ -111,7 +112,7 @@ class Pending:
         self, answer: Future[Any], value: Any = None, error: BaseException | None = None
     ) -> None:
         """Complete ``answer``, unless its peer was evicted meanwhile."""
-        with self._changed:
+        with self._lock:
             if self._owed.pop(answer, None) is None:
                 return
             self._changed.notify_all()
@@ -122,14 +123,14 @@ class Pending:
 
     def fail(self, peer: int) -> None:
         """Fail all that ``peer`` owes with :class:`WorkerLost`."""
-        with self._changed:
+        with self._lock:
             owed = [answer for answer, owner in self._owed.items() if owner == peer]
         for answer in owed:
             self.settle(answer, error=lost(peer))
 
     def settled(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` until nothing is owed; whether that is so."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self._owed, timeout_s)
 
 

@@ -296,3 +296,14 @@ def test_a_policy_that_raises_is_a_policy_error(marked: Marked, sync: bool) -> N
         assert caught.value.worker_id in {0, 1}
         assert "_give_up" in caught.value.remote_traceback
     assert marked.gone(END_S), marked.left()
+
+
+def test_no_interrupt_is_lost_and_none_leaves_a_lock_behind() -> None:
+    """Wherever in a collector's next() it comes; and the workers end all the same."""
+    script = Path(__file__).parent / "scripts" / "interrupted.py"
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    sent, seen = map(int, done.stdout.split())
+    assert sent == seen > 20, done.stderr
