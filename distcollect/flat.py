@@ -30,6 +30,11 @@ class Entry:
     offset: int
     num_bytes: int
 
+    @property
+    def end(self) -> int:
+        """Where the next may begin."""
+        return -(-(self.offset + self.num_bytes) // _ALIGNMENT) * _ALIGNMENT
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -93,7 +98,7 @@ class WeightLayout:
         for names, shape, dtype in parts:
             num_bytes = math.prod(shape) * dtype.itemsize
             entries.append(Entry(names, shape, dtype, offset, num_bytes))
-            offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            offset = entries[-1].end
         return cls(tuple(entries), offset, not_sent)
 
     def reduced(self, wire: Wire) -> WeightLayout:
@@ -144,8 +149,6 @@ class WeightLayout:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """One tensor for each entry, sharing the memory of ``flat``."""
-        if not self.entries:
-            return []
         # Few calls, as they are what takes the time where there are many entries.
         whole = {dtype: flat.view(dtype) for dtype in {entry.dtype for entry in self.entries}}
         return [
@@ -166,11 +169,9 @@ class WeightLayout:
                 parts: list[torch.Tensor] = []
                 for entry in entries:
                     parts.append(weights[entry.names[0]].reshape(-1).to(flat.device))
-                    if rest := -entry.num_bytes % _ALIGNMENT:
+                    if rest := entry.end - entry.offset - entry.num_bytes:
                         parts.append(gap[: rest // dtype.itemsize])
-                begin, last = entries[0].offset, entries[-1]
-                end = last.offset + last.num_bytes + -last.num_bytes % _ALIGNMENT
-                torch.cat(parts, out=flat[begin:end].view(dtype))
+                torch.cat(parts, out=flat[entries[0].offset : entries[-1].end].view(dtype))
 
     def select(self, source: object) -> dict[str, torch.Tensor]:
         """The tensors for all entries from whatever the user gave, by their first name.
@@ -355,8 +356,7 @@ class LiveWeights:
         if newest is not None:
             buffer.copy_(newest)
             return
-        for view, tensor in zip(self.layout.views(buffer), self._tensors, strict=True):
-            view.copy_(tensor.detach())
+        self.layout.pack(self.layout.select(self.module), buffer)
 
     def discard(self, buffer: torch.Tensor) -> None:
         """Give back a buffer from :meth:`spare` that holds no whole version."""

@@ -29,8 +29,8 @@ from .errors import (
 from .handle import PushHandle
 from .rollout import Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
-from .threads import LOOK_UP_S, arrives
-from .transport import CollectRequest, Offer, Transport
+from .threads import LOOK_UP_S, missing
+from .transport import NUM_SLABS, CollectRequest, Offer, Transport
 from .weights import WeightSender
 
 T = TypeVar("T")
@@ -38,16 +38,14 @@ T = TypeVar("T")
 # Rollouts that lie fetched, or are being fetched, before the user asks: one is on its way while
 # the user works on another. More would only make them older.
 _PREFETCH = 2
-# Of a worker: one is read from while the other is written to.
-_NUM_SLABS = 2
 
 
 @dataclass
 class _Seat:
     """What the pool knows of a worker.
 
-    Its n-th rollout lies in slab n modulo 2, so it may be asked for the next one as soon as the one
-    before the last is settled, whatever has become of the last.
+    Its n-th rollout lies in slab n modulo NUM_SLABS, so it may be asked for the next one as soon as
+    the one before the last is settled, whatever has become of the last.
 
     Attributes:
         peer: its process.
@@ -66,7 +64,7 @@ class _Seat:
     @property
     def has_a_slab(self) -> bool:
         """Whether there is memory for one more rollout."""
-        return self.num_requests - min(self.unsettled, default=self.num_requests) < _NUM_SLABS
+        return self.num_requests - min(self.unsettled, default=self.num_requests) < NUM_SLABS
 
 
 @dataclass(eq=False)
@@ -204,9 +202,7 @@ class Pool:
             if self._pacer is not None:
                 self._pacer.awaited()
             self._ask()
-            self._wait(lambda: self._choose() is not None, timeout_s)
-            chosen = self._choose()
-            assert chosen is not None
+            chosen = self._wait(self._choose, timeout_s)
             assert chosen.rollout is not None
             self._arrived.remove(chosen)
             if self._pacer is not None:
@@ -262,9 +258,7 @@ class Pool:
             answers[worker_id] = self._transport.call(
                 seat.peer, "seed", seeds, env_seed(seed, first, stream=1)
             )
-        deadline = time.monotonic() + timeout_s
-        late = [w for w, a in answers.items() if not arrives(a, deadline - time.monotonic())]
-        if late:
+        if late := missing(answers, timeout_s):
             raise DeadlineError(f"workers {late} took no seed within {timeout_s:g} s")
         for answer in answers.values():
             answer.result()
@@ -363,9 +357,10 @@ class Pool:
                 error = self._explain(worker_id, error)
             raise error
 
-    def _wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
+    def _wait(self, ready: Callable[[], T | None], timeout_s: float) -> T:
+        """Wait until ``ready`` gives something, and give it."""
         deadline = time.monotonic() + timeout_s
-        while not ready():
+        while not (result := ready()):
             self._check()
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -374,6 +369,7 @@ class Pool:
                     "Faults(batch_timeout_s=...) gives them longer"
                 )
             self._changed.wait(min(remaining, LOOK_UP_S))
+        return result
 
     def _awaited(self) -> str:
         """Whom we wait for, in words."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 # Python misses a signal that comes while its main thread gives up the interpreter lock to wait: it
@@ -66,3 +67,11 @@ def arrives(answer: Future[Any], timeout_s: float) -> bool:
         if time.monotonic() >= deadline:
             return False
     return True
+
+
+def missing(answers: Mapping[K, Future[Any]], timeout_s: float) -> list[K]:
+    """Wait up to ``timeout_s`` for all of ``answers``; whose are not there then."""
+    deadline = time.monotonic() + timeout_s
+    return [
+        key for key, answer in answers.items() if not arrives(answer, deadline - time.monotonic())
+    ]

@@ -26,6 +26,9 @@ from .rollout import Header, Tensors
 
 # A rollout below this size comes along with its header: one round trip instead of two.
 INLINE_BYTES = 64 * 1024
+# A worker's n-th rollout lies in slab n modulo this: while one is being fetched the next is being
+# written. To ask for a rollout is to permit that its slab is written over.
+NUM_SLABS = 2
 
 
 @dataclass(frozen=True)

@@ -358,9 +358,6 @@ class SharedMemoryUpdater(WeightUpdaterBase):
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._segment: Segment | None = None
 
-    def attach(self, site: Site) -> None:
-        """See :class:`WeightUpdaterBase`."""
-
     def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
         """See :class:`WeightUpdaterBase`."""
         if self._segment is None or len(self._memory) < len(payload):

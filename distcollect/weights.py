@@ -26,7 +26,7 @@ from .errors import CollectorStateError, DistCollectError, WeightsTimeout, Worke
 from .flat import WeightLayout, Wire, checksum
 from .handle import PushHandle, PushRecord
 from .receiver import Push
-from .threads import SerialThread, arrives
+from .threads import SerialThread, missing
 from .transport import Transport
 from .updaters import WeightUpdaterBase
 
@@ -220,8 +220,7 @@ class WeightSender:
             log.info("sending version %d broke off: %s", publication.version, error)
             patience_s = min(self._timeout_s, self._options.ready_timeout_s)
         sent = time.monotonic()
-        deadline = sent + patience_s
-        in_time = {w: arrives(a, deadline - time.monotonic()) for w, a in acknowledged.items()}
+        late = missing(acknowledged, patience_s)
         end = time.monotonic()
         publication.record.num_bytes = payload.nbytes
         publication.record.timings.update(
@@ -233,8 +232,8 @@ class WeightSender:
         if self._options.changes_only:
             self._last = publication
         for worker_id, answer in acknowledged.items():
-            failure = answer.exception() if in_time[worker_id] else None
-            if in_time[worker_id] and failure is None:
+            failure = None if worker_id in late else answer.exception()
+            if worker_id not in late and failure is None:
                 self._succeeded(worker_id, publication)
                 continue
             # Whatever connects it with us may be in any state now.
@@ -249,11 +248,11 @@ class WeightSender:
     ) -> dict[int, int]:
         """The versions of those that are ready in time."""
         asked = {w: self._transport.call(peer, "weights_ready") for w, peer in receivers.items()}
-        deadline = time.monotonic() + self._options.ready_timeout_s
+        limit_s = self._options.ready_timeout_s
+        late = missing(asked, limit_s)
         versions: dict[int, int] = {}
         for worker_id, answer in asked.items():
-            if not arrives(answer, deadline - time.monotonic()):
-                limit_s = self._options.ready_timeout_s
+            if worker_id in late:
                 self._is_late(worker_id, answer, "was not ready to receive", limit_s)
             elif (error := answer.exception()) is not None:
                 self._failed(worker_id, publication, error)

@@ -2,7 +2,7 @@
 
 Simulators often insist on the main thread, and Python runs signal handlers there, so that is where
 the engine lives. RPC handlers only hand it jobs and answer through futures; weights arrive on one
-more thread (:mod:`.weights`); the lifeline's thread ends the process when the trainer is gone.
+more thread (:mod:`.receiver`); the lifeline's thread ends the process when the trainer is gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .rpc import RpcTransport
 from .shared import allocate
 from .threads import do_jobs
 from .topology import interface_of
-from .transport import CollectRequest
+from .transport import NUM_SLABS, CollectRequest
 from .updaters import gpu_of
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,6 @@ TRAJ_IDS_PER_PEER = 1 << 40
 # A thread that answers the trainer waits so long for the interpreter, while the engine computes.
 # Python's own 5 ms, several times in a push, is most of what a small one takes.
 _SWITCH_INTERVAL_S = 0.0005
-# While one rollout is being fetched the next is being written.
-_NUM_SLABS = 2
 _JOIN_TIMEOUT_S = 60.0
 
 
@@ -269,9 +267,9 @@ class Worker:
         if not self._slabs or (self._slabs[0].num_steps, self._slabs[0].shared) != wanted:
             self._slabs = [
                 Slab(engine.layout, request.num_steps, shared=request.shared)
-                for _ in range(_NUM_SLABS)
+                for _ in range(NUM_SLABS)
             ]
-        slab = self._slabs[self._sequence % _NUM_SLABS]
+        slab = self._slabs[self._sequence % NUM_SLABS]
         engine.collect(slab, random=request.random, fresh=request.fresh)
         tensors = slab.tensors()
         versions = slab.policy_version

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from distcollect.rollout import Header, Rollout, Slab, assemble
+from distcollect.transport import NUM_SLABS
 from distcollect.worker import WorkerPlan, build_engine
 
 from .contenders import DROWSY, NUM_WORKERS, SLEEPING, Values, make_rpc, run_rpc
@@ -19,7 +20,6 @@ from .workloads import WORKLOADS, Workload
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_SLABS = 2  # of a worker; what may be in flight
 _TICK_S = 0.05  # between two looks at a worker's memory
 
 
@@ -126,7 +126,7 @@ def run_memory(seconds: float) -> Values:
             pause.wait(_TICK_S)
             most = max(most, rss_bytes(pid))
         rollout = batch["observation"].nbytes
-    return {"growth_bytes": most - before, "bound_bytes": _SLABS * rollout}
+    return {"growth_bytes": most - before, "bound_bytes": NUM_SLABS * rollout}
 
 
 def worker_pids() -> list[int]:

@@ -12,10 +12,7 @@ from tensordict import TensorDict
 
 from distcollect import arguments, recycler
 from distcollect.engine import StepOptions
-from distcollect.errors import (
-    ArgumentError,
-    CollectorStateError,
-)
+from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.handle import PushHandle
 from distcollect.publisher import Weights, WorkerIds
 

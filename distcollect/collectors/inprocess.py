@@ -12,9 +12,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect import arguments
-from distcollect.errors import (
-    ArgumentTypeError,
-)
+from distcollect.errors import ArgumentTypeError
 from distcollect.membership import TRAINER_PEER
 from distcollect.policy import Exploration
 from distcollect.pool import env_seed

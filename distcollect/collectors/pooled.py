@@ -127,7 +127,8 @@ class RPCDataCollector(DataCollectorBase):
         self._sync = sync
         self._stack = sync and cat_results == "stack"
         self._weight_sync = weight_sync or WeightSync()
-        self._staleness = staleness
+        masks = staleness is not None and staleness.mode == "mask"
+        self._mask_above = staleness.max_policy_lag if staleness and masks else None
         self._faults = faults or Faults()
         arguments.positive("max_weight_update_interval", max_weight_update_interval, optional=True)
         self._updates_itself = update_at_each_batch
@@ -229,28 +230,30 @@ class RPCDataCollector(DataCollectorBase):
             raise
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
         layout: Layout = self._probe.layout
-        batch = assemble(layout, rollouts, device=self._device)
+        batch = assemble(layout, rollouts, stack=self._stack, device=self._device)
         self._note_lag(batch, rollouts)
-        return batch.unflatten(0, (len(rollouts), layout.num_envs)) if self._stack else batch
+        return batch
 
     def _note_lag(self, batch: TensorDict, rollouts: Sequence[Rollout]) -> None:
         """Work out the lags of a batch's frames, and its mask where that is wanted."""
         versions = batch["collector", "policy_version"]
-        num_rows = len(versions) // len(rollouts)
+        by_rollout = versions.reshape(len(rollouts), -1)
+        limit = self._mask_above
         counts: list[tuple[int, int]] = []
-        bound = None
-        if self._staleness is not None and self._staleness.mode == "mask":
-            bound = self._staleness.max_policy_lag
-            batch["collector", "mask"] = torch.ones_like(versions, dtype=torch.bool)
+        stale: list[tuple[int, int]] = []
         for index, rollout in enumerate(rollouts):
-            header = rollout.header
-            rows = slice(index * num_rows, (index + 1) * num_rows)
-            for version, num_frames in _versions(header, versions[rows]):
-                lag = self._pool.lag(header.worker_id, version)
+            worker_id = rollout.header.worker_id
+            for version, num_frames in _versions(rollout.header, by_rollout[index]):
+                lag = self._pool.lag(worker_id, version)
                 counts.append((lag, num_frames))
-                if bound is not None and lag > bound:
-                    batch["collector", "mask"][rows][versions[rows] == version] = False
-                    self._pool.stale_frames[header.worker_id] += num_frames
+                if limit is not None and lag > limit:
+                    stale.append((index, version))
+                    self._pool.stale_frames[worker_id] += num_frames
+        if limit is not None:
+            fresh = torch.ones_like(by_rollout, dtype=torch.bool)
+            for index, version in stale:
+                fresh[index][by_rollout[index] == version] = False
+            batch["collector", "mask"] = fresh.reshape(versions.shape)
         self._lag = LagStats.of(counts)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
