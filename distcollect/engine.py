@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from gymnasium.spaces import Box
@@ -20,7 +20,11 @@ class Stopped(Exception):
     """Collection was ended between two steps by :meth:`Engine.stop`."""
 
 
-_CAUSES: dict[type[Exception], str] = {Stopped: "shut_down", PolicyError: "policy_failed"}
+_CAUSES: dict[type[BaseException], str] = {
+    Stopped: "shut_down",
+    KeyboardInterrupt: "interrupted",
+    PolicyError: "policy_failed",
+}
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,31 @@ class StepOptions:
     swap_within_rollouts: bool = True
 
 
-@dataclass
 class Counts:
-    """Frames stepped in all, and those of them that are in no rollout, by cause."""
+    """Frames stepped in all, and those of them that are in no rollout, by cause.
 
-    stepped: int = 0
-    lost: dict[str, int] = field(default_factory=dict)
+    Attributes:
+        memory: int64 ``[2]``: frames stepped, up to date after every step; and 1 while envs are
+            stepped or reset for a rollout, else 0. It may be shared with a process that wants to
+            know when this one was killed.
+        cells: the same, several times faster to write to.
+        lost: frames that will never be delivered, by cause.
+    """
+
+    def __init__(self, memory: np.ndarray | None = None) -> None:
+        """Go on from what stands in ``memory``; None: from 0, in memory of its own."""
+        self.memory = np.zeros(2, np.int64) if memory is None else memory
+        self.cells = self.memory.data
+        self.lost: dict[str, int] = {}
+
+    @property
+    def stepped(self) -> int:
+        """Frames stepped in all."""
+        return int(self.cells[0])
+
+    def add(self, frames: int) -> None:
+        """Account for ``frames`` that were stepped."""
+        self.cells[0] += frames
 
     def lose(self, cause: str, frames: int) -> None:
         """Account for ``frames`` that will never be delivered."""
@@ -69,6 +92,7 @@ class Engine:
         *,
         traj_ids: Iterator[int],
         options: StepOptions | None = None,
+        counts: Counts | None = None,
     ) -> None:
         """Reset the envs and call the policy once, which tells what it writes.
 
@@ -78,6 +102,7 @@ class Engine:
             weights: the policy's.
             traj_ids: where the ids of new trajectories are taken from.
             options: how to step.
+            counts: what to count in; None: a new one.
 
         Raises:
             ArgumentError: an option that these envs can't follow.
@@ -87,7 +112,7 @@ class Engine:
         if not envs.can_cut:
             _refuse_cuts(self.options)
         self.weights = weights
-        self.counts = Counts()
+        self.counts = counts or Counts()
         self._envs = envs
         self._policy = policy
         self._random = RandomPolicy(envs.action_space, envs.num_envs)
@@ -106,7 +131,7 @@ class Engine:
         self.layout = Layout(envs.num_envs, envs.leaves, envs.action_leaves, policy.extras)
         self._strip: _Strip | None = None
         self._reset_due = False
-        self._unfinished = 0  # frames of the rollout under way
+        self._begun_at = 0  # frames stepped before the rollout under way
         self._begin_trajectories()
 
     def seed(self, seeds: Sequence[int]) -> None:
@@ -133,6 +158,23 @@ class Engine:
             Stopped: see :meth:`stop`.
             EnvError, PolicyError: an env or the policy raised.
         """
+        cells = self.counts.cells
+        cells[1] = 1
+        try:
+            self._collect(slab, random=random, fresh=fresh)
+        except BaseException as error:
+            # The frames so far are in no rollout, so what follows starts new trajectories.
+            self._break_off(_CAUSES.get(type(error), "env_failed"))
+            raise
+        finally:
+            cells[1] = 0
+
+    def close(self) -> None:
+        """Close the envs."""
+        self._envs.close()
+
+    def _collect(self, slab: Slab, *, random: bool, fresh: bool) -> None:
+        self._begun_at = self.counts.stepped
         if self._reset_due or self.options.reset_at_each_iter:
             self._reset()
         slab.clear_ends()
@@ -140,20 +182,11 @@ class Engine:
         if random:
             for array in slab.extras.values():
                 array.fill(0)
-        try:
-            with policy.exploring():
-                if self._envs.can_cut:
-                    self._fill(slab, policy)
-                else:
-                    self._fill_skewed(slab, policy, fresh)
-        except Exception as error:
-            # The frames so far are in no rollout, so what follows starts new trajectories.
-            self._break_off(_CAUSES.get(type(error), "env_failed"))
-            raise
-
-    def close(self) -> None:
-        """Close the envs."""
-        self._envs.close()
+        with policy.exploring():
+            if self._envs.can_cut:
+                self._fill(slab, policy)
+            else:
+                self._fill_skewed(slab, policy, fresh)
 
     def _reset(self) -> None:
         self._envs.reset(self._seeds)
@@ -169,11 +202,10 @@ class Engine:
             self._traj_ids[row] = next(self._new_traj_ids)
 
     def _break_off(self, cause: str) -> None:
-        if self._strip is not None:
+        if self._envs.can_cut:
+            self.counts.lose(cause, self.counts.stepped - self._begun_at)
+        elif self._strip is not None:
             self.counts.lose(cause, self._strip.drop())
-        self.counts.stepped += self._unfinished
-        self.counts.lose(cause, self._unfinished)
-        self._unfinished = 0
         self._reset_due = True
 
     def _between_steps(self) -> None:
@@ -195,40 +227,37 @@ class Engine:
             weights.apply()
         slab.policy_version.fill(weights.version)
         slab.traj_ids[:] = self._traj_ids[:, None]
+        cells, stepped, num_envs = self.counts.cells, self.counts.stepped, envs.num_envs
         action: Arrays = {}
         cut = None
-        step = 0
-        try:
-            for step in range(slab.num_steps):
-                if self._stop or (weights.pending and swaps):
-                    self._between_steps()
-                    slab.policy_version[:, step:] = weights.version
-                # Before the policy sees it, which may change its input in place.
-                for column, now in observations:
-                    column[:, step] = now
-                chosen, written = policy()
-                for (key, column), tensor in zip(actions, chosen, strict=True):
-                    value = tensor.numpy()
-                    column[:, step] = value
-                    action[key] = value if value.dtype == column.dtype else column[:, step]
-                # None are written by random actions.
-                for column, tensor in zip(extras, written, strict=False):
-                    column[:, step] = tensor.numpy()
-                if self._bounds:
-                    self._clip(action)
-                if longest is not None:
-                    lengths += 1
-                    cut = lengths >= longest
-                out = envs.step(action, cut)
-                rewards[:, step] = out.reward
-                if out.ended:
-                    self._end_trajectories(slab, step, out)
-        except Exception:
-            self._unfinished = step * envs.num_envs
-            raise
+        for step in range(slab.num_steps):
+            if self._stop or (weights.pending and swaps):
+                self._between_steps()
+                slab.policy_version[:, step:] = weights.version
+            # Before the policy sees it, which may change its input in place.
+            for column, now in observations:
+                column[:, step] = now
+            chosen, written = policy()
+            for (key, column), tensor in zip(actions, chosen, strict=True):
+                value = tensor.numpy()
+                column[:, step] = value
+                action[key] = value if value.dtype == column.dtype else column[:, step]
+            # None are written by random actions.
+            for column, tensor in zip(extras, written, strict=False):
+                column[:, step] = tensor.numpy()
+            if self._bounds:
+                self._clip(action)
+            if longest is not None:
+                lengths += 1
+                cut = lengths >= longest
+            out = envs.step(action, cut)
+            stepped += num_envs
+            cells[0] = stepped
+            rewards[:, step] = out.reward
+            if out.ended:
+                self._end_trajectories(slab, step, out)
         for key, array in slab.tail.items():
             array[:] = envs.obs[key]
-        self.counts.stepped += slab.num_steps * envs.num_envs
 
     def _end_trajectories(self, slab: Slab, step: int, out: Step) -> None:
         for row in out.ended:
@@ -270,7 +299,7 @@ class Engine:
             self._clip(given)
             out = envs.step(given)
             real = np.ones(envs.num_envs, bool) if out.real is None else out.real
-            self.counts.stepped += int(real.sum())
+            self.counts.add(int(real.sum()))
             values: Arrays = {**before, **action}
             for index, leaf in enumerate(self.layout.extras):
                 random = not written

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .engine import Engine, StepOptions
+from .engine import Counts, Engine, StepOptions
 from .envs import EnvContext, make_envs
 from .errors import PolicyError, WorkerError
 from .flat import LiveWeights, WeightLayout, published
@@ -104,6 +104,7 @@ def build_engine(
     worker_id: int = 0,
     incarnation: int = 0,
     shared: bool = False,
+    counts: Counts | None = None,
 ) -> Engine:
     """Make the envs and the policy of ``plan`` and try them out.
 
@@ -113,6 +114,7 @@ def build_engine(
         worker_id: the slot, for the makers' context.
         incarnation: which process in that slot, for the same.
         shared: whether the policy is the user's own object, not a copy.
+        counts: what the engine counts in; None: a new one.
 
     Raises:
         EnvError: an env can't be made, or raised.
@@ -149,6 +151,7 @@ def build_engine(
             LiveWeights(published(policy.module, plan.models), plan.exclude),
             traj_ids=traj_ids,
             options=plan.options,
+            counts=counts,
         )
     except BaseException:
         envs.close()

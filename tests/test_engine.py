@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torch import nn
 
-from distcollect.engine import Engine, StepOptions, Stopped
+from distcollect.engine import Counts, Engine, StepOptions, Stopped
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.flat import LiveWeights
 from distcollect.rollout import Header, Rollout, Slab, assemble
@@ -248,6 +248,42 @@ def test_frames_of_a_rollout_that_broke_off_are_lost(kind: str) -> None:
         collect(engine)
     assert engine.counts.stepped == 4 * N
     assert sum(engine.counts.lost.values()) == 4 * N
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> None:
+    """At each question to the policy all steps before it are counted."""
+    memory = np.zeros(2, np.int64)
+    policy = Told()
+    maker = CountingMaker(kind, N, lengths=(100,))
+    engine = build_engine(WorkerPlan(maker, N, policy), traj_ids=count(), counts=Counts(memory))
+    start = policy.calls
+    seen: list[list[int]] = []
+    policy.at_call = lambda call: seen.append([call - start, *memory.tolist()])
+    for rollouts in (1, 2):
+        collect(engine)
+        assert memory.tolist() == [rollouts * N * T, 0]
+        assert engine.counts.stepped == rollouts * N * T
+    assert seen == [[step + 1, step * N, 1] for step in range(2 * T)]
+
+
+def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
+    """No trajectory goes on behind the gap that Ctrl-C left."""
+    policy = Told()
+    engine = engine_of(policy, lengths=(100,))
+    last_ids = collect(engine)["collector", "traj_ids"][:, -1]
+
+    def interrupt(call: int) -> None:
+        policy.at_call = lambda call: None
+        raise KeyboardInterrupt
+
+    policy.at_call = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        collect(engine)
+    assert engine.counts.memory[1] == 0
+    batch = collect(engine)
+    assert not (batch["collector", "traj_ids"][:, 0] == last_ids).any()
+    assert (batch["observation"][:, 0, 2] == 0).all()
 
 
 # Options.
