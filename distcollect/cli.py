@@ -11,9 +11,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from .errors import DistCollectError
+
 # name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
 _COMMANDS = {
     "bench": ("distcollect.bench.command", "compare with a bare loop and with other collectors"),
+    "worker": ("distcollect.join", "add a worker to a trainer that is running"),
 }
 
 
@@ -33,5 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     parsed = parser.parse_args(given)
-    status: int = parsed.run(parsed)
+    try:
+        status: int = parsed.run(parsed)
+    except DistCollectError as error:
+        print(f"distcollect: {error}", file=sys.stderr)
+        return 2
     return status

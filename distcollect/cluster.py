@@ -1,43 +1,87 @@
-"""Where a collector's workers come from: this process starts them here, or the launch has them."""
+"""Where workers' processes are started: by this process, or by supervisors on other hosts.
+
+A supervisor is a small process that joins the trainer and starts and watches worker processes on
+its word. Every rank of a launch above 0 is one, and so is ``distcollect worker --join``.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from typing import Any, Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from .config import Faults
-from .errors import ArgumentError, CollectorStateError, DeadlineError, WorkerError
+from .errors import ArgumentError, DeadlineError, LaunchError
 from .link import Connection, Gate, GateEvents, Message
-from .membership import TRAINER_PEER, Member, Members, Spawner
-from .processes import LocalProcesses
-from .rpc import RpcTransport
-from .threads import arrives
-from .topology import LOOPBACK, interface_of, num_cores
-from .worker import Probe
+from .processes import End, LocalProcesses, ProcessEvents
+from .topology import LOOPBACK, num_cores
 
 log = logging.getLogger(__name__)
 
 _FAREWELL_S = 20.0
+_LISTEN = "DISTCOLLECT_LISTEN"
+_SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
+_SECRET_FILE = "DISTCOLLECT_TOKEN_FILE"  # noqa: S105 - a name
 
 
-class Cluster(Protocol):
-    """What can start workers for a collector.
+class ClusterEvents(GateEvents, ProcessEvents):
+    """What a cluster reports of workers, on threads of its own."""
+
+    def place_opened(self, worker_id: int) -> None:
+        """A process for this slot can be started, where none could be."""
+
+    def place_lost(self, worker_id: int) -> None:
+        """None can be started any more."""
+
+
+class Cluster(GateEvents):
+    """The hosts of a run.
 
     Attributes:
-        gate: where they join; workers are reported to whoever :meth:`attach` named.
-        address: this host's, on the interface by which workers reach it.
+        gate: where workers and supervisors join.
+        address: this host's, on the interface by which they reach it.
     """
 
-    gate: Gate
-    address: str
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        num_ranks: int | None = None,
+        num_local: int = 0,
+        port: int = 0,
+    ) -> None:
+        """Listen on ``address``.
+
+        Args:
+            address: see above.
+            token: what all have to show.
+            num_ranks: worker ranks of the launch: rank r's supervisor has slot r - 1. None: there
+                is no launch.
+            num_local: slots, from 0, whose processes this process starts itself.
+            port: to listen on; 0: any that is free.
+
+        Raises:
+            LaunchError: see :func:`~distcollect.topology.listen`.
+        """
+        self.address = address
+        self._token = token
+        self._num_ranks = num_ranks
+        self._num_local = num_local
+        self._num_wanted = 0
+        self._events = ClusterEvents()
+        self._supervisors: dict[int, Connection] = {}
+        self._seen: set[int] = (
+            set()
+        )  # slots whose rank has joined, whether or not it still is there
+        self._remote: set[tuple[int, int]] = set()  # processes that supervisors run
+        self._local: LocalProcesses | None = None
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self.gate = Gate(address, token, self, port)
 
     def num_workers(self, wanted: int | None) -> int:
         """How many workers a collector gets that asks for ``wanted`` (None: all there are).
@@ -45,108 +89,106 @@ class Cluster(Protocol):
         Raises:
             ArgumentError: more than there are.
         """
+        if self._num_ranks is None:
+            return self._num_local
+        if wanted is not None and wanted > self._num_ranks:
+            raise ArgumentError(
+                f"num_workers={wanted}, but this launch has {self._num_ranks} worker rank(s) "
+                "beside the trainer; launch more processes or ask for fewer workers"
+            )
+        return self._num_ranks if wanted is None else wanted
 
-    def attach(self, workers: GateEvents, num_workers: int, timeout_s: float) -> None:
-        """Report workers to ``workers``, once ``num_workers`` can be started.
+    def attach(self, events: ClusterEvents, num_workers: int, timeout_s: float) -> None:
+        """Report to ``events``, once ``num_workers`` can be started.
 
         Raises:
             DeadlineError: the launch's other ranks didn't come.
         """
+        self._num_wanted = num_workers
+        self._events = events
+        if self._num_ranks is None:
+            self._local = LocalProcesses(events)
 
-    def boot(self, num_workers: int) -> dict[str, Any]:
-        """What the process of one of ``num_workers`` workers is told at its start."""
+        first = self._num_local
 
-    def spawner(self, on_exit: Callable[[int, int], None]) -> Spawner:
-        """Starts worker processes; reports the exit code of each."""
+        def missing() -> list[int]:
+            return [i + 1 for i in range(first, num_workers) if i not in self._supervisors]
 
-    def release(self) -> None:
-        """The collector is done with it."""
-
-
-class LocalCluster:
-    """Workers on this host, started by this process: the embedded default."""
-
-    def __init__(self) -> None:
-        self.address = LOOPBACK
-        self._token = secrets.token_hex(16)
-        self.gate = Gate(self.address, self._token, GateEvents())
-
-    def num_workers(self, wanted: int | None) -> int:
-        """See :class:`Cluster`: as many as one likes, by default one for each core."""
-        return num_cores() if wanted is None else wanted
-
-    def attach(self, workers: GateEvents, num_workers: int, timeout_s: float) -> None:
-        """See :class:`Cluster`."""
-        self.gate.events = workers
-
-    def boot(self, num_workers: int) -> dict[str, Any]:
-        """See :class:`Cluster`."""
-        return {
-            "host": self.address,
-            "port": self.gate.port,
-            "token": self._token,
-            "num_threads": max(1, num_cores() // num_workers),
-        }
-
-    def spawner(self, on_exit: Callable[[int, int], None]) -> Spawner:
-        """See :class:`Cluster`."""
-        return LocalProcesses(on_exit)
-
-    def release(self) -> None:
-        """See :class:`Cluster`."""
-        self.gate.close()
-
-
-class LaunchedCluster(GateEvents):
-    """Workers that supervisors, the launch's ranks above 0, start on their hosts.
-
-    Rank r's worker is worker r - 1.
-    """
-
-    def __init__(self, address: str, token: str, num_workers: int, port: int = 0) -> None:
-        """Listen on ``address``. Raises as :func:`~distcollect.topology.listen` does."""
-        self.address = address
-        self._num_workers = num_workers
-        self._supervisors: dict[int, Connection] = {}
-        self._seen: set[int] = set()  # ranks that have joined, whether or not they are still there
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._workers = GateEvents()
-        self._spawner: _SupervisedProcesses | None = None
-        self.gate = Gate(address, token, self, port)
-
-    def num_workers(self, wanted: int | None) -> int:
-        """See :class:`Cluster`: at most the worker ranks of the launch."""
-        if wanted is not None and wanted > self._num_workers:
-            raise ArgumentError(
-                f"num_workers={wanted}, but this launch has {self._num_workers} worker rank(s) "
-                "beside the trainer; launch more processes or ask for fewer workers"
-            )
-        return self._num_workers if wanted is None else wanted
-
-    def attach(self, workers: GateEvents, num_workers: int, timeout_s: float) -> None:
-        """See :class:`Cluster`."""
-        self._workers = workers
         with self._lock:
-            if not self._changed.wait_for(lambda: not self._missing(num_workers), timeout_s):
+            if not self._changed.wait_for(lambda: not missing(), timeout_s):
                 raise DeadlineError(
-                    f"ranks {self._missing(num_workers)} did not join within {timeout_s:g} s; "
+                    f"ranks {missing()} did not join within {timeout_s:g} s; "
                     "does every rank call distcollect.run(main)?"
                 )
+            further = [w for w in self._supervisors if w >= num_workers and self._is_wanted(w)]
+        for worker_id in further:
+            events.place_opened(worker_id)
 
-    def boot(self, num_workers: int) -> dict[str, Any]:
-        """See :class:`Cluster`; each supervisor adds what it knows better."""
-        return {}
+    def _is_wanted(self, worker_id: int) -> bool:
+        """Whether the collector has this slot: not that of a rank more than it asked for."""
+        return worker_id < self._num_wanted or worker_id >= (self._num_ranks or 0)
 
-    def spawner(self, on_exit: Callable[[int, int], None]) -> Spawner:
-        """See :class:`Cluster`."""
-        self._spawner = _SupervisedProcesses(self._supervisors, on_exit)
-        return self._spawner
+    def spawn(
+        self, worker_id: int, incarnation: int, boot: Mapping[str, Any], env: Mapping[str, str]
+    ) -> None:
+        """Start a process for a slot.
+
+        Raises:
+            OSError: the system can't.
+            LaunchError: nobody is there who could.
+        """
+        with self._lock:
+            supervisor = self._supervisors.get(worker_id)
+            if supervisor is not None:
+                self._remote.add((worker_id, incarnation))
+        if supervisor is not None:
+            message = {"spawn": worker_id, "incarnation": incarnation, "boot": dict(boot)}
+            supervisor.send({**message, "env": dict(env)})
+        elif self._local is not None and worker_id < self._num_local:
+            here = {
+                "host": self.address,
+                "port": self.gate.port,
+                "token": self._token,
+                "num_threads": max(1, num_cores() // max(1, self._num_local)),
+            }
+            self._local.spawn(worker_id, incarnation, {**boot, **here}, env)
+        else:
+            raise LaunchError(f"the supervisor of worker {worker_id} is gone")
+
+    def kill(self, worker_id: int, incarnation: int) -> None:
+        """End a process at once; nothing if it has ended."""
+        supervisor = self._supervisors.get(worker_id)
+        if supervisor is not None:
+            supervisor.send({"kill": worker_id, "incarnation": incarnation})
+        elif self._local is not None:
+            self._local.kill(worker_id, incarnation)
+
+    def end_processes(self, grace_s: float) -> None:
+        """Wait up to ``grace_s`` for all processes to end by themselves, then end them."""
+        if self._local is not None:
+            self._local.close(grace_s)
+
+        def reachable() -> list[tuple[int, int]]:
+            return [key for key in self._remote if key[0] in self._supervisors]
+
+        with self._lock:
+            if self._changed.wait_for(lambda: not reachable(), grace_s):
+                return
+            remaining = reachable()
+            log.warning("%s did not end within %g s: killing it", remaining, grace_s)
+        for key in remaining:
+            self.kill(*key)
+        with self._lock:
+            self._changed.wait_for(lambda: not reachable(), grace_s)
 
     def release(self) -> None:
-        """See :class:`Cluster`; the supervisors wait for the next collector."""
-        self._workers = GateEvents()
-        self._spawner = None
+        """The collector is done with it; without a launch that ends it."""
+        self._events = ClusterEvents()
+        self._local = None
+        with self._lock:
+            self._remote.clear()
+        if self._num_ranks is None:
+            self._dismiss()
 
     def close(self) -> None:
         """Send the supervisors home: the trainer is done.
@@ -155,203 +197,157 @@ class LaunchedCluster(GateEvents):
         trainer that is gone.
         """
         with self._lock:
-            self._changed.wait_for(lambda: len(self._seen) == self._num_workers, _FAREWELL_S)
-            for connection in self._supervisors.values():
-                connection.send({"bye": True})
+            self._changed.wait_for(lambda: len(self._seen) == self._num_ranks, _FAREWELL_S)
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        for connection in list(self._supervisors.values()):
+            connection.send({"bye": True})
         self.gate.close()
 
     def admit(self, connection: Connection) -> Message:
         """See :class:`~distcollect.link.GateEvents`."""
         if connection.hello["role"] != "supervisor":
-            return self._workers.admit(connection)
+            return self._events.admit(connection)
         with self._lock:
-            self._supervisors[connection.hello["rank"] - 1] = connection
-            self._seen.add(connection.hello["rank"])
+            worker_id = self._slot_for(connection.hello.get("rank"))
+            connection.hello["worker_id"] = worker_id
+            self._supervisors[worker_id] = connection
+            if connection.hello.get("rank"):
+                self._seen.add(worker_id)
             self._changed.notify_all()
-        return {}
+        return {"worker_id": worker_id}
+
+    def admitted(self, connection: Connection) -> None:
+        """See :class:`~distcollect.link.GateEvents`."""
+        if connection.hello["role"] == "supervisor" and self._is_wanted(
+            connection.hello["worker_id"]
+        ):
+            self._events.place_opened(connection.hello["worker_id"])
+
+    def _slot_for(self, rank: int | None) -> int:
+        """A rank's own, or the first one that nobody provides for."""
+        if rank:
+            return rank - 1
+        awaited = set(range(self._num_ranks or 0)) - self._seen
+        taken = self._supervisors.keys() | awaited
+        return next(i for i in range(self._num_local, 2**31) if i not in taken)
 
     def refused(self, hello: Message, reason: str) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
         if hello.get("role") == "supervisor":
-            hello = {**hello, "worker_id": hello.get("rank", 0) - 1}
-        self._workers.refused(hello, reason)
+            hello = {**hello, "worker_id": (hello.get("rank") or 0) - 1}
+        self._events.refused(hello, reason)
 
     def received(self, connection: Connection, message: Message) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
         if connection.hello["role"] != "supervisor":
-            self._workers.received(connection, message)
-        elif "exited" in message and self._spawner is not None:
-            self._spawner.exited(message["exited"], message["code"])
+            self._events.received(connection, message)
+            return
+        if not {"exited", "bloated"} & message.keys():
+            return
+        key = (connection.hello["worker_id"], message["incarnation"])
+        if "bloated" in message:
+            self._events.bloated(*key, message["bloated"])
+            return
+        with self._lock:
+            self._remote.discard(key)
+            self._changed.notify_all()
+        self._events.exited(*key, End(**message["exited"]))
 
     def closed(self, connection: Connection) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
         if connection.hello["role"] != "supervisor":
-            self._workers.closed(connection)
+            self._events.closed(connection)
             return
+        worker_id = connection.hello["worker_id"]
         with self._lock:
-            self._supervisors.pop(connection.hello["rank"] - 1, None)
-
-    def _missing(self, num_workers: int) -> list[int]:
-        return [i + 1 for i in range(num_workers) if i not in self._supervisors]
-
-
-class _SupervisedProcesses:
-    """The processes that the supervisors run for one collector."""
-
-    def __init__(
-        self, supervisors: Mapping[int, Connection], on_exit: Callable[[int, int], None]
-    ) -> None:
-        self._supervisors = supervisors
-        self._on_exit = on_exit
-        self._running: set[int] = set()
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-
-    def spawn(self, worker_id: int, boot: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        with self._lock:
-            self._running.add(worker_id)
-        self._supervisors[worker_id].send({"spawn": worker_id, "boot": boot, "env": dict(env)})
-
-    def kill(self, worker_id: int) -> None:
-        if supervisor := self._supervisors.get(worker_id):
-            supervisor.send({"kill": worker_id})
-
-    def exited(self, worker_id: int, code: int) -> None:
-        with self._lock:
-            self._running.discard(worker_id)
-            self._changed.notify_all()
-        self._on_exit(worker_id, code)
-
-    def close(self, grace_s: float) -> None:
-        def reachable() -> list[int]:
-            return [w for w in self._running if w in self._supervisors]
-
-        with self._lock:
-            if self._changed.wait_for(lambda: not reachable(), grace_s):
+            # Not if it has come again, before its old connection was seen to end.
+            if self._supervisors.get(worker_id) is not connection:
                 return
-            remaining = reachable()
-            log.warning("workers %s did not end within %g s: killing them", remaining, grace_s)
-        for worker_id in remaining:
-            self.kill(worker_id)
-        with self._lock:
-            self._changed.wait_for(lambda: not reachable(), grace_s)
+            del self._supervisors[worker_id]
+            self._changed.notify_all()
+        self._events.place_lost(worker_id)
 
 
-def _nobody_listens(worker_id: int) -> None:
-    log.debug("worker %d is lost, before anybody asked it for anything", worker_id)
+_launched: Cluster | None = None
 
 
-_launched: LaunchedCluster | None = None
-_in_use = threading.Lock()
-
-
-def set_launched(cluster: LaunchedCluster | None) -> None:
+def set_launched(cluster: Cluster | None) -> None:
     """Make ``cluster`` what this process's collectors use; None: their own local workers."""
     global _launched  # noqa: PLW0603 - a process has one place in its launch
     _launched = cluster
 
 
-def current() -> LaunchedCluster | None:
-    """The launch's workers; None where there is no launch."""
+def current() -> Cluster | None:
+    """The launch's hosts; None where there is no launch."""
     return _launched
 
 
-_open: weakref.WeakSet[Workers] = weakref.WeakSet()
+def open_cluster(num_workers: int | None, listen: str | None = None) -> Cluster:
+    """The launch's hosts, else this one.
 
+    Args:
+        num_workers: local ones to be started, where there is no launch; None: one for each core.
+        listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
 
-def close_workers() -> None:
-    """End the workers of a collector that nobody has shut down."""
-    for workers in list(_open):
-        workers.close()
-
-
-class Workers:
-    """The running workers of one collector: their processes and transport.
-
-    Attributes:
-        transport: reaches them.
-        peers: ``{worker_id: peer}``.
-        address: this host's, on the interface by which they reach it.
-        on_lost: is told the worker_id of one that is lost.
+    Raises:
+        ArgumentError: ``listen`` is no such thing, or there is no token for those who join.
+        LaunchError: see :func:`~distcollect.topology.listen`.
     """
-
-    def __init__(self, num_workers: int | None, faults: Faults) -> None:
-        """Start them, and wait until all have joined.
-
-        Raises:
-            ArgumentError: the launch doesn't have as many.
-            CollectorStateError: another collector is open.
-            WorkerError, DeadlineError: they didn't all come. Nothing is left running then.
-        """
-        launched = current()
-        if launched is not None:
-            launched.num_workers(num_workers)
-        if not _in_use.acquire(blocking=False):
-            raise CollectorStateError(
-                "another collector is open in this process; call its shutdown() first (or use "
-                "it in a with block)"
+    if _launched is not None:
+        if listen is not None:
+            raise ArgumentError(
+                f"listen={listen!r}: under a launcher others join where its trainer listens; set "
+                f"{_LISTEN} for it instead"
             )
-        self._faults = faults
-        self.on_lost: Callable[[int], None] = _nobody_listens
-        with contextlib.ExitStack() as undo:
-            undo.callback(_in_use.release)
-            cluster: Cluster = LocalCluster() if launched is None else launched
-            undo.callback(cluster.release)
-            count = cluster.num_workers(num_workers)
-            self.transport = RpcTransport(TRAINER_PEER, interface=interface_of(cluster.address))
-            undo.callback(self.transport.close)
-            self._members = Members(cluster.gate, self.transport, count, self._member_lost)
-            cluster.attach(self._members, count, faults.start_timeout_s)
-            spawner = cluster.spawner(self._members.exited)
-            # Half of the grace is for what they still owe, half for their end.
-            undo.callback(spawner.close, faults.stop_timeout_s / 2)
-            # Workers stop, and answer what they still owe, but end only when the trainer's agent
-            # has: else it would log a warning for each connection that breaks.
-            undo.callback(self._members.dismiss)
-            undo.callback(self.transport.close, faults.stop_timeout_s / 2)
-            undo.callback(self._members.stop)
-            # Torch's C++ side logs a warning for each peer whose process ends: no news here.
-            env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-            self._members.start(spawner, cluster.boot(count), env)
-            self._members.wait_ready(faults.start_timeout_s)
-            self.peers = self._members.peers
-            self.address = cluster.address
-            _open.add(self)
-            self._undo = undo.pop_all()
+        return _launched
+    address, port = listen_address(listen)
+    if port and read_token() is None:
+        raise ArgumentError(
+            f"to let workers join at {address}:{port}, put a secret into a file that only you can "
+            f"read and name it by {_SECRET_FILE}, here and where they are started"
+        )
+    token = read_token() or secrets.token_hex(16)
+    num_local = num_cores() if num_workers is None else num_workers
+    return Cluster(address, token, num_local=num_local, port=port)
 
-    def configure(self, payloads: Mapping[int, bytes]) -> dict[int, Probe]:
-        """Send each worker its pickled plan; what each found when it tried it out.
 
-        Raises:
-            WorkerError: one failed; says which and carries its traceback.
-            DeadlineError: one took too long.
-        """
-        deadline = time.monotonic() + self._faults.start_timeout_s
-        answers: dict[int, Future[Probe]] = {
-            worker_id: self.transport.call(peer, "configure", payloads[worker_id])
-            for worker_id, peer in self.peers.items()
-        }
-        probes: dict[int, Probe] = {}
-        for worker_id, answer in answers.items():
-            if not arrives(answer, deadline - time.monotonic()):
-                raise DeadlineError(
-                    f"worker {worker_id} did not make and reset its envs within "
-                    f"{self._faults.start_timeout_s:g} s; Faults(start_timeout_s=...) gives longer"
-                )
-            try:
-                probes[worker_id] = answer.result()
-            except WorkerError as error:
-                raise self.explain(worker_id, error) from error.__cause__
-        return probes
+def listen_address(listen: str | None = None, default: str = LOOPBACK) -> tuple[str, int]:
+    """Where to listen: by argument, by DISTCOLLECT_LISTEN, else ``default`` and any port (0).
 
-    def explain(self, worker_id: int, error: WorkerError) -> WorkerError:
-        """The better error where ``error`` says no more than that a worker can't be reached."""
-        return self._members.failure_of(worker_id) if error.worker_id is None else error
+    Raises:
+        ArgumentError: it isn't "HOST:PORT".
+    """
+    wanted = listen or os.environ.get(_LISTEN)
+    return (default, 0) if not wanted else host_and_port("listen", wanted)
 
-    def close(self) -> None:
-        """End all workers and reap them. Again is no error."""
-        self._undo.close()
 
-    def _member_lost(self, member: Member) -> None:
-        self.transport.evict(member.peer)
-        self.on_lost(member.worker_id)
+def host_and_port(name: str, text: str) -> tuple[str, int]:
+    """The parts of "HOST:PORT" or "[HOST]:PORT".
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 2**16):
+        raise ArgumentError(f"{name}={text!r}: must be HOST:PORT, as in 10.0.0.5:29600")
+    return host.strip("[]"), int(port)
+
+
+def read_token() -> str | None:
+    """The secret that those who join have to show, as the user gave it; None: not at all.
+
+    Raises:
+        LaunchError: the file can't be read, or is empty.
+    """
+    path = os.environ.get(_SECRET_FILE)
+    if path is None:
+        return os.environ.get(_SECRET) or None
+    try:
+        token = Path(path).read_text().strip()
+    except OSError as error:
+        raise LaunchError(f"{_SECRET_FILE}={path}: {error}") from error
+    if not token:
+        raise LaunchError(f"{_SECRET_FILE}={path}: the file is empty")
+    return token

@@ -9,6 +9,7 @@ import torch
 
 from .errors import ArgumentError, ArgumentTypeError
 
+_OPTIONAL = {"step_timeout_s", "max_worker_bytes"}
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -90,22 +91,57 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Faults:
-    """How long to wait for whom before it counts as a failure. All in seconds.
+    """What counts as a failure, and what is done about it. Times are in seconds.
 
     Attributes:
         start_timeout_s: for all workers to start and join, and for each to try out its envs.
         batch_timeout_s: for a batch, while someone waits for it.
         weights_timeout_s: for weights to be received, and again to be acknowledged.
         stop_timeout_s: for workers to end by themselves at shutdown, before they are killed.
+        leave_timeout_s: for a worker that leaves (released, or it got SIGTERM) to finish the
+            rollout that it is collecting; frames of an unfinished one are lost.
+        silence_timeout_s: a worker that gives no sign of life for so long (it was stopped, its host
+            is unplugged or down) is lost. A process that ends is seen at once.
+        step_timeout_s: a worker that finishes no env step for so long, while it is to collect, is
+            killed and replaced; None: never.
+        max_restarts: how often in a row a worker's process is replaced; one that has worked for a
+            minute starts the count anew. The first replacement comes at once, further ones after
+            growing pauses.
+        min_workers: with fewer workers, those on their way included, the run ends with an error.
+        missing_share: what becomes of a lost worker's share of a sync batch: "survivors" collect it
+            as further rollouts; "replacement": it is waited for who takes its place.
+        max_worker_bytes: a worker that takes more memory than this finishes its rollout and is
+            replaced; None: any amount.
     """
 
     start_timeout_s: float = 180.0
     batch_timeout_s: float = 600.0
     weights_timeout_s: float = 60.0
     stop_timeout_s: float = 4.0
+    leave_timeout_s: float = 20.0
+    silence_timeout_s: float = 8.0
+    step_timeout_s: float | None = 300.0
+    max_restarts: int = 10
+    min_workers: int = 1
+    missing_share: str = "survivors"
+    max_worker_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0:
+            if value is None and field.name in _OPTIONAL:
+                continue
+            if field.name.endswith("_s") and not (value is not None and value > 0):
                 raise ArgumentError(f"Faults({field.name}={value!r}): must be above 0 seconds")
+        for name, least in (("max_restarts", 0), ("min_workers", 1), ("max_worker_bytes", 1)):
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError(
+                    f"Faults({name}={value!r}): must be a whole number, {least} or more"
+                )
+        if self.missing_share not in ("survivors", "replacement"):
+            raise ArgumentError(
+                f"Faults(missing_share={self.missing_share!r}): use 'survivors' or 'replacement'"
+            )

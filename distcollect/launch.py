@@ -8,18 +8,21 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed
 
-from .cluster import LaunchedCluster, close_workers, set_launched
+from .cluster import Cluster, listen_address, read_token, set_launched
 from .errors import LaunchError
-from .link import Lifeline
-from .processes import LocalProcesses
+from .link import Lifeline, Message
+from .processes import End, LocalProcesses, ProcessEvents
 from .topology import LOOPBACK, Launch, Launcher, num_cores, route_to
+from .workers import close_workers
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ T = TypeVar("T")
 dist: Any = torch.distributed
 
 _MEET_TIMEOUT_S = 300.0
+# After the connection broke off: a cable that is pulled and put back takes some time.
+_MEET_AGAIN_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 5.0
 _RETRY_S = 0.2
 
@@ -77,21 +82,21 @@ def num_workers(default: int) -> int:
     return default if launch.launcher is Launcher.NONE else launch.num_workers
 
 
-def _open_gate(launch: Launch) -> LaunchedCluster:
+def _open_gate(launch: Launch) -> Cluster:
     assert launch.master is not None
     if launch.launcher is Launcher.SLURM:
         host, port = launch.master
         address = LOOPBACK if launch.num_hosts == 1 else _own_address(host)
-        return LaunchedCluster(address, launch.run_id, launch.num_workers, port)
+        return Cluster(address, launch.run_id, num_ranks=launch.num_workers, port=port)
     store = _torchrun_store(launch)
     address = LOOPBACK
     if launch.num_hosts > 1:
         # The way to a worker on another host: by it, workers will find the way here.
         address = route_to(store.get(_address_key(launch.world_size - 1)).decode())
-    token = secrets.token_hex(16)
-    cluster = LaunchedCluster(address, token, launch.num_workers)
-    meeting = {"host": address, "port": cluster.gate.port, "token": token}
-    store.set("distcollect/gate", json.dumps(meeting))
+    address, port = listen_address(default=address)
+    token = read_token() or secrets.token_hex(16)
+    cluster = Cluster(address, token, num_ranks=launch.num_workers, port=port)
+    store.set("distcollect/gate", json.dumps(Meeting(address, cluster.gate.port, token)))
     return cluster
 
 
@@ -129,80 +134,158 @@ class _Terminated(BaseException):
     """SIGTERM or SIGINT reached a supervisor."""
 
 
-def _supervise(launch: Launch) -> None:
-    """Hold a rank for the trainer: start and watch worker processes on its word."""
+class _Reports(ProcessEvents):
+    """Tells the trainer of worker processes."""
+
+    def __init__(self, lifeline: Lifeline) -> None:
+        self._lifeline = lifeline
+
+    def exited(self, worker_id: int, incarnation: int, end: End) -> None:
+        """See :class:`~distcollect.processes.ProcessEvents`."""
+        self._lifeline.send({"exited": asdict(end), "incarnation": incarnation})
+
+    def bloated(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
+        """See :class:`~distcollect.processes.ProcessEvents`."""
+        self._lifeline.send({"bloated": num_bytes, "incarnation": incarnation})
+
+
+class Meeting(NamedTuple):
+    """Where the trainer's gate is, and what to show there."""
+
+    host: str
+    port: int
+    token: str
+
+
+def supervise(
+    find: Callable[[], Meeting], *, rank: int | None, num_threads: int, timeout_s: float
+) -> None:
+    """Start and watch worker processes on the trainer's word, until it needs them no more.
+
+    When the connection breaks off the workers here end; if the trainer can be reached again, all
+    goes on with new ones.
+
+    Args:
+        find: tells where the trainer is; raises OSError or DistStoreError if that isn't known yet.
+        rank: of this process in its launch; None: it just joins.
+        num_threads: torch's, in each worker process.
+        timeout_s: for the trainer to be there.
+
+    Raises:
+        LaunchError: the trainer can't be reached, or refused.
+        SystemExit: the trainer is gone, or a signal ended this process.
+    """
+    broken_off = False
+    while True:
+        _arm()
+        try:
+            lifeline, meeting = _join(find, rank, timeout_s, give_up_if_refused=broken_off)
+            boot = {**meeting._asdict(), "num_threads": num_threads}
+            if _serve(lifeline, boot):
+                return
+        except _Terminated as error:
+            raise SystemExit(128 + error.args[0]) from None
+        log.warning("the connection to the trainer broke off; looking for it again")
+        broken_off, timeout_s = True, _MEET_AGAIN_TIMEOUT_S
+
+
+def _arm() -> None:
+    """Have signals end this process in order."""
 
     def terminate(number: int, _frame: object) -> NoReturn:
         raise _Terminated(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, terminate)
-    lifeline: Lifeline | None = None
-    processes: LocalProcesses | None = None
+
+
+def _join(
+    find: Callable[[], Meeting], rank: int | None, timeout_s: float, *, give_up_if_refused: bool
+) -> tuple[Lifeline, Meeting]:
+    deadline = time.monotonic() + timeout_s
+    problem: Exception | None = None
+    while time.monotonic() < deadline:
+        try:
+            meeting = find()
+            lifeline = Lifeline(meeting.host, meeting.port, _TRY_TIMEOUT_S)
+            lifeline.join("supervisor", meeting.token, rank=rank)
+        except ConnectionRefusedError as error:
+            if give_up_if_refused:
+                raise SystemExit("distcollect: the trainer is gone; this rank ends") from None
+            problem = error
+        except (OSError, dist.DistStoreError) as error:
+            # Not there yet; or, after a restart by torchrun, the address of the last attempt.
+            problem = error
+        else:
+            return lifeline, meeting
+        time.sleep(_RETRY_S)
+    who = "this process" if rank is None else f"rank {rank}"
+    raise LaunchError(
+        f"{who} could not reach the trainer within {timeout_s:g} s; the last try said: {problem}"
+    )
+
+
+def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> bool:
+    """Obey one connection to its end; whether the trainer said goodbye."""
+    processes = LocalProcesses(_Reports(lifeline))
+    leave_timeout_s = grace_s = 0.0
     try:
-        lifeline, boot = _meet_trainer(launch)
-        report = lifeline
-        processes = LocalProcesses(
-            lambda worker_id, code: report.send({"exited": worker_id, "code": code})
-        )
-        _obey(lifeline, processes, boot)
+        while (message := lifeline.receive()) is not None:
+            if "spawn" in message:
+                leave_timeout_s = float(message["boot"]["leave_timeout_s"])
+                _spawn(processes, lifeline, message, boot)
+            elif "kill" in message:
+                processes.kill(message["kill"], message["incarnation"])
+            elif "bye" in message:
+                break
     except _Terminated as error:
-        raise SystemExit(128 + error.args[0]) from None
+        if error.args[0] == signal.SIGTERM:
+            # Notice of the end: there is time for what they have, while the trainer lives.
+            grace_s = leave_timeout_s
+            processes.terminate()
+            threading.Thread(target=_end_with, args=(lifeline, processes), daemon=True).start()
+        raise
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        if processes is not None:
-            processes.close(0)
-        if lifeline is not None:
-            lifeline.close()
+        processes.close(grace_s)
+        lifeline.close()
+    return message is not None
 
 
-def _obey(lifeline: Lifeline, processes: LocalProcesses, boot: dict[str, Any]) -> None:
-    while (message := lifeline.receive()) is not None:
-        if "spawn" in message:
-            env = {str(key): str(value) for key, value in message["env"].items()}
-            processes.spawn(message["spawn"], {**message["boot"], **boot}, env)
-        elif "kill" in message:
-            processes.kill(message["kill"])
-        elif "bye" in message:
-            return
-    raise SystemExit("distcollect: the trainer is gone; this rank ends")
+def _spawn(
+    processes: LocalProcesses, lifeline: Lifeline, message: Message, boot: Mapping[str, Any]
+) -> None:
+    env = {str(key): str(value) for key, value in message["env"].items()}
+    worker_id, incarnation = message["spawn"], message["incarnation"]
+    try:
+        processes.spawn(worker_id, incarnation, {**message["boot"], **boot}, env)
+    except OSError as error:
+        end = End(-1, 0, f"it could not be started: {error}")
+        lifeline.send({"exited": asdict(end), "incarnation": incarnation})
 
 
-def _meet_trainer(launch: Launch) -> tuple[Lifeline, dict[str, Any]]:
-    """Find the trainer's gate and join; what worker processes here have to know of it."""
+def _end_with(lifeline: Lifeline, processes: LocalProcesses) -> None:
+    """End all processes when the trainer is gone."""
+    while lifeline.receive() is not None:
+        pass
+    processes.kill_all()
+
+
+def _supervise(launch: Launch) -> None:
+    """Hold a rank for the trainer."""
     assert launch.master is not None
-    deadline = time.monotonic() + _MEET_TIMEOUT_S
-    store = None
+    store: Any = None
     if launch.launcher is Launcher.TORCHRUN:
         store = _torchrun_store(launch)
         if launch.num_hosts > 1:
             store.set(_address_key(launch.rank), route_to(launch.master[0]))
         store.set_timeout(timedelta(seconds=1))
-    problem: Exception | None = None
-    while time.monotonic() < deadline:
-        try:
-            meeting = _meeting_point(launch, store)
-            lifeline = Lifeline(meeting["host"], meeting["port"], _TRY_TIMEOUT_S)
-            lifeline.join("supervisor", meeting["token"], rank=launch.rank)
-        except (OSError, dist.DistStoreError) as error:
-            # Not there yet; or, after a restart by torchrun, the address of the last attempt.
-            problem = error
-            time.sleep(_RETRY_S)
-            continue
-        threads = max(1, num_cores() // launch.local_world_size)
-        return lifeline, {**meeting, "num_threads": threads}
-    raise LaunchError(
-        f"rank {launch.rank} could not reach the trainer (rank 0) by {launch.master[0]} within "
-        f"{_MEET_TIMEOUT_S:g} s; the last try said: {problem}"
-    )
-
-
-def _meeting_point(launch: Launch, store: Any) -> dict[str, Any]:
-    assert launch.master is not None
-    if store is not None:
-        meeting: dict[str, Any] = json.loads(store.get("distcollect/gate"))
-        return meeting
     host, port = launch.master
-    host = LOOPBACK if launch.num_hosts == 1 else host
-    return {"host": host, "port": port, "token": launch.run_id}
+    here = Meeting(LOOPBACK if launch.num_hosts == 1 else host, port, launch.run_id)
+
+    def find() -> Meeting:
+        return here if store is None else Meeting(*json.loads(store.get("distcollect/gate")))
+
+    num_threads = max(1, num_cores() // launch.local_world_size)
+    supervise(find, rank=launch.rank, num_threads=num_threads, timeout_s=_MEET_TIMEOUT_S)

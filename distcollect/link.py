@@ -69,7 +69,12 @@ def _configure(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A host that vanishes closes nothing; the kernel's probes find it in about 10 s.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+    for option, value in (
+        ("TCP_KEEPIDLE", 4),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 10_000),  # the same, in ms, while something sent is not acknowledged
+    ):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
@@ -220,6 +225,9 @@ class GateEvents:
         """A peer with the right token and versions introduced itself; the welcome for it."""
         raise NotImplementedError
 
+    def admitted(self, connection: Connection) -> None:
+        """The welcome was sent: other messages may follow."""
+
     def refused(self, hello: Message, reason: str) -> None:
         """A peer was turned away."""
 
@@ -335,6 +343,7 @@ class Gate:
             return
         connection.hello = message
         connection.send(self.events.admit(connection))
+        self.events.admitted(connection)
 
     def _objection(self, hello: Message) -> str:
         token = hello.get("token")

@@ -54,6 +54,13 @@ class LoopbackTransport:
         self.call(peer, "collect", request).add_done_callback(deliver)
         return offer
 
+    def ping(self, peer: int) -> Future[Any]:
+        """See :class:`~distcollect.transport.Transport`."""
+        answer = self._pending.open(peer)
+        error = None if peer in self._services else lost(peer)
+        self._pending.settle(answer, error=error)
+        return answer
+
     def evict(self, peer: int) -> None:
         """See :class:`~distcollect.transport.Transport`."""
         self._services.pop(peer, None)

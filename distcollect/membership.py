@@ -1,243 +1,309 @@
-"""Who is in the run: workers join, serve, leave, or are lost."""
+"""Who is in the run: workers join, serve, fall silent, leave, or are lost and replaced.
+
+Pure decisions: no clock, no thread, no socket. Nothing here locks; the caller does, and tells the
+time in seconds of any clock that only goes forward.
+
+::
+
+             started           probed              silent
+    JOINING ─────────▶ JOINING ───────▶ READY ◀──────────────▶ SUSPECTED
+       ▲                  │               │      heard from       │
+       │ after a delay    └───────────────┴──────── ended ────────┘
+       └──────────────────────────────────┤
+                 no start left, no place  ├──▶ LOST ──▶ JOINING when a place is there (again)
+                     it left on purpose   └──▶ LEFT
+"""
 
 from __future__ import annotations
 
 import enum
-import itertools
-import logging
-import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+import math
+import random
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from .errors import DeadlineError, WorkerError, WorkerLost, WorkerMismatch
-from .link import Connection, Gate, GateEvents, Message
-from .processes import describe_exit
-from .rpc import RpcTransport
-from .shared import Segment
-from .threads import LOOK_UP_S
-
-log = logging.getLogger(__name__)
-
-# One allocator for the whole life of this process: ids on the wire are never used twice, as torch
-# caches connections by id. They are 16-bit there.
-_peers = itertools.count(1)
-_MAX_PEER = 2**15 - 1
-TRAINER_PEER = 0
+# A process that was ready for so long has shown that it can work: its slot's starts count anew.
+_SOUND_AFTER_S = 60.0
+# Before the second start in a row in a slot; then twice as long each time.
+_FIRST_DELAY_S = 0.5
+_LONGEST_DELAY_S = 30.0
+# Signs of life are asked for so often within the time after which silence is a loss.
+_PINGS_PER_SILENCE = 4
 
 
 class State(enum.Enum):
-    """What a worker is to the trainer."""
+    """What a slot's worker is to the trainer."""
 
     JOINING = "joining"
     READY = "ready"
+    SUSPECTED = "suspected"
     LOST = "lost"
     LEFT = "left"
 
 
-@dataclass
-class Member:
-    """The process in a worker's slot.
+PRESENT = (State.READY, State.SUSPECTED)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a process in a slot."""
+
+    worker_id: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Ask a process for a sign of life."""
+
+    worker_id: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """End a process that is of no use any more, and report it as ended.
 
     Attributes:
-        worker_id: the slot.
-        incarnation: the how-manieth process in it, from 0.
-        peer: its id for the transport.
-        state: see :class:`State`.
-        connection: its lifeline, None before it has joined.
-        exit_code: once its process has ended and was reaped.
-        failure: why it is lost.
+        reason: why, for people.
     """
 
     worker_id: int
-    peer: int
-    incarnation: int = 0
+    incarnation: int
+    reason: str
+
+
+Command: TypeAlias = Start | Ping | Overdue
+
+
+@dataclass
+class _Slot:
+    """A worker's slot.
+
+    Attributes:
+        incarnation: of the process in it, or of the next one if none is.
+        running: a process was started, and has not ended.
+        start_at: when the next one is to be started; None: not by itself.
+        join_by: by when the running one has to be ready.
+        ready_at: since when the running one is ready.
+        starts: in a row, without one that proved sound.
+        heard_at: when it last gave a sign of life, in attended time.
+        ping_at: when to ask for the next one, in attended time.
+        has_place: there is somewhere to start a process.
+        leaving: nothing comes in place of this process.
+        overdue: its end was asked for.
+    """
+
     state: State = State.JOINING
-    connection: Connection | None = None
-    exit_code: int | None = None
-    failure: WorkerError | None = None
+    incarnation: int = 0
+    running: bool = False
+    start_at: float | None = None
+    join_by: float = math.inf
+    ready_at: float | None = None
+    starts: int = 0
+    heard_at: float = 0.0
+    ping_at: float = 0.0
+    has_place: bool = True
+    leaving: bool = False
+    overdue: bool = False
+
+
+@dataclass
+class Membership:
+    """Decides who is started, asked, suspected and given up, and when.
+
+    Silence is measured in attended time: a trainer that doesn't look for a while (a stopped
+    process, a main thread that holds the interpreter lock) hears nobody, and that is nobody's
+    fault.
+
+    Attributes:
+        silence_timeout_s: a ready process that gives no sign of life for so long is lost.
+        start_timeout_s: from a process's start until it is ready.
+        max_restarts: starts in a row, after the first, in a slot whose processes don't last.
+    """
+
+    silence_timeout_s: float
+    start_timeout_s: float
+    max_restarts: int
+    rng: random.Random = field(default_factory=random.Random)
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _attended: float = 0.0
+    _looked_at: float | None = None
 
     @property
-    def host(self) -> str:
-        """The host it runs on, "" before it has joined."""
-        return str(self.connection.hello["host"]) if self.connection else ""
+    def states(self) -> dict[int, State]:
+        """Of all slots, by worker_id."""
+        return {worker_id: slot.state for worker_id, slot in sorted(self._slots.items())}
+
+    def state(self, worker_id: int) -> State:
+        """Of one slot; LEFT if there is none."""
+        slot = self._slots.get(worker_id)
+        return State.LEFT if slot is None else slot.state
 
     @property
-    def pid(self) -> int:
-        """Its process id on its host, -1 before it has joined."""
-        return int(self.connection.hello["pid"]) if self.connection else -1
+    def num_hopeful(self) -> int:
+        """Slots whose worker is here, or on its way."""
+        return sum(slot.state not in (State.LOST, State.LEFT) for slot in self._slots.values())
 
+    def has_process(self, worker_id: int, incarnation: int) -> bool:
+        """Whether this very process is the one that runs in the slot, as far as is known."""
+        slot = self._slots.get(worker_id)
+        return slot is not None and slot.running and slot.incarnation == incarnation
 
-class Spawner(Protocol):
-    """Starts and ends the processes of workers, here or through a supervisor elsewhere."""
+    def open(self, worker_id: int, now: float) -> None:
+        """Have a worker in this slot from now on; in a new slot, or one that it was lost from."""
+        slot = self._slots.setdefault(worker_id, _Slot(start_at=now))
+        slot.has_place = True
+        if slot.state in (State.LOST, State.LEFT) and not slot.running:
+            slot.state = State.JOINING
+            slot.leaving = False
+            slot.starts = 0
+            slot.start_at = now
 
-    def spawn(self, worker_id: int, boot: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        """Start a process that joins as ``worker_id``."""
-
-    def kill(self, worker_id: int) -> None:
-        """End it at once."""
-
-    def close(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` for all to end, then end them."""
-
-
-class Members(GateEvents):
-    """The workers of one collector, from their start to their end."""
-
-    def __init__(
-        self,
-        gate: Gate,
-        transport: RpcTransport,
-        num_workers: int,
-        on_lost: Callable[[Member], None],
-    ) -> None:
-        """Prepare slots 0 to ``num_workers`` - 1. ``on_lost`` is called on the gate's thread."""
-        self._gate = gate
-        self._transport = transport
-        self._on_lost = on_lost
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        # Peers in the order of the slots, not of joining: the ids of trajectories start from them.
-        self._members = {
-            worker_id: Member(worker_id, peer=next(_peers)) for worker_id in range(num_workers)
-        }
-        self._closing = False
-
-    @property
-    def peers(self) -> dict[int, int]:
-        """``{worker_id: peer}`` of the workers that are ready."""
-        with self._lock:
-            return {m.worker_id: m.peer for m in self._members.values() if m.state is State.READY}
-
-    def start(self, spawner: Spawner, boot: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        """Start a process in every slot. Raises as the spawner does."""
-        for worker_id in self._members:
-            spawner.spawn(worker_id, {**boot, "worker_id": worker_id, "incarnation": 0}, env)
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Block until every worker is ready.
-
-        Raises:
-            WorkerLost, WorkerMismatch: one ended, or was turned away.
-            DeadlineError: some have not joined; names them.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            while True:
-                members = self._members.values()
-                for member in members:
-                    if member.failure is not None:
-                        raise member.failure
-                missing = [m.worker_id for m in members if m.state is not State.READY]
-                if not missing:
-                    return
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise DeadlineError(
-                        f"workers {missing} did not join within {timeout_s:g} s; see their own "
-                        "output for what they were doing"
-                    )
-                self._changed.wait(min(remaining, LOOK_UP_S))
-
-    def stop(self) -> None:
-        """Have all stop stepping and close their envs."""
-        self._closing = True
-        self._tell_all({"stop": True})
-
-    def dismiss(self) -> None:
-        """Have all end."""
-        self._tell_all({"bye": True})
-
-    def _tell_all(self, message: Message) -> None:
-        with self._lock:
-            connections = [m.connection for m in self._members.values() if m.connection]
-        for connection in connections:
-            connection.send(message)
-
-    def failure_of(self, worker_id: int) -> WorkerError:
-        """Why a worker is lost; waits a moment for its exit code, which says more than silence."""
-        member = self._members[worker_id]
-        with self._lock:
-            self._changed.wait_for(lambda: member.exit_code is not None, timeout=1.0)
-        ended = (
-            "its connection to the trainer broke off"
-            if member.exit_code is None
-            else f"its process ended: {describe_exit(member.exit_code)}"
-        )
-        return WorkerLost(f"{ended} (pid {member.pid} on {member.host})", worker_id=worker_id)
-
-    def exited(self, worker_id: int, code: int) -> None:
-        """A worker's process was reaped."""
-        with self._lock:
-            member = self._members.get(worker_id)
-            if member is None:
-                return
-            member.exit_code = code
-            if member.state is State.JOINING and member.failure is None:
-                member.failure = WorkerLost(
-                    f"its process ended before it had joined: {describe_exit(code)}; its own "
-                    "output says more",
-                    worker_id=worker_id,
-                )
-            self._changed.notify_all()
-
-    def admit(self, connection: Connection) -> Message:
-        """See :class:`~distcollect.link.GateEvents`."""
-        with self._lock:
-            member = self._members.get(connection.hello.get("worker_id", -1))
-            if member is None or member.connection is not None or member.peer > _MAX_PEER:
-                return {"refused": "there is no free slot for it"}
-            member.connection = connection
-        return {
-            "peer": member.peer,
-            "trainer_peer": TRAINER_PEER,
-            "trainer_endpoint": self._transport.endpoint,
-        }
-
-    def refused(self, hello: Message, reason: str) -> None:
-        """See :class:`~distcollect.link.GateEvents`."""
-        log.warning("turned away a %s from %s: %s", hello.get("role"), hello.get("host"), reason)
-        with self._lock:
-            member = self._members.get(hello.get("worker_id", -1))
-            if member is not None and member.connection is None:
-                member.failure = WorkerMismatch(
-                    f"can't work with this trainer: {reason} (host {hello.get('host')})",
-                    worker_id=member.worker_id,
-                )
-                self._changed.notify_all()
-
-    def received(self, connection: Connection, message: Message) -> None:
-        """See :class:`~distcollect.link.GateEvents`."""
-        if "endpoint" not in message:
+    def lose_place(self, worker_id: int) -> None:
+        """There is nowhere to start a process for this slot, until :meth:`open`."""
+        slot = self._slots.get(worker_id)
+        if slot is None:
             return
-        with self._lock:
-            member = self._member_of(connection)
-            if member is None:
-                return
-            segment = message.get("segment")
-            self._transport.connect(
-                member.peer, message["endpoint"], Segment(**segment) if segment else None
-            )
-            member.state = State.READY
-            self._changed.notify_all()
+        slot.has_place = False
+        if not slot.running and slot.state is State.JOINING:
+            slot.state = State.LOST
+            slot.start_at = None
 
-    def closed(self, connection: Connection) -> None:
-        """See :class:`~distcollect.link.GateEvents`."""
-        with self._lock:
-            member = self._member_of(connection)
-            if member is None or member.state in (State.LOST, State.LEFT):
-                return
-            was_ready = member.state is State.READY
-            member.state = State.LEFT if self._closing else State.LOST
-            if member.state is State.LOST and not was_ready and member.failure is None:
-                member.failure = WorkerLost(
-                    "its connection broke off while it was joining", worker_id=member.worker_id
-                )
-            self._changed.notify_all()
-        if member.state is State.LOST and was_ready:
-            log.warning("worker %d on %s is lost", member.worker_id, member.host)
-            self._on_lost(member)
+    def ready(self, worker_id: int, incarnation: int, now: float) -> None:
+        """A started process has shown that it can work."""
+        if not self.has_process(worker_id, incarnation):
+            return
+        slot = self._slots[worker_id]
+        self._attend(now)
+        slot.state = State.READY
+        slot.ready_at = now
+        slot.heard_at = self._attended
+        self._plan_ping(slot)
 
-    def _member_of(self, connection: Connection) -> Member | None:
-        return next((m for m in self._members.values() if m.connection is connection), None)
+    def heard(self, worker_id: int, incarnation: int, now: float) -> None:
+        """It gave a sign of life."""
+        if not self.has_process(worker_id, incarnation):
+            return
+        slot = self._slots[worker_id]
+        self._attend(now)
+        slot.heard_at = self._attended
+        if slot.state is State.SUSPECTED:
+            slot.state = State.READY
+
+    def leave(self, worker_id: int, within_s: float, now: float) -> None:
+        """Its worker is to go, or goes, on purpose: nobody comes in its place.
+
+        It is overdue after ``within_s``.
+        """
+        slot = self._slots.get(worker_id)
+        if slot is None or slot.leaving:
+            return
+        slot.leaving = True
+        slot.join_by = now + within_s
+        if not slot.running:
+            slot.state = State.LEFT
+            slot.start_at = None
+
+    def ended(self, worker_id: int, incarnation: int, now: float) -> bool:
+        """Its process has ended, or must never be heard again; whether that was not known."""
+        if not self.has_process(worker_id, incarnation):
+            return False
+        slot = self._slots[worker_id]
+        if slot.ready_at is not None and now - slot.ready_at >= _SOUND_AFTER_S:
+            slot.starts = 0
+        slot.running = slot.overdue = False
+        slot.ready_at = None
+        slot.incarnation += 1
+        if slot.leaving:
+            slot.state = State.LEFT
+        elif not slot.has_place or slot.starts > self.max_restarts:
+            slot.state = State.LOST
+        else:
+            slot.state = State.JOINING
+            slot.start_at = now + self._delay(slot.starts)
+        return True
+
+    def delay(self, worker_id: int, now: float) -> float | None:
+        """Seconds until the next process is started in this slot; None: none is."""
+        slot = self._slots[worker_id]
+        return None if slot.start_at is None else max(0.0, slot.start_at - now)
+
+    def tick(self, now: float) -> list[Command]:
+        """What is to be done by now; each is said once."""
+        self._attend(now)
+        commands: list[Command] = []
+        for worker_id, slot in self._slots.items():
+            command = self._due(worker_id, slot, now)
+            if command is not None:
+                commands.append(command)
+        return commands
+
+    def next_tick(self, now: float) -> float:
+        """When :meth:`tick` has something to say at the earliest, if nothing happens before."""
+        times = [math.inf]
+        for slot in self._slots.values():
+            if not slot.running:
+                times.append(math.inf if slot.start_at is None else slot.start_at)
+            elif not slot.overdue:
+                if slot.state is State.JOINING or slot.leaving:
+                    times.append(slot.join_by)
+                if slot.state in PRESENT:
+                    due = min(slot.ping_at, self._silent_from(slot))
+                    times.append(now + due - self._attended)
+        return min(times)
+
+    def _due(self, worker_id: int, slot: _Slot, now: float) -> Command | None:
+        if not slot.running:
+            if slot.start_at is None or slot.start_at > now:
+                return None
+            slot.running = True
+            slot.start_at = None
+            slot.starts += 1
+            slot.join_by = now + self.start_timeout_s
+            return Start(worker_id, slot.incarnation)
+        if slot.overdue:
+            return None
+        reason = self._objection(slot, now)
+        if reason:
+            slot.overdue = True
+            return Overdue(worker_id, slot.incarnation, reason)
+        if slot.state in PRESENT and self._attended >= slot.ping_at:
+            self._plan_ping(slot)
+            return Ping(worker_id, slot.incarnation)
+        return None
+
+    def _objection(self, slot: _Slot, now: float) -> str:
+        """Why its process is to be ended; "" if it is not."""
+        if slot.leaving and now >= slot.join_by:
+            return "it was to leave, and took too long"
+        if slot.state is State.JOINING and now >= slot.join_by:
+            return f"it was not ready within {self.start_timeout_s:g} s of its start"
+        if slot.state in PRESENT:
+            silent_s = self._attended - slot.heard_at
+            if silent_s >= self.silence_timeout_s:
+                return f"no sign of life for {silent_s:.1f} s"
+            if silent_s >= self.silence_timeout_s / 2:
+                slot.state = State.SUSPECTED
+        return ""
+
+    def _silent_from(self, slot: _Slot) -> float:
+        share = 1 if slot.state is State.SUSPECTED else 0.5
+        return slot.heard_at + share * self.silence_timeout_s
+
+    def _plan_ping(self, slot: _Slot) -> None:
+        # Not all at once: hundreds of workers were ready at the same moment.
+        pause_s = self.silence_timeout_s / _PINGS_PER_SILENCE
+        slot.ping_at = self._attended + pause_s * self.rng.uniform(0.5, 1.0)
+
+    def _attend(self, now: float) -> None:
+        if self._looked_at is not None:
+            pause_s = self.silence_timeout_s / _PINGS_PER_SILENCE
+            self._attended += min(max(0.0, now - self._looked_at), pause_s)
+        self._looked_at = now
+
+    def _delay(self, starts: int) -> float:
+        if starts <= 1:
+            return 0.0
+        longest = min(_FIRST_DELAY_S * 2.0 ** min(starts - 2, 30), _LONGEST_DELAY_S)
+        return longest * self.rng.uniform(0.75, 1.0)

@@ -3,16 +3,21 @@
 In sync mode a batch is asked for when the user asks for it: one rollout of every worker. In async
 mode each worker always has a request open, so that it collects the next rollout while the last is
 being fetched; rollouts are handed on first come, first served, unless staleness is bounded.
+
+Workers come and go (:mod:`.workers` says who is there). What was asked of one that is gone is asked
+of another.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,42 +28,105 @@ from .errors import (
     CollectorStateError,
     DeadlineError,
     DistCollectError,
-    WorkerError,
-    WorkerLost,
 )
 from .handle import PushHandle
+from .ledger import Ledger, LedgerReport
 from .rollout import Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
 from .threads import LOOK_UP_S, missing
 from .transport import NUM_SLABS, CollectRequest, Offer, Transport
 from .weights import WeightSender
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # Rollouts that lie fetched, or are being fetched, before the user asks: one is on its way while
 # the user works on another. More would only make them older.
 _PREFETCH = 2
+# Streams of random numbers from one seed: of envs and policies in a slot's first process, and in
+# those that take its place.
+_REPLACED_STREAM = 16
 
 
-@dataclass
+@dataclass(frozen=True)
+class BatchPlan:
+    """What the pool gathers.
+
+    Attributes:
+        sync: whether batches are asked for with :meth:`Pool.gather_all` or
+            :meth:`Pool.gather_next`.
+        num_rollouts: in a sync batch.
+        num_envs: n, rows of every rollout.
+        num_steps: T of every rollout.
+        random_frames: so many frames at the start have random actions (whole rollouts).
+        num_frames: ask for no more frames than this; None: endless.
+        waits_for_missing: in sync mode, a lost worker's share waits for who takes its place;
+            otherwise the others collect it.
+        preemptive_threshold: when this share of a sync batch's rollouts is there, the others are
+            ended early; None: never.
+        deadline_s: so long after it was asked for, too; None: never.
+    """
+
+    sync: bool
+    num_rollouts: int
+    num_envs: int
+    num_steps: int
+    random_frames: int = 0
+    num_frames: int | None = None
+    waits_for_missing: bool = False
+    preemptive_threshold: float | None = None
+    deadline_s: float | None = None
+
+    @property
+    def rollout_frames(self) -> int:
+        """N * T."""
+        return self.num_envs * self.num_steps
+
+
+class Reports(Protocol):
+    """What the pool tells whoever looks after the workers' processes."""
+
+    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+        """A worker failed at what it was asked for."""
+
+    def drained(self, worker_id: int, incarnation: int) -> None:
+        """A worker that is to leave owes nothing any more."""
+
+
+@dataclass(eq=False)
 class _Seat:
-    """What the pool knows of a worker.
+    """What the pool knows of a worker's process.
 
     Its n-th rollout lies in slab n modulo NUM_SLABS, so it may be asked for the next one as soon as
     the one before the last is settled, whatever has become of the last.
 
     Attributes:
-        peer: its process.
+        worker_id: its slot.
+        incarnation: which process in it.
+        peer: its id.
+        ready: it may be asked.
+        leaving: it is asked for nothing more.
+        gone: it will answer nothing more.
         collecting: a request is open.
         num_requests: rollouts asked for.
         unsettled: of these, the numbers of those whose slab is still to be read.
+        open: what was asked of it and is neither here nor given up.
+        batch: the last sync batch that it has a share in.
         last_asked: when, in requests of the pool.
     """
 
+    worker_id: int
+    incarnation: int
     peer: int
+    ready: bool = True
+    leaving: bool = False
+    gone: bool = False
     collecting: bool = False
     num_requests: int = 0
     unsettled: set[int] = field(default_factory=set)
+    open: set[_Asked] = field(default_factory=set)
+    batch: int = -1
     last_asked: int = 0
 
     @property
@@ -72,23 +140,30 @@ class _Asked:
     """A rollout that was asked for.
 
     Attributes:
-        ticket: whose it is, and its lowest version as far as that is known.
-        number: which of that worker's rollouts.
+        seat: whose it is.
+        ticket: its lowest version as far as that is known.
+        number: which of that process's rollouts.
         epoch: when it was asked for.
         offer: once it lies ready on its worker.
+        fetching: it is on its way here.
+        failed: it can't be fetched.
         rollout: once it is here.
+        preempted: its worker was told to end it early.
     """
 
+    seat: _Seat
     ticket: Ticket
     number: int
     epoch: int
     offer: Offer | None = None
     fetching: bool = False
+    failed: bool = False
     rollout: Rollout | None = None
+    preempted: bool = False
 
 
 class Pool:
-    """Gathers rollouts from a set of workers, and orders weights before rollouts.
+    """Gathers rollouts from workers, and orders weights before rollouts.
 
     Attributes:
         version: policy_version of the newest publication.
@@ -98,99 +173,182 @@ class Pool:
     def __init__(
         self,
         transport: Transport,
-        peers: Mapping[int, int],
         sender: WeightSender,
+        plan: BatchPlan,
         *,
-        sync: bool,
-        num_steps: int,
-        rollout_frames: int,
-        random_frames: int = 0,
-        num_frames: int | None = None,
+        reports: Reports,
         staleness: Staleness | None = None,
-        explain: Callable[[int, WorkerError], WorkerError] | None = None,
     ) -> None:
-        """Drive the workers in ``peers``.
+        """Gather what ``plan`` says from whoever :meth:`join` names.
 
         Args:
-            transport: reaches them.
-            peers: ``{worker_id: peer}``.
+            transport: reaches the workers.
             sender: for weights.
-            sync: whether batches are asked for with :meth:`gather_all` or :meth:`gather_next`.
-            num_steps: T of every rollout.
-            rollout_frames: n * T.
-            random_frames: so many frames at the start have random actions (whole rollouts).
-            num_frames: ask for no more frames than this; None: endless.
+            plan: see there.
+            reports: is told of workers that fail or have nothing more to give.
             staleness: which frames are too old, and what becomes of them.
-            explain: (worker_id, error) to an error that says more than the transport can.
         """
         self.version = 0
-        self.stale_frames = dict.fromkeys(sorted(peers), 0)
+        self.stale_frames: dict[int, int] = {}
         self._transport = transport
-        self._seats = {worker_id: _Seat(peer) for worker_id, peer in sorted(peers.items())}
         self._sender = sender
-        self._sync = sync
-        self._num_steps = num_steps
-        self._rollout_frames = rollout_frames
-        self._random_frames = random_frames
-        self._num_frames = num_frames
-        self._explain = explain
+        self._plan = plan
+        self._reports = reports
+        self._seats: dict[int, _Seat] = {}
+        self._coming: set[int] = set()  # slots whose worker is being replaced
+        self._ledger = Ledger()
+        self._unaccounted: dict[tuple[int, int], int] = {}  # frames asked of a process that is gone
         self._sent = SentVersions()
         self._max_lag: int | None = None  # of what is handed on
         self._pacer: Pacer | None = None
         if staleness is not None and staleness.mode != "mask":
             self._max_lag = staleness.max_policy_lag
-            if staleness.mode == "pace" and not sync:
+            if staleness.mode == "pace" and not plan.sync:
                 self._pacer = Pacer(staleness.max_policy_lag, self._sent)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._arrived: list[_Asked] = []  # those that lie ready, there or here, in that order
-        self._max_fetched = len(self._seats) if sync else _PREFETCH
+        self._max_fetched = plan.num_rollouts if plan.sync else _PREFETCH
         self._frames_asked = 0
         self._requests = 0
         self._epoch = 0  # how often all that was asked for was given up
-        self._wanted: set[int] = set()  # in sync mode: who has not been asked yet for this batch
+        self._batch = 0
+        self._wanted = 0  # in sync mode: rollouts of this batch that nobody was asked for
+        self._seed: tuple[int, bool] | None = None
         self._seeding = False
-        self._failed: tuple[int, BaseException] | None = None
+        self._failed: BaseException | None = None
         self._closed = False
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
-        """The workers' ids in order."""
-        return tuple(self._seats)
+        """The workers' ids in order, with those that are being replaced."""
+        with self._lock:
+            return tuple(sorted(self._seats.keys() | self._coming))
 
     @property
     def acknowledged(self) -> dict[int, int]:
         """worker_id to the newest version that it has."""
-        return {worker_id: self._sender.acknowledged(worker_id) for worker_id in self._seats}
+        return {worker_id: self._sender.acknowledged(worker_id) for worker_id in self.worker_ids}
+
+    @property
+    def ledger(self) -> LedgerReport:
+        """Where all frames went."""
+        with self._lock:
+            return self._ledger.report()
 
     def lag(self, worker_id: int, version: int) -> int:
         """How many versions newer than ``version`` were sent to a worker."""
         return self._sent.lag(worker_id, version)
 
-    def gather_all(self, timeout_s: float) -> list[Rollout]:
-        """One fresh rollout of every worker, in the order of their ids.
+    # Who is there: see :class:`~distcollect.workers.Crew`.
 
-        A worker collects once it has the newest weights that were sent to it.
+    def join(self, worker_id: int, incarnation: int, peer: int) -> None:
+        """A worker is there; it gets the newest weights that its slot is to have."""
+        with self._lock:
+            if self._closed:
+                return
+            seat = _Seat(worker_id, incarnation, peer)
+            self._seats[worker_id] = seat
+            self._coming.discard(worker_id)
+            self.stale_frames.setdefault(worker_id, 0)
+            version = self._sender.welcome(worker_id, peer)
+            if version:
+                self._sent.publish(version, [worker_id])
+            if self._seed is not None:
+                seat.ready = False
+                self._then(seat, self._seed_seat(seat, *self._seed), lambda _: self._seeded(seat))
+            self._ask()
+            self._changed.notify_all()
+
+    def _seeded(self, seat: _Seat) -> None:
+        seat.ready = True
+
+    def leave(self, worker_id: int, incarnation: int) -> None:
+        """A worker is to leave: it is asked for nothing more."""
+        with self._lock:
+            seat = self._seats.get(worker_id)
+            if seat is None or seat.incarnation != incarnation:
+                return
+            seat.leaving = True
+            self._fetch_offers()
+            self._check_drained(seat)
+
+    def lose(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
+        """A worker is gone; what was asked of it is asked of others."""
+        with self._lock:
+            if self._closed:
+                return
+            if replaced:
+                self._coming.add(worker_id)
+            else:
+                self._coming.discard(worker_id)
+            seat = self._seats.get(worker_id)
+            present = seat is not None and seat.incarnation == incarnation
+            if seat is not None and present:
+                del self._seats[worker_id]
+                self._vacate(seat)
+            self._changed.notify_all()
+        if present:
+            self._sender.forget(worker_id)
+
+    def _vacate(self, seat: _Seat) -> None:
+        seat.gone = True
+        not_here = [asked for asked in seat.open if not asked.fetching]
+        unknown = sum(asked.offer is None for asked in not_here)
+        self._unaccounted[seat.worker_id, seat.incarnation] = unknown * self._plan.rollout_frames
+        for asked in not_here:
+            if asked in self._arrived:
+                self._arrived.remove(asked)
+            self._give_up(asked, "worker_lost")
+        self._ask()
+
+    def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
+        """Settle the frames of a process that is gone."""
+        with self._lock:
+            at_most = self._unaccounted.pop((worker_id, incarnation), 0)
+            self._ledger.end(worker_id, incarnation, cause, stepped=stepped, at_most=at_most)
+
+    def fail(self, error: BaseException) -> None:
+        """What the next wait, or the present one, raises. The first error counts."""
+        with self._lock:
+            if self._failed is None:
+                self._failed = error
+            self._changed.notify_all()
+
+    def gather_all(self, timeout_s: float) -> list[Rollout]:
+        """A batch of fresh rollouts, one of every worker, in the order of their ids.
+
+        A worker collects once it has the newest weights that were sent to it. The share of one that
+        is missing falls to the others.
 
         Raises:
             BatchTimeout: not all within ``timeout_s``; names the workers waited for.
-            WorkerError: one of them failed.
+            DistCollectError: the run can't go on.
         """
         with self._lock:
             self._check()
-            self._wanted = set(self._seats)
+            self._batch += 1
+            self._wanted = self._plan.num_rollouts
             self._ask()
             try:
+                limit_s = self._plan.deadline_s
+                if limit_s is not None and limit_s < timeout_s:
+                    begin = time.monotonic()
+                    if not self._wait_for(self._all_are_here, limit_s):
+                        self._preempt()
+                    timeout_s -= time.monotonic() - begin
                 self._wait(self._all_are_here, timeout_s)
             except BaseException:  # Ctrl-C as well
                 # What comes of it later would be older than the next batch's question.
                 self._give_up_all()
                 raise
-            rollouts = {rollout.header.worker_id: rollout for rollout in self._here()}
+            rollouts = self._here()
+            for rollout in rollouts:
+                self._deliver(rollout)
             self._arrived.clear()
-        return [rollouts[worker_id] for worker_id in self._seats]
+        return sorted(rollouts, key=lambda r: (r.header.worker_id, r.header.sequence))
 
     def gather_next(self, timeout_s: float) -> Rollout:
         """The next rollout of whichever worker; all go on collecting meanwhile.
@@ -205,15 +363,20 @@ class Pool:
             chosen = self._wait(self._choose, timeout_s)
             assert chosen.rollout is not None
             self._arrived.remove(chosen)
+            self._deliver(chosen.rollout)
             if self._pacer is not None:
                 self._pacer.delivered(chosen.ticket)
             self._fetch_offers()
             self._ask()
         return chosen.rollout
 
+    def _deliver(self, rollout: Rollout) -> None:
+        header = rollout.header
+        self._ledger.deliver(header.worker_id, header.incarnation, header.sequence)
+
     def _all_are_here(self) -> bool:
         self._give_up_stale()
-        return len(self._here()) == len(self._seats)
+        return len(self._here()) == self._plan.num_rollouts
 
     def _here(self) -> list[Rollout]:
         return [asked.rollout for asked in self._arrived if asked.rollout is not None]
@@ -230,7 +393,7 @@ class Pool:
         self._fetch(chosen)
         return chosen if chosen.rollout is not None else None
 
-    def seed(self, seed: int, num_envs: int, *, static_seed: bool, timeout_s: float) -> None:
+    def seed(self, seed: int, *, static_seed: bool, timeout_s: float) -> None:
         """Seed every worker; its next rollout starts with a reset.
 
         Env i of all gets the i-th seed drawn from ``seed``, or with ``static_seed`` all the same.
@@ -243,44 +406,61 @@ class Pool:
         with self._lock:
             self._check()
             self._seeding = True
+            self._seed = (seed, static_seed)
             self._give_up_all()
+            answers = {w: self._seed_seat(s, *self._seed) for w, s in self._seats.items()}
         try:
-            self._seed(seed, num_envs, static_seed=static_seed, timeout_s=timeout_s)
+            if late := missing(answers, timeout_s):
+                raise DeadlineError(f"workers {late} took no seed within {timeout_s:g} s")
+            for answer in answers.values():
+                answer.result()
         finally:
             # Calls may overtake each other on their way, so only now is what is asked for seeded.
             self._seeding = False
 
-    def _seed(self, seed: int, num_envs: int, *, static_seed: bool, timeout_s: float) -> None:
-        answers: dict[int, Future[None]] = {}
-        for index, (worker_id, seat) in enumerate(self._seats.items()):
-            first = index * num_envs
-            seeds = [env_seed(seed, 0 if static_seed else first + row) for row in range(num_envs)]
-            answers[worker_id] = self._transport.call(
-                seat.peer, "seed", seeds, env_seed(seed, first, stream=1)
-            )
-        if late := missing(answers, timeout_s):
-            raise DeadlineError(f"workers {late} took no seed within {timeout_s:g} s")
-        for answer in answers.values():
-            answer.result()
+    def _seed_seat(self, seat: _Seat, seed: int, static_seed: bool) -> Future[None]:
+        num_envs = self._plan.num_envs
+        first = seat.worker_id * num_envs
+        # A process that takes another's place would repeat what that one did.
+        stream = _REPLACED_STREAM + 2 * seat.incarnation if seat.incarnation else 0
+        seeds = [
+            env_seed(seed, 0 if static_seed else first + row, stream=stream)
+            for row in range(num_envs)
+        ]
+        return self._transport.call(
+            seat.peer, "seed", seeds, env_seed(seed, first, stream=stream + 1)
+        )
 
     def _give_up_all(self) -> None:
         """Take no rollout that was asked for until now."""
         self._epoch += 1
-        self._wanted.clear()
+        self._wanted = 0
         for asked in list(self._arrived):
             self._arrived.remove(asked)
             # One that is being fetched is settled when it arrives.
             if not asked.fetching:
-                self._give_up(asked)
+                self._give_up(asked, "given_up")
 
-    def _give_up(self, asked: _Asked) -> None:
+    def _give_up(self, asked: _Asked, cause: str) -> None:
         """Settle a rollout that is not handed on."""
-        self._seats[asked.ticket.worker_id].unsettled.discard(asked.number)
-        if asked.rollout is None and asked.offer is not None:
-            asked.offer.decline()
-        self._frames_asked -= self._rollout_frames
+        seat = asked.seat
+        seat.unsettled.discard(asked.number)
+        seat.open.discard(asked)
+        if asked.offer is not None:
+            header = asked.offer.header
+            self._ledger.lose(header.worker_id, header.incarnation, header.sequence, cause)
+            if asked.rollout is None:
+                asked.offer.decline()
+        self._frames_asked -= self._plan.rollout_frames
         if self._pacer is not None:
             self._pacer.given_up(asked.ticket)
+        if self._plan.sync and asked.epoch == self._epoch:
+            self._wanted += 1
+        self._check_drained(seat)
+
+    def _check_drained(self, seat: _Seat) -> None:
+        if seat.leaving and not (seat.gone or seat.collecting or seat.unsettled):
+            self._reports.drained(seat.worker_id, seat.incarnation)
 
     def _give_up_stale(self) -> None:
         if self._max_lag is None:
@@ -293,11 +473,9 @@ class Pool:
         ]
         self._arrived = [asked for asked in self._arrived if asked not in stale]
         for asked in stale:
-            worker_id = asked.ticket.worker_id
-            self.stale_frames[worker_id] += self._rollout_frames
-            self._give_up(asked)
-            if self._sync:
-                self._wanted.add(worker_id)
+            assert asked.offer is not None
+            self.stale_frames[asked.ticket.worker_id] += asked.offer.header.num_frames
+            self._give_up(asked, "stale")
         if stale:
             self._ask()
 
@@ -308,9 +486,9 @@ class Pool:
             flat: the snapshot, uint8; must not change any more.
             worker_ids: to whom; None: to all.
         """
-        selected = tuple(self._seats) if worker_ids is None else tuple(worker_ids)
         with self._lock:
             self._check()
+            selected = self.worker_ids if worker_ids is None else tuple(worker_ids)
             self.version += 1
             self._sent.publish(self.version, selected)
             if self._pacer is not None:
@@ -325,123 +503,157 @@ class Pool:
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:
         # In sync mode it must not go on with what it has.
-        if self._sync:
-            self._fail(worker_id, error)
+        seat = self._seats.get(worker_id)
+        if self._plan.sync and seat is not None:
+            self._reports.report(worker_id, seat.incarnation, error)
 
     def close(self) -> None:
         """Ask for nothing more; who waits is woken with an error."""
         with self._lock:
             self._closed = True
+            for asked in self._arrived:
+                assert asked.offer is not None
+                header = asked.offer.header
+                key = (header.worker_id, header.incarnation, header.sequence)
+                self._ledger.lose(*key, "shut_down")
             self._arrived.clear()
             self._changed.notify_all()
         self._sender.close()
-
-    def lose(self, worker_id: int) -> None:
-        """Report that a worker is lost."""
-        self._fail(worker_id, WorkerLost("is lost"))
-        self._sender.forget(worker_id)
-
-    def _fail(self, worker_id: int, error: BaseException) -> None:
-        """What the next wait, or the present one, raises. The first error counts."""
-        with self._lock:
-            if self._failed is None:
-                self._failed = (worker_id, error)
-            self._changed.notify_all()
 
     def _check(self) -> None:
         if self._closed:
             raise CollectorStateError("the collector was shut down")
         if self._failed is not None:
-            worker_id, error = self._failed
-            if self._explain is not None and isinstance(error, WorkerError):
-                error = self._explain(worker_id, error)
-            raise error
+            raise self._failed
 
     def _wait(self, ready: Callable[[], T | None], timeout_s: float) -> T:
         """Wait until ``ready`` gives something, and give it."""
+        result = self._wait_for(ready, timeout_s)
+        if not result:
+            raise BatchTimeout(
+                f"no batch within {timeout_s:g} s; waited for {self._awaited()}. "
+                "Faults(batch_timeout_s=...) gives them longer"
+            )
+        return result
+
+    def _wait_for(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
         deadline = time.monotonic() + timeout_s
         while not (result := ready()):
             self._check()
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise BatchTimeout(
-                    f"no batch within {timeout_s:g} s; waited for {self._awaited()}. "
-                    "Faults(batch_timeout_s=...) gives them longer"
-                )
+                return None
             self._changed.wait(min(remaining, LOOK_UP_S))
         return result
 
     def _awaited(self) -> str:
         """Whom we wait for, in words."""
-        late = [worker_id for worker_id, seat in self._seats.items() if seat.unsettled]
-        behind = [w for w in self._seats if not self._is_up_to_date(w) and w not in late]
-        if behind and (self._sync or not late):
-            late_too = f"workers {late} and for " if late else ""
-            return f"{late_too}workers {behind} to acknowledge the newest weights sent to them"
-        return f"workers {late}"
+        late = [worker_id for worker_id, seat in sorted(self._seats.items()) if seat.unsettled]
+        behind = [w for w in sorted(self._seats) if not self._is_up_to_date(w) and w not in late]
+        parts = []
+        if late or not (behind or self._coming):
+            parts.append(f"workers {late}")
+        if behind and (self._plan.sync or not late):
+            parts.append(f"workers {behind} to acknowledge the newest weights sent to them")
+        if self._coming:
+            parts.append(f"workers {sorted(self._coming)} to be replaced")
+        return " and for ".join(parts)
 
     def _is_up_to_date(self, worker_id: int) -> bool:
         return self._sender.acknowledged(worker_id) >= self._sent.newest(worker_id)
 
     def _ask(self) -> None:
         """Ask whoever can be asked for a rollout; called whenever that may have changed."""
-        if self._seeding:
+        if self._seeding or self._closed:
             return
         # Who has waited longest comes first: a bound on staleness may not leave room for all.
-        for worker_id in sorted(self._seats, key=lambda w: self._seats[w].last_asked):
-            seat = self._seats[worker_id]
-            if self._sync:
-                if (
-                    worker_id in self._wanted
-                    and not seat.unsettled
-                    and self._is_up_to_date(worker_id)
-                ):
-                    self._wanted.discard(worker_id)
-                    self._request(worker_id)
-            elif (
-                not seat.collecting
-                and seat.has_a_slab
-                and (
-                    self._pacer is None
-                    or self._pacer.may_ask(worker_id, self._sender.acknowledged(worker_id))
-                )
-            ):
-                self._request(worker_id)
+        for seat in sorted(self._seats.values(), key=lambda seat: seat.last_asked):
+            may = self._may_ask_for_batch if self._plan.sync else self._may_ask_ahead
+            if seat.ready and not seat.leaving and may(seat):
+                self._request(seat)
 
-    def _request(self, worker_id: int) -> None:
-        if self._num_frames is not None and self._frames_asked >= self._num_frames:
+    def _may_ask_for_batch(self, seat: _Seat) -> bool:
+        if self._wanted <= 0 or seat.unsettled or not self._is_up_to_date(seat.worker_id):
+            return False
+        if seat.batch != self._batch:
+            return True
+        # A second share is one that nobody else is there for.
+        others = sum(s.batch != self._batch and not s.leaving for s in self._seats.values())
+        awaited = len(self._coming) if self._plan.waits_for_missing else 0
+        return self._wanted > others + awaited
+
+    def _may_ask_ahead(self, seat: _Seat) -> bool:
+        if seat.collecting or not seat.has_a_slab:
+            return False
+        acknowledged = self._sender.acknowledged(seat.worker_id)
+        # Not with the weights of long ago that a new process starts with.
+        if not seat.num_requests and acknowledged < self._sent.newest(seat.worker_id):
+            return False
+        return self._pacer is None or self._pacer.may_ask(seat.worker_id, acknowledged)
+
+    def _request(self, seat: _Seat) -> None:
+        plan = self._plan
+        if plan.num_frames is not None and self._frames_asked >= plan.num_frames:
             return
-        seat = self._seats[worker_id]
         seat.collecting = True
+        seat.batch = self._batch
+        if plan.sync:
+            self._wanted -= 1
         number, seat.num_requests = seat.num_requests, seat.num_requests + 1
         seat.unsettled.add(number)
         self._requests += 1
         seat.last_asked = self._requests
         request = CollectRequest(
-            self._num_steps, random=self._frames_asked < self._random_frames, fresh=self._sync
+            plan.num_steps, random=self._frames_asked < plan.random_frames, fresh=plan.sync
         )
-        self._frames_asked += self._rollout_frames
-        known = self._sender.acknowledged(worker_id)
+        self._frames_asked += plan.rollout_frames
+        known = self._sender.acknowledged(seat.worker_id)
         ticket = (
-            Ticket(worker_id, known) if self._pacer is None else self._pacer.ask(worker_id, known)
+            Ticket(seat.worker_id, known)
+            if self._pacer is None
+            else self._pacer.ask(seat.worker_id, known)
         )
-        asked = _Asked(ticket, number, self._epoch)
+        asked = _Asked(seat, ticket, number, self._epoch)
+        seat.open.add(asked)
+        answer = self._transport.collect(seat.peer, request)
+        self._then(seat, answer, lambda offer: self._offered(asked, offer))
 
-        def arrived(offer: Offer) -> None:
-            seat.collecting = False
-            asked.offer = offer
-            lowest, _ = offer.header.policy_version
-            if self._pacer is not None:
-                self._pacer.arrived(ticket, lowest)
-            ticket.version = lowest
-            if asked.epoch == self._epoch:
-                self._arrived.append(asked)
-                self._fetch_offers()
-                self._changed.notify_all()
-            else:
-                self._give_up(asked)
+    def _offered(self, asked: _Asked, offer: Offer) -> None:
+        seat, header = asked.seat, offer.header
+        seat.collecting = False
+        if seat.gone:
+            offer.decline()  # it was given up when its worker was lost
+            return
+        self._ledger.announce(
+            seat.worker_id,
+            seat.incarnation,
+            header.sequence,
+            header.num_frames,
+            stepped=header.stepped,
+            lost=header.lost,
+        )
+        asked.offer = offer
+        lowest, _ = header.policy_version
+        if self._pacer is not None:
+            self._pacer.arrived(asked.ticket, lowest)
+        asked.ticket.version = lowest
+        if asked.epoch != self._epoch:
+            self._give_up(asked, "given_up")
+            return
+        self._arrived.append(asked)
+        self._fetch_offers()
+        share = self._plan.preemptive_threshold
+        if share is not None and len(self._arrived) >= math.ceil(share * self._plan.num_rollouts):
+            self._preempt()
+        self._changed.notify_all()
 
-        self._then(worker_id, self._transport.collect(seat.peer, request), arrived)
+    def _preempt(self) -> None:
+        """Have those that still collect for this batch deliver what they have."""
+        for seat in self._seats.values():
+            for asked in seat.open:
+                if asked.offer is None and not asked.preempted and asked.epoch == self._epoch:
+                    asked.preempted = True
+                    self._transport.call(seat.peer, "preempt")
 
     def _fetch_offers(self) -> None:
         self._give_up_stale()
@@ -450,40 +662,58 @@ class Pool:
             if asked.rollout is not None or asked.fetching:
                 room -= 1
             # Meanwhile it may have been given up: a fetch may be over at once, and lead to more.
-            elif room > 0 and asked in self._arrived:
+            elif (room > 0 or asked.seat.leaving) and asked in self._arrived:
                 self._fetch(asked)
                 room -= 1
 
     def _fetch(self, asked: _Asked) -> None:
         offer = asked.offer
-        if offer is None or asked.fetching or asked.rollout is not None:
+        if offer is None or asked.fetching or asked.failed or asked.rollout is not None:
             return
         asked.fetching = True
-        worker_id = asked.ticket.worker_id
 
         def arrived(tensors: Tensors) -> None:
             asked.fetching = False
             if asked.epoch == self._epoch:
-                self._seats[worker_id].unsettled.discard(asked.number)
+                asked.seat.unsettled.discard(asked.number)
+                asked.seat.open.discard(asked)
                 asked.rollout = Rollout(offer.header, tensors)
+                self._check_drained(asked.seat)
                 self._changed.notify_all()
             else:
-                self._give_up(asked)
+                self._give_up(asked, "given_up")
 
-        self._then(worker_id, offer.fetch(), arrived)
+        def failed() -> None:
+            asked.fetching, asked.failed = False, True
+            if asked.seat.gone:
+                if asked in self._arrived:
+                    self._arrived.remove(asked)
+                self._give_up(asked, "worker_lost")
 
-    def _then(self, worker_id: int, answer: Future[T], arrived: Callable[[T], None]) -> None:
+        self._then(asked.seat, offer.fetch(), arrived, failed)
+
+    def _then(
+        self,
+        seat: _Seat,
+        answer: Future[T],
+        arrived: Callable[[T], None],
+        failed: Callable[[], None] | None = None,
+    ) -> None:
         """Go on with a worker's answer, under the lock, once it is there."""
 
         def deliver(done: Future[T]) -> None:
             error = done.exception()
-            if error is not None:
-                self._fail(worker_id, error)
-                return
             with self._lock:
-                if not self._closed:
+                if self._closed:
+                    return
+                if error is None:
                     arrived(done.result())
-                    self._ask()
+                elif failed is not None:
+                    failed()
+                if error is not None and not seat.gone:
+                    # It is lost, or will be: what it owes is given up then.
+                    self._reports.report(seat.worker_id, seat.incarnation, error)
+                self._ask()
 
         answer.add_done_callback(deliver)
 

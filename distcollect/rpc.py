@@ -50,6 +50,7 @@ _NUM_THREADS = 4
 # Copying less takes no longer than handing it to another thread.
 _COPIED_AT_ONCE_BYTES = 512 * 1024
 _LEAVE_TIMEOUT_S = 2.0
+_PING = (torch.zeros(()), torch.zeros(()))
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,14 @@ class RpcTransport:
         request = replace(request, shared=peer in self._mapped)
         self._ask(peer, _serve_collect, request).add_done_callback(deliver)
         return offer
+
+    def ping(self, peer: int) -> Future[Any]:
+        """See :class:`~distcollect.transport.Transport`.
+
+        An operator of torch's is answered without the peer's interpreter, whose lock an env may
+        hold.
+        """
+        return self._ask(peer, torch.add, *_PING)
 
     def evict(self, peer: int) -> None:
         """See :class:`~distcollect.transport.Transport`."""

@@ -6,6 +6,7 @@ comes as a future, so nobody's thread waits for a rollout that is still being co
 
 from __future__ import annotations
 
+import itertools
 import threading
 import traceback
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from .errors import (
     ArgumentTypeError,
     DistCollectError,
     EnvError,
+    LaunchError,
     PolicyError,
     SpaceError,
     WorkerError,
@@ -29,6 +31,25 @@ INLINE_BYTES = 64 * 1024
 # A worker's n-th rollout lies in slab n modulo this: while one is being fetched the next is being
 # written. To ask for a rollout is to permit that its slab is written over.
 NUM_SLABS = 2
+TRAINER_PEER = 0
+_MAX_PEER = 2**15 - 1  # ids are 16-bit on torch's wire
+# One allocator for the whole life of this process: ids are never used twice, as torch caches
+# connections by id.
+_peers = itertools.count(TRAINER_PEER + 1)
+
+
+def new_peer() -> int:
+    """An id for a process that is to join.
+
+    Raises:
+        LaunchError: all have been used.
+    """
+    peer = next(_peers)
+    if peer > _MAX_PEER:
+        raise LaunchError(
+            f"all {_MAX_PEER} ids for worker processes are used up; restart the trainer"
+        )
+    return peer
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,9 @@ class Transport(Protocol):
 
     def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
         """Ask for the next rollout; the future completes when it lies ready on the worker."""
+
+    def ping(self, peer: int) -> Future[Any]:
+        """Completes when ``peer``'s process gives a sign of life, whatever its Python code does."""
 
     def evict(self, peer: int) -> None:
         """Forget a peer. What was asked of it and is not answered fails. Again is no error."""

@@ -80,7 +80,6 @@ class WeightSender:
     def __init__(
         self,
         transport: Transport,
-        peers: Mapping[int, int],
         layout: WeightLayout,
         updater: WeightUpdaterBase,
         *,
@@ -91,7 +90,6 @@ class WeightSender:
 
         Args:
             transport: for the control messages.
-            peers: ``{worker_id: peer}``.
             layout: of the flat buffers.
             updater: moves the payload; attached already.
             options: what travels.
@@ -105,7 +103,8 @@ class WeightSender:
         self._options = options
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._slots = {worker_id: _Slot(peer) for worker_id, peer in sorted(peers.items())}
+        self._slots: dict[int, _Slot] = {}
+        self._newest: dict[int, _Publication] = {}  # for each slot, for whoever comes into it
         self._last: _Publication | None = None  # what acknowledged versions are compared with
         self._thread = SerialThread("distcollect-weights")
         self._closed = False
@@ -129,6 +128,7 @@ class WeightSender:
         handle = PushHandle(version, sorted(worker_ids), publication.record, limit_s)
         with self._lock:
             for worker_id in handle.worker_ids:
+                self._newest[worker_id] = publication
                 slot = self._slots.get(worker_id)
                 if slot is None:
                     handle.settle(worker_id, WorkerLost("is gone", worker_id=worker_id))
@@ -140,6 +140,25 @@ class WeightSender:
                     del slot.handles[:-_MAX_HANDLES]
         self._thread.submit(self._send_all)
         return handle
+
+    def welcome(self, worker_id: int, peer: int) -> int:
+        """A new process is in a slot: it gets the newest version that its slot was to have.
+
+        In a slot that is new, too, that is the newest of all.
+
+        Returns:
+            The version; 0: what it has is the newest.
+        """
+        with self._lock:
+            newest = self._newest.get(worker_id) or max(
+                self._newest.values(), key=lambda publication: publication.version, default=None
+            )
+            self._slots[worker_id] = _Slot(peer, wanted=newest)
+            if newest is None:
+                return 0
+            self._newest[worker_id] = newest
+        self._thread.submit(self._send_all)
+        return newest.version
 
     def forget(self, worker_id: int) -> None:
         """A worker is gone: nothing is sent to it any more."""

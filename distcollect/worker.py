@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from . import vitals
 from .engine import Counts, Engine, StepOptions
 from .envs import EnvContext, make_envs
 from .errors import PolicyError, WorkerError
@@ -171,12 +172,24 @@ class Worker:
     :meth:`run` blocks the thread that is to step the envs; all else may be called from others.
     """
 
-    def __init__(self, worker_id: int, *, incarnation: int, peer: int, address: str) -> None:
-        """A worker in slot ``worker_id``, known as ``peer``, on a host with ``address``."""
+    def __init__(
+        self,
+        worker_id: int,
+        *,
+        incarnation: int,
+        peer: int,
+        address: str,
+        counts: Counts | None = None,
+    ) -> None:
+        """A worker in slot ``worker_id``, known as ``peer``, on a host with ``address``.
+
+        Its frames are counted in ``counts``; None: where nobody else can look.
+        """
         self.worker_id = worker_id
         self._incarnation = incarnation
         self._peer = peer
         self._address = address
+        self._counts = counts
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
@@ -254,6 +267,7 @@ class Worker:
             worker_id=self.worker_id,
             incarnation=self._incarnation,
             traj_ids=itertools.count(self._peer * TRAJ_IDS_PER_PEER),
+            counts=self._counts,
         )
         if self._stopping:
             self._engine.stop()
@@ -309,12 +323,15 @@ def main(boot: dict[str, Any]) -> None:
 
     Args:
         boot: "host" and "port" of the trainer's gate, "token", "worker_id", "incarnation",
-            "num_threads" (torch's, 0: leave as it is).
+            "num_threads" (torch's, 0: leave as it is), "vitals" (a descriptor, see
+            :mod:`.vitals`).
     """
     # Ctrl-C is the trainer's business: a terminal, or torchrun, may send it to all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
+    counts = Counts(vitals.mapped(boot["vitals"]))
+    os.close(boot["vitals"])
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if boot["num_threads"] and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(boot["num_threads"])
@@ -323,7 +340,11 @@ def main(boot: dict[str, Any]) -> None:
     welcome = lifeline.join("worker", boot["token"], **about)
     address = lifeline.local_address
     worker = Worker(
-        boot["worker_id"], incarnation=boot["incarnation"], peer=welcome["peer"], address=address
+        boot["worker_id"],
+        incarnation=boot["incarnation"],
+        peer=welcome["peer"],
+        address=address,
+        counts=counts,
     )
     transport = RpcTransport(welcome["peer"], interface=interface_of(address), service=worker)
     transport.connect(welcome["trainer_peer"], welcome["trainer_endpoint"])
@@ -340,6 +361,15 @@ def main(boot: dict[str, Any]) -> None:
         exit_now(1)
 
     threading.Thread(target=watch, name="distcollect-lifeline", daemon=True).start()
+    told_to_leave = threading.Event()
+
+    def leave() -> None:
+        told_to_leave.wait()
+        lifeline.send({"leaving": True})
+
+    # Not in the handler itself: what it interrupts may be sending something.
+    threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_leave.set())
     lifeline.send({"endpoint": transport.endpoint, "segment": _sample_of_memory()})
     worker.run()
     dismissed.wait()  # ends with the trainer at the latest: see above

@@ -3,48 +3,64 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import distcollect as dc
 from distcollect.collectors import pooled
 from distcollect.config import Faults
-from distcollect.errors import WorkerError
 from distcollect.loopback import LoopbackTransport
+from distcollect.membership import State
+from distcollect.transport import new_peer
 from distcollect.worker import Probe, Worker
+from distcollect.workers import Crew
 
 ADDRESS = "127.0.0.1"
 
 
 class LoopbackWorkers:
-    """As :class:`~distcollect.cluster.Workers`, each on a thread of this process."""
+    """As :class:`~distcollect.workers.Workers`, each on a thread of this process; none return."""
 
-    def __init__(self, num_workers: int, faults: Faults) -> None:
-        self.peers = {worker_id: worker_id + 1 for worker_id in range(num_workers)}
+    def __init__(
+        self,
+        num_workers: int,
+        faults: Faults,
+        plan_for: Callable[[int], bytes],
+        listen: str | None = None,
+    ) -> None:
         self.transport = LoopbackTransport()
         self.address = ADDRESS
-        self.on_lost: Callable[[int], None] = lambda worker_id: None
         self.services: dict[int, Worker] = {}
+        self.peers: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
-        self._start_timeout_s = faults.start_timeout_s
-        for worker_id, peer in self.peers.items():
+        asked = {}
+        for worker_id in range(num_workers):
+            peer = self.peers[worker_id] = new_peer()
             worker = Worker(worker_id, incarnation=0, peer=peer, address=ADDRESS)
             self.services[worker_id] = worker
             self.transport.connect(peer, worker)
             thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
             thread.start()
             self._threads.append(thread)
-
-    def configure(self, payloads: Mapping[int, bytes]) -> dict[int, Probe]:
-        asked = {
-            worker_id: self.transport.call(peer, "configure", payloads[worker_id])
-            for worker_id, peer in self.peers.items()
+            asked[worker_id] = self.transport.call(peer, "configure", plan_for(worker_id))
+        self.probes: dict[int, Probe] = {
+            worker_id: answer.result(faults.start_timeout_s) for worker_id, answer in asked.items()
         }
-        return {id_: answer.result(self._start_timeout_s) for id_, answer in asked.items()}
+        self.gpus = {worker_id: probe.gpu for worker_id, probe in self.probes.items()}
+        self.states = dict.fromkeys(self.probes, State.READY)
+        self.num_present = num_workers
 
-    def explain(self, worker_id: int, error: WorkerError) -> WorkerError:
-        return error
+    def attach(self, crew: Crew) -> None:
+        self._crew = crew
+        for worker_id, peer in self.peers.items():
+            crew.join(worker_id, 0, peer)
+
+    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+        self._crew.fail(error)
+
+    def drained(self, worker_id: int, incarnation: int) -> None:
+        raise AssertionError("nobody leaves here")
 
     def close(self) -> None:
         for worker in self.services.values():

@@ -234,7 +234,13 @@ def collect_on(collector: dc.RPCDataCollector) -> None:
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_kill_9_of_a_worker_names_it_and_the_signal(marked: Marked, sync: bool) -> None:
-    with dc.RPCDataCollector(Fragile, frames_per_batch=200, num_workers=2, sync=sync) as collector:
+    with dc.RPCDataCollector(
+        Fragile,
+        frames_per_batch=200,
+        num_workers=2,
+        sync=sync,
+        faults=dc.Faults(max_restarts=0, min_workers=2),
+    ) as collector:
         pids: dict[int, int] = {}
         while len(pids) < 2:
             batch = collector.next()
@@ -262,7 +268,12 @@ def fragile(context: dc.EnvContext) -> Fragile:
 @pytest.mark.parametrize("sync", [True, False])
 def test_an_env_that_raises_is_named(marked: Marked, sync: bool) -> None:
     with dc.RPCDataCollector(
-        fragile, frames_per_batch=60, num_workers=2, envs_per_worker=3, sync=sync
+        fragile,
+        frames_per_batch=60,
+        num_workers=2,
+        envs_per_worker=3,
+        sync=sync,
+        faults=dc.Faults(max_restarts=0, min_workers=2),
     ) as collector:
         with pytest.raises(dc.EnvError, match=r"worker 1: env 2.*has collapsed") as caught:
             collect_on(collector)

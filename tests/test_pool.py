@@ -12,7 +12,7 @@ import torch
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.handle import PushHandle, PushRecord
-from distcollect.pool import Pool
+from distcollect.pool import BatchPlan, Pool
 from distcollect.rollout import Header, Rollout, Tensors
 from distcollect.transport import CollectRequest
 
@@ -98,7 +98,26 @@ class Sender:
         self.has[worker_id] = version
         self.on_acknowledged(worker_id, version)
 
+    def welcome(self, worker_id: int, peer: int) -> int:
+        return 0
+
+    def forget(self, worker_id: int) -> None: ...
+
     def close(self) -> None: ...
+
+
+class Reports:
+    """Takes down what the pool says of workers."""
+
+    def __init__(self) -> None:
+        self.failed: list[int] = []
+        self.done: list[int] = []
+
+    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+        self.failed.append(worker_id)
+
+    def drained(self, worker_id: int, incarnation: int) -> None:
+        self.done.append(worker_id)
 
 
 def make(
@@ -107,13 +126,13 @@ def make(
     transport, sender = Transport(), Sender()
     pool = Pool(
         transport,  # type: ignore[arg-type]
-        {worker_id: worker_id for worker_id in range(num_workers)},
         sender,  # type: ignore[arg-type]
-        sync=sync,
-        num_steps=FRAMES,
-        rollout_frames=FRAMES,
+        BatchPlan(sync=sync, num_rollouts=num_workers, num_envs=1, num_steps=FRAMES),
+        reports=Reports(),
         staleness=staleness,
     )
+    for worker_id in range(num_workers):
+        pool.join(worker_id, 0, worker_id)
     return pool, transport, sender
 
 

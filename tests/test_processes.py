@@ -17,24 +17,24 @@ from pathlib import Path
 import pytest
 from scripts.marked import Marked
 
-from distcollect.processes import LocalProcesses, describe_exit
+from distcollect.processes import End, LocalProcesses, ProcessEvents, describe_exit
 
 SOON_S = 5
 HANG = "import time; time.sleep(1000)"
 GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '1000'])"
-BOOT = {"host": "127.0.0.1", "port": 0, "token": "", "incarnation": 0, "num_threads": 1}
+BOOT = {"host": "127.0.0.1", "port": 0, "token": "", "num_threads": 1}
 
 Spawn = Callable[[int, str], None]
 
 
-class Exits:
+class Exits(ProcessEvents):
     """Collects what is reported."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[tuple[int, int]] = queue.Queue()
 
-    def __call__(self, worker_id: int, code: int) -> None:
-        self._queue.put((worker_id, code))
+    def exited(self, worker_id: int, incarnation: int, end: End) -> None:
+        self._queue.put((worker_id, end.code))
 
     def next(self, timeout_s: float = SOON_S) -> tuple[int, int]:
         return self._queue.get(timeout=timeout_s)
@@ -59,7 +59,7 @@ def spawn(processes: LocalProcesses, tmp_path: Path) -> Spawn:
         folder = tmp_path / str(worker_id)
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(code)
-        processes.spawn(worker_id, {**BOOT, "worker_id": worker_id}, {"PYTHONPATH": str(folder)})
+        processes.spawn(worker_id, 0, BOOT, {"PYTHONPATH": str(folder)})
 
     return spawn
 
@@ -77,7 +77,7 @@ def test_a_real_worker_that_finds_no_trainer_says_so(
     with socket.socket() as nobody_listens:
         nobody_listens.bind(("127.0.0.1", 0))
         port = nobody_listens.getsockname()[1]
-        processes.spawn(3, {**BOOT, "worker_id": 3, "port": port}, {})
+        processes.spawn(3, 0, {**BOOT, "port": port}, {})
         assert exits.next(60) == (3, 1)
     assert "ConnectionRefusedError" in capfd.readouterr().err
 
@@ -107,11 +107,11 @@ def test_kill_ends_a_worker_and_what_it_started_and_no_other(
     for worker_id in (0, 1):
         spawn(worker_id, f"{GRANDCHILD}; {HANG}")
     await_count(marked, 5)  # and the guard
-    processes.kill(1)
+    processes.kill(1, 0)
     assert exits.next() == (1, -signal.SIGKILL)
     await_count(marked, 3)
-    processes.kill(1)  # gone already: no error
-    processes.kill(99)
+    processes.kill(1, 0)  # gone already: no error
+    processes.kill(99, 0)
 
 
 def test_what_a_worker_leaves_behind_is_ended(spawn: Spawn, exits: Exits, marked: Marked) -> None:

@@ -475,7 +475,12 @@ class TestReceiversInTrouble:
         """It says that it is ready, and then it is gone."""
         policy = Telling()
         with dc.RPCDataCollector(
-            Env, policy, num_workers=3, frames_per_batch=12, sync=True
+            Env,
+            policy,
+            num_workers=3,
+            frames_per_batch=12,
+            sync=True,
+            faults=dc.Faults(max_restarts=0, min_workers=3),
         ) as collector:
             killed = pids(collector)[1]
             collector.update_policy_weights_(policy)  # now all are connected

@@ -13,11 +13,11 @@ from torch import nn
 
 from distcollect import arguments
 from distcollect.errors import ArgumentTypeError
-from distcollect.membership import TRAINER_PEER
 from distcollect.policy import Exploration
 from distcollect.pool import env_seed
 from distcollect.publisher import Weights, WorkerIds
 from distcollect.rollout import Header, Rollout, Slab, assemble
+from distcollect.transport import TRAINER_PEER
 from distcollect.worker import TRAJ_IDS_PER_PEER, WorkerPlan, build_engine
 
 from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options

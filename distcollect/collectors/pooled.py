@@ -14,23 +14,22 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect import arguments
-from distcollect.cluster import Workers, current
+from distcollect.cluster import current
 from distcollect.config import Faults, Staleness, WeightSync
-from distcollect.errors import (
-    ArgumentError,
-    PolicyError,
-    WorkerError,
-)
+from distcollect.errors import ArgumentError, ArgumentTypeError, WorkerError
 from distcollect.flat import published
 from distcollect.handle import PushHandle
+from distcollect.ledger import LedgerReport
+from distcollect.membership import State
 from distcollect.policy import Exploration
-from distcollect.pool import Pool, env_seed
+from distcollect.pool import BatchPlan, Pool, env_seed
 from distcollect.publisher import Publisher, Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, assemble
 from distcollect.topology import num_cores
 from distcollect.updaters import BroadcastUpdater, Site, WeightUpdaterBase
 from distcollect.weights import WeightSender
-from distcollect.worker import Probe, WorkerPlan
+from distcollect.worker import WorkerPlan
+from distcollect.workers import Workers
 
 from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
 
@@ -68,6 +67,9 @@ class RPCDataCollector(DataCollectorBase):
         weight_updater: WeightUpdaterBase | None = None,
         staleness: Staleness | None = None,
         faults: Faults | None = None,
+        preemptive_threshold: float | None = None,
+        batch_deadline_s: float | None = None,
+        listen: str | None = None,
     ) -> None:
         """Start the workers, and have each try out its envs and the policy.
 
@@ -108,7 +110,13 @@ class RPCDataCollector(DataCollectorBase):
             weight_sync: what is sent, and when the workers use it.
             weight_updater: how it gets there; None: a :class:`BroadcastUpdater`.
             staleness: how old the policy of a delivered frame may be; None: as old as it is.
-            faults: how long to wait for whom.
+            faults: what counts as a failure, and what is done about it.
+            preemptive_threshold: in sync mode, once this share of a batch's rollouts is there
+                (above 0, at most 1), the other workers are told to deliver what they have. The
+                missing frames are padding: False in ``("collector", "mask")``.
+            batch_deadline_s: in sync mode, the same so many seconds after a batch was asked for.
+            listen: "HOST:PORT", this host's, where ``distcollect worker --join`` may add workers
+                at any time; None: what DISTCOLLECT_LISTEN says, else nowhere.
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong; nothing was started.
@@ -136,6 +144,7 @@ class RPCDataCollector(DataCollectorBase):
         self._updater = arguments.updater(weight_updater) or BroadcastUpdater(
             self._weight_sync.backend
         )
+        _check_stragglers(preemptive_threshold, batch_deadline_s, sync=sync)
         launched = current()
         count = launched.num_workers(num_workers) if launched else num_workers or num_cores()
         sharing = count if sync else 1
@@ -159,38 +168,47 @@ class RPCDataCollector(DataCollectorBase):
             exclude=tuple(self._weight_sync.exclude),
         )
         payloads = arguments.pickled_plans(plan, makers)
-        workers = Workers(count, self._faults)
+        workers = Workers(
+            count,
+            self._faults,
+            # Those that join later begin with the list of makers again.
+            lambda worker_id: payloads[worker_id % count],
+            listen=listen,
+        )
         try:
-            probes = workers.configure(payloads)
-            self._probe = _agreed(probes)
-            gpus = {worker_id: probe.gpu for worker_id, probe in probes.items()}
-            self._updater.attach(Site(workers.address, self._faults.weights_timeout_s, gpus))
+            self._probe = workers.probes[0]
+            self._updater.attach(
+                Site(workers.address, self._faults.weights_timeout_s, workers.gpus)
+            )
             num_envs = self._probe.layout.num_envs
-            steps = arguments.num_steps(frames_per_batch, sharing, num_envs)
+            self._pool = Pool(
+                workers.transport,
+                WeightSender(
+                    workers.transport,
+                    self._probe.weights,
+                    self._updater,
+                    options=self._weight_sync,
+                    timeout_s=self._faults.weights_timeout_s,
+                ),
+                BatchPlan(
+                    sync=sync,
+                    num_rollouts=sharing,
+                    num_envs=num_envs,
+                    num_steps=arguments.num_steps(frames_per_batch, sharing, num_envs),
+                    random_frames=random_frames,
+                    num_frames=None if self.total_frames == -1 else self.total_frames,
+                    waits_for_missing=self._faults.missing_share == "replacement",
+                    preemptive_threshold=preemptive_threshold,
+                    deadline_s=batch_deadline_s,
+                ),
+                staleness=staleness,
+                reports=workers,
+            )
+            workers.attach(self._pool)
         except BaseException:
             workers.close()
             raise
-        sender = WeightSender(
-            workers.transport,
-            workers.peers,
-            self._probe.weights,
-            self._updater,
-            options=self._weight_sync,
-            timeout_s=self._faults.weights_timeout_s,
-        )
-        self._pool = Pool(
-            workers.transport,
-            workers.peers,
-            sender,
-            sync=sync,
-            num_steps=steps,
-            rollout_frames=num_envs * steps,
-            random_frames=random_frames,
-            num_frames=None if self.total_frames == -1 else self.total_frames,
-            staleness=staleness,
-            explain=workers.explain,
-        )
-        workers.on_lost = self._pool.lose
+        self._workers = workers
         self._publisher = Publisher(
             self._pool,
             self._probe.weights,
@@ -208,8 +226,36 @@ class RPCDataCollector(DataCollectorBase):
 
     @property
     def num_workers(self) -> int:
-        """Workers that collect."""
-        return len(self._pool.worker_ids)
+        """Workers that are there now; those that are being replaced are not counted."""
+        return self._workers.num_present
+
+    @property
+    def worker_states(self) -> dict[int, State]:
+        """What is known of each slot's worker, by worker_id."""
+        return self._workers.states
+
+    @property
+    def ledger(self) -> LedgerReport:
+        """Where all frames went that workers stepped: delivered, or lost and why.
+
+        What a worker stepped becomes known with its next rollout, or at its end.
+        """
+        return self._pool.ledger
+
+    def release(self, worker_ids: int | Sequence[int]) -> None:
+        """Have workers leave for good; wait until they have.
+
+        They finish the rollout that they are collecting, for at most ``Faults.leave_timeout_s``;
+        it is delivered. Nobody takes their place; with fewer than ``Faults.min_workers`` left the
+        run ends.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: no such workers.
+            DeadlineError: they did not end in time.
+        """
+        self._check_open()
+        selected = arguments.worker_ids(worker_ids, self._pool.worker_ids)
+        self._workers.release(selected or ())
 
     @property
     def stale_frames(self) -> dict[int, int]:
@@ -305,10 +351,9 @@ class RPCDataCollector(DataCollectorBase):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """See :class:`DataCollectorBase`."""
         self._check_open()
-        num_envs = self._probe.layout.num_envs
-        limit_s = self._faults.batch_timeout_s
-        self._pool.seed(seed, num_envs, static_seed=static_seed, timeout_s=limit_s)
-        return env_seed(seed, num_envs * self.num_workers, stream=2)
+        self._pool.seed(seed, static_seed=static_seed, timeout_s=self._faults.batch_timeout_s)
+        num_slots = max(self._pool.worker_ids, default=-1) + 1
+        return env_seed(seed, self._probe.layout.num_envs * num_slots, stream=2)
 
     def shutdown(self) -> None:
         """End the workers and reap them; takes at most ``Faults.stop_timeout_s`` and a little."""
@@ -330,17 +375,21 @@ def _versions(header: Header, versions: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def _agreed(probes: Mapping[int, Probe]) -> Probe:
-    """The probe that all workers agree on.
-
-    Raises:
-        PolicyError: they found different spaces, numbers of envs, or weights.
-    """
-    first = probes[0]
-    for worker_id, probe in probes.items():
-        if (probe.layout, probe.weights) != (first.layout, first.weights):
-            raise PolicyError(
-                f"its frames or weights differ from worker 0's: {probe} instead of {first}",
-                worker_id=worker_id,
+def _check_stragglers(
+    preemptive_threshold: float | None, batch_deadline_s: float | None, *, sync: bool
+) -> None:
+    for name, value, most in (
+        ("preemptive_threshold", preemptive_threshold, 1.0),
+        ("batch_deadline_s", batch_deadline_s, float("inf")),
+    ):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ArgumentTypeError(f"{name}={value!r}: must be a number")
+        if not 0 < value <= most:
+            bounds = "above 0" if most == float("inf") else "above 0 and at most 1"
+            raise ArgumentError(f"{name}={value!r}: must be {bounds}")
+        if not sync:
+            raise ArgumentError(
+                f"{name}={value!r} is for sync=True: without it nobody waits for the slowest"
             )
-    return first

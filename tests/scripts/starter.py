@@ -6,12 +6,12 @@ import os
 import sys
 import time
 
-from distcollect.processes import LocalProcesses
+from distcollect.processes import LocalProcesses, ProcessEvents
 
 folder, *todo = sys.argv[1:]
-processes = LocalProcesses(lambda *_: None)
+processes = LocalProcesses(ProcessEvents())
 for worker_id in (0, 1):
-    processes.spawn(worker_id, {"worker_id": worker_id}, {"PYTHONPATH": folder})
+    processes.spawn(worker_id, 0, {}, {"PYTHONPATH": folder})
 forked = []
 if "fork" in todo:
     child = os.fork()
