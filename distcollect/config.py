@@ -112,6 +112,10 @@ class Faults:
             as further rollouts; "replacement": it is waited for who takes its place.
         max_worker_bytes: a worker that takes more memory than this finishes its rollout and is
             replaced; None: any amount.
+        max_env_faults: an env that raises is closed and made anew, and its trajectory ends at its
+            last real frame, where ``("collector", "faulted")`` is True. One that raises again
+            before it went through a whole episode or 1000 frames is given up after so many
+            rebuilds in a row, by an :class:`~distcollect.EnvError`. 0: at the first exception.
     """
 
     start_timeout_s: float = 180.0
@@ -125,6 +129,7 @@ class Faults:
     min_workers: int = 1
     missing_share: str = "survivors"
     max_worker_bytes: int | None = None
+    max_env_faults: int = 3
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -133,7 +138,8 @@ class Faults:
                 continue
             if field.name.endswith("_s") and not (value is not None and value > 0):
                 raise ArgumentError(f"Faults({field.name}={value!r}): must be above 0 seconds")
-        for name, least in (("max_restarts", 0), ("min_workers", 1), ("max_worker_bytes", 1)):
+        least_of = {"max_restarts": 0, "max_env_faults": 0, "min_workers": 1, "max_worker_bytes": 1}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from gymnasium.spaces import Box
 
-from .envs import EnvBatch, Step
+from .counts import Counts
+from .envs import EnvBatch, Faulted, Step
 from .errors import ArgumentError, PolicyError
 from .flat import LiveWeights
 from .policy import Policy, RandomPolicy
-from .rollout import Layout, Slab
+from .rebuilder import Rebuilder, Stopped
+from .rollout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout, Slab
 from .spaces import Arrays, Key
-
-
-class Stopped(Exception):
-    """Collection was ended between two steps by :meth:`Engine.stop`."""
-
+from .strip import Strip
 
 _CAUSES: dict[type[BaseException], str] = {
     Stopped: "shut_down",
@@ -45,38 +43,6 @@ class StepOptions:
     swap_within_rollouts: bool = True
 
 
-class Counts:
-    """Frames stepped in all, and those of them that are in no rollout, by cause.
-
-    Attributes:
-        memory: int64 ``[2]``: frames stepped, up to date after every step; and 1 while envs are
-            stepped or reset for a rollout, else 0. It may be shared with a process that wants to
-            know when this one was killed.
-        cells: the same, several times faster to write to.
-        lost: frames that will never be delivered, by cause.
-    """
-
-    def __init__(self, memory: np.ndarray | None = None) -> None:
-        """Go on from what stands in ``memory``; None: from 0, in memory of its own."""
-        self.memory = np.zeros(2, np.int64) if memory is None else memory
-        self.cells = self.memory.data
-        self.lost: dict[str, int] = {}
-
-    @property
-    def stepped(self) -> int:
-        """Frames stepped in all."""
-        return int(self.cells[0])
-
-    def add(self, frames: int) -> None:
-        """Account for ``frames`` that were stepped."""
-        self.cells[0] += frames
-
-    def lose(self, cause: str, frames: int) -> None:
-        """Account for ``frames`` that will never be delivered."""
-        if frames:
-            self.lost[cause] = self.lost.get(cause, 0) + frames
-
-
 class Engine:
     """Collects rollouts ``[n, T]`` from n envs and one policy.
 
@@ -93,6 +59,7 @@ class Engine:
         traj_ids: Iterator[int],
         options: StepOptions | None = None,
         counts: Counts | None = None,
+        max_env_faults: int = 0,
     ) -> None:
         """Reset the envs and call the policy once, which tells what it writes.
 
@@ -103,6 +70,8 @@ class Engine:
             traj_ids: where the ids of new trajectories are taken from.
             options: how to step.
             counts: what to count in; None: a new one.
+            max_env_faults: how often in a row an env that raises while a rollout is collected is
+                made anew.
 
         Raises:
             ArgumentError: an option that these envs can't follow.
@@ -117,19 +86,23 @@ class Engine:
         self._policy = policy
         self._random = RandomPolicy(envs.action_space, envs.num_envs)
         self._bounds = _bounds(envs) if self.options.clip_actions else {}
+        self._rebuilder = Rebuilder(envs, self.counts, max_env_faults)
         self._stop = False
         self._seeds: Sequence[int] | None = None
         self._new_traj_ids = traj_ids
         self._traj_ids = np.zeros(envs.num_envs, np.int64)
         self._lengths = np.zeros(envs.num_envs, np.int64)
-        envs.reset()
+        try:
+            envs.reset()
+        except Faulted as faulted:
+            raise faulted.faults[0].error from faulted.__cause__
         first = {key: array.copy() for key, array in envs.obs.items()}
         policy.try_out()
         # It may have changed its input in place.
         for key, array in envs.obs.items():
             array[:] = first[key]
         self.layout = Layout(envs.num_envs, envs.leaves, envs.action_leaves, policy.extras)
-        self._strip: _Strip | None = None
+        self._strip: Strip | None = None
         self._reset_due = False
         self._begun_at = 0  # frames stepped before the rollout under way
         self._begin_trajectories()
@@ -137,6 +110,7 @@ class Engine:
     def seed(self, seeds: Sequence[int]) -> None:
         """Start over at the next rollout, env i from ``seeds[i]``."""
         self._seeds = list(seeds)
+        self._rebuilder.seed(self._seeds)
         self._random.seed(self._seeds)
         if isinstance(self._policy, RandomPolicy):
             self._policy.seed(self._seeds)
@@ -145,6 +119,7 @@ class Engine:
     def stop(self) -> None:
         """Make the running or next :meth:`collect` raise :class:`Stopped` between two steps."""
         self._stop = True
+        self._rebuilder.stop()
 
     def collect(self, slab: Slab, *, random: bool = False, fresh: bool = False) -> None:
         """Fill ``slab`` with the next rollout.
@@ -156,7 +131,8 @@ class Engine:
 
         Raises:
             Stopped: see :meth:`stop`.
-            EnvError, PolicyError: an env or the policy raised.
+            EnvError: an env raised too often in a row, or can't be made anew.
+            PolicyError: the policy raised.
         """
         cells = self.counts.cells
         cells[1] = 1
@@ -189,7 +165,11 @@ class Engine:
                 self._fill_skewed(slab, policy, fresh)
 
     def _reset(self) -> None:
-        self._envs.reset(self._seeds)
+        try:
+            self._envs.reset(self._seeds)
+        except Faulted as faulted:
+            for fault in faulted.faults:
+                self._rebuilder.rebuild(fault)
         self._seeds = None
         self._reset_due = False
         if self._strip is not None:
@@ -228,6 +208,7 @@ class Engine:
         slab.policy_version.fill(weights.version)
         slab.traj_ids[:] = self._traj_ids[:, None]
         cells, stepped, num_envs = self.counts.cells, self.counts.stepped, envs.num_envs
+        streaks = self._rebuilder.streaks
         action: Arrays = {}
         cut = None
         for step in range(slab.num_steps):
@@ -250,11 +231,18 @@ class Engine:
             if longest is not None:
                 lengths += 1
                 cut = lengths >= longest
-            out = envs.step(action, cut)
+            try:
+                out = envs.step(action, cut)
+            except Faulted as faulted:
+                self._mend(slab, step, policy, faulted)
+                stepped = cells[0]
+                continue
             stepped += num_envs
             cells[0] = stepped
             rewards[:, step] = out.reward
             if out.ended:
+                if streaks:
+                    self._rebuilder.finished(out.ended)
                 self._end_trajectories(slab, step, out)
         for key, array in slab.tail.items():
             array[:] = envs.obs[key]
@@ -268,6 +256,65 @@ class Engine:
             self._traj_ids[row] = traj_id
             slab.traj_ids[row, step + 1 :] = traj_id
             self._lengths[row] = 0
+
+    def _mend(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
+        """Make the envs anew that raised in a step, and have it done by all rows after all."""
+        out, longest = faulted.result, self.options.max_frames_per_traj
+        rows: Sequence[int] = range(self._envs.num_envs)
+        while True:
+            self.counts.add(len(rows) - len(faulted.idle))
+            slab.faulted[faulted.cut_short, step] = True
+            self._rebuilder.finished({*rows}.intersection(out.ended).difference(faulted.cut_short))
+            for fault in faulted.faults:
+                self._rebuilder.rebuild(fault)
+            rows = faulted.idle
+            if not rows:
+                break
+            self._begin_anew(slab, step, rows)
+            action = self._ask_again(slab, step, policy, rows)
+            cut = None if longest is None else self._lengths >= longest
+            try:
+                self._envs.step(action, cut, rows)
+            except Faulted as another:
+                faulted = another
+            else:
+                self.counts.add(len(rows))
+                self._rebuilder.finished({*rows}.intersection(out.ended))
+                break
+        slab.reward[:, step] = out.reward
+        self._end_trajectories(slab, step, out)
+
+    def _begin_anew(self, slab: Slab, step: int, rows: Sequence[int]) -> None:
+        """End the trajectories of ``rows`` before this step, and begin others with it."""
+        seen = {key: column[:, step] for key, column in slab.root.items()}
+        for row in rows:
+            # Else it ended by itself, or all of it was delivered before.
+            if step and slab.traj_ids[row, step - 1] == self._traj_ids[row]:
+                slab.truncated[row, step - 1] = True
+                slab.faulted[row, step - 1] = True
+                slab.add_final(row, step - 1, seen)
+            traj_id = next(self._new_traj_ids)
+            self._traj_ids[row] = traj_id
+            slab.traj_ids[row, step:] = traj_id
+            self._lengths[row] = 1
+
+    def _ask_again(self, slab: Slab, step: int, policy: Policy, rows: Sequence[int]) -> Arrays:
+        """Write the frames' starts of ``rows`` once more; the actions of all rows."""
+        obs = self._envs.obs
+        for key, column in slab.root.items():
+            column[rows, step] = obs[key][rows]
+        kept = {key: array.copy() for key, array in obs.items()}
+        chosen, written = policy.for_rows(rows)
+        # It may have changed its input in place, and the other rows' is still to be recorded.
+        for key, array in obs.items():
+            array[:] = kept[key]
+        for leaf, tensor in zip(self.layout.action, chosen, strict=True):
+            slab.action[leaf.key][rows, step] = tensor.numpy()[rows]
+        for leaf, tensor in zip(self.layout.extras, written, strict=False):
+            slab.extras[leaf.key][rows, step] = tensor.numpy()[rows]
+        action = {leaf.key: slab.action[leaf.key][:, step] for leaf in self.layout.action}
+        self._clip(action)
+        return action
 
     def _clip(self, action: Arrays) -> None:
         for key, (low, high) in self._bounds.items():
@@ -283,7 +330,7 @@ class Engine:
                 self._traj_ids[gap] = next(self._new_traj_ids)
             self.counts.lose("row_skew", strip.drop())
         if strip is None or strip.num_steps != slab.num_steps:
-            strip = self._strip = _Strip(self.layout, slab.num_steps)
+            strip = self._strip = Strip(self.layout, slab.num_steps)
         swaps = True  # before the first step in any case
         while strip.position.min() < slab.num_steps:
             if self._stop or (weights.pending and swaps):
@@ -297,7 +344,13 @@ class Engine:
             }
             given = dict(action)
             self._clip(given)
-            out = envs.step(given)
+            try:
+                out = envs.step(given)
+            except Faulted as faulted:
+                self._mend_skewed(strip, before, faulted)
+                continue
+            if out.ended and self._rebuilder.streaks:
+                self._rebuilder.finished(out.ended)
             real = np.ones(envs.num_envs, bool) if out.real is None else out.real
             self.counts.add(int(real.sum()))
             values: Arrays = {**before, **action}
@@ -307,8 +360,9 @@ class Engine:
             values["reward",] = out.reward
             values["terminated",] = out.terminated
             values["truncated",] = out.truncated
-            values["traj_ids",] = self._traj_ids
-            values["policy_version",] = np.full(envs.num_envs, weights.version)
+            values[TRAJ_IDS] = self._traj_ids
+            values[POLICY_VERSION] = np.full(envs.num_envs, weights.version)
+            values[FAULTED] = np.zeros(envs.num_envs, bool)
             overflow = strip.write(real, values, envs, out.ended)
             self.counts.lose("row_skew", len(overflow))
             # A frame that found no room leaves a gap, which no trajectory may span.
@@ -316,78 +370,13 @@ class Engine:
                 self._traj_ids[ended] = next(self._new_traj_ids)
         strip.emit(slab)
 
-
-class _Strip:
-    """Frames of rows that are not at the same step: up to 2T of each row."""
-
-    def __init__(self, layout: Layout, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self.position = np.zeros(layout.num_envs, np.int64)
-        self._frames: Arrays = {
-            leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps) for leaf in layout.per_frame
-        }
-        self._after: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
-        self._final: dict[tuple[int, int], Arrays] = {}
-        # What followed a frame whose successor found no room, by the place that it would have had.
-        self._cut_off: dict[tuple[int, int], Arrays] = {}
-
-    def drop(self) -> int:
-        """Forget all frames; how many they were."""
-        dropped = int(self.position.sum())
-        self.position.fill(0)
-        self._final.clear()
-        self._cut_off.clear()
-        return dropped
-
-    def write(
-        self, real: np.ndarray, values: Arrays, envs: EnvBatch, ended: Sequence[int]
-    ) -> list[int]:
-        """Append a frame to the rows in ``real``; the rows that had no room for it."""
-        room = self.position < 2 * self.num_steps
-        overflow = [int(row) for row in np.flatnonzero(real & ~room)]
-        for row in overflow:
-            after_row = {key: after[row].copy() for key, after in self._after.items()}
-            self._cut_off.setdefault((row, 2 * self.num_steps), after_row)
-        rows = np.flatnonzero(real & room)
-        columns = self.position[rows]
-        for key, frames in self._frames.items():
-            frames[rows, columns] = values[key][rows]
-        for key, after in self._after.items():
-            after[rows] = envs.obs[key][rows]
-        for row in ended:
-            if room[row]:
-                self._final[row, int(self.position[row])] = {
-                    key: array[row].copy()[None] for key, array in envs.final.items()
-                }
-        self.position[rows] += 1
-        return overflow
-
-    def emit(self, slab: Slab) -> None:
-        """Move the first T frames of each row to ``slab``."""
-        steps = self.num_steps
-        ahead = self.position > steps
-        for key, tail in slab.tail.items():
-            tail[:] = self._after[key]
-            tail[ahead] = self._frames[key][ahead, steps]
-            for (row, column), after in self._cut_off.items():
-                if column == steps:
-                    tail[row] = after[key]
-        self._cut_off = {
-            (row, column - steps): after
-            for (row, column), after in self._cut_off.items()
-            if column > steps
-        }
-        for key, frames in self._frames.items():
-            slab.frames[key][:] = frames[:, :steps]
-            frames[:, :steps] = frames[:, steps:]
-        kept: dict[tuple[int, int], Arrays] = {}
-        for (row, column), final in sorted(self._final.items()):
-            if column < steps:
-                slab.add_final(row, column, final, source_row=0)
-            else:
-                kept[row, column - steps] = final
-        self._final = kept
-        self.position -= steps
+    def _mend_skewed(self, strip: Strip, seen: Arrays, faulted: Faulted) -> None:
+        """Make a vector env anew that raised: no row made its transition."""
+        for fault in faulted.faults:
+            self._rebuilder.rebuild(fault)
+        for row in faulted.idle:
+            strip.cut_short(row, self._traj_ids[row], seen)
+            self._traj_ids[row] = next(self._new_traj_ids)
 
 
 def _bounds(envs: EnvBatch) -> dict[Key, tuple[np.ndarray, np.ndarray]]:

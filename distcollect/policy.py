@@ -76,6 +76,12 @@ class Policy(ABC):
             CPU. Without a policy of the user's there are no extras.
         """
 
+    def for_rows(
+        self, rows: Sequence[int]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """As a call, for the sake of some rows: what it gives for others is of no use."""
+        return self()
+
     def exploring(self) -> AbstractContextManager[Any]:
         """The context in which a whole rollout's calls are made."""
         return torch.no_grad()
@@ -105,6 +111,17 @@ class RandomPolicy(Policy):
             np.stack([np.asarray(row[index], leaf.numpy_dtype) for row in drawn])
             for index, leaf in enumerate(self._leaves)
         ]
+        return [torch.from_numpy(column) for column in columns], ()
+
+    def for_rows(
+        self, rows: Sequence[int]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Draws for no others, whose generators are to go on as if nothing had happened."""
+        columns = [leaf.zeros(len(self._spaces)) for leaf in self._leaves]
+        for row in rows:
+            space = self._spaces[row]
+            for column, part in zip(columns, flatten(space, space.sample()), strict=True):
+                column[row] = part
         return [torch.from_numpy(column) for column in columns], ()
 
 

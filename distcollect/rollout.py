@@ -23,12 +23,16 @@ from .spaces import Arrays, Key, Leaf, nested
 
 Tensors = list[torch.Tensor]
 
+TRAJ_IDS: Key = ("collector", "traj_ids")
+POLICY_VERSION: Key = ("collector", "policy_version")
+FAULTED: Key = ("collector", "faulted")
 _BOOKKEEPING = (
     Leaf(("reward",), (), torch.float32),
     Leaf(("terminated",), (), torch.bool),
     Leaf(("truncated",), (), torch.bool),
-    Leaf(("traj_ids",), (), torch.int64),
-    Leaf(("policy_version",), (), torch.int64),
+    Leaf(TRAJ_IDS, (), torch.int64),
+    Leaf(POLICY_VERSION, (), torch.int64),
+    Leaf(FAULTED, (), torch.bool),
 )
 
 
@@ -200,8 +204,9 @@ class Slab:
         self.reward = self.frames["reward",]
         self.terminated = self.frames["terminated",]
         self.truncated = self.frames["truncated",]
-        self.traj_ids = self.frames["traj_ids",]
-        self.policy_version = self.frames["policy_version",]
+        self.traj_ids = self.frames[TRAJ_IDS]
+        self.policy_version = self.frames[POLICY_VERSION]
+        self.faulted = self.frames[FAULTED]
         self._final_at: list[int] = []
         self._final_room = layout.num_envs
         self._final: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
@@ -210,6 +215,7 @@ class Slab:
         """Forget the episode ends of the last rollout; the engine writes only where one ends."""
         self.terminated.fill(False)
         self.truncated.fill(False)
+        self.faulted.fill(False)
         self._final_at.clear()
 
     def add_final(
@@ -254,6 +260,7 @@ class Header:
         policy_version: (lowest, highest) version among its frames.
         stepped: frames its process has stepped in all.
         lost: of these, the frames that are in no rollout, by cause.
+        env_faults: how often an env of its process raised.
     """
 
     worker_id: int
@@ -264,6 +271,7 @@ class Header:
     policy_version: tuple[int, int]
     stepped: int = 0
     lost: dict[str, int] = field(default_factory=dict)
+    env_faults: int = 0
 
 
 @dataclass(frozen=True)
@@ -346,8 +354,9 @@ def assemble(
     tree = nested(batch)
     tree["next"] = nested(following)
     tree["collector"] = {
-        "traj_ids": flat["traj_ids",],
-        "policy_version": flat["policy_version",],
+        "traj_ids": flat[TRAJ_IDS],
+        "policy_version": flat[POLICY_VERSION],
+        "faulted": flat[FAULTED],
         "worker_id": worker_ids.repeat_interleave(layout.num_envs)[:, None].repeat(1, steps),
     }
     out = TensorDict(tree, batch_size=[rows, steps], names=[None, "time"])

@@ -7,6 +7,7 @@ more thread (:mod:`.receiver`); the lifeline's thread ends the process when the 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -28,9 +29,10 @@ import torch
 from torch import nn
 
 from . import vitals
-from .engine import Counts, Engine, StepOptions
+from .counts import Counts
+from .engine import Engine, StepOptions
 from .envs import EnvContext, make_envs
-from .errors import PolicyError, WorkerError
+from .errors import EnvError, PolicyError, WorkerError
 from .flat import LiveWeights, WeightLayout, published
 from .link import Lifeline, exit_now
 from .policy import Exploration, Policy, RandomPolicy, UserPolicy
@@ -69,6 +71,7 @@ class WorkerPlan:
         models: further modules that are published with the policy, by name. Where policy and env
             makers refer to them, they refer to these very objects here too.
         exclude: patterns of names of weights that are never sent.
+        max_env_faults: see :class:`~distcollect.config.Faults`.
     """
 
     create_env_fn: Any
@@ -81,6 +84,7 @@ class WorkerPlan:
     options: StepOptions = field(default_factory=StepOptions)
     models: Mapping[str, nn.Module] = field(default_factory=dict)
     exclude: Sequence[str] = ()
+    max_env_faults: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,9 +157,11 @@ def build_engine(
             traj_ids=traj_ids,
             options=plan.options,
             counts=counts,
+            max_env_faults=plan.max_env_faults,
         )
     except BaseException:
-        envs.close()
+        with contextlib.suppress(EnvError):  # the first error is the one to tell
+            envs.close()
         raise
 
 
@@ -299,6 +305,7 @@ class Worker:
             policy_version=(int(versions.min()), int(versions.max())),
             stepped=engine.counts.stepped,
             lost=dict(engine.counts.lost),
+            env_faults=engine.counts.env_faults,
         )
         self._sequence += 1
         return header, tensors

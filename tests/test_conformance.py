@@ -145,7 +145,7 @@ SPACES = [
 ENDS: Spec = {(name,): ((1,), _bool) for name in ("done", "terminated", "truncated")}
 IDS: Spec = {
     ("collector", name): ((), _i64) for name in ("traj_ids", "policy_version", "worker_id")
-}
+} | {("collector", "faulted"): ((), _bool)}
 
 
 class Noter:
@@ -279,6 +279,7 @@ class Oracle:
         assert not any(batch[name].any() for name in ("done", "terminated", "truncated"))
         ends = batch["next", "terminated"] | batch["next", "truncated"]
         assert torch.equal(batch["next", "done"], ends)
+        assert not batch["collector", "faulted"].any()
         ids = batch["collector", "worker_id"].reshape(-1, self.steps)
         if self.delivery.on_policy:
             wanted = torch.arange(workers).repeat_interleave(envs)

@@ -87,7 +87,8 @@ def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
         "traj_ids": ("collector", "traj_ids"),
         "policy_version": ("collector", "policy_version"),
     }.items():
-        assert (batch[where].numpy() == np.concatenate([s.frames[name,] for s in slabs])).all()
+        key = where if isinstance(where, tuple) else (name,)
+        assert (batch[where].numpy() == np.concatenate([s.frames[key] for s in slabs])).all()
     for name in ("reward", "terminated", "truncated"):
         given = np.concatenate([slab.frames[name,] for slab in slabs])[..., None]
         assert (batch["next", name].numpy() == given).all()

@@ -49,7 +49,7 @@ class DataCollectorBase(ABC):
     - under ``"next"`` the observation after the step (at the end of an episode the true final one),
       ``"reward"`` (float32 ``[..., T, 1]``), ``"done"``, ``"terminated"``, ``"truncated"``;
     - under ``"collector"`` ``"traj_ids"``, ``"policy_version"``, ``"worker_id"`` (int64
-      ``[..., T]``).
+      ``[..., T]``) and ``"faulted"`` (bool ``[..., T]``: a trajectory ends here as its env raised).
 
     A batch is yours: it is never rewritten and shares no memory with another.
 

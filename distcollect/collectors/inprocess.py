@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect import arguments
+from distcollect.config import Faults
 from distcollect.errors import ArgumentTypeError
 from distcollect.policy import Exploration
 from distcollect.pool import env_seed
@@ -53,6 +54,7 @@ class SyncDataCollector(DataCollectorBase):
         info_keys: InfoKeys = None,
         clip_actions: bool = False,
         models: Mapping[str, nn.Module] | None = None,
+        faults: Faults | None = None,
     ) -> None:
         """Make the envs and try out env and policy.
 
@@ -76,6 +78,7 @@ class SyncDataCollector(DataCollectorBase):
                 list of names, or ``{name: space}`` where the first reset and step don't show them.
             clip_actions: clip what goes to the envs to the bounds of a Box action space.
             models: further modules, by name, whose weights are published with the policy's.
+            faults: how often an env may raise; its deadlines concern workers only.
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong.
@@ -99,6 +102,7 @@ class SyncDataCollector(DataCollectorBase):
             info_keys=info_keys,
             options=step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
             models=arguments.models(models),
+            max_env_faults=(faults or Faults()).max_env_faults,
         )
         self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
         try:

@@ -166,6 +166,7 @@ class RPCDataCollector(DataCollectorBase):
             ),
             models=sent_models,
             exclude=tuple(self._weight_sync.exclude),
+            max_env_faults=self._faults.max_env_faults,
         )
         payloads = arguments.pickled_plans(plan, makers)
         workers = Workers(

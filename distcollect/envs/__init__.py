@@ -1,6 +1,6 @@
 """Envs of every kind behind one stepping interface."""
 
-from .base import EnvBatch, Step
+from .base import EnvBatch, Fault, Faulted, Step
 from .make import EnvContext, check_env_id, make_envs
 
-__all__ = ["EnvBatch", "EnvContext", "Step", "check_env_id", "make_envs"]
+__all__ = ["EnvBatch", "EnvContext", "Fault", "Faulted", "Step", "check_env_id", "make_envs"]

@@ -51,6 +51,44 @@ class Step(NamedTuple):
     real: np.ndarray | None
 
 
+class Fault(NamedTuple):
+    """What one env raised.
+
+    Attributes:
+        rows: those it steps: one, or all of a vector env.
+        error: names the env.
+        stepped: whether the rows had made their transition, and it was the reset after it that
+            failed.
+    """
+
+    rows: tuple[int, ...]
+    error: EnvError
+    stepped: bool
+
+
+class Faulted(EnvError):
+    """Envs raised; all others have done what was asked.
+
+    Those that raised need :meth:`EnvBatch.rebuild` before anything else is asked of them.
+
+    Attributes:
+        faults: one for each of them.
+        idle: the rows that made no transition, in ascending order.
+        cut_short: the rows that did, and whose episode goes no further as others of their vector
+            env couldn't be reset.
+        result: what the step gave, but for the idle rows; those cut short count as truncated.
+    """
+
+    def __init__(self, faults: Sequence[Fault], cut_short: Sequence[int], result: Step) -> None:
+        first = faults[0].error
+        super().__init__(first.message)
+        self.__cause__ = first.__cause__
+        self.faults = faults
+        self.idle = sorted(row for fault in faults if not fault.stepped for row in fault.rows)
+        self.cut_short = cut_short
+        self.result = result
+
+
 class EnvBatch(ABC):
     """n envs stepped together.
 
@@ -92,6 +130,7 @@ class EnvBatch(ABC):
         self._pairs = [(self.obs[leaf.key], self.final[leaf.key]) for leaf in self.leaves]
         reward = np.zeros(num_envs, np.float32)
         self._result = Step(reward, np.zeros(num_envs, bool), np.zeros(num_envs, bool), [], None)
+        self._faults: list[Fault] = []  # of the call under way
 
     @abstractmethod
     def reset(self, seeds: Sequence[int] | None = None) -> None:
@@ -102,28 +141,36 @@ class EnvBatch(ABC):
                 has a single generator and takes the first.
 
         Raises:
-            EnvError: an env raised, or its observation doesn't fit its space.
+            Faulted: an env raised, or its observation doesn't fit its space.
         """
 
-    def step(self, action: Arrays, cut: np.ndarray | None = None) -> Step:
+    def step(
+        self, action: Arrays, cut: np.ndarray | None = None, rows: Sequence[int] | None = None
+    ) -> Step:
         """One transition of each env.
 
         Args:
             action: ``[n, *shape]`` for each of ``action_leaves``; copied where an env may keep it.
             cut: bool ``[n]``, rows whose episode shall end with this step, whatever the env says.
+            rows: those that were idle when the last step raised Faulted, and are to make up for it;
+                what that step gave for the others stands in the result. None: all.
 
         Raises:
-            EnvError: an env raised, or its observation doesn't fit its space.
+            Faulted: an env raised, or its observation doesn't fit its space.
             ArgumentError: ``cut`` was given though ``can_cut`` is False.
         """
         if cut is not None and not self.can_cut:
             raise ArgumentError(
                 f"{self._name()}: its rows can't be reset one by one, so episodes can't be cut"
             )
-        result = self._advance(action)
+        result = self._advance(action, rows)
         ended = result.ended
         over = [] if self._resets_itself else ended
+        if rows is not None:
+            ended.sort()
+            over = [row for row in over if row in rows]
         if cut is not None:
+            cut = self._cut_of_stepped(cut) if self._faults else cut
             np.logical_or(result.truncated, cut & ~result.terminated, out=result.truncated)
             cut_rows = [row for row in np.flatnonzero(cut).tolist() if row not in ended]
             if cut_rows:
@@ -135,7 +182,25 @@ class EnvBatch(ABC):
                 for row in over:
                     last[row] = now[row]
             self._reset_rows(over)
+        if self._faults:
+            raise self._faulted()
         return result
+
+    @abstractmethod
+    def can_rebuild(self, row: int) -> bool:
+        """Whether the env of a row can be made anew: one that was given as it is can't."""
+
+    @abstractmethod
+    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        """Close the env of ``rows``, whatever it says to that, make another one and reset it.
+
+        Args:
+            rows: as a :class:`Fault` has them.
+            seeds: one for each of these rows; None: random ones.
+
+        Raises:
+            EnvError: it could not be made, has other spaces than before, or raised.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -146,16 +211,43 @@ class EnvBatch(ABC):
         """
 
     @abstractmethod
-    def _advance(self, action: Arrays) -> Step:
-        """Step all envs, write ``obs``, and say which rows ended."""
+    def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
+        """Step all envs or some, write ``obs``, say which rows ended, note faults."""
 
     @abstractmethod
     def _reset_rows(self, rows: list[int]) -> None:
-        """Start new episodes in some rows and write those rows of ``obs``."""
+        """Start new episodes in some rows, write those rows of ``obs``, note faults."""
 
     @abstractmethod
     def _name(self, row: int = 0) -> str:
         """How messages call the env of a row."""
+
+    def _cut_of_stepped(self, cut: np.ndarray) -> np.ndarray:
+        """``cut`` without the rows that made no transition."""
+        cut = cut.copy()
+        for fault in self._faults:
+            cut[list(fault.rows)] = False
+        return cut
+
+    def _faulted(self) -> Faulted:
+        """The error for the faults of this call, which is over."""
+        faults, self._faults = self._faults, []
+        result = self._result
+        stepped = [row for fault in faults if fault.stepped for row in fault.rows]
+        cut_short = [row for row in stepped if row not in result.ended]
+        for row in cut_short:
+            result.truncated[row] = True
+            for now, last in self._pairs:
+                last[row] = now[row]
+        result.ended[:] = sorted([*result.ended, *cut_short])
+        return Faulted(faults, cut_short, result)
+
+    def _check_spaces(self, observation_space: Space, action_space: Space, row: int = 0) -> None:
+        """Raise EnvError if an env that was made anew is not what it was."""
+        observed = tuple(leaf for leaf, _ in self._observed)
+        same = leaves_of(observation_space, "observation") == observed
+        if not same or action_space != self.action_space:
+            raise EnvError(f"{self._name(row)}: made anew, it has other spaces than before")
 
     def _check(self, value: Any, call: str, row: int = 0, lead: tuple[int, ...] = ()) -> None:
         """Raise EnvError if an observation doesn't fit its space.

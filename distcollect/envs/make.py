@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
@@ -90,24 +91,34 @@ def make_envs(
     )
     if len(makers) != num_envs:
         raise ArgumentError(f"{len(makers)} envs are listed, but there are to be {num_envs}")
+    given = list(zip(makers, contexts, strict=True))
     envs: list[Env] = []
     opened: list[Env | AnyVectorEnv] = []
     try:
-        for row, (maker, context) in enumerate(zip(makers, contexts, strict=True)):
+        for row, (maker, context) in enumerate(given):
             env = _make(maker, row, context)
             if env is not maker:
                 opened.append(env)
             if isinstance(env, VectorEnv):
                 _check_rows(env, num_envs, alone=not listed and row == 0)
-                return VectorBatch(env, info_keys)
+                return VectorBatch(env, info_keys, _remaker(maker, row, context))
             envs.append(env)
         _check_alike(envs)
-        return PlainBatch(envs, info_keys)
+        return PlainBatch(
+            envs, info_keys, [_remaker(maker, row, ctx) for row, (maker, ctx) in enumerate(given)]
+        )
     except BaseException:
         for env in opened:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 env.close()
         raise
+
+
+def _remaker(maker: Maker, row: int, context: EnvContext) -> Callable[[], Any] | None:
+    """What makes the env of a row once more; None for an instance."""
+    if isinstance(maker, gym.Env | VectorEnv):
+        return None
+    return partial(_make, maker, row, context)
 
 
 def _make(maker: Maker, row: int, context: EnvContext) -> Env | AnyVectorEnv:

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from distcollect.errors import EnvError
 from distcollect.spaces import Arrays, unflatten
 
-from .base import Env, EnvBatch, InfoKeys, Step, Way, misfit, name_of
+from .base import Env, EnvBatch, Fault, InfoKeys, Step, Way, misfit, name_of
 from .info import space_of_info
 
 _NOTHING = object()
@@ -21,8 +21,18 @@ _NOTHING = object()
 class PlainBatch(EnvBatch):
     """A list of plain envs, stepped one after the other in this thread."""
 
-    def __init__(self, envs: Sequence[Env], info_keys: InfoKeys | None = None) -> None:
+    def __init__(
+        self,
+        envs: Sequence[Env],
+        info_keys: InfoKeys | None = None,
+        makers: Sequence[Callable[[], Any] | None] = (),
+    ) -> None:
+        """``makers``: what makes each of them anew, None where nothing does."""
         self._envs = list(envs)
+        self._makers = makers or [None] * len(self._envs)
+        # Rows whose env raised, and those whose env is closed; until it has a successor.
+        self._broken: set[int] = set()
+        self._closed: set[int] = set()
         first = self._envs[0]
 
         def examples() -> Iterator[Mapping[str, Any]]:
@@ -49,57 +59,88 @@ class PlainBatch(EnvBatch):
 
     def reset(self, seeds: Sequence[int] | None = None) -> None:
         for row in self._all:
-            self._reset_row(row, None if seeds is None else int(seeds[row]))
+            try:
+                self._reset_row(row, None if seeds is None else int(seeds[row]))
+            except EnvError as error:
+                self._note(row, error, stepped=False)
+        if self._faults:
+            raise self._faulted()
 
-    def _advance(self, action: Arrays) -> Step:
+    def can_rebuild(self, row: int) -> bool:
+        return self._makers[row] is not None
+
+    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        [row] = rows
+        make = self._makers[row]
+        assert make is not None
+        self._shut(row)
+        self._envs[row] = env = make()
+        self._closed.discard(row)
+        self._broken.discard(row)
+        self._check_spaces(env.observation_space, env.action_space, row)
+        self._steps[row] = self._first_step(row)
+        self._reset_row(row, None if seeds is None else int(seeds[0]))
+
+    def _advance(  # noqa: C901 - the hot loop; calls cost more than what they do
+        self, action: Arrays, rows: Sequence[int] | None
+    ) -> Step:
         result = self._result
         rewards, terminated, truncated, ended, _ = result
-        if ended:
+        if ended and rows is None:
             ended.clear()
             terminated.fill(False)
             truncated.fill(False)
         noted, only, places = self._noted, self._only, self._places
         for leaf, _ in noted:
-            self.obs[leaf.key].fill(self._missing[leaf.key])
+            self.obs[leaf.key][... if rows is None else rows] = self._missing[leaf.key]
         actions = self._split(action) if self._discrete is None else action[self._discrete]
+        # Not strict: numpy tells the end of an array by an exception, which is slow.
+        left: Iterator[Any] = enumerate(zip(self._steps, actions, strict=False))
+        if rows is not None:
+            left = (each for each in left if each[0] in rows)
         row, value = 0, _NOTHING
-        try:
-            # Not strict: numpy tells the end of an array by an exception, which is slow.
-            for row, (step, act) in enumerate(zip(self._steps, actions, strict=False)):
-                value, reward, term, trunc, info = step(act)
-                if only is not None:
-                    only[row][...] = value
-                else:
-                    self._put(places[row], value)
-                rewards[row] = reward
-                if term or trunc:
-                    terminated[row] = term
-                    truncated[row] = trunc
-                    ended.append(row)
-                if noted:
-                    self._put_info(row, info)
-        except Exception as err:
-            self._explain(err, "step", row, value)
-            raise
-        return result
+        while True:  # goes on behind a row that raised
+            try:
+                for row, (step, act) in left:
+                    value, reward, term, trunc, info = step(act)
+                    if only is not None:
+                        only[row][...] = value
+                    else:
+                        self._put(places[row], value)
+                    rewards[row] = reward
+                    if noted:
+                        self._put_info(row, info)
+                    if term or trunc:
+                        terminated[row] = term
+                        truncated[row] = trunc
+                        ended.append(row)
+            except Exception as err:  # noqa: BLE001 - told as an EnvError
+                error = self._explained(err, "step", row, value)
+                self._note(row, error, stepped=False)
+            else:
+                return result
 
     def _reset_rows(self, rows: list[int]) -> None:
         # As bare as stepping: episodes of a young policy are short.
         only = self._only
+        left = iter(rows)
         row, value = 0, _NOTHING
-        try:
-            for row in rows:
-                value = _NOTHING
-                value, info = self._envs[row].reset()
-                if only is not None:
-                    only[row][...] = value
-                else:
-                    self._put(self._places[row], value)
-                if self._noted:
-                    self._put_reset_info(row, info)
-        except Exception as err:
-            self._explain(err, "reset", row, value)
-            raise
+        while True:
+            try:
+                for row in left:
+                    value = _NOTHING
+                    value, info = self._envs[row].reset()
+                    if only is not None:
+                        only[row][...] = value
+                    else:
+                        self._put(self._places[row], value)
+                    if self._noted:
+                        self._put_reset_info(row, info)
+            except Exception as err:  # noqa: BLE001 - told as an EnvError
+                error = self._explained(err, "reset", row, value)
+                self._note(row, error, stepped=True)
+            else:
+                return
 
     def _reset_row(self, row: int, seed: int | None) -> None:
         with self._naming_env("reset", row):
@@ -108,15 +149,29 @@ class PlainBatch(EnvBatch):
             self._put(self._places[row], value)
             self._put_reset_info(row, info)
 
-    def _explain(self, error: Exception, call: str, row: int, value: Any) -> None:
-        """Raise an EnvError for what happened while a row was stepped or reset.
+    def _note(self, row: int, error: EnvError, *, stepped: bool) -> None:
+        self._broken.add(row)
+        self._faults.append(Fault((row,), error, stepped))
+
+    def _shut(self, row: int) -> None:
+        """Close an env that raised, whatever it says to that."""
+        if row not in self._closed:
+            self._closed.add(row)
+            with contextlib.suppress(Exception):
+                self._envs[row].close()
+
+    def _explained(self, error: Exception, call: str, row: int, value: Any) -> EnvError:
+        """What happened while a row was stepped or reset.
 
         Did the env raise, or numpy when it was to take ``value`` from it?
         """
-        with self._naming_env(call, row):
-            if value is not _NOTHING and not isinstance(error, EnvError):
-                self._check(value, call, row)
-            raise error
+        try:
+            with self._naming_env(call, row):
+                if value is not _NOTHING and not isinstance(error, EnvError):
+                    self._check(value, call, row)
+                raise error
+        except EnvError as explained:
+            return explained
 
     def _first_step(self, row: int) -> Callable[[Any], Any]:
         """The step function of an env that checks its result once and then takes itself away."""
@@ -172,8 +227,12 @@ class PlainBatch(EnvBatch):
         return [unflatten(space, iter(parts)) for parts in zip(*columns, strict=True)]
 
     def close(self) -> None:
+        for row in self._broken:
+            self._shut(row)
         with contextlib.ExitStack() as closing:  # goes through all, whichever of them raise
             for row, env in reversed(list(enumerate(self._envs))):
+                if row in self._closed:
+                    continue
                 closing.enter_context(self._naming_env("close", row))
                 closing.callback(env.close)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,9 +13,11 @@ from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 from distcollect.errors import EnvError
 from distcollect.spaces import Arrays, unflatten
 
-from .base import AnyVectorEnv, EnvBatch, InfoKeys, Step, misfit
+from .base import AnyVectorEnv, EnvBatch, Fault, InfoKeys, Step, misfit
 from .info import EPISODE, first_of_each, space_of_info
 
+# So long may an env that raised take to answer what it was asked before it is closed.
+_CLOSE_TIMEOUT_S = 1.0
 # A reset of some rows is refused by the first, and clears the returns of all rows in the second.
 _WHOLE_RESETS_ONLY = (NormalizeObservation, NormalizeReward)
 
@@ -22,7 +25,13 @@ _WHOLE_RESETS_ONLY = (NormalizeObservation, NormalizeReward)
 class VectorBatch(EnvBatch):
     """A vector env, in whichever of Gymnasium's auto-reset modes."""
 
-    def __init__(self, env: AnyVectorEnv, info_keys: InfoKeys | None = None) -> None:
+    def __init__(
+        self,
+        env: AnyVectorEnv,
+        info_keys: InfoKeys | None = None,
+        maker: Callable[[], Any] | None = None,
+    ) -> None:
+        """``maker``: what makes it anew, None if nothing does."""
         resetting = np.zeros(env.num_envs, bool)
 
         def examples() -> Iterator[Mapping[str, Any]]:
@@ -35,6 +44,9 @@ class VectorBatch(EnvBatch):
         info_space = space_of_info(info_keys, observation_space, examples, str(env))
         super().__init__(env.num_envs, observation_space, env.single_action_space, info_space)
         self._env = env
+        self._maker = maker
+        self._closed = False
+        self._failed = False
         # Gymnasium's own assumption where an env doesn't say.
         mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._forgets_resets = mode is AutoresetMode.NEXT_STEP and _forgets_resets(env)
@@ -48,6 +60,31 @@ class VectorBatch(EnvBatch):
         self._result_with_fillers = self._result._replace(real=self._real)
 
     def reset(self, seeds: Sequence[int] | None = None) -> None:
+        try:
+            self._reset_all(seeds)
+        except EnvError as error:
+            self._note(error, stepped=False)
+            raise self._faulted() from error.__cause__
+
+    def can_rebuild(self, row: int) -> bool:
+        return self._maker is not None
+
+    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        assert self._maker is not None
+        if not self._closed:
+            self._closed = True
+            _shut(self._env)
+        self._env = env = self._maker()
+        self._closed = self._failed = False
+        self._check_spaces(env.single_observation_space, env.single_action_space)
+        self._resetting.fill(False)
+        self._reset_all(seeds)
+
+    def _note(self, error: EnvError, *, stepped: bool) -> None:
+        self._failed = True
+        self._faults.append(Fault(tuple(range(self.num_envs)), error, stepped))
+
+    def _reset_all(self, seeds: Sequence[int] | None) -> None:
         seed: Any = None
         if seeds is not None:
             per_row = isinstance(self._env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
@@ -60,7 +97,18 @@ class VectorBatch(EnvBatch):
         if not self._forgets_resets:
             self._resetting.fill(False)
 
-    def _advance(self, action: Arrays) -> Step:
+    def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
+        try:
+            return self._advance_all(action)
+        except EnvError as error:
+            self._note(error, stepped=False)
+        result = self._result
+        result.ended.clear()
+        result.terminated.fill(False)
+        result.truncated.fill(False)
+        return result
+
+    def _advance_all(self, action: Arrays) -> Step:
         result = self._result
         # A copy: an env may keep its action, and the collector uses the memory again.
         parts = (action[key].astype(dtype) for key, dtype, _ in self._action_parts)
@@ -97,10 +145,13 @@ class VectorBatch(EnvBatch):
         if self._has_fillers:
             self._resetting |= mask
             return
-        with self._naming_env("reset"):
-            value, infos = self._env.reset(options=_ResetMask(mask))
-            self._put(value, "reset", rows)
-            self._put_infos(self.obs, infos, mask)
+        try:
+            with self._naming_env("reset"):
+                value, infos = self._env.reset(options=_ResetMask(mask))
+                self._put(value, "reset", rows)
+                self._put_infos(self.obs, infos, mask)
+        except EnvError as error:
+            self._note(error, stepped=True)
 
     def _put(self, value: Any, call: str, rows: Any) -> None:
         for leaf, way in self._observed:
@@ -151,11 +202,32 @@ class VectorBatch(EnvBatch):
             array[has] = given
 
     def close(self) -> None:
-        with self._naming_env("close"):
-            self._env.close()
+        if self._failed and not self._closed:
+            _shut(self._env)
+        elif not self._closed:
+            with self._naming_env("close"):
+                self._env.close()
 
     def _name(self, row: int = 0) -> str:
         return f"vector env {self._env}"
+
+
+def _shut(env: AnyVectorEnv) -> None:
+    """Close an env that raised, whatever it says to that, and leave no process of it behind."""
+    bare = env.unwrapped
+    # Without a deadline an AsyncVectorEnv waits for answers that it had already.
+    options = {"timeout": _CLOSE_TIMEOUT_S} if isinstance(bare, AsyncVectorEnv) else {}
+    with contextlib.suppress(Exception):
+        env.close(**options)
+    if isinstance(bare, AsyncVectorEnv):
+        for process in bare.processes:
+            process.kill()
+            process.join()
+        bare.closed = True  # nothing is left for its destructor
+    if isinstance(bare, SyncVectorEnv):  # closed as far as the first that raised
+        for each in bare.envs:
+            with contextlib.suppress(Exception):
+                each.close()
 
 
 class _ResetMask(dict[str, Any]):
