@@ -33,6 +33,8 @@ from .errors import (
 )
 from .handle import PushHandle
 from .launch import num_workers, run
+from .ledger import Frames, LedgerReport
+from .membership import State as WorkerState
 from .policy import Exploration
 from .updaters import (
     BroadcastUpdater,
@@ -56,8 +58,10 @@ __all__ = [
     "EnvError",
     "Exploration",
     "Faults",
+    "Frames",
     "LagStats",
     "LaunchError",
+    "LedgerReport",
     "PolicyError",
     "PolicyNotSendable",
     "PushHandle",
@@ -75,6 +79,7 @@ __all__ = [
     "WorkerError",
     "WorkerLost",
     "WorkerMismatch",
+    "WorkerState",
     "__version__",
     "num_workers",
     "run",
