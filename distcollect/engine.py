@@ -116,6 +116,12 @@ class Engine:
             self._policy.seed(self._seeds)
         self._reset_due = True
 
+    def number(self, traj_ids: Iterator[int]) -> None:
+        """Take the ids of trajectories from here, at once: nothing spans this call."""
+        self._new_traj_ids = traj_ids
+        for row in range(self._envs.num_envs):
+            self._traj_ids[row] = next(traj_ids)
+
     def stop(self) -> None:
         """Make the running or next :meth:`collect` raise :class:`Stopped` between two steps."""
         self._stop = True

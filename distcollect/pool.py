@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from .errors import (
     CollectorStateError,
     DeadlineError,
     DistCollectError,
+    WorkerLost,
 )
 from .handle import PushHandle
 from .ledger import Ledger, LedgerReport
@@ -105,7 +107,7 @@ class _Seat:
         worker_id: its slot.
         incarnation: which process in it.
         peer: its id.
-        ready: it may be asked.
+        untold: what it has to know before it may be asked.
         leaving: it is asked for nothing more.
         gone: it will answer nothing more.
         collecting: a request is open.
@@ -119,7 +121,7 @@ class _Seat:
     worker_id: int
     incarnation: int
     peer: int
-    ready: bool = True
+    untold: int = 0
     leaving: bool = False
     gone: bool = False
     collecting: bool = False
@@ -214,8 +216,8 @@ class Pool:
         self._epoch = 0  # how often all that was asked for was given up
         self._batch = 0
         self._wanted = 0  # in sync mode: rollouts of this batch that nobody was asked for
-        self._seed: tuple[int, bool] | None = None
-        self._seeding = False
+        self._told: dict[str, Callable[[_Seat], Future[None]]] = {}
+        self._telling = False
         self._failed: BaseException | None = None
         self._closed = False
         sender.on_acknowledged = self._acknowledged
@@ -256,14 +258,14 @@ class Pool:
             version = self._sender.welcome(worker_id, peer)
             if version:
                 self._sent.publish(version, [worker_id])
-            if self._seed is not None:
-                seat.ready = False
-                self._then(seat, self._seed_seat(seat, *self._seed), lambda _: self._seeded(seat))
+            for tell in self._told.values():
+                seat.untold += 1
+                self._then(seat, tell(seat), lambda _: self._has_told(seat))
             self._ask()
             self._changed.notify_all()
 
-    def _seeded(self, seat: _Seat) -> None:
-        seat.ready = True
+    def _has_told(self, seat: _Seat) -> None:
+        seat.untold -= 1
 
     def leave(self, worker_id: int, incarnation: int) -> None:
         """A worker is to leave: it is asked for nothing more."""
@@ -403,22 +405,9 @@ class Pool:
             DeadlineError: some took no seed in time; names them.
             WorkerError: one of them failed.
         """
-        with self._lock:
-            self._check()
-            self._seeding = True
-            self._seed = (seed, static_seed)
-            self._give_up_all()
-            answers = {w: self._seed_seat(s, *self._seed) for w, s in self._seats.items()}
-        try:
-            if late := missing(answers, timeout_s):
-                raise DeadlineError(f"workers {late} took no seed within {timeout_s:g} s")
-            for answer in answers.values():
-                answer.result()
-        finally:
-            # Calls may overtake each other on their way, so only now is what is asked for seeded.
-            self._seeding = False
+        self._tell_all("seed", partial(self._seed, seed=seed, static_seed=static_seed), timeout_s)
 
-    def _seed_seat(self, seat: _Seat, seed: int, static_seed: bool) -> Future[None]:
+    def _seed(self, seat: _Seat, *, seed: int, static_seed: bool) -> Future[None]:
         num_envs = self._plan.num_envs
         first = seat.worker_id * num_envs
         # A process that takes another's place would repeat what that one did.
@@ -427,9 +416,53 @@ class Pool:
             env_seed(seed, 0 if static_seed else first + row, stream=stream)
             for row in range(num_envs)
         ]
-        return self._transport.call(
-            seat.peer, "seed", seeds, env_seed(seed, first, stream=stream + 1)
-        )
+        policy_seed = env_seed(seed, first, stream=stream + 1)
+        return self._transport.call(seat.peer, "seed", seeds, policy_seed)
+
+    def resume(self, version: int, first_traj_id: int, frames: int, timeout_s: float) -> None:
+        """Go on where another run was.
+
+        Args:
+            version: its policy_version; the workers' weights are taken for that.
+            first_traj_id: all of its traj_ids are below; so are none of this one's then.
+            frames: that it delivered; they count as asked for.
+            timeout_s: for the workers to take note.
+
+        Raises:
+            DeadlineError: some did not in time; names them.
+            WorkerError: one of them failed.
+        """
+        with self._lock:
+            self.version = version
+            self._frames_asked += frames
+            self._sender.resume(version)
+            self._sent.publish(version, self.worker_ids)
+        tell = partial(self._resume, version=version, first_traj_id=first_traj_id)
+        self._tell_all("resume", tell, timeout_s)
+
+    def _resume(self, seat: _Seat, *, version: int, first_traj_id: int) -> Future[None]:
+        return self._transport.call(seat.peer, "resume", version, first_traj_id)
+
+    def _tell_all(self, what: str, tell: Callable[[_Seat], Future[None]], timeout_s: float) -> None:
+        """Have all workers, and those yet to come, know something before they collect again."""
+        with self._lock:
+            self._check()
+            self._telling = True
+            self._told[what] = tell
+            self._give_up_all()
+            answers = {worker_id: tell(seat) for worker_id, seat in self._seats.items()}
+        try:
+            if late := missing(answers, timeout_s):
+                raise DeadlineError(
+                    f"workers {late} did not take the call {what!r} within {timeout_s:g} s"
+                )
+            for answer in answers.values():
+                error = answer.exception()
+                if error is not None and not isinstance(error, WorkerLost):
+                    raise error
+        finally:
+            # Calls may overtake each other on their way, so only now may more be asked for.
+            self._telling = False
 
     def _give_up_all(self) -> None:
         """Take no rollout that was asked for until now."""
@@ -564,12 +597,12 @@ class Pool:
 
     def _ask(self) -> None:
         """Ask whoever can be asked for a rollout; called whenever that may have changed."""
-        if self._seeding or self._closed:
+        if self._telling or self._closed:
             return
         # Who has waited longest comes first: a bound on staleness may not leave room for all.
         for seat in sorted(self._seats.values(), key=lambda seat: seat.last_asked):
             may = self._may_ask_for_batch if self._plan.sync else self._may_ask_ahead
-            if seat.ready and not seat.leaving and may(seat):
+            if not (seat.untold or seat.leaving) and may(seat):
                 self._request(seat)
 
     def _may_ask_for_batch(self, seat: _Seat) -> bool:
@@ -593,7 +626,7 @@ class Pool:
 
     def _request(self, seat: _Seat) -> None:
         plan = self._plan
-        if plan.num_frames is not None and self._frames_asked >= plan.num_frames:
+        if not plan.sync and plan.num_frames is not None and self._frames_asked >= plan.num_frames:
             return
         seat.collecting = True
         seat.batch = self._batch

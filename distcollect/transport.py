@@ -36,6 +36,8 @@ _MAX_PEER = 2**15 - 1  # ids are 16-bit on torch's wire
 # One allocator for the whole life of this process: ids are never used twice, as torch caches
 # connections by id.
 _peers = itertools.count(TRAINER_PEER + 1)
+# A process numbers its trajectories from its id times this: unique over the run, below 2**63.
+TRAJ_IDS_PER_PEER = 1 << 40
 
 
 def new_peer() -> int:

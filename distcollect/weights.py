@@ -104,13 +104,14 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._slots: dict[int, _Slot] = {}
+        self._first = 0  # the version that workers start with
         self._newest: dict[int, _Publication] = {}  # for each slot, for whoever comes into it
         self._last: _Publication | None = None  # what acknowledged versions are compared with
         self._thread = SerialThread("distcollect-weights")
         self._closed = False
 
     def acknowledged(self, worker_id: int) -> int:
-        """The newest version that a worker has acknowledged; 0: what it started with."""
+        """The newest version that a worker has acknowledged, or started with."""
         slot = self._slots.get(worker_id)
         return 0 if slot is None else slot.acknowledged
 
@@ -153,12 +154,19 @@ class WeightSender:
             newest = self._newest.get(worker_id) or max(
                 self._newest.values(), key=lambda publication: publication.version, default=None
             )
-            self._slots[worker_id] = _Slot(peer, wanted=newest)
+            self._slots[worker_id] = _Slot(peer, wanted=newest, acknowledged=self._first)
             if newest is None:
                 return 0
             self._newest[worker_id] = newest
         self._thread.submit(self._send_all)
         return newest.version
+
+    def resume(self, version: int) -> None:
+        """What all workers have now, or start with from now on, is ``version``."""
+        with self._lock:
+            self._first = version
+            for slot in self._slots.values():
+                slot.acknowledged = version
 
     def forget(self, worker_id: int) -> None:
         """A worker is gone: nothing is sent to it any more."""

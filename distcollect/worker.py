@@ -42,13 +42,11 @@ from .rpc import RpcTransport
 from .shared import allocate
 from .threads import do_jobs
 from .topology import interface_of
-from .transport import NUM_SLABS, CollectRequest
+from .transport import NUM_SLABS, TRAJ_IDS_PER_PEER, CollectRequest
 from .updaters import gpu_of
 
 log = logging.getLogger(__name__)
 
-# A process numbers its trajectories from peer * this: unique over the run, and below 2**63.
-TRAJ_IDS_PER_PEER = 1 << 40
 # A thread that answers the trainer waits so long for the interpreter, while the engine computes.
 # Python's own 5 ms, several times in a push, is most of what a small one takes.
 _SWITCH_INTERVAL_S = 0.0005
@@ -235,6 +233,10 @@ class Worker:
         """Start over, env i from ``seeds[i]``, the policy's randomness from ``torch_seed``."""
         return self._submit(lambda: self._seed(seeds, torch_seed))
 
+    def resume(self, version: int, first_traj_id: int) -> Future[None]:
+        """Take the weights for ``version``, and begin trajectories with ids from there on."""
+        return self._submit(lambda: self._resume(version, first_traj_id))
+
     def weights_ready(self) -> Future[int]:
         """Completes when weights can be received."""
         return self._configured_receiver.ready()
@@ -314,6 +316,11 @@ class Worker:
         self._configured.seed(seeds)
         torch.manual_seed(torch_seed)
         np.random.seed(torch_seed % 2**32)  # noqa: NPY002 - for envs that still use it
+
+    def _resume(self, version: int, first_traj_id: int) -> None:
+        engine = self._configured
+        engine.weights.version = version
+        engine.number(itertools.count(first_traj_id + self._peer * TRAJ_IDS_PER_PEER))
 
 
 def _sample_of_memory() -> dict[str, Any] | None:

@@ -14,10 +14,14 @@ from distcollect import arguments, recycler
 from distcollect.engine import StepOptions
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.handle import PushHandle
+from distcollect.pool import env_seed
 from distcollect.publisher import Weights, WorkerIds
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
+
+_STATE_FORMAT = 1
+_RESUMED_STREAM = 3  # of the random numbers that come from a seed
 
 _Self = TypeVar("_Self", bound="DataCollectorBase")
 
@@ -62,11 +66,12 @@ class DataCollectorBase(ABC):
         """Check the sizes. Raises as :func:`~distcollect.arguments.total_batches` does."""
         arguments.positive("frames_per_batch", frames_per_batch)
         self.frames_per_batch = frames_per_batch
-        self._num_batches = arguments.total_batches(total_frames, frames_per_batch)
-        self.total_frames = (
-            -1 if self._num_batches is None else self._num_batches * frames_per_batch
-        )
-        self._delivered = 0
+        num_batches = arguments.total_batches(total_frames, frames_per_batch)
+        self.total_frames = -1 if num_batches is None else num_batches * frames_per_batch
+        self._frames = 0
+        self._batches = 0
+        self._resumes = 0
+        self._seed: tuple[int, bool] | None = None
         self._closed = False
         self._lag: LagStats | None = None
 
@@ -85,8 +90,8 @@ class DataCollectorBase(ABC):
 
     @property
     def frames(self) -> int:
-        """Frames delivered so far."""
-        return self._delivered * self.frames_per_batch
+        """Frames delivered so far, with padding, and those of runs that this one goes on from."""
+        return self._frames
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Yield batches until ``total_frames`` are delivered; goes on where it was left."""
@@ -110,7 +115,8 @@ class DataCollectorBase(ABC):
         if self._exhausted:
             raise StopIteration
         batch = self._next(timeout_s)
-        self._delivered += 1
+        self._batches += 1
+        self._frames += self.frames_per_batch
         return batch
 
     def _check_open(self) -> None:
@@ -119,7 +125,7 @@ class DataCollectorBase(ABC):
 
     @property
     def _exhausted(self) -> bool:
-        return self._num_batches is not None and self._delivered >= self._num_batches
+        return self.total_frames != -1 and self._frames >= self.total_frames
 
     @abstractmethod
     def _next(self, timeout_s: float | None) -> TensorDict: ...
@@ -147,6 +153,56 @@ class DataCollectorBase(ABC):
         Returns:
             A seed that none of the envs uses, for another collector.
         """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs; plain numbers, to be saved with your weights."""
+        return {
+            "format": _STATE_FORMAT,
+            "frames": self._frames,
+            "policy_version": self.policy_version,
+            "next_traj_id": self._next_traj_id(),
+            "seed": self._seed,
+            "resumes": self._resumes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another collector was, of whatever class and number of workers.
+
+        Frames count on towards ``total_frames``, versions count on, and no traj_id comes twice. The
+        policy that this collector was made with is taken for the state's ``policy_version``: load
+        its weights before you make the collector, or send them afterwards. Trajectories that were
+        under way have ended. After ``set_seed`` the envs are seeded anew, so that they don't repeat
+        what they did.
+
+        Args:
+            state: from :meth:`state_dict`.
+
+        Raises:
+            CollectorStateError: this collector has delivered frames already.
+            ArgumentError: this is no such state.
+            DeadlineError, WorkerError: the workers did not take it.
+        """
+        self._check_open()
+        if self._batches:
+            raise CollectorStateError("load_state_dict must come before the first batch")
+        if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT:
+            raise ArgumentError(
+                f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}"
+            )
+        self._resume(state["policy_version"], state["next_traj_id"], state["frames"])
+        self._frames = state["frames"]
+        self._resumes = state["resumes"] + 1
+        if state["seed"] is not None:
+            seed, static_seed = state["seed"]
+            self.set_seed(env_seed(seed, self._resumes, stream=_RESUMED_STREAM), static_seed)
+            self._seed = seed, static_seed
+
+    @abstractmethod
+    def _next_traj_id(self) -> int:
+        """No traj_id of this collector is as high."""
+
+    @abstractmethod
+    def _resume(self, version: int, first_traj_id: int, frames: int) -> None: ...
 
     def shutdown(self) -> None:
         """End what the collector started and give back all it holds. Again is no error."""

@@ -18,13 +18,12 @@ from distcollect.policy import Exploration
 from distcollect.pool import env_seed
 from distcollect.publisher import Weights, WorkerIds
 from distcollect.rollout import Header, Rollout, Slab, assemble
-from distcollect.transport import TRAINER_PEER
-from distcollect.worker import TRAJ_IDS_PER_PEER, WorkerPlan, build_engine
+from distcollect.worker import WorkerPlan, build_engine
 
 from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
 
 # Of the trajectories of all collectors that step envs in this process.
-_traj_ids = itertools.count(TRAINER_PEER * TRAJ_IDS_PER_PEER)
+_traj_ids = itertools.count()
 
 
 class SyncDataCollector(DataCollectorBase):
@@ -125,7 +124,7 @@ class SyncDataCollector(DataCollectorBase):
         header = Header(
             worker_id=0,
             incarnation=0,
-            sequence=self._delivered,
+            sequence=self._batches,
             num_frames=self.frames_per_batch,
             num_bytes=0,
             policy_version=(self._version, self._version),
@@ -177,9 +176,19 @@ class SyncDataCollector(DataCollectorBase):
         self._check_open()
         num_envs = self._engine.layout.num_envs
         seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
+        self._seed = seed, static_seed
         self._engine.seed(seeds)
         torch.manual_seed(env_seed(seed, 0, stream=1))
         return env_seed(seed, num_envs, stream=2)
+
+    def _next_traj_id(self) -> int:
+        return next(_traj_ids)
+
+    def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
+        global _traj_ids  # noqa: PLW0603 - ids are unique in this process
+        self._version = self._engine.weights.version = version
+        _traj_ids = itertools.count(max(first_traj_id, next(_traj_ids)))
+        self._engine.number(_traj_ids)
 
     def shutdown(self) -> None:
         """Close the envs."""

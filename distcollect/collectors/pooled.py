@@ -26,6 +26,7 @@ from distcollect.pool import BatchPlan, Pool, env_seed
 from distcollect.publisher import Publisher, Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, assemble
 from distcollect.topology import num_cores
+from distcollect.transport import TRAJ_IDS_PER_PEER, new_peer
 from distcollect.updaters import BroadcastUpdater, Site, WeightUpdaterBase
 from distcollect.weights import WeightSender
 from distcollect.worker import WorkerPlan
@@ -210,6 +211,7 @@ class RPCDataCollector(DataCollectorBase):
             workers.close()
             raise
         self._workers = workers
+        self._first_traj_id = 0
         self._publisher = Publisher(
             self._pool,
             self._probe.weights,
@@ -266,7 +268,7 @@ class RPCDataCollector(DataCollectorBase):
     def _next(self, timeout_s: float | None) -> TensorDict:
         limit = self._faults.batch_timeout_s if timeout_s is None else timeout_s
         try:
-            if self._updates_itself and self._delivered:
+            if self._updates_itself and self._batches:
                 self._publisher.publish_own(sync=self._sync)
             if self._sync:
                 rollouts = self._pool.gather_all(limit)
@@ -352,9 +354,17 @@ class RPCDataCollector(DataCollectorBase):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """See :class:`DataCollectorBase`."""
         self._check_open()
+        self._seed = seed, static_seed
         self._pool.seed(seed, static_seed=static_seed, timeout_s=self._faults.batch_timeout_s)
         num_slots = max(self._pool.worker_ids, default=-1) + 1
         return env_seed(seed, self._probe.layout.num_envs * num_slots, stream=2)
+
+    def _next_traj_id(self) -> int:
+        return self._first_traj_id + new_peer() * TRAJ_IDS_PER_PEER
+
+    def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
+        self._first_traj_id = first_traj_id
+        self._pool.resume(version, first_traj_id, frames, self._faults.batch_timeout_s)
 
     def shutdown(self) -> None:
         """End the workers and reap them; takes at most ``Faults.stop_timeout_s`` and a little."""
