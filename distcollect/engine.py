@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,8 +47,8 @@ class StepOptions:
 class Engine:
     """Collects rollouts ``[n, T]`` from n envs and one policy.
 
-    Not thread-safe, but for :meth:`stop` and the weights, which other threads may hand in at any
-    time: both take effect between two steps.
+    Not thread-safe, but for :meth:`stop`, :meth:`preempt` and the weights, which other threads may
+    hand in at any time: all take effect between two steps.
     """
 
     def __init__(
@@ -87,7 +88,10 @@ class Engine:
         self._random = RandomPolicy(envs.action_space, envs.num_envs)
         self._bounds = _bounds(envs) if self.options.clip_actions else {}
         self._rebuilder = Rebuilder(envs, self.counts, max_env_faults)
-        self._stop = False
+        self._stopped = False
+        self._collecting = False
+        self._interrupt = False  # stopped, or the rollout under way is to end
+        self._lock = threading.Lock()  # of these three
         self._seeds: Sequence[int] | None = None
         self._new_traj_ids = traj_ids
         self._traj_ids = np.zeros(envs.num_envs, np.int64)
@@ -124,11 +128,20 @@ class Engine:
 
     def stop(self) -> None:
         """Make the running or next :meth:`collect` raise :class:`Stopped` between two steps."""
-        self._stop = True
+        with self._lock:
+            self._stopped = self._interrupt = True
         self._rebuilder.stop()
 
+    def preempt(self) -> None:
+        """Make the running :meth:`collect` end between two steps, when it has made one at least.
+
+        If none is running nothing happens.
+        """
+        with self._lock:
+            self._interrupt |= self._collecting
+
     def collect(self, slab: Slab, *, random: bool = False, fresh: bool = False) -> None:
-        """Fill ``slab`` with the next rollout.
+        """Fill ``slab`` with the next rollout; where that was preempted, the rest is padding.
 
         Args:
             slab: of this engine's layout.
@@ -141,6 +154,8 @@ class Engine:
             PolicyError: the policy raised.
         """
         cells = self.counts.cells
+        with self._lock:
+            self._collecting = True
         cells[1] = 1
         try:
             self._collect(slab, random=random, fresh=fresh)
@@ -150,6 +165,9 @@ class Engine:
             raise
         finally:
             cells[1] = 0
+            with self._lock:
+                self._collecting = False
+                self._interrupt = self._stopped
 
     def close(self) -> None:
         """Close the envs."""
@@ -159,7 +177,7 @@ class Engine:
         self._begun_at = self.counts.stepped
         if self._reset_due or self.options.reset_at_each_iter:
             self._reset()
-        slab.clear_ends()
+        slab.clear()
         policy = self._random if random else self._policy
         if random:
             for array in slab.extras.values():
@@ -194,12 +212,16 @@ class Engine:
             self.counts.lose(cause, self._strip.drop())
         self._reset_due = True
 
-    def _between_steps(self) -> None:
-        if self._stop:
+    def _between_steps(self) -> bool:
+        """Do what other threads want; whether the rollout is to end here."""
+        if self._stopped:
             raise Stopped
+        if self._interrupt and self.counts.stepped > self._begun_at:
+            return True
         self.weights.apply()
+        return False
 
-    def _fill(self, slab: Slab, policy: Policy) -> None:  # noqa: C901 - see below
+    def _fill(self, slab: Slab, policy: Policy) -> None:  # noqa: C901, PLR0912 - see below
         """The hot loop: every env makes one transition in each step.
 
         In one piece, as calls of its own would cost more than what they do.
@@ -218,8 +240,10 @@ class Engine:
         action: Arrays = {}
         cut = None
         for step in range(slab.num_steps):
-            if self._stop or (weights.pending and swaps):
-                self._between_steps()
+            if self._interrupt or (weights.pending and swaps):
+                if self._between_steps():
+                    slab.pad(np.full(num_envs, step), envs.obs)
+                    return
                 slab.policy_version[:, step:] = weights.version
             # Before the policy sees it, which may change its input in place.
             for column, now in observations:
@@ -339,8 +363,8 @@ class Engine:
             strip = self._strip = Strip(self.layout, slab.num_steps)
         swaps = True  # before the first step in any case
         while strip.position.min() < slab.num_steps:
-            if self._stop or (weights.pending and swaps):
-                self._between_steps()
+            if (self._interrupt or (weights.pending and swaps)) and self._between_steps():
+                break
             swaps = self.options.swap_within_rollouts
             before = {key: array.copy() for key, array in envs.obs.items()}
             chosen, written = policy()

@@ -180,6 +180,7 @@ class Slab:
         action: of the action's leaves.
         extras: of what the policy writes beside the action.
         tail: ``{key: [n, *shape]}`` of the carried leaves after the last frame.
+        num_frames: how many frames in it are real; the others are padding.
     """
 
     def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
@@ -207,12 +208,14 @@ class Slab:
         self.traj_ids = self.frames[TRAJ_IDS]
         self.policy_version = self.frames[POLICY_VERSION]
         self.faulted = self.frames[FAULTED]
+        self.num_frames = layout.num_envs * num_steps
         self._final_at: list[int] = []
         self._final_room = layout.num_envs
         self._final: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
 
-    def clear_ends(self) -> None:
-        """Forget the episode ends of the last rollout; the engine writes only where one ends."""
+    def clear(self) -> None:
+        """Forget what the engine doesn't write in each frame: episode ends, padding."""
+        self.num_frames = self.layout.num_envs * self.num_steps
         self.terminated.fill(False)
         self.truncated.fill(False)
         self.faulted.fill(False)
@@ -235,6 +238,32 @@ class Slab:
             kept[count] = final[key][source]
         self._final_at.append(row * self.num_steps + step)
 
+    def pad(self, lengths: np.ndarray, after: Arrays) -> None:
+        """Make padding of all but the first frames of each row.
+
+        That is zeros, with -1 for a trajectory id, and the version of the row's last frame.
+
+        Args:
+            lengths: int ``[n]``, how many frames of each row are real; of one at least.
+            after: ``{key: [n, *shape]}`` of the carried leaves, after the last of them.
+        """
+        steps = self.num_steps
+        newest = self.policy_version[np.arange(steps) < lengths[:, None]].max()
+        for row, length in enumerate(lengths.tolist()):
+            if length == steps:
+                continue
+            version = self.policy_version[row, length - 1] if length else newest
+            ended = self.terminated[row, length - 1] or self.truncated[row, length - 1]
+            if length and not ended:
+                self.add_final(row, length - 1, after)
+            for array in self.frames.values():
+                array[row, length:] = 0
+            for array in self.tail.values():
+                array[row] = 0
+            self.traj_ids[row, length:] = -1
+            self.policy_version[row, length:] = version
+        self.num_frames = int(lengths.sum())
+
     def tensors(self) -> list[Any]:
         """The rollout as it travels: tensors, or SharedTensors in place of all but the first.
 
@@ -255,7 +284,8 @@ class Header:
         worker_id: the slot that collected it.
         incarnation: which process in that slot.
         sequence: counts the rollouts of this process from 0.
-        num_frames: real frames in it.
+        num_frames: real frames in it; the others are padding.
+        num_steps: T, steps of each row, with padding.
         num_bytes: size of its tensors.
         policy_version: (lowest, highest) version among its frames.
         stepped: frames its process has stepped in all.
@@ -267,6 +297,7 @@ class Header:
     incarnation: int
     sequence: int
     num_frames: int
+    num_steps: int
     num_bytes: int
     policy_version: tuple[int, int]
     stepped: int = 0
@@ -284,8 +315,8 @@ class Rollout:
 
 def _wire_of_rollout(layout: Layout, rollout: Rollout) -> _Wire:
     num_leaves = len(layout.per_frame) + len(layout.carried)
-    num_steps = rollout.header.num_frames // layout.num_envs
-    return _wire_of(layout, num_steps, mapped=len(rollout.tensors) > num_leaves)
+    mapped = len(rollout.tensors) > num_leaves
+    return _wire_of(layout, rollout.header.num_steps, mapped=mapped)
 
 
 def assemble(
@@ -294,6 +325,7 @@ def assemble(
     *,
     stack: bool = False,
     squeeze: bool = False,
+    mask: bool = False,
     device: torch.device | None = None,
 ) -> TensorDict:
     """Build the batch from rollouts of one layout, in the order given.
@@ -303,11 +335,15 @@ def assemble(
         rollouts: W rollouts of n rows and T steps each.
         stack: give ``[W, n, T]`` instead of ``[W * n, T]``.
         squeeze: drop the row dimension where there is one row (only with a single rollout).
+        mask: add ``("collector", "mask")``, bool ``[..., T]``, False where a frame is padding.
         device: where the batch is wanted; None: where the tensors are.
 
     Returns:
         A TensorDict whose last dimension is named "time"; its tensors share no memory with each
         other, and with the rollouts only where there is a single one, which it then takes over.
+
+    Raises:
+        ValueError: there is padding, and no mask to tell it by.
     """
     one = len(rollouts) == 1
     wires = [_wire_of_rollout(layout, rollout) for rollout in rollouts]
@@ -350,18 +386,34 @@ def assemble(
     batch = {leaf.key: flat[leaf.key] for leaf in layout.per_frame[: -len(_BOOKKEEPING)]}
     for name in ("done", "terminated", "truncated"):
         batch[name,] = torch.zeros((rows, steps, 1), dtype=torch.bool)
-    worker_ids = torch.tensor([r.header.worker_id for r in rollouts])
     tree = nested(batch)
     tree["next"] = nested(following)
-    tree["collector"] = {
-        "traj_ids": flat[TRAJ_IDS],
-        "policy_version": flat[POLICY_VERSION],
-        "faulted": flat[FAULTED],
-        "worker_id": worker_ids.repeat_interleave(layout.num_envs)[:, None].repeat(1, steps),
-    }
+    tree["collector"] = _collector(layout, rollouts, flat, mask=mask)
     out = TensorDict(tree, batch_size=[rows, steps], names=[None, "time"])
     if device is not None:
         out = out.to(device)
     if stack:
         return out.unflatten(0, (len(rollouts), layout.num_envs))
     return out.squeeze(0) if squeeze and rows == 1 else out
+
+
+def _collector(
+    layout: Layout, rollouts: Sequence[Rollout], flat: dict[Key, torch.Tensor], *, mask: bool
+) -> dict[str, torch.Tensor]:
+    """What stands under "collector"."""
+    traj_ids = flat[TRAJ_IDS]
+    num_frames = sum(rollout.header.num_frames for rollout in rollouts)
+    if num_frames < traj_ids.numel() and not mask:
+        raise ValueError("a rollout is padded, so its batch needs a mask")
+    worker_ids = torch.tensor([rollout.header.worker_id for rollout in rollouts])
+    collector = {
+        "traj_ids": traj_ids,
+        "policy_version": flat[POLICY_VERSION],
+        "faulted": flat[FAULTED],
+        "worker_id": worker_ids.repeat_interleave(layout.num_envs)[:, None].repeat(
+            1, traj_ids.shape[1]
+        ),
+    }
+    if mask:
+        collector["mask"] = traj_ids >= 0
+    return collector

@@ -65,8 +65,9 @@ class Strip:
             self._final[row, last] = {key: array[row].copy()[None] for key, array in after.items()}
 
     def emit(self, slab: Slab) -> None:
-        """Move the first T frames of each row to ``slab``."""
+        """Move the first T frames of each row to ``slab``; what a row lacks is padding."""
         steps = self.num_steps
+        lengths = np.minimum(self.position, steps)
         ahead = self.position > steps
         for key, tail in slab.tail.items():
             tail[:] = self._after[key]
@@ -89,4 +90,6 @@ class Strip:
             else:
                 kept[row, column - steps] = final
         self._final = kept
-        self.position -= steps
+        self.position -= lengths
+        if (lengths < steps).any():
+            slab.pad(lengths, self._after)

@@ -97,6 +97,9 @@ class Service(Protocol):
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
         """Collect one rollout."""
 
+    def preempt(self) -> None:
+        """End the rollout that is being collected, with the frames that it has."""
+
 
 class Transport(Protocol):
     """The trainer's side. Peers are named by ids that are never used twice in a run."""

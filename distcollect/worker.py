@@ -229,6 +229,11 @@ class Worker:
         """
         return self._submit(lambda: self._collect(request))
 
+    def preempt(self) -> None:
+        """End the rollout under way, at once and not behind it: see :meth:`Engine.preempt`."""
+        if self._engine is not None:
+            self._engine.preempt()
+
     def seed(self, seeds: Sequence[int], torch_seed: int) -> Future[None]:
         """Start over, env i from ``seeds[i]``, the policy's randomness from ``torch_seed``."""
         return self._submit(lambda: self._seed(seeds, torch_seed))
@@ -302,7 +307,8 @@ class Worker:
             worker_id=self.worker_id,
             incarnation=self._incarnation,
             sequence=self._sequence,
-            num_frames=versions.size,
+            num_frames=slab.num_frames,
+            num_steps=slab.num_steps,
             num_bytes=sum(tensor.nbytes for tensor in tensors),
             policy_version=(int(versions.min()), int(versions.max())),
             stepped=engine.counts.stepped,

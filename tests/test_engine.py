@@ -55,7 +55,9 @@ def collect(engine: Engine, steps: int = T, slab: Slab | None = None, **kwargs: 
     slab = slab or Slab(engine.layout, steps)
     engine.collect(slab, **kwargs)
     tensors = [tensor.clone() for tensor in slab.tensors()]
-    return assemble(engine.layout, [Rollout(Header(0, 0, 0, slab.reward.size, 0, (0, 0)), tensors)])
+    header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
+    mask = slab.num_frames < slab.reward.size
+    return assemble(engine.layout, [Rollout(header, tensors)], mask=mask)
 
 
 def offer(weights: LiveWeights, version: int) -> None:

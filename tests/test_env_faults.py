@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from counting import CountingEnv, CountingVectorEnv, Frame, check_frames
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from loopback_pool import LoopbackWorkers
 from tensordict import TensorDict
 from torch import nn
 
@@ -26,6 +28,7 @@ from distcollect import rebuilder
 from distcollect.config import Faults
 from distcollect.engine import Engine, StepOptions, Stopped
 from distcollect.rollout import Header, Rollout, Slab, assemble
+from distcollect.transport import CollectRequest
 from distcollect.worker import WorkerPlan, build_engine
 
 N, T = 3, 6
@@ -130,7 +133,7 @@ def collect(engine: Engine, rollouts: int, steps: int = T, **kwargs: Any) -> Ten
     for _ in range(rollouts):
         engine.collect(slab, **kwargs)
         tensors = [tensor.clone() for tensor in slab.tensors()]
-        header = Header(0, 0, 0, slab.reward.size, 0, (0, 0))
+        header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
         parts.append(assemble(engine.layout, [Rollout(header, tensors)]))
     return torch.cat(parts, 1)
 
@@ -671,6 +674,22 @@ def test_in_worker_processes(sync: bool) -> None:
             assert batch["collector", "worker_id"][marked].tolist() == [1] * int(marked.sum())
             assert batch["next", "truncated"][marked].all()
     assert total == 1
+
+
+def test_the_header_tells_how_often_an_env_raised() -> None:
+    workers = LoopbackWorkers(1, Faults())
+    try:
+        [peer] = workers.peers.values()
+        maker = Maker({0: [("step", 3), ("step", 2)], 1: [("step", T + 1)]})
+        payload = cloudpickle.dumps(WorkerPlan(maker, N, max_env_faults=2))
+        workers.transport.call(peer, "configure", payload).result(30)
+        for env_faults in (2, 3, 3):
+            header = workers.transport.collect(peer, CollectRequest(T)).result(30).header
+            assert header.env_faults == env_faults
+            assert (header.num_frames, header.num_steps) == (N * T, T)
+        assert header.stepped == 3 * N * T
+    finally:
+        workers.close()
 
 
 def test_faults_is_checked() -> None:

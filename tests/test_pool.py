@@ -63,7 +63,7 @@ class Transport:
         _, answer = self.requests.pop(index)
         sequence = self.counts[peer] = self.counts.get(peer, -1) + 1
         version = self.versions.get(peer, 0)
-        offer = Offer(Header(peer, 0, sequence, FRAMES, 0, (version, version)))
+        offer = Offer(Header(peer, 0, sequence, FRAMES, FRAMES, 0, (version, version)))
         answer.set_result(offer)
         return offer
 

@@ -46,7 +46,9 @@ def end_of(slab: Slab, key: tuple[str, ...], step: int) -> np.ndarray:
 
 
 def rollout(slab: Slab, worker_id: int = 0) -> Rollout:
-    return Rollout(Header(worker_id, 0, 0, slab.reward.size, 0, (0, 0)), slab.tensors())
+    return Rollout(
+        Header(worker_id, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0)), slab.tensors()
+    )
 
 
 def expected_next(slab: Slab, finals: Any, key: tuple[str, ...]) -> np.ndarray:
@@ -149,7 +151,7 @@ def test_memory(num_workers: int) -> None:
 def test_a_slab_is_used_again() -> None:
     """Nothing of the rollout before is left."""
     slab = filled(FINALS[-1])
-    slab.clear_ends()
+    slab.clear()
     slab.add_final(1, 2, {key: array * 0 + 77 for key, array in slab.tail.items()})
     slab.truncated[1, 2] = True
     batch = assemble(LAYOUT, [rollout(slab)])

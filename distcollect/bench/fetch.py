@@ -183,9 +183,12 @@ class _Source:
     def __init__(self) -> None:
         self._tensors = {shared: rollout(shared=shared) for shared in (False, True)}
         num_bytes = sum(tensor.nbytes for tensor in self._tensors[False])
-        self._header = Header(0, 0, 0, _ROWS * _STEPS, num_bytes, (0, 0))
+        self._header = Header(0, 0, 0, _ROWS * _STEPS, _STEPS, num_bytes, (0, 0))
 
     def configure(self, payload: bytes) -> Future[Any]:
+        raise NotImplementedError
+
+    def preempt(self) -> None:
         raise NotImplementedError
 
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:

@@ -46,7 +46,7 @@ def run_wire(seconds: float) -> Values:
         while not on_wire or time.monotonic() < end:
             engine.collect(slab)
             tensors = slab.tensors()
-            header = Header(0, 0, 0, workload.rollout_frames, 0, (0, 0))
+            header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
             batch = assemble(engine.layout, [Rollout(header, tensors)])
             on_wire += sum(tensor.nbytes for tensor in tensors)
             following, collector = batch["next"], batch["collector"]

@@ -125,7 +125,8 @@ class SyncDataCollector(DataCollectorBase):
             worker_id=0,
             incarnation=0,
             sequence=self._batches,
-            num_frames=self.frames_per_batch,
+            num_frames=slab.num_frames,
+            num_steps=slab.num_steps,
             num_bytes=0,
             policy_version=(self._version, self._version),
         )

@@ -279,7 +279,8 @@ class RPCDataCollector(DataCollectorBase):
             raise
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
         layout: Layout = self._probe.layout
-        batch = assemble(layout, rollouts, stack=self._stack, device=self._device)
+        mask = self._mask_above is not None
+        batch = assemble(layout, rollouts, stack=self._stack, mask=mask, device=self._device)
         self._note_lag(batch, rollouts)
         return batch
 
@@ -287,12 +288,15 @@ class RPCDataCollector(DataCollectorBase):
         """Work out the lags of a batch's frames, and its mask where that is wanted."""
         versions = batch["collector", "policy_version"]
         by_rollout = versions.reshape(len(rollouts), -1)
+        traj_ids = batch["collector", "traj_ids"].reshape(len(rollouts), -1)
         limit = self._mask_above
         counts: list[tuple[int, int]] = []
         stale: list[tuple[int, int]] = []
         for index, rollout in enumerate(rollouts):
             worker_id = rollout.header.worker_id
-            for version, num_frames in _versions(rollout.header, by_rollout[index]):
+            for version, num_frames in _versions(
+                rollout.header, by_rollout[index], traj_ids[index]
+            ):
                 lag = self._pool.lag(worker_id, version)
                 counts.append((lag, num_frames))
                 if limit is not None and lag > limit:
@@ -302,7 +306,7 @@ class RPCDataCollector(DataCollectorBase):
             fresh = torch.ones_like(by_rollout, dtype=torch.bool)
             for index, version in stale:
                 fresh[index][by_rollout[index] == version] = False
-            batch["collector", "mask"] = fresh.reshape(versions.shape)
+            batch["collector", "mask"] &= fresh.reshape(versions.shape)
         self._lag = LagStats.of(counts)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
@@ -377,12 +381,15 @@ def _close(pool: Pool, workers: Workers) -> None:
     workers.close()
 
 
-def _versions(header: Header, versions: torch.Tensor) -> list[tuple[int, int]]:
+def _versions(
+    header: Header, versions: torch.Tensor, traj_ids: torch.Tensor
+) -> list[tuple[int, int]]:
     """(policy_version, frames that have it) of a rollout."""
     lowest, highest = header.policy_version
     if lowest == highest:
         return [(lowest, header.num_frames)]
-    values, counts = np.unique(versions.numpy(force=True), return_counts=True)
+    is_real = traj_ids >= 0
+    values, counts = np.unique(versions[is_real].numpy(force=True), return_counts=True)
     return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 

@@ -84,12 +84,13 @@ class Service:
         if request.random:
             answer.set_exception(RuntimeError("no rollout today"))
             return answer
-        tensors = rollout(request.num_steps)
+        steps = request.num_steps
+        tensors = rollout(steps)
         self.collected += 1
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         answer.set_result(
             (
-                Header(WORKER_ID, 0, self.collected, request.num_steps, num_bytes, (3, 5)),
+                Header(WORKER_ID, 0, self.collected, steps, steps, num_bytes, (3, 5)),
                 tensors,
             )
         )
