@@ -308,11 +308,11 @@ def test_from_another_thread_while_an_env_is_slow() -> None:
 def test_through_a_transport() -> None:
     """It overtakes the request that it ends; the header tells how many frames there are."""
     Slow.stepped = threading.Event()
-    workers = LoopbackWorkers(1, Faults())
+    payload = cloudpickle.dumps(WorkerPlan(lambda: Slow(lengths=(1000,)), N))
+    workers = LoopbackWorkers(1, Faults(), lambda worker_id: payload)
     try:
         [peer] = workers.peers.values()
-        payload = cloudpickle.dumps(WorkerPlan(lambda: Slow(lengths=(1000,)), N))
-        probe = workers.transport.call(peer, "configure", payload).result(30)
+        probe = workers.probes[0]
         workers.transport.call(peer, "preempt").result(5)
         offered = workers.transport.collect(peer, CollectRequest(5000))
         assert Slow.stepped.wait(10)

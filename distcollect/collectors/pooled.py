@@ -138,6 +138,8 @@ class RPCDataCollector(DataCollectorBase):
         self._weight_sync = weight_sync or WeightSync()
         masks = staleness is not None and staleness.mode == "mask"
         self._mask_above = staleness.max_policy_lag if staleness and masks else None
+        preempts = preemptive_threshold is not None or batch_deadline_s is not None
+        self._masks = masks or preempts
         self._faults = faults or Faults()
         arguments.positive("max_weight_update_interval", max_weight_update_interval, optional=True)
         self._updates_itself = update_at_each_batch
@@ -279,8 +281,7 @@ class RPCDataCollector(DataCollectorBase):
             raise
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
         layout: Layout = self._probe.layout
-        mask = self._mask_above is not None
-        batch = assemble(layout, rollouts, stack=self._stack, mask=mask, device=self._device)
+        batch = assemble(layout, rollouts, stack=self._stack, mask=self._masks, device=self._device)
         self._note_lag(batch, rollouts)
         return batch
 
