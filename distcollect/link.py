@@ -142,9 +142,10 @@ class Lifeline:
                 return message
             try:
                 data = self._sock.recv(65536)
-            except TimeoutError:
-                raise LaunchError("no answer from the trainer to the join handshake") from None
-            except OSError:
+            except OSError as error:
+                # Once joined, there is no timeout but TCP's own: the other host is unreachable.
+                if isinstance(error, TimeoutError) and self._sock.gettimeout() is not None:
+                    raise LaunchError("no answer from the trainer to the join handshake") from None
                 return None
             if not data:
                 return None

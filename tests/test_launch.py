@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "scripts" / "launched.py"
+MENDED = HERE / "scripts" / "mended.py"
 TESTBED = HERE / "testbed"
 NUM_HOSTS = 3
 
@@ -122,3 +124,36 @@ def test_slurm_variables_on_three_hosts(on_host):
     for seen in report(finish(ranks)[0]):
         assert seen["workers"] == [0, 1, 2, 3, 4]
         assert seen["listening"] == ["10.77.0.1"]
+
+
+def test_torchrun_never_sees_a_worker_die():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    [output] = finish([start([*command, "--nproc-per-node=3", MENDED, "kill"])])
+    assert "mended" in output.splitlines()
+
+
+@needs_hosts
+def test_a_host_that_was_unplugged_comes_back(on_host):
+    ranks = [
+        start(on_host(1 + rank, sys.executable, MENDED, "unplug"), **slurm_variables(rank, 3, 1))
+        for rank in range(3)
+    ]
+    plug = [TESTBED / "netns_host.sh", "3"]
+    try:
+        await_line(ranks[0], "running")
+        subprocess.run([*plug, "unplug"], check=True, timeout=20)
+        began = time.monotonic()
+        await_line(ranks[0], "lost")
+        assert time.monotonic() - began < 12
+    finally:
+        subprocess.run([*plug, "plug"], check=True, timeout=20)
+    outputs = finish(ranks)
+    assert "mended" in outputs[0].splitlines()
+
+
+def await_line(process, wanted):
+    """Read its output up to a line; pytest's own timeout is the deadline."""
+    for line in process.stdout:
+        if line.strip() == wanted:
+            return
+    raise AssertionError(f"{wanted!r} never came")
