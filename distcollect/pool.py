@@ -29,6 +29,7 @@ from .errors import (
     CollectorStateError,
     DeadlineError,
     DistCollectError,
+    WorkerError,
     WorkerLost,
 )
 from .handle import PushHandle
@@ -536,8 +537,12 @@ class Pool:
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:
         # In sync mode it must not go on with what it has.
+        if not self._plan.sync:
+            return
         seat = self._seats.get(worker_id)
-        if self._plan.sync and seat is not None:
+        if isinstance(error, WorkerError) and error.worker_id is None:
+            self.fail(error)  # nobody else would fare better
+        elif seat is not None:
             self._reports.report(worker_id, seat.incarnation, error)
 
     def close(self) -> None:

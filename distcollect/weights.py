@@ -209,7 +209,7 @@ class WeightSender:
                 log.exception("version %d could not be sent", newest.version)
                 for worker_id in receivers:
                     message = f"sending it version {newest.version} failed: {error!r}"
-                    self._failed(worker_id, newest, WorkerError(message, worker_id=worker_id))
+                    self._failed(worker_id, newest, WorkerError(message))
 
     def _next_receivers(self, publication: _Publication) -> dict[int, int]:
         """Whom to send it to together; who failed last time gets it alone, and last."""
