@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from . import fetch, figures, weights
+from . import faults, fetch, figures, weights
 from .contenders import CONTENDERS, Contender, Values
 from .weights import MB
 from .workloads import WORKLOADS, Workload
@@ -187,6 +187,28 @@ _FIGURES = (
         "torn",
         "frames collected with weights of two versions",
         (Part("4mb", "4 MB pushed at full rate to 2 workers", weights.run_torn),),
+    ),
+    Item(
+        "kill",
+        "workers that are killed or stopped",
+        (
+            Part("survivors", "one of four killed", faults.run_survivors),
+            Part("stopped", "one of two stopped", faults.run_stopped),
+            Part("recovery", "one of four killed and replaced", faults.run_recovery, limit_s=300),
+        ),
+    ),
+    Item(
+        "churn",
+        "200 kills in one run",
+        (Part("kills", "four workers at a time", faults.run_churn, limit_s=1800),),
+    ),
+    Item(
+        "straggler",
+        "eight workers, preemptive_threshold=0.75",
+        (
+            Part("even", "equally fast", partial(faults.run_straggler, slow=False)),
+            Part("slow", "one 5 times slower", partial(faults.run_straggler, slow=True)),
+        ),
     ),
 )
 

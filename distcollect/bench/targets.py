@@ -161,4 +161,28 @@ TARGETS: tuple[Target, ...] = (
         ("one-of-8", "1", "s"),
     ),
     _at_most("frames with torn weights", 0, ("torn", "4mb", "bad_frames")),
+    Target(
+        "frames/s after one of four was killed / 3/4 of before",
+        ("kill", "survivors", "after"),
+        (("kill", "survivors", "before"),),
+        0.95,
+        times=0.75,
+    ),
+    _at_most("s until a killed worker is seen", 1, ("kill", "survivors", "seen_s")),
+    _at_most("s until a stopped worker is seen", 10, ("kill", "stopped", "seen_s")),
+    _at_most(
+        "from a kill to the replacement's first frames / a cold start",
+        1.2,
+        ("kill", "recovery", "recovery_s"),
+        ("kill", "recovery", "cold_s"),
+    ),
+    _at_most("MB that stay with the trainer per kill", 0.1, ("churn", "kills", "mb_per_kill")),
+    _at_most("threads that stay after 200 kills", 0, ("churn", "kills", "threads")),
+    _at_most("descriptors that stay after 200 kills", 0, ("churn", "kills", "descriptors")),
+    Target(
+        "frames/s with one of eight 5 times slower / none",
+        ("straggler", "slow", "frames_per_s"),
+        (("straggler", "even", "frames_per_s"),),
+        0.70,
+    ),
 )
