@@ -341,7 +341,7 @@ class LiveWeights:
     def spare(self) -> torch.Tensor:
         """A buffer to write a version into, uint8 ``[layout.num_bytes]``.
 
-        Give it back with :meth:`commit`, or with :meth:`discard` if it was not filled.
+        Give it back with :meth:`commit`, or with :meth:`discard` if it could not be filled.
         """
         with self._lock:
             return self._spares.pop() if self._spares else self.layout.empty(self.device)
@@ -359,9 +359,8 @@ class LiveWeights:
         self.layout.pack(self.layout.select(self.module), buffer)
 
     def discard(self, buffer: torch.Tensor) -> None:
-        """Give back a buffer from :meth:`spare` that holds no whole version."""
-        with self._lock:
-            self._spares.append(buffer)
+        """Forget a buffer from :meth:`spare`: what was to fill it may write to it yet."""
+        self._views.pop(buffer.data_ptr(), None)
 
     def commit(self, buffer: torch.Tensor, version: int) -> None:
         """Offer a filled buffer as ``version``; it replaces one that was not applied yet."""

@@ -23,6 +23,7 @@ class Push:
         wire: how the weights lie in the payload.
         num_bytes: the payload's size.
         checksum: the payload's, see :func:`~distcollect.flat.checksum`.
+        base: the version that the entries in it are a change of, where these are not all.
     """
 
     version: int
@@ -30,6 +31,7 @@ class Push:
     wire: Wire
     num_bytes: int
     checksum: int
+    base: int = 0
 
 
 class WeightReceiver:
@@ -42,9 +44,14 @@ class WeightReceiver:
         self._landing: dict[tuple[int, str], torch.Tensor] = {}
         self._thread = SerialThread("distcollect-weights")
 
-    def ready(self) -> Future[int]:
-        """Completes when no earlier push is under way: the version in use next."""
-        return self._thread.submit(lambda: self._weights.newest)
+    def ready(self, source: Source | None = None) -> None:
+        """Take part from now on in what ``source`` needs all receivers for."""
+        if source is not None:
+            source.join(self._keep)
+
+    def give_up(self) -> None:
+        """Wait no longer for what is under way: the sender broke it off."""
+        self._close_kept()
 
     def receive(self, push: Push) -> Future[int]:
         """Take part in a push; completes with the version once it is there, whole."""
@@ -56,16 +63,22 @@ class WeightReceiver:
         self._thread.close()
 
     def _close_kept(self) -> None:
-        for kept in self._keep.values():
+        for kept in list(self._keep.values()):
             if hasattr(kept, "close"):
                 kept.close()
 
     def _receive(self, push: Push) -> int:
+        if push.wire.entries is not None and push.base != self._weights.newest:
+            raise RuntimeError(
+                f"version {push.version} came as a change of version {push.base}, but version "
+                f"{self._weights.newest} is here"
+            )
         buffer = self._weights.spare()
         try:
             self._fill(buffer, push)
         except BaseException:
             self._weights.discard(buffer)
+            self._landing.clear()  # as it may be written to yet, too
             raise
         self._weights.commit(buffer, push.version)
         return push.version

@@ -7,11 +7,13 @@ there and writes them into memory that the receiver has ready.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,12 +31,24 @@ dist: Any = torch.distributed
 
 # Groups that the trainer keeps for reuse, the most recently used; its workers keep the same.
 _MAX_GROUPS = 32
+# Gloo waits five times as long for a member's connection. All have joined by then, and who waits
+# for one that has died since is told so; this is for when even that doesn't get through.
+_CONNECT_TIMEOUT_S = 2.0
 
 
 class Source(ABC):
     """Where a receiver finds a payload. It is pickled to get there."""
 
     on_gpu: bool = False  # whether it writes to a GPU's memory directly
+
+    def join(self, keep: dict[str, Any]) -> None:  # noqa: B027 - optional
+        """Meet the other receivers, without waiting for any; only where these receive together.
+
+        Called before :meth:`receive`, and before the sender begins to send.
+
+        Args:
+            keep: see :meth:`receive`.
+        """
 
     @abstractmethod
     def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
@@ -43,10 +57,12 @@ class Source(ABC):
         Args:
             target: uint8 ``[payload's size]``.
             keep: for what is to be there for the next push too. It is this receiver's own and lives
-                as long; what has a ``close`` method is closed in the end.
+                as long. What has a ``close`` method is closed in the end; also from another thread
+                when the sender gives a push up, so that this method ends, and may be used again.
 
         Raises:
-            RuntimeError, OSError: it can't be had; ``target`` may be half written then.
+            RuntimeError, OSError: it can't be had; ``target`` may be half written then, and isn't
+                used again.
         """
 
 
@@ -69,7 +85,14 @@ class WeightUpdaterBase(ABC):
     """Moves weights from the trainer to workers; derive from it to do that in another way.
 
     :meth:`sources` and :meth:`send` are called on one thread, one after the other.
+
+    Attributes:
+        together: nobody gets the payload unless all of its receivers take part, as in a broadcast.
+            They are asked first, and without an answer there is no :meth:`send`: those who did
+            answer get sources of their own.
     """
+
+    together: bool = False
 
     def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - optional
         """Take the arguments of the collector's ``init_updater``."""
@@ -138,6 +161,7 @@ class Groups:
     def __init__(self) -> None:
         self._groups: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
+        self._under_way: dict[str, threading.Event] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -151,76 +175,109 @@ class Groups:
             if name not in names:
                 self.drop(name)
 
-    def broadcast(self, place: FromGroup, store: Any, address: str, flat: torch.Tensor) -> None:
-        """Broadcast ``flat`` from rank 0; all members of the group must do so together.
-
-        Raises:
-            RuntimeError: a member is gone or too late. The group is dropped, ``flat`` may be torn.
-        """
-        timeout = timedelta(seconds=place.timeout_s)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        options.timeout = timeout
-        try:
-            group = self._get(place, store, address, timeout)
-            group.broadcast([flat], options).wait(timeout)
-            if flat.is_cuda:
-                torch.cuda.synchronize(flat.device)
-        except RuntimeError:
-            self.drop(place.group)
-            raise
-
-    def drop(self, name: str) -> None:
-        """Leave a group."""
-        with self._lock:
-            group = self._groups.pop(name, None)
-        # A NCCL kernel that waits for a dead peer would wait for ever.
-        if group is not None and group.name() == "nccl":
-            group.abort()
-
-    def close(self) -> None:
-        """Leave all."""
-        self.keep_only(())
-
-    def _get(self, place: FromGroup, store: Any, address: str, timeout: timedelta) -> Any:
+    def join(self, place: FromGroup, store: Any, address: str) -> None:
+        """Be in a group, without waiting for its other members."""
         with self._lock:
             group = self._groups.get(place.group)
         if group is None:
             prefixed = dist.PrefixStore(place.group, store)
             if place.on_gpu:
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout  # noqa: SLF001 - there is no public way
+                options._timeout = place.timeout  # noqa: SLF001 - there is no public way
                 group = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
             else:
-                group = _gloo(prefixed, place, address, timeout)
+                group = _gloo(prefixed, place, address)
         with self._lock:
             self._groups[place.group] = group
             self._groups.move_to_end(place.group)
-        return group
+
+    def broadcast(self, place: FromGroup, flat: torch.Tensor) -> None:
+        """Broadcast ``flat`` from rank 0; all members of the group must do so together.
+
+        Raises:
+            RuntimeError: a member is gone or too late, or the group was dropped meanwhile. It is
+                dropped then, ``flat`` may be torn, and may still be written to.
+        """
+        over = threading.Event()
+        with self._lock:
+            group = self._groups.get(place.group)
+            self._under_way[place.group] = over
+        try:
+            _broadcast(group, place, flat, over)
+        except RuntimeError:
+            self.drop(place.group)
+            raise
+        finally:
+            with self._lock:
+                del self._under_way[place.group]
+
+    def drop(self, name: str) -> None:
+        """Leave a group; who waits in its broadcast is told at once."""
+        with self._lock:
+            group = self._groups.pop(name, None)
+            over = self._under_way.get(name)
+        # A NCCL kernel that waits for a dead peer would wait for ever.
+        if group is not None and group.name() == "nccl":
+            group.abort()
+        if over is not None:
+            over.set()
+
+    def close(self) -> None:
+        """Leave all."""
+        self.keep_only(())
 
 
-def _gloo(store: Any, place: FromGroup, address: str, timeout: timedelta) -> Any:
+def _broadcast(group: Any, place: FromGroup, flat: torch.Tensor, over: threading.Event) -> None:
+    if group is None:
+        raise RuntimeError(f"process group {place.group} was left before its broadcast")
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = place.timeout
+    work = group.broadcast([flat], options)
+    if place.on_gpu:
+        work.wait(place.timeout)
+        torch.cuda.synchronize(flat.device)
+        return
+    done = work.get_future()
+    done.add_done_callback(lambda _: over.set())
+    over.wait(place.timeout_s)
+    if not done.done():
+        # Gloo has no way to end it, and giving the group back would wait for it.
+        threading.Thread(target=_outlast, args=(group, work), daemon=True).start()
+        raise RuntimeError(
+            f"the broadcast in process group {place.group} was given up: a member is gone, or it "
+            f"took longer than {place.timeout_s:g} s"
+        )
+    work.wait()
+
+
+def _outlast(group: Any, work: Any) -> None:  # noqa: ARG001 - it is kept alive
+    with contextlib.suppress(RuntimeError):
+        work.wait()
+
+
+def _gloo(store: Any, place: FromGroup, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
     # The address names the interface, and connections are made on first use: a broadcast needs a
-    # tree of them, not all pairs.
+    # tree of them, not all pairs. So nobody is waited for here.
     options._devices = [  # noqa: SLF001
         dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
     ]
-    options._timeout = timeout  # noqa: SLF001
+    options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)  # noqa: SLF001
     return dist.ProcessGroupGloo(store, place.rank, place.size, options)
 
 
 @dataclass(frozen=True)
 class FromGroup(Source):
-    """From a broadcast in a process group; the first push under a name makes the group.
+    """From a process group's broadcast; the first mention of a group under a name makes the group.
 
     Attributes:
         group: its name.
         rank: the receiver's; the trainer is 0.
         size: how many are in it.
         store: host and port of the store where its members find each other.
-        timeout_s: for making the group and for the broadcast.
+        timeout_s: for the broadcast.
         on_gpu: whether it is one of NCCL's, else Gloo's.
         kept: the names of the groups that the trainer has; all others are left.
     """
@@ -233,25 +290,36 @@ class FromGroup(Source):
     on_gpu: bool = False
     kept: tuple[str, ...] = ()
 
-    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+    @property
+    def timeout(self) -> timedelta:
+        """``timeout_s`` as torch takes it."""
+        return timedelta(seconds=self.timeout_s)
+
+    def join(self, keep: dict[str, Any]) -> None:
         """See :class:`Source`."""
         if "store" not in keep:
             host, port = self.store
-            timeout = timedelta(seconds=self.timeout_s)
-            keep["store"] = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+            keep["store"] = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
             keep["groups"] = Groups()
         keep["groups"].keep_only(self.kept)
-        keep["groups"].broadcast(self, keep["store"], keep["address"], target)
+        keep["groups"].join(self, keep["store"], keep["address"])
+
+    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+        """See :class:`Source`."""
+        keep["groups"].broadcast(self, target)
 
 
 class BroadcastUpdater(WeightUpdaterBase):
     """One broadcast to a process group of exactly the receivers: the default."""
+
+    together = True
 
     def __init__(self, backend: str = "auto") -> None:
         """``backend``: "gloo"; "nccl"; or "auto", see :class:`~distcollect.WeightSync`."""
         self._backend = backend
         self._groups = Groups()
         self._names: dict[tuple[Any, ...], str] = {}
+        self._left: deque[tuple[float, str, int]] = deque()  # since when, name, size
         self._counter = itertools.count()
         self._store: Any = None
         self._current: FromGroup | None = None
@@ -286,14 +354,27 @@ class BroadcastUpdater(WeightUpdaterBase):
         existing = self._groups.names
         self._groups.keep_only(existing[-_MAX_GROUPS + 1 :])
         existing = self._groups.names
-        self._names = {m: name for m, name in self._names.items() if name in existing}
+        for gone, name in [item for item in self._names.items() if item[1] not in existing]:
+            del self._names[gone]
+            self._left.append((time.monotonic(), name, len(gone)))
+        self._clear_store()
         if members not in self._names:
             self._names[members] = f"weights{next(self._counter)}"
         name, size = self._names[members], len(peers) + 1
         kept = (*existing, name)
         first = FromGroup(name, 0, size, self._endpoint, self._site.timeout_s, on_gpu, kept)
         self._current = first
+        self._groups.join(first, self._store, self._site.address)
         return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
+
+    def _clear_store(self) -> None:
+        """Delete what members of groups that were left had put there for each other."""
+        # For so long, one that is late may look for another.
+        deadline = time.monotonic() - self._site.timeout_s
+        while self._left and self._left[0][0] < deadline:
+            _, name, size = self._left.popleft()
+            for rank in range(size):
+                self._store.delete_key(f"{name}/0/{rank}")
 
     def send(self, payload: torch.Tensor) -> None:
         """See :class:`WeightUpdaterBase`."""
@@ -302,7 +383,7 @@ class BroadcastUpdater(WeightUpdaterBase):
             if self._staging is None or len(self._staging) != len(payload):
                 self._staging = torch.empty_like(payload, device="cpu", pin_memory=True)
             payload = self._staging.copy_(payload)
-        self._groups.broadcast(self._current, self._store, self._site.address, payload)
+        self._groups.broadcast(self._current, payload)
 
     def forget(self, peer: int) -> None:
         """See :class:`WeightUpdaterBase`: its groups are of no use any more."""

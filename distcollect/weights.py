@@ -1,9 +1,9 @@
 """The weight plane: who gets which version when.
 
-A push goes in three steps, so that nobody is left hanging in a collective that another never
-enters: every receiver says it is ready, and what it has; those who did receive the payload
-(:mod:`.updaters`) into a spare buffer and compare its checksum; each acknowledges. The receivers'
-engines swap the buffer in between two steps.
+Each receiver takes the payload (:mod:`.updaters`) into a spare buffer, compares its checksum and
+acknowledges; its engine swaps the buffer in between two steps. Where all receive together, in a
+broadcast, each first says that it is ready, so that nobody is left hanging in a collective that
+another never enters.
 
 A receiver that is late, dead or torn is left out, and the others go on. Who is late gets the newest
 version as soon as it answers again.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,31 +223,23 @@ class WeightSender:
 
     def _send(self, publication: _Publication, receivers: dict[int, int]) -> None:
         begin = time.monotonic()
-        versions = self._wait_ready(receivers, publication)
-        receivers = {w: peer for w, peer in receivers.items() if w in versions}
-        if not receivers:
-            return
-        wire, payload = self._payload(publication, set(versions.values()))
-        sum_ = checksum(payload)
-        ready = time.monotonic()
+        wire, base, payload = self._payload(publication, receivers)
         sources = self._updater.sources(payload, receivers)
-        acknowledged = {
-            worker_id: self._transport.call(
-                peer,
-                "receive_weights",
-                Push(publication.version, sources[worker_id], wire, payload.nbytes, sum_),
-            )
-            for worker_id, peer in receivers.items()
+        joining: dict[int, Future[Any]] = {}
+        if self._updater.together:
+            joining = self._ask(receivers, "weights_ready", sources)
+        sum_ = checksum(payload)
+        if not self._all_ready(joining, publication):
+            return  # the others come again, as a group without who isn't
+        ready = time.monotonic()
+        pushes = {
+            worker_id: Push(publication.version, source, wire, payload.nbytes, sum_, base)
+            for worker_id, source in sources.items()
         }
-        patience_s = self._timeout_s
-        try:
-            self._updater.send(payload)
-        except RuntimeError as error:
-            # Who is at fault, and who has it all the same, is told by the acknowledgements.
-            log.info("sending version %d broke off: %s", publication.version, error)
-            patience_s = min(self._timeout_s, self._options.ready_timeout_s)
+        acknowledged = self._ask(receivers, "receive_weights", pushes)
+        self._send_payload(payload, receivers, acknowledged)
         sent = time.monotonic()
-        late = missing(acknowledged, patience_s)
+        late = self._late(acknowledged, receivers)
         end = time.monotonic()
         publication.record.num_bytes = payload.nbytes
         publication.record.timings.update(
@@ -258,48 +250,121 @@ class WeightSender:
         )
         if self._options.changes_only:
             self._last = publication
+        # Whatever connects these with us may be in any state now.
         for worker_id, answer in acknowledged.items():
-            failure = None if worker_id in late else answer.exception()
-            if worker_id not in late and failure is None:
+            if worker_id in late or answer.exception() is not None:
+                self._updater.forget(receivers[worker_id])
+        self._conclude(publication, acknowledged, late, end - sent)
+
+    def _ask(
+        self, receivers: Mapping[int, int], method: str, arguments: Mapping[int, Any]
+    ) -> dict[int, Future[Any]]:
+        return {
+            worker_id: self._transport.call(peer, method, arguments[worker_id])
+            for worker_id, peer in receivers.items()
+        }
+
+    def _send_payload(
+        self,
+        payload: torch.Tensor,
+        receivers: Mapping[int, int],
+        acknowledged: Mapping[int, Future[Any]],
+    ) -> None:
+        """Send, and tell those who still wait for it if somebody's failure breaks it off."""
+        broken_off = threading.Event()
+
+        def break_off() -> None:
+            if broken_off.is_set():
+                return
+            broken_off.set()
+            # Who was to pass it on to them may be gone.
+            for worker_id, peer in receivers.items():
+                if not acknowledged[worker_id].done():
+                    self._transport.call(peer, "give_weights_up")
+                    self._updater.forget(peer)
+
+        def answered(answer: Future[Any]) -> None:
+            if answer.exception() is not None:
+                break_off()
+
+        if self._updater.together:
+            for answer in acknowledged.values():
+                answer.add_done_callback(answered)
+        try:
+            self._updater.send(payload)
+        except RuntimeError as error:
+            # Who is at fault, and who has it all the same, is told by the acknowledgements.
+            log.info("sending broke off: %s", error)
+            break_off()
+
+    def _conclude(
+        self,
+        publication: _Publication,
+        acknowledged: Mapping[int, Future[Any]],
+        late: Collection[int],
+        waited_s: float,
+    ) -> None:
+        failures = {w: a.exception() for w, a in acknowledged.items() if w not in late}
+        # A death is reason enough for the others' failures.
+        somebody_died = any(isinstance(failure, WorkerLost) for failure in failures.values())
+        for worker_id, answer in acknowledged.items():
+            failure = failures.get(worker_id)
+            if worker_id in late:
+                self._is_late(worker_id, answer, "did not acknowledge", waited_s)
+            elif failure is None:
                 self._succeeded(worker_id, publication)
-                continue
-            # Whatever connects it with us may be in any state now.
-            self._updater.forget(receivers[worker_id])
-            if failure is None:
-                self._is_late(worker_id, answer, "did not acknowledge", patience_s)
-            else:
+            elif isinstance(failure, WorkerLost) or not somebody_died:
                 self._failed(worker_id, publication, failure)
 
-    def _wait_ready(
-        self, receivers: Mapping[int, int], publication: _Publication
-    ) -> dict[int, int]:
-        """The versions of those that are ready in time."""
-        asked = {w: self._transport.call(peer, "weights_ready") for w, peer in receivers.items()}
+    def _all_ready(self, joining: Mapping[int, Future[Any]], publication: _Publication) -> bool:
         limit_s = self._options.ready_timeout_s
-        late = missing(asked, limit_s)
-        versions: dict[int, int] = {}
-        for worker_id, answer in asked.items():
+        late = missing(joining, limit_s)
+        all_ready = not late
+        for worker_id, answer in joining.items():
             if worker_id in late:
                 self._is_late(worker_id, answer, "was not ready to receive", limit_s)
             elif (error := answer.exception()) is not None:
                 self._failed(worker_id, publication, error)
-            else:
-                versions[worker_id] = answer.result()
-        return versions
+                all_ready = False
+        return all_ready
 
-    def _payload(self, publication: _Publication, versions: set[int]) -> tuple[Wire, torch.Tensor]:
-        """What travels to receivers that have ``versions``."""
+    def _late(
+        self,
+        acknowledged: Mapping[int, Future[Any]],
+        receivers: Mapping[int, int],
+    ) -> list[int]:
+        """Who answers nothing, or has not acknowledged in the time that a push may take."""
+        limit_s = min(self._timeout_s, self._options.ready_timeout_s)
+        slow = missing(acknowledged, limit_s)
+        # It may merely take long to receive.
+        asked = {w: self._transport.call(receivers[w], "weights_ready") for w in slow}
+        late = missing(asked, limit_s)
+        waited_for = {w: acknowledged[w] for w in slow if w not in late}
+        return late + missing(waited_for, self._timeout_s - limit_s)
+
+    def _payload(
+        self, publication: _Publication, receivers: Mapping[int, int]
+    ) -> tuple[Wire, int, torch.Tensor]:
+        """What travels to receivers, and which version they must have for it."""
         entries = None
+        base = 0
         last = self._last
-        if self._options.changes_only and last is not None and versions == {last.version}:
+        if last is not None and self._all_have(last.version, receivers):
             entries = self._layout.changed(last.flat, publication.flat)
+            base = last.version
         wire = Wire(self._options.narrow_dtype, entries)
         if wire == Wire():
-            return wire, publication.flat
+            return wire, base, publication.flat
         layout = self._layout.reduced(wire)
         payload = layout.empty(publication.flat.device)
         self._layout.transfer(publication.flat, payload, layout)
-        return wire, payload
+        return wire, base, payload
+
+    def _all_have(self, version: int, worker_ids: Iterable[int]) -> bool:
+        with self._lock:
+            slots = [self._slots.get(worker_id) for worker_id in worker_ids]
+        # Who could not take the last one may have another than we know of.
+        return all(slot and slot.acknowledged == version and not slot.attempts for slot in slots)
 
     def _succeeded(self, worker_id: int, publication: _Publication) -> None:
         with self._lock:
@@ -345,7 +410,7 @@ class WeightSender:
                 return
             assert slot.wanted is not None
             slot.late = WeightsTimeout(
-                f"worker {worker_id} {what} version {slot.wanted.version} within {after_s:g} s; it "
+                f"worker {worker_id} {what} version {slot.wanted.version} within {after_s:.3g} s; it "
                 "gets the newest one as soon as it answers"
             )
             handles = list(slot.handles)

@@ -43,7 +43,7 @@ from .shared import allocate
 from .threads import do_jobs
 from .topology import interface_of
 from .transport import NUM_SLABS, TRAJ_IDS_PER_PEER, CollectRequest
-from .updaters import gpu_of
+from .updaters import Source, gpu_of
 
 log = logging.getLogger(__name__)
 
@@ -242,13 +242,17 @@ class Worker:
         """Take the weights for ``version``, and begin trajectories with ids from there on."""
         return self._submit(lambda: self._resume(version, first_traj_id))
 
-    def weights_ready(self) -> Future[int]:
-        """Completes when weights can be received."""
-        return self._configured_receiver.ready()
+    def weights_ready(self, source: Source | None = None) -> None:
+        """Take part from now on in what ``source`` needs all receivers for."""
+        self._configured_receiver.ready(source)
 
     def receive_weights(self, push: Push) -> Future[int]:
         """Take part in a push; completes with its version."""
         return self._configured_receiver.receive(push)
+
+    def give_weights_up(self) -> None:
+        """Wait no longer for the weights that are under way."""
+        self._configured_receiver.give_up()
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:
         answer: Future[Any] = Future()

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
+from distcollect.updaters import Site
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
 
@@ -153,6 +154,23 @@ class TestWhatTravels:
         batch = collector.next()
         expected = {**dict.fromkeys(NAMES, 1.0), "body_bias": 2.0, "wide": 3.0}
         assert [told(batch, row) for row in (0, 1)] == [expected, expected]
+
+    def test_a_change_of_another_version_than_the_receivers_is_refused(
+        self, collect: Collect
+    ) -> None:
+        """One has got a newer one than was acknowledged: it is sent all of the next."""
+        collector = collect(weight_sync=dc.WeightSync(changes_only=True))
+        policy = Telling()
+        collector.update_policy_weights_(policy.fill(1))
+        weights = collector._workers.services[0]._engine.weights
+        weights.commit(weights.layout.empty(), 7)
+        policy.body.bias.data.fill_(2)
+        for _ in range(7):
+            handle = collector.update_policy_weights_(policy)
+        batch = collector.next()
+        expected = {**dict.fromkeys(NAMES, 1.0), "body_bias": 2.0}
+        assert [told(batch, row) for row in (0, 1)] == [expected, expected]
+        assert handle.num_bytes == 0, "later ones are changes again"
 
     def test_what_is_excluded_stays(self, collect: Collect) -> None:
         collector = collect(weight_sync=dc.WeightSync(exclude=["critic.*", "count"]))
@@ -385,6 +403,19 @@ class TestUpdaters:
             assert len(collector._updater._groups.names) <= 2
             collector.update_policy_weights_(Telling(version), worker_ids=[0, 2])
 
+    def test_groups_leave_nothing_in_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("distcollect.updaters._MAX_GROUPS", 2)
+        limit_s = 0.2
+        updater = dc.BroadcastUpdater()
+        updater.attach(Site("127.0.0.1", limit_s, {0: ""}))
+        payload = torch.zeros(16, dtype=torch.uint8)
+        for peer in range(20):
+            updater.sources(payload, {0: peer})
+        threading.Event().wait(limit_s)
+        updater.sources(payload, {0: 20})
+        assert updater._store.num_keys() == 3  # of two groups, and of one that was left just now
+        updater.close()
+
     def test_who_can_get_none_ends_a_sync_run(self, collect: Collect, tmp_path: Path) -> None:
         """It must not go on with the weights that it has."""
         collector = collect(weight_updater=FileUpdater(tmp_path, torn=99))
@@ -410,7 +441,8 @@ def pids(collector: dc.RPCDataCollector) -> dict[int, int]:
 
 
 class TestReceiversInTrouble:
-    def test_one_that_is_late_gets_the_newest_when_it_answers(self) -> None:
+    @pytest.mark.parametrize("make", [dc.BroadcastUpdater, dc.RPCUpdater])
+    def test_one_that_is_late_gets_the_newest_when_it_answers(self, make: Any) -> None:
         policy = Telling()
         with dc.RPCDataCollector(
             Env,
@@ -419,6 +451,7 @@ class TestReceiversInTrouble:
             frames_per_batch=12,
             sync=True,
             weight_sync=dc.WeightSync(ready_timeout_s=0.5),
+            weight_updater=make(),
         ) as collector:
             stopped = pids(collector)[1]
             os.kill(stopped, signal.SIGSTOP)
@@ -499,6 +532,30 @@ class TestReceiversInTrouble:
             assert handle.left_out[1].worker_id == 1
             with pytest.raises(dc.WorkerLost, match=r"worker 1: .*SIGKILL"):
                 collector.next()
+
+    @pytest.mark.parametrize("victim", range(4))
+    def test_one_that_dies_before_it_is_connected(self, victim: int) -> None:
+        """It was in the group; nobody had used it. Nor do those wait whom it was to pass it to."""
+        policy = Telling()
+        with dc.RPCDataCollector(
+            Env, policy, num_workers=4, frames_per_batch=16, sync=True
+        ) as collector:
+            killed = pids(collector)[victim]
+            send = collector._updater.send
+
+            def kill_first(payload: torch.Tensor) -> None:
+                collector._updater.send = send  # type: ignore[method-assign]
+                os.kill(killed, signal.SIGKILL)
+                send(payload)
+
+            collector._updater.send = kill_first  # type: ignore[method-assign]
+            begin = time.monotonic()
+            handle = collector.update_policy_weights_(policy.fill(1), wait=False)
+            assert handle is not None
+            handle.wait(20)
+            assert time.monotonic() - begin < 1.5
+            assert handle.acknowledged == {w: 1 for w in range(4) if w != victim}
+            assert isinstance(handle.left_out[victim], dc.WorkerLost)
 
     def test_when_all_are_late_the_trainer_waits(self) -> None:
         policy = Telling()
