@@ -162,11 +162,11 @@ class TestWhatTravels:
         collector = collect(weight_sync=dc.WeightSync(changes_only=True))
         policy = Telling()
         collector.update_policy_weights_(policy.fill(1))
-        weights = collector._workers.services[0]._engine.weights
+        weights = collector._pool._transport._services[1]._engine.weights
         weights.commit(weights.layout.empty(), 7)
         policy.body.bias.data.fill_(2)
-        for _ in range(7):
-            handle = collector.update_policy_weights_(policy)
+        collector.update_policy_weights_(policy)
+        handle = collector.update_policy_weights_(policy)
         batch = collector.next()
         expected = {**dict.fromkeys(NAMES, 1.0), "body_bias": 2.0}
         assert [told(batch, row) for row in (0, 1)] == [expected, expected]
