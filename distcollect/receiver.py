@@ -51,7 +51,9 @@ class WeightReceiver:
 
     def give_up(self) -> None:
         """Wait no longer for what is under way: the sender broke it off."""
-        self._close_kept()
+        for kept in list(self._keep.values()):
+            if hasattr(kept, "close"):
+                kept.close()
 
     def receive(self, push: Push) -> Future[int]:
         """Take part in a push; completes with the version once it is there, whole."""
@@ -59,13 +61,8 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Receive nothing more."""
-        self._thread.submit(self._close_kept)
         self._thread.close()
-
-    def _close_kept(self) -> None:
-        for kept in list(self._keep.values()):
-            if hasattr(kept, "close"):
-                kept.close()
+        self.give_up()
 
     def _receive(self, push: Push) -> int:
         if push.wire.entries is not None and push.base != self._weights.newest:

@@ -410,8 +410,8 @@ class WeightSender:
                 return
             assert slot.wanted is not None
             slot.late = WeightsTimeout(
-                f"worker {worker_id} {what} version {slot.wanted.version} within {after_s:.3g} s; it "
-                "gets the newest one as soon as it answers"
+                f"worker {worker_id} {what} version {slot.wanted.version} within {after_s:.3g} s; "
+                "it gets the newest one as soon as it answers"
             )
             handles = list(slot.handles)
         log.warning("%s", slot.late)
