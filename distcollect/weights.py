@@ -277,11 +277,11 @@ class WeightSender:
             if broken_off.is_set():
                 return
             broken_off.set()
-            # Who was to pass it on to them may be gone.
             for worker_id, peer in receivers.items():
+                self._updater.forget(peer)
+                # Who was to pass it on to this one may be gone.
                 if not acknowledged[worker_id].done():
                     self._transport.call(peer, "give_weights_up")
-                    self._updater.forget(peer)
 
         def answered(answer: Future[Any]) -> None:
             if answer.exception() is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -533,12 +534,14 @@ class TestReceiversInTrouble:
             with pytest.raises(dc.WorkerLost, match=r"worker 1: .*SIGKILL"):
                 collector.next()
 
-    @pytest.mark.parametrize("victim", range(4))
-    def test_one_that_dies_before_it_is_connected(self, victim: int) -> None:
+    @pytest.mark.parametrize(
+        ("num_workers", "victim"), [*((4, victim) for victim in range(4)), (1, 0)]
+    )
+    def test_one_that_dies_before_it_is_connected(self, num_workers: int, victim: int) -> None:
         """It was in the group; nobody had used it. Nor do those wait whom it was to pass it to."""
         policy = Telling()
         with dc.RPCDataCollector(
-            Env, policy, num_workers=4, frames_per_batch=16, sync=True
+            Env, policy, num_workers=num_workers, frames_per_batch=4 * num_workers, sync=True
         ) as collector:
             killed = pids(collector)[victim]
             send = collector._updater.send
@@ -552,9 +555,10 @@ class TestReceiversInTrouble:
             begin = time.monotonic()
             handle = collector.update_policy_weights_(policy.fill(1), wait=False)
             assert handle is not None
-            handle.wait(20)
-            assert time.monotonic() - begin < 1.5
-            assert handle.acknowledged == {w: 1 for w in range(4) if w != victim}
+            with contextlib.suppress(dc.WorkerLost):
+                handle.wait(20)
+            assert time.monotonic() - begin < 5, "no timeout has to pass"
+            assert handle.acknowledged == {w: 1 for w in range(num_workers) if w != victim}
             assert isinstance(handle.left_out[victim], dc.WorkerLost)
 
     def test_when_all_are_late_the_trainer_waits(self) -> None:
