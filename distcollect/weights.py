@@ -207,9 +207,9 @@ class WeightSender:
                 self._send(newest, receivers)
             except Exception as error:
                 log.exception("version %d could not be sent", newest.version)
-                for worker_id in receivers:
+                for receiver in receivers.items():
                     message = f"sending it version {newest.version} failed: {error!r}"
-                    self._failed(worker_id, newest, WorkerError(message))
+                    self._failed(receiver, newest, WorkerError(message))
 
     def _next_receivers(self, publication: _Publication) -> dict[int, int]:
         """Whom to send it to together; who failed last time gets it alone, and last."""
@@ -229,7 +229,7 @@ class WeightSender:
         if self._updater.together:
             joining = self._ask(receivers, "weights_ready", sources)
         sum_ = checksum(payload)
-        if not self._all_ready(joining, publication):
+        if not self._all_ready(joining, receivers, publication):
             return  # the others come again, as a group without who isn't
         ready = time.monotonic()
         pushes = {
@@ -254,7 +254,7 @@ class WeightSender:
         for worker_id, answer in acknowledged.items():
             if worker_id in late or answer.exception() is not None:
                 self._updater.forget(receivers[worker_id])
-        self._conclude(publication, acknowledged, late, end - sent)
+        self._conclude(publication, receivers, acknowledged, late, end - sent)
 
     def _ask(
         self, receivers: Mapping[int, int], method: str, arguments: Mapping[int, Any]
@@ -300,6 +300,7 @@ class WeightSender:
     def _conclude(
         self,
         publication: _Publication,
+        receivers: Mapping[int, int],
         acknowledged: Mapping[int, Future[Any]],
         late: Collection[int],
         waited_s: float,
@@ -308,23 +309,30 @@ class WeightSender:
         # A death is reason enough for the others' failures.
         somebody_died = any(isinstance(failure, WorkerLost) for failure in failures.values())
         for worker_id, answer in acknowledged.items():
+            receiver = worker_id, receivers[worker_id]
             failure = failures.get(worker_id)
             if worker_id in late:
-                self._is_late(worker_id, answer, "did not acknowledge", waited_s)
+                self._is_late(receiver, answer, "did not acknowledge", waited_s)
             elif failure is None:
-                self._succeeded(worker_id, publication)
+                self._succeeded(receiver, publication)
             elif isinstance(failure, WorkerLost) or not somebody_died:
-                self._failed(worker_id, publication, failure)
+                self._failed(receiver, publication, failure)
 
-    def _all_ready(self, joining: Mapping[int, Future[Any]], publication: _Publication) -> bool:
+    def _all_ready(
+        self,
+        joining: Mapping[int, Future[Any]],
+        receivers: Mapping[int, int],
+        publication: _Publication,
+    ) -> bool:
         limit_s = self._options.ready_timeout_s
         late = missing(joining, limit_s)
         all_ready = not late
         for worker_id, answer in joining.items():
+            receiver = worker_id, receivers[worker_id]
             if worker_id in late:
-                self._is_late(worker_id, answer, "was not ready to receive", limit_s)
+                self._is_late(receiver, answer, "was not ready to receive", limit_s)
             elif (error := answer.exception()) is not None:
-                self._failed(worker_id, publication, error)
+                self._failed(receiver, publication, error)
                 all_ready = False
         return all_ready
 
@@ -366,9 +374,16 @@ class WeightSender:
         # Who could not take the last one may have another than we know of.
         return all(slot and slot.acknowledged == version and not slot.attempts for slot in slots)
 
-    def _succeeded(self, worker_id: int, publication: _Publication) -> None:
+    def _slot_of(self, receiver: tuple[int, int]) -> _Slot | None:
+        """The slot of (worker_id, peer); None if another process is in it by now, or none."""
+        worker_id, peer = receiver
+        slot = self._slots.get(worker_id)
+        return slot if slot is not None and slot.peer == peer else None
+
+    def _succeeded(self, receiver: tuple[int, int], publication: _Publication) -> None:
+        worker_id, _ = receiver
         with self._lock:
-            slot = self._slots.get(worker_id)
+            slot = self._slot_of(receiver)
             if slot is None:
                 return
             slot.acknowledged = publication.version
@@ -381,10 +396,13 @@ class WeightSender:
         self.on_acknowledged(worker_id, publication.version)
         _settle(done, worker_id, publication.version)
 
-    def _failed(self, worker_id: int, publication: _Publication, error: BaseException) -> None:
+    def _failed(
+        self, receiver: tuple[int, int], publication: _Publication, error: BaseException
+    ) -> None:
         """Try again, unless that is in vain."""
+        worker_id, _ = receiver
         with self._lock:
-            slot = self._slots.get(worker_id)
+            slot = self._slot_of(receiver)
             if slot is None or slot.wanted is not publication:
                 return
             slot.attempts += 1
@@ -402,10 +420,13 @@ class WeightSender:
         self.on_left_out(worker_id, error)
         _settle(handles, worker_id, error)
 
-    def _is_late(self, worker_id: int, answer: Future[Any], what: str, after_s: float) -> None:
+    def _is_late(
+        self, receiver: tuple[int, int], answer: Future[Any], what: str, after_s: float
+    ) -> None:
         """Go on without a worker until it has given the answer that it owes."""
+        worker_id, _ = receiver
         with self._lock:
-            slot = self._slots.get(worker_id)
+            slot = self._slot_of(receiver)
             if slot is None:
                 return
             assert slot.wanted is not None
