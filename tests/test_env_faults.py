@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from counting import CountingEnv, CountingVectorEnv, Frame, check_frames
+from counting import CountingEnv, CountingVectorEnv, Facts, Frame, check_frames, echo_of, reward_of
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from loopback_pool import LoopbackWorkers
 from tensordict import TensorDict
@@ -27,6 +28,7 @@ import distcollect as dc
 from distcollect import rebuilder
 from distcollect.config import Faults
 from distcollect.engine import Engine, StepOptions, Stopped
+from distcollect.envs import Faulted, make_envs
 from distcollect.rollout import Header, Rollout, Slab, assemble
 from distcollect.transport import CollectRequest
 from distcollect.worker import WorkerPlan, build_engine
@@ -96,7 +98,7 @@ class VectorMaker:
     made: list[Any] = field(default_factory=list)
 
     def __call__(self) -> Any:
-        how, mode = self.kind.split("-")
+        how, mode, *rest = self.kind.split("-")
         autoreset = {
             "next": AutoresetMode.NEXT_STEP,
             "same": AutoresetMode.SAME_STEP,
@@ -107,9 +109,12 @@ class VectorMaker:
             self.made.append(CountingVectorEnv(envs, autoreset))
             return self.made[-1]
         envs = [self.inner.make(row) for row in range(N)]
-        kind = SyncVectorEnv if how == "sync" else AsyncVectorEnv
         makers = [lambda env=env: env for env in envs]
-        self.made.append(kind(makers, autoreset_mode=autoreset))
+        if how == "sync":
+            self.made.append(SyncVectorEnv(makers, autoreset_mode=autoreset))
+        else:
+            shared = "pipe" not in rest
+            self.made.append(AsyncVectorEnv(makers, shared, autoreset_mode=autoreset))
         return self.made[-1]
 
 
@@ -365,6 +370,14 @@ def test_a_whole_episode_starts_the_count_anew() -> None:
     assert all(env.closed for env in maker.made[1][:-1])
 
 
+@pytest.mark.parametrize(("fails", "length"), [(("reset", 2), 3), (("step", 2), 1)])
+def test_an_episode_in_the_very_step_of_a_fault_counts(fails: tuple[str, int], length: int) -> None:
+    """It ended just before the fault, or is over with the new env's first step."""
+    engine = engine_of(Maker({1: [fails] * 9}, (length,)), faults=1)
+    collect(engine, 1)
+    assert engine.counts.env_faults > 1
+
+
 def test_without_an_episode_the_count_goes_on() -> None:
     engine = engine_of(Maker({1: [("step", 4)] * 20}, lengths=(5,)), faults=1)
     with pytest.raises(dc.EnvError, match="made anew 1 times"):
@@ -508,9 +521,10 @@ def test_a_seed_decides_about_the_new_envs_too(policy: Any) -> None:
 
 # Vector envs: all their rows share one fate.
 
-VECTOR_KINDS = ["sync-next", "sync-same", "async-next", "async-disabled"]
+VECTOR_KINDS = ["sync-next", "sync-same", "async-next", "async-disabled", "async-next-pipe"]
 VECTOR_KINDS += ["native-next", "native-same", "native-disabled"]
-quiet = pytest.mark.filterwarnings("ignore::UserWarning")  # how AsyncVectorEnv logs errors
+# How AsyncVectorEnv logs errors.
+quiet = pytest.mark.filterwarnings("ignore:.*(ERROR|WARN):UserWarning")
 
 
 @quiet
@@ -541,10 +555,11 @@ def test_a_vector_env_that_raises(kind: str, at: int) -> None:
 
 @quiet
 @pytest.mark.parametrize("kind", VECTOR_KINDS)
-def test_rows_of_a_vector_env_with_episodes_of_their_own(kind: str) -> None:
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> None:
     """Rows that have just ended are not marked, and none is spliced."""
     lengths = (3, 1, 4, 2)
-    maker = VectorMaker(kind, Maker({1: [("step", 4), ("step", 9), ("step", 2)]}, lengths))
+    maker = VectorMaker(kind, Maker({1: [("step", at), ("step", 9), ("step", 2)]}, lengths))
     engine = engine_of(maker, Summing())
     batch = collect(engine, 5)
     check_policy(batch)
@@ -636,6 +651,70 @@ def test_a_vector_env_whose_process_is_killed() -> None:
     assert steps_of(batch[0])[0] == (10, 0, 0)
     assert not any(process.is_alive() for process in processes)
     engine.close()
+
+
+class Dies(Fragile):
+    """Takes its process along."""
+
+    def step(self, action: Any) -> Any:
+        self.calls["step"] += 1
+        if self.fails == ("step", self.calls["step"]):
+            os._exit(1)
+        return CountingEnv.step(self, action)
+
+
+@quiet
+@pytest.mark.parametrize("dying", range(N))
+def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
+    """Some have answered by then and some have not, and nobody waits for what never comes."""
+    made: list[AsyncVectorEnv] = []
+
+    def make() -> AsyncVectorEnv:
+        fails = None if made else ("step", 3)
+        envs = [Dies(row, fails if row == dying else None, LONG) for row in range(N)]
+        made.append(AsyncVectorEnv([lambda env=env: env for env in envs]))
+        return made[-1]
+
+    engine = engine_of(make, Summing(), faults=1)
+    batch = collect(engine, 1)
+    for each in batch:
+        check_row(each)
+    assert batch["collector", "faulted"].nonzero().tolist() == [[row, 1] for row in range(N)]
+    processes = made[0].processes
+    assert not any(process.is_alive() for process in processes)
+    made.pop(0)
+    gc.collect()  # whatever its destructor raised would show
+    engine.close()
+
+
+# What a batch of envs promises whoever steps it.
+
+
+def test_what_a_step_leaves_undone_is_told_and_can_be_made_up_for() -> None:
+    maker = Maker({0: [("step", 1)], 2: [("reset", 2)]}, lengths=(1,))
+    contexts = [dc.EnvContext(0, row, 0, None) for row in range(N)]
+    envs = make_envs(maker, N, contexts=contexts)
+    action = {("action",): np.arange(N)}
+    envs.reset()
+    with pytest.raises(Faulted, match=r"env 0 .*no more steps") as caught:
+        envs.step(action)
+    faulted = caught.value
+    told = [(fault.rows, fault.stepped) for fault in faulted.faults]
+    assert told == [((0,), False), ((2,), True)]
+    assert (faulted.idle, faulted.cut_short, faulted.result.ended) == ([0], [], [1, 2])
+    for fault in faulted.faults:
+        envs.rebuild(fault.rows, [5])
+    assert [maker.made[row][-1].seeds[-1] for row in (0, 2)] == [5, 5]
+    assert envs.obs["observation",][:, 0].tolist() == [10, 1, 12]
+    result = envs.step(action, rows=[0])
+    assert result.ended == [0, 1, 2]
+    assert result.reward.tolist() == [reward_of(Facts(n, 0, 1, e)) for n, e in ECHOED]
+    assert envs.final["observation",][:, 0].tolist() == [10, 1, 2]
+    envs.close()
+
+
+# Numbers of the envs that made the transition, and how they echo their actions.
+ECHOED = [(10, echo_of([0])), (1, echo_of([1])), (2, echo_of([2]))]
 
 
 # All of it.

@@ -13,10 +13,11 @@ import pytest
 import torch
 from counting import CountingEnv, CountingMaker, CountingVectorEnv, Frame, check_frames
 from gymnasium.vector import AutoresetMode
-from loopback_pool import LoopbackWorkers
+from loopback_pool import LoopbackWorkers, loopback_collector
 from tensordict import TensorDict
 from torch import nn
 
+import distcollect as dc
 from distcollect.config import Faults
 from distcollect.engine import Engine, Stopped
 from distcollect.flat import LiveWeights
@@ -329,3 +330,40 @@ def test_through_a_transport() -> None:
         assert batch["next", "observation"][0, :steps, 2].tolist() == list(range(1, steps + 1))
     finally:
         workers.close()
+
+
+def test_padding_counts_nowhere_as_frames() -> None:
+    """Neither in the lags of a batch, nor as stale."""
+    Slow.stepped = threading.Event()
+    policy = Told()
+    with loopback_collector(
+        lambda: Slow(lengths=(1000,)),
+        policy,
+        frames_per_batch=1000,
+        num_workers=1,
+        sync=True,
+        staleness=dc.Staleness(max_policy_lag=0, mode="mask"),
+    ) as collector:
+
+        def publish_then_preempt() -> None:
+            Slow.stepped.wait()
+            collector.update_policy_weights_(Told())
+            Slow.stepped.clear()
+            Slow.stepped.wait()
+            Slow.stepped.clear()
+            Slow.stepped.wait()
+            collector._pool._transport.call(1, "preempt")
+
+        thread = threading.Thread(target=publish_then_preempt)
+        thread.start()
+        batch = collector.next(timeout_s=60)
+        thread.join()
+        traj_ids, versions = batch["collector", "traj_ids"], batch["collector", "policy_version"]
+        old, new = (int(((traj_ids >= 0) & (versions == version)).sum()) for version in (0, 1))
+        assert old > 0
+        assert new > 0
+        assert torch.equal(batch["collector", "mask"], (traj_ids >= 0) & (versions == 1))
+        assert collector.stale_frames == {0: old}
+        lag = collector.version_lag
+        assert lag is not None
+        assert lag == (0, pytest.approx(old / (old + new)), 1)
