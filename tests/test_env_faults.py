@@ -565,6 +565,8 @@ def test_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> 
     check_policy(batch)
     for each in batch:
         check_row(each, lengths)
+        begins = torch.cat([torch.tensor([True]), each["collector", "traj_ids"].diff() != 0])
+        assert not each["observation"][begins, 2].any(), "a trajectory's first frame is missing"
     assert batch["collector", "faulted"].any()
     assert engine.counts.env_faults == 3
     assert is_accounted_for(engine, batch.numel())
