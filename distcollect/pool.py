@@ -691,7 +691,7 @@ class Pool:
             for asked in seat.open:
                 if asked.offer is None and not asked.preempted and asked.epoch == self._epoch:
                     asked.preempted = True
-                    self._transport.call(seat.peer, "preempt")
+                    self._transport.call(seat.peer, "preempt", asked.number)
 
     def _fetch_offers(self) -> None:
         self._give_up_stale()

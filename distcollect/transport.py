@@ -97,8 +97,8 @@ class Service(Protocol):
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
         """Collect one rollout."""
 
-    def preempt(self) -> None:
-        """End the rollout that is being collected, with the frames that it has."""
+    def preempt(self, sequence: int) -> None:
+        """If its rollout of this number is being collected, end it with the frames that it has."""
 
 
 class Transport(Protocol):

@@ -229,9 +229,9 @@ class Worker:
         """
         return self._submit(lambda: self._collect(request))
 
-    def preempt(self) -> None:
-        """End the rollout under way, at once and not behind it: see :meth:`Engine.preempt`."""
-        if self._engine is not None:
+    def preempt(self, sequence: int) -> None:
+        """End this rollout, if it is under way: see :meth:`Engine.preempt`. Doesn't queue."""
+        if self._engine is not None and sequence == self._sequence:
             self._engine.preempt()
 
     def seed(self, seeds: Sequence[int], torch_seed: int) -> Future[None]:

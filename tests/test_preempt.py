@@ -314,10 +314,11 @@ def test_through_a_transport() -> None:
     try:
         [peer] = workers.peers.values()
         probe = workers.probes[0]
-        workers.transport.call(peer, "preempt").result(5)
+        workers.transport.call(peer, "preempt", 0).result(5)
         offered = workers.transport.collect(peer, CollectRequest(5000))
         assert Slow.stepped.wait(10)
-        workers.transport.call(peer, "preempt").result(5)
+        workers.transport.call(peer, "preempt", 1).result(5)  # not the one under way
+        workers.transport.call(peer, "preempt", 0).result(5)
         header = offered.result(10).header
         assert header.num_steps == 5000
         assert 1 <= header.num_frames // N < 100
@@ -352,7 +353,7 @@ def test_padding_counts_nowhere_as_frames() -> None:
             Slow.stepped.wait()
             Slow.stepped.clear()
             Slow.stepped.wait()
-            collector._pool._transport.call(1, "preempt")
+            collector._pool._preempt()
 
         thread = threading.Thread(target=publish_then_preempt)
         thread.start()

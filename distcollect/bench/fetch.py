@@ -188,7 +188,7 @@ class _Source:
     def configure(self, payload: bytes) -> Future[Any]:
         raise NotImplementedError
 
-    def preempt(self) -> None:
+    def preempt(self, sequence: int) -> None:
         raise NotImplementedError
 
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
