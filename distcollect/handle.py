@@ -38,6 +38,7 @@ class PushHandle:
         self._changed = threading.Condition(self._lock)
         self._acknowledged: dict[int, int] = {}
         self._left_out: dict[int, DistCollectError] = {}
+        self._later: set[int] = set()
 
     @property
     def timings(self) -> dict[str, float]:
@@ -64,7 +65,7 @@ class PushHandle:
     def left_out(self) -> dict[int, DistCollectError]:
         """Who doesn't have it, and why: worker_id to the error.
 
-        One that was merely late disappears from here when it has caught up.
+        One that was merely late, or is replaced, disappears from here when it has caught up.
         """
         with self._lock:
             return dict(self._left_out)
@@ -77,20 +78,20 @@ class PushHandle:
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until it is known of every worker if it has these weights.
 
-        As long as all are merely late, it goes on waiting for one of them.
+        As long as all are late or being replaced, it goes on waiting for one of them.
 
         Args:
             timeout_s: instead of ``WeightSync.ready_timeout_s`` and twice
                 ``Faults.weights_timeout_s``.
 
         Raises:
-            WeightsTimeout: not known, or all still late, at the deadline; names the workers.
+            WeightsTimeout: not known, or nobody has them yet, at the deadline; names the workers.
             WorkerError: nobody could receive them; WorkerLost if they are gone.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         with self._lock:
-            while waited_for := self._open() or self._late():
+            while waited_for := self._open() or self._awaited():
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise WeightsTimeout(
@@ -102,11 +103,9 @@ class PushHandle:
                 # Without what it keeps alive from the last time that it was raised.
                 raise next(iter(self._left_out.values())).with_traceback(None)
 
-    def _late(self) -> list[int]:
-        """Who is late, if nobody is better off."""
-        if self._acknowledged:
-            return []
-        return [w for w, error in self._left_out.items() if isinstance(error, WeightsTimeout)]
+    def _awaited(self) -> list[int]:
+        """Who gets it later, if nobody has it yet."""
+        return [] if self._acknowledged else sorted(self._later)
 
     def _open(self) -> list[int]:
         return [
@@ -115,12 +114,20 @@ class PushHandle:
             if worker_id not in self._acknowledged and worker_id not in self._left_out
         ]
 
-    def settle(self, worker_id: int, outcome: int | DistCollectError) -> None:
-        """Note the version that a worker acknowledged, or why it is left out."""
+    def settle(
+        self, worker_id: int, outcome: int | DistCollectError, *, for_now: bool = False
+    ) -> None:
+        """Note the version that a worker acknowledged, or why it is left out.
+
+        ``for_now``: it, or who takes its place, is to get it later.
+        """
         with self._lock:
+            self._later.discard(worker_id)
             if isinstance(outcome, int):
                 self._left_out.pop(worker_id, None)
                 self._acknowledged[worker_id] = outcome
             elif worker_id not in self._acknowledged:
                 self._left_out[worker_id] = outcome
+                if for_now:
+                    self._later.add(worker_id)
             self._changed.notify_all()

@@ -293,8 +293,7 @@ class Pool:
                 del self._seats[worker_id]
                 self._vacate(seat)
             self._changed.notify_all()
-        if present:
-            self._sender.forget(worker_id)
+        self._sender.forget(worker_id, replaced=replaced)
 
     def _vacate(self, seat: _Seat) -> None:
         seat.gone = True
@@ -319,6 +318,7 @@ class Pool:
             if self._failed is None:
                 self._failed = error
             self._changed.notify_all()
+        self._sender.expect_nobody()
 
     def gather_all(self, timeout_s: float) -> list[Rollout]:
         """A batch of fresh rollouts, one of every worker, in the order of their ids.

@@ -53,7 +53,7 @@ class _Slot:
     """What a worker is to get.
 
     Attributes:
-        peer: its process.
+        peer: its process; None while it is being replaced.
         wanted: the newest that was published for it and that it has not acknowledged.
         acknowledged: the version that it has.
         late: why it is not sent anything until it has given the answer that it owes.
@@ -61,7 +61,7 @@ class _Slot:
         handles: those that wait for it.
     """
 
-    peer: int
+    peer: int | None
     wanted: _Publication | None = None
     acknowledged: int = 0
     late: WeightsTimeout | None = None
@@ -136,8 +136,9 @@ class WeightSender:
                     continue
                 slot.wanted = publication
                 slot.handles.append(handle)
-                if slot.late is not None:
-                    handle.settle(worker_id, slot.late)
+                absence = _replaced(worker_id) if slot.peer is None else slot.late
+                if absence is not None:
+                    handle.settle(worker_id, absence, for_now=True)
                     del slot.handles[:-_MAX_HANDLES]
         self._thread.submit(self._send_all)
         return handle
@@ -154,7 +155,9 @@ class WeightSender:
             newest = self._newest.get(worker_id) or max(
                 self._newest.values(), key=lambda publication: publication.version, default=None
             )
-            self._slots[worker_id] = _Slot(peer, wanted=newest, acknowledged=self._first)
+            before = self._slots.get(worker_id)
+            handles = before.handles if before is not None else []
+            self._slots[worker_id] = _Slot(peer, newest, self._first, handles=handles)
             if newest is None:
                 return 0
             self._newest[worker_id] = newest
@@ -168,13 +171,25 @@ class WeightSender:
             for slot in self._slots.values():
                 slot.acknowledged = version
 
-    def forget(self, worker_id: int) -> None:
-        """A worker is gone: nothing is sent to it any more."""
+    def forget(self, worker_id: int, *, replaced: bool) -> None:
+        """A worker is gone: nothing is sent to it any more; ``replaced``: another one comes."""
         with self._lock:
             slot = self._slots.pop(worker_id, None)
-        if slot is not None:
+            if slot is None:
+                return
+            if replaced:
+                self._slots[worker_id] = _Slot(None, handles=slot.handles)
+        if slot.peer is not None:
             self._updater.forget(slot.peer)
-            _settle(slot.handles, worker_id, WorkerLost("is gone", worker_id=worker_id))
+        gone = _replaced(worker_id) if replaced else WorkerLost("is gone", worker_id=worker_id)
+        _settle(slot.handles, worker_id, gone, for_now=replaced)
+
+    def expect_nobody(self) -> None:
+        """Nobody comes any more in place of those who are gone."""
+        with self._lock:
+            absent = [worker_id for worker_id, slot in self._slots.items() if slot.peer is None]
+        for worker_id in absent:
+            self.forget(worker_id, replaced=False)
 
     def close(self) -> None:
         """Send nothing more; what was not sent fails."""
@@ -197,7 +212,7 @@ class WeightSender:
                 due = [
                     slot.wanted
                     for slot in self._slots.values()
-                    if slot.wanted is not None and slot.late is None
+                    if slot.wanted is not None and slot.late is None and slot.peer is not None
                 ]
                 if not due:
                     return
@@ -218,8 +233,9 @@ class WeightSender:
             for worker_id, slot in self._slots.items()
             if slot.wanted is publication and slot.late is None
         }
-        sound = {worker_id: slot.peer for worker_id, slot in due.items() if not slot.attempts}
-        return sound or {worker_id: slot.peer for worker_id, slot in list(due.items())[:1]}
+        peers = {w: slot.peer for w, slot in due.items() if slot.peer is not None}
+        sound = {w: peer for w, peer in peers.items() if not due[w].attempts}
+        return sound or dict(list(peers.items())[:1])
 
     def _send(self, publication: _Publication, receivers: dict[int, int]) -> None:
         begin = time.monotonic()
@@ -406,16 +422,17 @@ class WeightSender:
             if slot is None or slot.wanted is not publication:
                 return
             slot.attempts += 1
-            if slot.attempts < _MAX_ATTEMPTS and not isinstance(error, WorkerLost):
+            if isinstance(error, WorkerLost):
+                slot.late = WeightsTimeout(f"worker {worker_id} is gone")  # see forget
+                return
+            if slot.attempts < _MAX_ATTEMPTS:
                 return
             slot.wanted = None
             handles, slot.handles = slot.handles, []
         log.warning(
             "worker %d is left out of version %d: %s", worker_id, publication.version, error
         )
-        if isinstance(error, WorkerLost):
-            error = WorkerLost("is gone", worker_id=worker_id)
-        elif not isinstance(error, DistCollectError):
+        if not isinstance(error, DistCollectError):
             error = WorkerError(f"received no weights: {error!r}", worker_id=worker_id)
         self.on_left_out(worker_id, error)
         _settle(handles, worker_id, error)
@@ -436,7 +453,7 @@ class WeightSender:
             )
             handles = list(slot.handles)
         log.warning("%s", slot.late)
-        _settle(handles, worker_id, slot.late)
+        _settle(handles, worker_id, slot.late, for_now=True)
 
         def answered(_: Future[Any]) -> None:
             with self._lock:
@@ -448,9 +465,21 @@ class WeightSender:
         answer.add_done_callback(answered)
 
 
-def _settle(handles: Iterable[PushHandle], worker_id: int, outcome: int | DistCollectError) -> None:
+def _settle(
+    handles: Iterable[PushHandle],
+    worker_id: int,
+    outcome: int | DistCollectError,
+    *,
+    for_now: bool = False,
+) -> None:
     for handle in handles:
-        handle.settle(worker_id, outcome)
+        handle.settle(worker_id, outcome, for_now=for_now)
+
+
+def _replaced(worker_id: int) -> WorkerLost:
+    return WorkerLost(
+        "is gone; who takes its place gets the newest weights first", worker_id=worker_id
+    )
 
 
 def _nobody_cares(worker_id: int, outcome: object) -> None:

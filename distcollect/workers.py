@@ -164,6 +164,7 @@ class Workers(ClusterEvents):
         self._failure: DistCollectError | None = None
         self._states: dict[int, State] = {}
         self._closing = False
+        self._started = False  # all were ready once
         self._doomed = False  # starting more processes makes no sense
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -194,6 +195,7 @@ class Workers(ClusterEvents):
             self._thread.daemon = True
             self._thread.start()
             self._wait_ready(count)
+            self._started = True
             _open.add(self)
             self._undo = undo.pop_all()
 
@@ -460,7 +462,7 @@ class Workers(ClusterEvents):
         if process is not None:
             process.failure = error
             self._lost(key)
-        elif self._crew is None and key[0] >= 0:
+        elif not self._started and key[0] >= 0:
             self._fail(error)
 
     def _leave(self, worker_id: int) -> None:
@@ -503,6 +505,11 @@ class Workers(ClusterEvents):
         process = self._running(worker_id)
         if process is not None and process.connection is None:
             self._lost(process.key)  # nobody is left to start it
+        elif process is None and self._membership.state(worker_id) is State.LOST:
+            if self._crew is not None:
+                self._crew.lose(worker_id, -1, replaced=False)
+            gone = WorkerLost("whoever started its processes is gone", worker_id=worker_id)
+            self._check_left(worker_id, gone)
 
     def _running(self, worker_id: int) -> _Process | None:
         return next(
@@ -522,7 +529,7 @@ class Workers(ClusterEvents):
             return
         process.account_by = now + _EXIT_TIMEOUT_S
         # The first ones have to come: what is wrong then is wrong with the run.
-        self._doomed |= self._crew is None
+        self._doomed |= not self._started
         self._cluster.kill(*key)
         if process.connection is not None:
             process.connection.close()
@@ -549,15 +556,14 @@ class Workers(ClusterEvents):
         left = self._membership.state(worker_id) is State.LEFT
         failure = process.failure or _death_of(process)
         self._deaths[worker_id] = "it left" if left else _message(failure)
-        if self._crew is None:
-            if not self._closing:
-                self._fail(failure)
-            return
-        cause = "shut_down" if self._closing else _cause(process, left=left)
-        self._crew.account(
-            *process.key, cause, None if process.end is None else process.end.stepped
-        )
+        if self._crew is not None:
+            cause = "shut_down" if self._closing else _cause(process, left=left)
+            stepped = None if process.end is None else process.end.stepped
+            self._crew.account(*process.key, cause, stepped)
         if self._closing:
+            return
+        if not self._started:
+            self._fail(failure)
             return
         if left:
             log.info("worker %d has left%s", worker_id, process.place)

@@ -107,8 +107,8 @@ class DataCollectorBase(ABC):
         Raises:
             StopIteration: ``total_frames`` are delivered.
             BatchTimeout: no batch in time; names the workers waited for.
-            EnvError, PolicyError: an env or the policy raised; names worker and env.
-            WorkerLost: a worker's process ended.
+            EnvError: envs raised again and again; PolicyError: the policy raised. Name the worker.
+            WorkerLost: fewer workers are left than ``Faults.min_workers``; says what became of them.
             CollectorStateError: after :meth:`shutdown`.
         """
         self._check_open()
