@@ -200,12 +200,14 @@ class Groups:
         """
         over = threading.Event()
         with self._lock:
-            group = self._groups.get(place.group)
+            held = [self._groups.get(place.group)]
             self._under_way[place.group] = over
         try:
-            _broadcast(group, place, flat, over)
+            _broadcast(held, place, flat, over)
         except RuntimeError:
             self.drop(place.group)
+            # Gloo can't end what is under way, and giving the group back waits for that.
+            threading.Thread(target=_outlast, args=(held,), daemon=True).start()
             raise
         finally:
             with self._lock:
@@ -227,34 +229,39 @@ class Groups:
         self.keep_only(())
 
 
-def _broadcast(group: Any, place: FromGroup, flat: torch.Tensor, over: threading.Event) -> None:
-    if group is None:
+def _broadcast(
+    held: list[Any], place: FromGroup, flat: torch.Tensor, over: threading.Event
+) -> None:
+    """Broadcast in the group in ``held``, and put the work there too.
+
+    They are in no variable, so that an error's traceback doesn't keep them.
+    """
+    if held[0] is None:
         raise RuntimeError(f"process group {place.group} was left before its broadcast")
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     options.timeout = place.timeout
-    work = group.broadcast([flat], options)
+    held.append(held[0].broadcast([flat], options))
     if place.on_gpu:
-        work.wait(place.timeout)
+        held[1].wait(place.timeout)
         torch.cuda.synchronize(flat.device)
         return
-    done = work.get_future()
+    done = held[1].get_future()
     done.add_done_callback(lambda _: over.set())
     over.wait(place.timeout_s)
     if not done.done():
-        # Gloo has no way to end it, and giving the group back would wait for it.
-        threading.Thread(target=_outlast, args=(group, work), daemon=True).start()
         raise RuntimeError(
             f"the broadcast in process group {place.group} was given up: a member is gone, or it "
             f"took longer than {place.timeout_s:g} s"
         )
-    work.wait()
+    held[1].wait()
 
 
-def _outlast(group: Any, work: Any) -> None:  # noqa: ARG001 - it is kept alive
-    with contextlib.suppress(RuntimeError):
-        work.wait()
+def _outlast(held: list[Any]) -> None:
+    with contextlib.suppress(RuntimeError, IndexError):
+        held[1].wait()
+    held.clear()
 
 
 def _gloo(store: Any, place: FromGroup, address: str) -> Any:
