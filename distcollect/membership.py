@@ -87,8 +87,8 @@ class _Slot:
         join_by: by when the running one has to be ready.
         ready_at: since when the running one is ready.
         starts: in a row, without one that proved sound.
-        heard_at: when it last gave a sign of life, in attended time.
-        ping_at: when to ask for the next one, in attended time.
+        heard_at: when it last gave a sign of life.
+        ping_at: when to ask for the next one.
         has_place: there is somewhere to start a process.
         leaving: nothing comes in place of this process.
         overdue: its end was asked for.
@@ -112,9 +112,9 @@ class _Slot:
 class Membership:
     """Decides who is started, asked, suspected and given up, and when.
 
-    Silence is measured in attended time: a trainer that doesn't look for a while (a stopped
-    process, a main thread that holds the interpreter lock) hears nobody, and that is nobody's
-    fault.
+    A trainer that doesn't look for a while (a stopped process, a main thread that holds the
+    interpreter lock) hears nobody, and that is nobody's fault: what processes are waited for is put
+    off by that time. Where :meth:`next_tick` is kept to, it is none.
 
     Attributes:
         silence_timeout_s: a ready process that gives no sign of life for so long is lost.
@@ -127,8 +127,7 @@ class Membership:
     max_restarts: int
     rng: random.Random = field(default_factory=random.Random)
     _slots: dict[int, _Slot] = field(default_factory=dict)
-    _attended: float = 0.0
-    _looked_at: float | None = None
+    _looked_at: float = math.inf
 
     @property
     def states(self) -> dict[int, State]:
@@ -154,7 +153,7 @@ class Membership:
         """Have a worker in this slot from now on; in a new slot, or one that it was lost from."""
         slot = self._slots.setdefault(worker_id, _Slot(start_at=now))
         slot.has_place = True
-        if slot.state in (State.LOST, State.LEFT) and not slot.running:
+        if slot.state in (State.LOST, State.LEFT):
             slot.state = State.JOINING
             slot.leaving = False
             slot.starts = 0
@@ -178,8 +177,8 @@ class Membership:
         self._attend(now)
         slot.state = State.READY
         slot.ready_at = now
-        slot.heard_at = self._attended
-        self._plan_ping(slot)
+        slot.heard_at = now
+        self._plan_ping(slot, now)
 
     def heard(self, worker_id: int, incarnation: int, now: float) -> None:
         """It gave a sign of life."""
@@ -187,7 +186,7 @@ class Membership:
             return
         slot = self._slots[worker_id]
         self._attend(now)
-        slot.heard_at = self._attended
+        slot.heard_at = now
         if slot.state is State.SUSPECTED:
             slot.state = State.READY
 
@@ -199,6 +198,7 @@ class Membership:
         slot = self._slots.get(worker_id)
         if slot is None or slot.leaving:
             return
+        self._attend(now)
         slot.leaving = True
         slot.join_by = now + within_s
         if not slot.running:
@@ -240,17 +240,17 @@ class Membership:
         return commands
 
     def next_tick(self, now: float) -> float:
-        """When :meth:`tick` has something to say at the earliest, if nothing happens before."""
+        """By when to call :meth:`tick`; if nothing happens, it has nothing to say before."""
         times = [math.inf]
         for slot in self._slots.values():
             if not slot.running:
                 times.append(math.inf if slot.start_at is None else slot.start_at)
             elif not slot.overdue:
+                times.append(now + self._pause_s)
                 if slot.state is State.JOINING or slot.leaving:
                     times.append(slot.join_by)
                 if slot.state in PRESENT:
-                    due = min(slot.ping_at, self._silent_from(slot))
-                    times.append(now + due - self._attended)
+                    times += [slot.ping_at, self._silent_from(slot)]
         return min(times)
 
     def _due(self, worker_id: int, slot: _Slot, now: float) -> Command | None:
@@ -268,8 +268,8 @@ class Membership:
         if reason:
             slot.overdue = True
             return Overdue(worker_id, slot.incarnation, reason)
-        if slot.state in PRESENT and self._attended >= slot.ping_at:
-            self._plan_ping(slot)
+        if slot.state in PRESENT and now >= slot.ping_at:
+            self._plan_ping(slot, now)
             return Ping(worker_id, slot.incarnation)
         return None
 
@@ -280,27 +280,32 @@ class Membership:
         if slot.state is State.JOINING and now >= slot.join_by:
             return f"it was not ready within {self.start_timeout_s:g} s of its start"
         if slot.state in PRESENT:
-            silent_s = self._attended - slot.heard_at
-            if silent_s >= self.silence_timeout_s:
-                return f"no sign of life for {silent_s:.1f} s"
-            if silent_s >= self.silence_timeout_s / 2:
+            if now >= slot.heard_at + self.silence_timeout_s:
+                return f"no sign of life for {now - slot.heard_at:.1f} s"
+            if now >= slot.heard_at + self.silence_timeout_s / 2:
                 slot.state = State.SUSPECTED
         return ""
+
+    @property
+    def _pause_s(self) -> float:
+        return self.silence_timeout_s / _PINGS_PER_SILENCE
 
     def _silent_from(self, slot: _Slot) -> float:
         share = 1 if slot.state is State.SUSPECTED else 0.5
         return slot.heard_at + share * self.silence_timeout_s
 
-    def _plan_ping(self, slot: _Slot) -> None:
+    def _plan_ping(self, slot: _Slot, now: float) -> None:
         # Not all at once: hundreds of workers were ready at the same moment.
-        pause_s = self.silence_timeout_s / _PINGS_PER_SILENCE
-        slot.ping_at = self._attended + pause_s * self.rng.uniform(0.5, 1.0)
+        slot.ping_at = now + self._pause_s * self.rng.uniform(0.5, 1.0)
 
     def _attend(self, now: float) -> None:
-        if self._looked_at is not None:
-            pause_s = self.silence_timeout_s / _PINGS_PER_SILENCE
-            self._attended += min(max(0.0, now - self._looked_at), pause_s)
+        absent_s = now - self._looked_at - self._pause_s
         self._looked_at = now
+        if absent_s > 0:
+            for slot in self._slots.values():
+                slot.heard_at += absent_s
+                slot.ping_at += absent_s
+                slot.join_by += absent_s
 
     def _delay(self, starts: int) -> float:
         if starts <= 1:
