@@ -11,7 +11,9 @@ time in seconds of any clock that only goes forward.
        │ after a delay    └───────────────┴──────── ended ────────┘
        └──────────────────────────────────┤
                  no start left, no place  ├──▶ LOST ──▶ JOINING when a place is there (again)
-                     it left on purpose   └──▶ LEFT
+                     it left on purpose   └──▶ LEFT ──▶ the same
+
+A slot without a process goes to LOST or LEFT just so.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import TypeAlias
 
 # A process that was ready for so long has shown that it can work: its slot's starts count anew.
 _SOUND_AFTER_S = 60.0
-# Before the second start in a row in a slot; then twice as long each time.
+# Before the second replacement in a row in a slot; then twice as long each time.
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 # Signs of life are asked for so often within the time after which silence is a loss.
@@ -86,7 +88,7 @@ class _Slot:
         start_at: when the next one is to be started; None: not by itself.
         join_by: by when the running one has to be ready.
         ready_at: since when the running one is ready.
-        starts: in a row, without one that proved sound.
+        starts: in a row, from the last one that proved sound.
         heard_at: when it last gave a sign of life.
         ping_at: when to ask for the next one.
         has_place: there is somewhere to start a process.
@@ -211,7 +213,7 @@ class Membership:
             return False
         slot = self._slots[worker_id]
         if slot.ready_at is not None and now - slot.ready_at >= _SOUND_AFTER_S:
-            slot.starts = 0
+            slot.starts = 1
         slot.running = slot.overdue = False
         slot.ready_at = None
         slot.incarnation += 1
