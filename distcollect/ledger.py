@@ -94,7 +94,7 @@ class _Process:
         own_losses: what it said itself that it lost, by cause.
         waiting: frames of rollouts that were announced and not settled, by sequence number.
         next_sequence: of the next rollout.
-        ended: of its end's cause, None while it lives.
+        ended: it is over.
     """
 
     account: _Account = field(default_factory=_Account)
@@ -104,12 +104,30 @@ class _Process:
     ended: bool = False
 
 
+class _Over:
+    """Incarnations of a slot of which nothing more is to come; they end nearly in their order."""
+
+    def __init__(self) -> None:
+        self._all_below = 0
+        self._above: set[int] = set()
+
+    def __contains__(self, incarnation: int) -> bool:
+        return incarnation < self._all_below or incarnation in self._above
+
+    def add(self, incarnation: int) -> None:
+        self._above.add(incarnation)
+        while self._all_below in self._above:
+            self._above.remove(self._all_below)
+            self._all_below += 1
+
+
 class Ledger:
     """Accounts for every frame, exactly once by (worker_id, incarnation, sequence)."""
 
     def __init__(self) -> None:
         self._past: dict[int, _Account] = {}
         self._processes: dict[tuple[int, int], _Process] = {}
+        self._over: dict[int, _Over] = {}
 
     def announce(
         self,
@@ -126,11 +144,12 @@ class Ledger:
         Raises:
             ValueError: it was announced before, or one before it never was.
         """
-        process = self._processes.setdefault((worker_id, incarnation), _Process())
-        if sequence != process.next_sequence or process.ended:
+        process = self._process(worker_id, incarnation)
+        if process.ended or sequence != process.next_sequence:
+            awaited = "none" if process.ended else process.next_sequence
             raise ValueError(
                 f"worker {worker_id}, incarnation {incarnation}: rollout {sequence} was announced, "
-                f"but {process.next_sequence} is next"
+                f"but {awaited} is next"
             )
         process.next_sequence += 1
         process.waiting[sequence] = num_frames
@@ -151,6 +170,12 @@ class Ledger:
         process.account.lost[cause] += process.waiting.pop(sequence)
         self._forget(worker_id, incarnation)
 
+    def lose_waiting(self, cause: str) -> None:
+        """No rollout that waits will be handed to the user."""
+        for (worker_id, incarnation), process in list(self._processes.items()):
+            for sequence in list(process.waiting):
+                self.lose(worker_id, incarnation, sequence, cause)
+
     def end(
         self, worker_id: int, incarnation: int, cause: str, *, stepped: int | None, at_most: int = 0
     ) -> None:
@@ -163,7 +188,7 @@ class Ledger:
             stepped: frames that it stepped in all; None: nobody can say.
             at_most: so many it may have stepped since its last header, where nobody can say.
         """
-        process = self._processes.setdefault((worker_id, incarnation), _Process())
+        process = self._process(worker_id, incarnation)
         if process.ended:
             return
         process.ended = True
@@ -189,9 +214,15 @@ class Ledger:
         workers = {worker_id: accounts[worker_id].frames() for worker_id in sorted(accounts)}
         return LedgerReport(workers, total.frames())
 
+    def _process(self, worker_id: int, incarnation: int) -> _Process:
+        if incarnation in self._over.setdefault(worker_id, _Over()):
+            return _Process(ended=True)
+        return self._processes.setdefault((worker_id, incarnation), _Process())
+
     def _forget(self, worker_id: int, incarnation: int) -> None:
         """Keep only the sums of a process of which nothing more is to come."""
         process = self._processes[worker_id, incarnation]
         if process.ended and not process.waiting:
             self._past.setdefault(worker_id, _Account()).add(process.account)
+            self._over[worker_id].add(incarnation)
             del self._processes[worker_id, incarnation]
