@@ -351,7 +351,7 @@ class Pool:
             for rollout in rollouts:
                 self._deliver(rollout)
             self._arrived.clear()
-        return sorted(rollouts, key=lambda r: (r.header.worker_id, r.header.sequence))
+        return sorted(rollouts, key=_origin)
 
     def gather_next(self, timeout_s: float) -> Rollout:
         """The next rollout of whichever worker; all go on collecting meanwhile.
@@ -374,8 +374,7 @@ class Pool:
         return chosen.rollout
 
     def _deliver(self, rollout: Rollout) -> None:
-        header = rollout.header
-        self._ledger.deliver(header.worker_id, header.incarnation, header.sequence)
+        self._ledger.deliver(*_origin(rollout))
 
     def _all_are_here(self) -> bool:
         self._give_up_stale()
@@ -754,6 +753,11 @@ class Pool:
                 self._ask()
 
         answer.add_done_callback(deliver)
+
+
+def _origin(rollout: Rollout) -> tuple[int, int, int]:
+    header = rollout.header
+    return header.worker_id, header.incarnation, header.sequence
 
 
 def env_seed(seed: int, index: int, stream: int = 0) -> int:
