@@ -110,6 +110,7 @@ class _Seat:
         peer: its id.
         untold: what it has to know before it may be asked.
         leaving: it is asked for nothing more.
+        drained: so was said, once it owed nothing any more.
         gone: it will answer nothing more.
         collecting: a request is open.
         num_requests: rollouts asked for.
@@ -124,6 +125,7 @@ class _Seat:
     peer: int
     untold: int = 0
     leaving: bool = False
+    drained: bool = False
     gone: bool = False
     collecting: bool = False
     num_requests: int = 0
@@ -492,7 +494,9 @@ class Pool:
         self._check_drained(seat)
 
     def _check_drained(self, seat: _Seat) -> None:
-        if seat.leaving and not (seat.gone or seat.collecting or seat.unsettled):
+        owes = seat.collecting or seat.unsettled
+        if seat.leaving and not (seat.gone or seat.drained or owes):
+            seat.drained = True
             self._reports.drained(seat.worker_id, seat.incarnation)
 
     def _give_up_stale(self) -> None:
