@@ -279,6 +279,7 @@ class Pool:
             seat.leaving = True
             self._fetch_offers()
             self._check_drained(seat)
+            self._ask()
 
     def lose(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
         """A worker is gone; what was asked of it is asked of others."""
@@ -294,6 +295,8 @@ class Pool:
             if seat is not None and present:
                 del self._seats[worker_id]
                 self._vacate(seat)
+            # Also when it is only certain now that nobody comes: its share was kept for them.
+            self._ask()
             self._changed.notify_all()
         self._sender.forget(worker_id, replaced=replaced)
 
@@ -306,7 +309,6 @@ class Pool:
             if asked in self._arrived:
                 self._arrived.remove(asked)
             self._give_up(asked, "worker_lost")
-        self._ask()
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
