@@ -302,13 +302,15 @@ class Pool:
 
     def _vacate(self, seat: _Seat) -> None:
         seat.gone = True
-        not_here = [asked for asked in seat.open if not asked.fetching]
-        unknown = sum(asked.offer is None for asked in not_here)
-        self._unaccounted[seat.worker_id, seat.incarnation] = unknown * self._plan.rollout_frames
-        for asked in not_here:
+        self._note_unknown(seat)
+        for asked in [asked for asked in seat.open if not asked.fetching]:
             if asked in self._arrived:
                 self._arrived.remove(asked)
             self._give_up(asked, "worker_lost")
+
+    def _note_unknown(self, seat: _Seat) -> None:
+        unknown = sum(asked.offer is None for asked in seat.open)
+        self._unaccounted[seat.worker_id, seat.incarnation] = unknown * self._plan.rollout_frames
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
@@ -554,11 +556,9 @@ class Pool:
         """Ask for nothing more; who waits is woken with an error."""
         with self._lock:
             self._closed = True
-            for asked in self._arrived:
-                assert asked.offer is not None
-                header = asked.offer.header
-                key = (header.worker_id, header.incarnation, header.sequence)
-                self._ledger.lose(*key, "shut_down")
+            self._ledger.lose_waiting("shut_down")
+            for seat in self._seats.values():
+                self._note_unknown(seat)
             self._arrived.clear()
             self._changed.notify_all()
         self._sender.close()
