@@ -688,7 +688,6 @@ class Pool:
         share = self._plan.preemptive_threshold
         if share is not None and len(self._arrived) >= math.ceil(share * self._plan.num_rollouts):
             self._preempt()
-        self._changed.notify_all()
 
     def _preempt(self) -> None:
         """Have those that still collect for this batch deliver what they have."""
@@ -722,7 +721,6 @@ class Pool:
                 asked.seat.open.discard(asked)
                 asked.rollout = Rollout(offer.header, tensors)
                 self._check_drained(asked.seat)
-                self._changed.notify_all()
             else:
                 self._give_up(asked, "given_up")
 
@@ -757,6 +755,7 @@ class Pool:
                     # It is lost, or will be: what it owes is given up then.
                     self._reports.report(seat.worker_id, seat.incarnation, error)
                 self._ask()
+                self._changed.notify_all()
 
         answer.add_done_callback(deliver)
 
