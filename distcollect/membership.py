@@ -306,7 +306,6 @@ class Membership:
         if absent_s > 0:
             for slot in self._slots.values():
                 slot.heard_at += absent_s
-                slot.ping_at += absent_s
                 slot.join_by += absent_s
 
     def _delay(self, starts: int) -> float:
