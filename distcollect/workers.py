@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ log = logging.getLogger(__name__)
 # Between the end of a worker's connection and the word of whoever reaps it. A host that has
 # vanished has nobody to say it.
 _EXIT_TIMEOUT_S = 2.0
+
+# Hundreds of workers are pinged at hundreds of instants; together they cost less.
+_LOOK_PERIOD_S = 0.05
 
 _in_use = threading.Lock()
 _open: weakref.WeakSet[Workers] = weakref.WeakSet()
@@ -168,6 +172,7 @@ class Workers(ClusterEvents):
         self._doomed = False  # starting more processes makes no sense
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._alive: deque[tuple[int, int]] = deque()  # processes that answered a ping
         self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.probes: dict[int, Probe] = {}
         self.gpus: dict[int, str] = {}
@@ -318,18 +323,22 @@ class Workers(ClusterEvents):
         self._posted.put(event)
 
     def _run(self) -> None:
+        looked_at = 0.0
         while True:
             now = time.monotonic()
             due = min([self._membership.next_tick(now), *self._account_times()])
             # A lock can't be waited for much longer than this; nothing is due then in any case.
-            pause_s = min(max(0.0, due - now), 3600.0)
+            pause_s = min(max(due, looked_at + _LOOK_PERIOD_S) - now, 3600.0)
             try:
-                event = self._posted.get(timeout=pause_s)
-                if event is None:
-                    return
-                self._guarded(event)
+                while True:
+                    event = self._posted.get(timeout=max(0.0, pause_s))
+                    if event is None:
+                        return
+                    self._guarded(event)
+                    pause_s = 0.0  # take what else there is, then look
             except queue.Empty:
                 pass
+            looked_at = time.monotonic()
             self._guarded(self._look)
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -341,6 +350,8 @@ class Workers(ClusterEvents):
 
     def _look(self) -> None:
         now = time.monotonic()
+        while self._alive:
+            self._membership.heard(*self._alive.popleft(), now)
         if not (self._closing or self._doomed):
             for command in self._membership.tick(now):
                 self._do(command)
@@ -384,12 +395,9 @@ class Workers(ClusterEvents):
     def _ping(self, process: _Process) -> None:
         def answered(answer: Future[Any]) -> None:
             if answer.exception() is None:
-                self._post(partial(self._heard, process.key))
+                self._alive.append(process.key)  # nobody need wake up for that
 
         self.transport.ping(process.peer).add_done_callback(answered)
-
-    def _heard(self, key: tuple[int, int]) -> None:
-        self._membership.heard(*key, time.monotonic())
 
     def _end_overdue(self, process: _Process, command: Overdue) -> None:
         limit_s = self._faults.start_timeout_s
@@ -470,8 +478,8 @@ class Workers(ClusterEvents):
         self._membership.leave(worker_id, self._faults.leave_timeout_s, now)
         process = self._running(worker_id)
         if process is None:
-            return
-        if process.probe is None or self._crew is None:
+            self._vacant(worker_id, "it was released")
+        elif process.probe is None or self._crew is None:
             self._lost(process.key)
         else:
             self._crew.leave(*process.key)
@@ -505,11 +513,16 @@ class Workers(ClusterEvents):
         process = self._running(worker_id)
         if process is not None and process.connection is None:
             self._lost(process.key)  # nobody is left to start it
-        elif process is None and self._membership.state(worker_id) is State.LOST:
-            if self._crew is not None:
-                self._crew.lose(worker_id, -1, replaced=False)
-            gone = WorkerLost("whoever started its processes is gone", worker_id=worker_id)
-            self._check_left(worker_id, gone)
+        elif process is None:
+            self._vacant(worker_id, "whoever started its processes is gone")
+
+    def _vacant(self, worker_id: int, reason: str) -> None:
+        """Nobody is in a slot, and nobody comes."""
+        if self._membership.state(worker_id) not in (State.LOST, State.LEFT):
+            return
+        if self._crew is not None:
+            self._crew.lose(worker_id, -1, replaced=False)
+        self._check_left(worker_id, WorkerLost(reason, worker_id=worker_id))
 
     def _running(self, worker_id: int) -> _Process | None:
         return next(

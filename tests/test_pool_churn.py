@@ -210,8 +210,10 @@ class Run:
         self.by_peer[peer].pending = version
         return version
 
-    def forget(self, worker_id: int) -> None:
-        del self.has[worker_id]
+    def forget(self, worker_id: int, *, replaced: bool) -> None:
+        self.has.pop(worker_id, None)
+
+    def expect_nobody(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -307,6 +309,7 @@ class Run:
         asked.header = Header(
             *process.key,
             asked.number,
+            FRAMES,
             FRAMES,
             0,
             (lowest, process.held),

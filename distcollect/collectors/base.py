@@ -108,7 +108,7 @@ class DataCollectorBase(ABC):
             StopIteration: ``total_frames`` are delivered.
             BatchTimeout: no batch in time; names the workers waited for.
             EnvError: envs raised again and again; PolicyError: the policy raised. Name the worker.
-            WorkerLost: fewer workers are left than ``Faults.min_workers``; says what became of them.
+            WorkerLost: fewer workers are left than ``Faults.min_workers``; says why.
             CollectorStateError: after :meth:`shutdown`.
         """
         self._check_open()
