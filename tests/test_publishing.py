@@ -163,7 +163,7 @@ class TestWhatTravels:
         collector = collect(weight_sync=dc.WeightSync(changes_only=True))
         policy = Telling()
         collector.update_policy_weights_(policy.fill(1))
-        weights = collector._pool._transport._services[1]._engine.weights
+        weights = collector._workers.services[1]._engine.weights
         weights.commit(weights.layout.empty(), 7)
         policy.body.bias.data.fill_(2)
         collector.update_policy_weights_(policy)
@@ -541,7 +541,12 @@ class TestReceiversInTrouble:
         """It was in the group; nobody had used it. Nor do those wait whom it was to pass it to."""
         policy = Telling()
         with dc.RPCDataCollector(
-            Env, policy, num_workers=num_workers, frames_per_batch=4 * num_workers, sync=True
+            Env,
+            policy,
+            num_workers=num_workers,
+            frames_per_batch=4 * num_workers,
+            sync=True,
+            faults=dc.Faults(max_restarts=0),
         ) as collector:
             killed = pids(collector)[victim]
             send = collector._updater.send

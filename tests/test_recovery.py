@@ -186,6 +186,22 @@ def test_all_workers_at_once(marked: Marked) -> None:
     assert marked.gone(END_S), marked.left()
 
 
+def test_weights_wait_for_the_replacement_of_the_only_worker(marked: Marked) -> None:
+    policy, checker = Marking(), Checker()
+    with collect_with(True, policy=policy, num_workers=1, frames_per_batch=40) as collector:
+        checker.see(collector.next())
+        os.kill(checker.pids[0], signal.SIGKILL)
+        policy.mark.data.fill_(1)
+        handle = collector.update_policy_weights_(policy)
+        assert handle is not None
+        assert handle.acknowledged == {0: 1}
+        assert not handle.left_out
+        batch = collector.next(timeout_s=JOIN_S)
+        checker.see(batch)
+        assert (batch["collector", "policy_version"] == 1).all()
+    balances(collector, checker)
+
+
 def test_a_missing_share_can_wait_for_the_replacement(marked: Marked) -> None:
     checker = Checker()
     faults = dc.Faults(missing_share="replacement")
