@@ -100,7 +100,7 @@ class RpcTransport:
         )
         dist.autograd._init(my_id)
         with _listening_on(interface):
-            self._agent = agent_class(self._store, _name(my_id), my_id, None, options, {}, [])
+            self._agent: Any = agent_class(self._store, _name(my_id), my_id, None, options, {}, [])
         rpc.api._init_rpc_states(self._agent)
         self.endpoint = self._store.get(_address_key(my_id)).decode()
 
@@ -169,7 +169,10 @@ class RpcTransport:
                 self._leave()
             rpc.api._ignore_rref_leak = True  # RRefs of dead workers can't be told
             # It joins threads that may be in the middle of anything.
-            if not _within(_LEAVE_TIMEOUT_S, rpc.api._finalize_shutdown):
+            if _within(_LEAVE_TIMEOUT_S, rpc.api._finalize_shutdown):
+                # Its pool's threads, idle now, end only when nobody holds it any more.
+                self._agent = None
+            else:
                 log.warning("torch's RPC threads did not end within %g s", _LEAVE_TIMEOUT_S)
         _service = None
         for peer in peers:
@@ -238,7 +241,9 @@ class RpcTransport:
 
     def _set_member(self, peer: int, *, present: bool) -> None:
         _, info_class = _symbols()
-        self._agent._update_group_membership(info_class(_name(peer), peer), [], {}, present)
+        agent = self._agent
+        if agent is not None:  # else this is closed
+            agent._update_group_membership(info_class(_name(peer), peer), [], {}, present)
 
 
 class _RpcOffer:

@@ -419,7 +419,7 @@ class Workers(ClusterEvents):
 
     def _connect(self, key: tuple[int, int], message: Message) -> None:
         process = self._processes.get(key)
-        if process is None or process.account_by is not None:
+        if process is None or process.account_by is not None or self._closing:
             return
         segment = message.get("segment")
         self.transport.connect(

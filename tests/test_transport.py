@@ -259,6 +259,20 @@ def test_one_agent_at_a_time_but_one_after_the_other() -> None:
             world.close()
 
 
+def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:
+    kept = []
+    counts = []
+    for _ in range(3):
+        world = Rpc()
+        world.close()
+        kept.append(world.transport)
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    assert counts[2] <= counts[0]  # some are torch's for good, from the first time on
+    # Nor does it mind news of workers that came too late.
+    kept[0].connect(world.peer, "nowhere")
+    kept[0].evict(world.peer)
+
+
 def test_an_answer_that_cannot_travel_is_an_error(rpc_world: Rpc) -> None:
     """The service's own methods include some that return what pickle can't take."""
     with pytest.raises(dc.WorkerError):
