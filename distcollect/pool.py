@@ -556,6 +556,7 @@ class Pool:
         """Ask for nothing more; who waits is woken with an error."""
         with self._lock:
             self._closed = True
+            # Those that are on their way here as well, though nobody may want them any more.
             self._ledger.lose_waiting("shut_down")
             for seat in self._seats.values():
                 self._note_unknown(seat)

@@ -63,7 +63,9 @@ class Transport:
         _, answer = self.requests.pop(index)
         sequence = self.counts[peer] = self.counts.get(peer, -1) + 1
         version = self.versions.get(peer, 0)
-        offer = Offer(Header(peer, 0, sequence, FRAMES, FRAMES, 0, (version, version)))
+        stepped = (sequence + 1) * FRAMES
+        header = Header(peer, 0, sequence, FRAMES, FRAMES, 0, (version, version), stepped=stepped)
+        offer = Offer(header)
         answer.set_result(offer)
         return offer
 
@@ -252,3 +254,23 @@ def test_pace_asks_again_when_weights_are_acknowledged() -> None:
     assert not transport.requests, "every rollout would be stale"
     sender.acknowledge(1, 1)
     assert [transport.open_requests(w) for w in (0, 1)] == [0, 1]
+
+
+def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was given up while it was on its way here, and those nobody can tell of."""
+    pool, transport, _ = make(sync=True, num_workers=2)
+
+    def wait(*_: Any) -> None:
+        transport.answer(0)  # it is being fetched
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "_wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        pool.gather_all(1)
+    pool.close()
+    pool.account(0, 0, "shut_down", FRAMES)
+    pool.account(1, 0, "shut_down", None)
+    workers = pool.ledger.workers
+    assert [frames.open for frames in workers.values()] == [0, 0]
+    assert workers[0].lost == {"shut_down": FRAMES}
+    assert (workers[1].stepped, workers[1].at_most) == (0, FRAMES)
