@@ -250,10 +250,11 @@ class Cluster(GateEvents):
         if "bloated" in message:
             self._events.bloated(*key, message["bloated"])
             return
+        # First: who waits for the last process to end goes by what was reported of it.
+        self._events.exited(*key, End(**message["exited"]))
         with self._lock:
             self._remote.discard(key)
             self._changed.notify_all()
-        self._events.exited(*key, End(**message["exited"]))
 
     def closed(self, connection: Connection) -> None:
         """See :class:`~distcollect.link.GateEvents`."""

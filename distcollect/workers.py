@@ -585,6 +585,12 @@ class Workers(ClusterEvents):
             log.warning("worker %d is lost: %s; %s", worker_id, _message(failure), outlook)
         self._check_left(worker_id, failure)
 
+    def _settle_rest(self) -> None:
+        """Draw the line under those of whom nobody says how they ended: their hosts are cut off."""
+        for process in list(self._processes.values()):
+            if process.probe is not None:
+                self._settle(process)
+
     def _outlook(self, worker_id: int) -> str:
         delay_s = self._membership.delay(worker_id, time.monotonic())
         if self._membership.state(worker_id) is not State.JOINING:
@@ -649,6 +655,7 @@ class Workers(ClusterEvents):
     def _end_thread(self) -> None:
         """Take what happened until now, and end."""
         if hasattr(self, "_thread"):
+            self._post(self._settle_rest)
             self._post(None)
             self._thread.join(5)
 

@@ -372,6 +372,24 @@ def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
     assert marked.gone(END_S), marked.left()
 
 
+def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
+    marked: Marked, token_file: Path, port: int
+) -> None:
+    checker = Checker()
+    with collect_with(False, num_workers=1, listen=f"127.0.0.1:{port}") as collector:
+        joined = join(port)
+        until(collector, checker, lambda: 1 in checker.pids, JOIN_S)
+        # As if its host were cut off, and the trainer had not seen it yet.
+        joined.send_signal(signal.SIGSTOP)
+        os.kill(checker.pids[1], signal.SIGSTOP)
+    balances(collector, checker)
+    joined.send_signal(signal.SIGCONT)
+    joined.communicate(timeout=END_S)
+    assert 0 < collector.ledger.workers[1].at_most <= 2 * 40
+    assert collector.ledger.workers[0].at_most == 0
+    assert marked.gone(END_S), marked.left()
+
+
 def test_who_joins_needs_the_token(
     marked: Marked, token_file: Path, tmp_path: Path, port: int
 ) -> None:
