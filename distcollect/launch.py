@@ -19,7 +19,7 @@ import torch.distributed
 
 from .cluster import Cluster, listen_address, read_token, set_launched
 from .errors import LaunchError
-from .link import Lifeline, Message
+from .link import Lifeline, Message, NoAnswer
 from .processes import End, LocalProcesses, ProcessEvents
 from .topology import LOOPBACK, Launch, Launcher, num_cores, route_to
 from .workers import close_workers
@@ -207,22 +207,29 @@ def _join(
     while time.monotonic() < deadline:
         try:
             meeting = find()
-            lifeline = Lifeline(meeting.host, meeting.port, _TRY_TIMEOUT_S)
-            lifeline.join("supervisor", meeting.token, rank=rank)
+            return _introduce(meeting, rank), meeting
         except ConnectionRefusedError as error:
             if give_up_if_refused:
                 raise SystemExit("distcollect: the trainer is gone; this rank ends") from None
             problem = error
-        except (OSError, dist.DistStoreError) as error:
+        except (OSError, NoAnswer, dist.DistStoreError) as error:
             # Not there yet; or, after a restart by torchrun, the address of the last attempt.
             problem = error
-        else:
-            return lifeline, meeting
         time.sleep(_RETRY_S)
     who = "this process" if rank is None else f"rank {rank}"
     raise LaunchError(
         f"{who} could not reach the trainer within {timeout_s:g} s; the last try said: {problem}"
     )
+
+
+def _introduce(meeting: Meeting, rank: int | None) -> Lifeline:
+    lifeline = Lifeline(meeting.host, meeting.port, _TRY_TIMEOUT_S)
+    try:
+        lifeline.join("supervisor", meeting.token, rank=rank)
+    except BaseException:
+        lifeline.close()
+        raise
+    return lifeline
 
 
 def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> bool:

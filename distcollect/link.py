@@ -84,6 +84,10 @@ def _encode(message: Message) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
+class NoAnswer(LaunchError):
+    """The handshake broke off, as the network did: that may get better."""
+
+
 class Lifeline:
     """A worker's or supervisor's end of the connection. Reads block."""
 
@@ -107,6 +111,7 @@ class Lifeline:
         """Introduce this process; the trainer's welcome.
 
         Raises:
+            NoAnswer: the connection broke off, or there was no answer in time.
             LaunchError: it refused; says why.
         """
         self.send(
@@ -120,9 +125,10 @@ class Lifeline:
             }
         )
         answer = self.receive()
-        if answer is None or "refused" in answer:
-            reason = "it closed the connection" if answer is None else answer["refused"]
-            raise LaunchError(f"the trainer refused this {role}: {reason}")
+        if answer is None:
+            raise NoAnswer("the trainer did not answer the join handshake")
+        if "refused" in answer:
+            raise LaunchError(f"the trainer refused this {role}: {answer['refused']}")
         self._sock.settimeout(None)
         return answer
 
@@ -135,17 +141,14 @@ class Lifeline:
                 log.debug("lifeline: could not send %s", message.keys())
 
     def receive(self) -> Message | None:
-        """The next frame, None once the trainer is gone."""
+        """The next frame, None once the trainer is gone or can't be reached any more."""
         while True:
             message = self._decoder.next()
             if message is not None:
                 return message
             try:
                 data = self._sock.recv(65536)
-            except OSError as error:
-                # Once joined, there is no timeout but TCP's own: the other host is unreachable.
-                if isinstance(error, TimeoutError) and self._sock.gettimeout() is not None:
-                    raise LaunchError("no answer from the trainer to the join handshake") from None
+            except OSError:  # a TimeoutError is the kernel's, too: the host can't be reached
                 return None
             if not data:
                 return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import signal
@@ -10,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 from scripts.marked import Marked
 
 import distcollect as dc
+from distcollect.launch import Meeting, _join
 from distcollect.link import Connection, Gate, GateEvents, Lifeline, Message, versions
 
 SOON_S = 5
@@ -99,6 +102,38 @@ def test_joins_and_exchanges_frames(gate: Gate, events: Recorder, connect: Conne
         assert lifeline.receive() == {"reply": "y" * size}
     lifeline.close()
     assert events.next("closed") is connection
+
+
+def test_a_host_that_cannot_be_reached_any_more_is_gone(
+    gate: Gate, events: Recorder, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says so by an error that Python takes for a timeout."""
+    lifeline = connect(gate)
+    lifeline.join("worker", TOKEN)
+
+    class Unplugged:
+        def recv(self, size: int) -> bytes:
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lifeline, "_sock", Unplugged())
+        assert lifeline.receive() is None
+
+
+def test_a_supervisor_tries_again_when_the_handshake_breaks_off(
+    gate: Gate, events: Recorder
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as breaks_off:
+        ports = [breaks_off.getsockname()[1], gate.port]
+        meetings = [Meeting("127.0.0.1", port, TOKEN) for port in ports]
+
+        def break_off() -> None:
+            breaks_off.accept()[0].close()
+
+        threading.Thread(target=break_off, daemon=True).start()
+        lifeline, meeting = _join(lambda: meetings.pop(0), None, 20, give_up_if_refused=True)
+        assert meeting.port == gate.port
+        lifeline.close()
 
 
 def test_the_gates_end_ends_all_lifelines(gate: Gate, events: Recorder, connect: Connect) -> None:
