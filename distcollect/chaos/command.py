@@ -238,7 +238,10 @@ class _Run:
             self._marked.kill()
         report = collector.ledger
         self._ledgers.append((mode, report))
-        self._checker.check_ledger(report, self._injuries.records(), deaths, vanished)
+        records = self._injuries.records()
+        for record in records:
+            record.detach()
+        self._checker.check_ledger(report, records, deaths, vanished)
 
     def tell(self) -> None:
         """Print what there is to tell of the whole run."""

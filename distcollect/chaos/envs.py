@@ -81,6 +81,10 @@ class Record:
         """The number of whoever brought it; -1: the trainer."""
         return int(self._cells[4])
 
+    def detach(self) -> None:
+        """Keep the numbers as they are now, and no descriptor."""
+        self._cells = self._cells.copy()
+
     def give(self, order: Order) -> None:
         """Have it carried out once."""
         self._cells[0] = order
