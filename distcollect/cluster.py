@@ -213,10 +213,15 @@ class Cluster(GateEvents):
             worker_id = self._slot_for(connection.hello.get("rank"))
             connection.hello["worker_id"] = worker_id
             self._supervisors[worker_id] = connection
+            self._forget_remote(worker_id)
             if connection.hello.get("rank"):
                 self._seen.add(worker_id)
             self._changed.notify_all()
         return {"worker_id": worker_id}
+
+    def _forget_remote(self, worker_id: int) -> None:
+        """Its processes end with a supervisor's connection, and nobody reports them."""
+        self._remote = {key for key in self._remote if key[0] != worker_id}
 
     def admitted(self, connection: Connection) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
@@ -267,6 +272,7 @@ class Cluster(GateEvents):
             if self._supervisors.get(worker_id) is not connection:
                 return
             del self._supervisors[worker_id]
+            self._forget_remote(worker_id)
             self._changed.notify_all()
         self._events.place_lost(worker_id)
 
