@@ -49,6 +49,7 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         if self._testbed is not None:
             self._call("netns_down.sh")
+            Path(self._env["DC_STATE"] + ".lock").unlink(missing_ok=True)
 
     def do(self, host: int, *action: str) -> None:
         """Do something to a host: see ``netns_host.sh``."""
