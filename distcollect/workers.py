@@ -646,6 +646,9 @@ class Workers(ClusterEvents):
         """Have all stop stepping and close their envs."""
         self._closing = True
         self._tell_all({"stop": True})
+        for process in list(self._processes.values()):
+            if process.connection is None:  # it has not joined, and owes nothing
+                self._cluster.kill(*process.key)
 
     def _tell_all(self, message: Message) -> None:
         for process in list(self._processes.values()):

@@ -298,6 +298,18 @@ def test_a_worker_that_crashes_again_and_again_is_given_up(marked: Marked) -> No
     assert marked.gone(END_S), marked.left()
 
 
+def test_at_the_end_nobody_waits_for_a_process_that_has_not_joined_yet(
+    marked: Marked, caplog: pytest.LogCaptureFixture
+) -> None:
+    with collect_with(False) as collector:
+        checker = Checker()
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        os.kill(checker.pids[1], signal.SIGKILL)
+        until(collector, checker, lambda: collector.num_workers == 1, 10)
+    assert "did not end within" not in caplog.text
+    assert marked.gone(END_S), marked.left()
+
+
 @modes
 def test_released_workers_leave_without_losing_a_frame(marked: Marked, sync: bool) -> None:
     checker = Checker()
