@@ -29,6 +29,7 @@ from .hosts import Hosts, Joiners, Marked
 from .injuries import Injuries, Injury
 
 _SETTLE_S = 20.0
+_PUSH_WAIT_S = 1.0
 _JOINED_TIMEOUT_S = 100.0  # a supervisor may have to wait until its network is back
 _FAULTS = dc.Faults(
     start_timeout_s=120.0,
@@ -219,8 +220,10 @@ class _Run:
         owed.update(dict.fromkeys(handle.worker_ids, version))
         if wait:
             try:
-                handle.wait()
-            except (dc.WeightsTimeout, dc.WorkerError):
+                handle.wait(_PUSH_WAIT_S)
+            except dc.WeightsTimeout:
+                pass  # somebody hangs
+            except dc.WorkerError:
                 # Legitimate where all that were selected are in trouble.
                 if not set(handle.left_out) >= set(handle.worker_ids):
                     raise
