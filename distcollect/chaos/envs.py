@@ -81,6 +81,11 @@ class Record:
         """The number of whoever brought it; -1: the trainer."""
         return int(self._cells[4])
 
+    @property
+    def obeyed_at(self) -> float:
+        """When it last carried out an order, by the clock of all processes of this machine."""
+        return float(self._cells[5]) / 1e9
+
     def detach(self) -> None:
         """Keep the numbers as they are now, and no descriptor."""
         self._cells = self._cells.copy()
@@ -91,6 +96,7 @@ class Record:
 
     def obey(self) -> None:
         """It is being carried out."""
+        self._cells[5] = time.monotonic_ns()
         self._cells[0] = Order.NONE
 
     def count_step(self) -> None:

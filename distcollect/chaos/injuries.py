@@ -61,6 +61,7 @@ class Injury:
         kind: see WEIGHTS.
         record: of the process that was harmed.
         at: when, or since when it was to be seen.
+        begun: what was ordered is being done.
         joiner: who brings the replacement, where that is not its own slot.
         heal_at: when to make it good.
         heal: how.
@@ -76,6 +77,7 @@ class Injury:
     kind: str
     record: Record
     at: float
+    begun: bool = False
     joiner: Joiner | None = None
     heal_at: float | None = None
     heal: Callable[[], None] | None = None
@@ -166,6 +168,8 @@ class Injuries:
             # One that is still on its way finds nobody.
             joiner.may_end |= joiner.number not in arrived
         for injury in self._open:
+            if injury.kind in HOST_WEIGHTS and injury.joiner is not None:
+                injury.joiner.may_end = True  # it may learn too late that the trainer is done
             if injury.heal is not None and injury.healed_at is None:
                 with contextlib.suppress(OSError):
                     injury.heal()
@@ -208,8 +212,11 @@ class Injuries:
             with contextlib.suppress(ProcessLookupError):
                 injury.heal()
             injury.healed_at = time.monotonic()
+        if not injury.begun:
+            self._follow_order(injury, now)
+            return
         if injury.kind.startswith("raise"):
-            self._follow_env(injury, now)
+            self._follow_env(injury)
         elif injury.recovered_s is None:
             recovered_at = self._recovered_at(injury)
             if recovered_at is not None:
@@ -241,8 +248,7 @@ class Injuries:
             return faults.silence_timeout_s * 1.25 + _SLACK_S
         if injury.kind.startswith("hang"):
             assert faults.step_timeout_s is not None
-            # Told so, it hangs at its next step, for which it may have to be asked.
-            return faults.step_timeout_s * 1.5 + faults.silence_timeout_s + _SLACK_S
+            return faults.step_timeout_s * 1.5 + _SLACK_S
         if injury.kind == "leave":
             return faults.leave_timeout_s + _SLACK_S
         if injury.kind == "unplug":
@@ -250,7 +256,15 @@ class Injuries:
             return due_s if injury.lasts_s > due_s else None
         return None
 
-    def _follow_env(self, injury: Injury, now: float) -> None:
+    def _follow_order(self, injury: Injury, now: float) -> None:
+        """It is carried out at the next step or reset, for which somebody has to ask."""
+        injury.begun = injury.record.obeyed_at >= injury.at
+        if injury.begun:
+            injury.at = injury.record.obeyed_at
+        elif now - injury.at > _RECOVERY_S:
+            self._over(injury, f"it was not asked for a step within {_RECOVERY_S:g} s")
+
+    def _follow_env(self, injury: Injury) -> None:
         seen = self._checker.seen.get(injury.record.token)
         if seen is not None and len(seen.envs) > injury.num_envs:
             injury.recovered_s = injury.detected_s = seen.last_at - injury.at
@@ -305,7 +319,7 @@ class Injuries:
             return
         record = self._rng.choice(sorted(victims, key=lambda r: (r.worker_id, r.incarnation)))
         seen = self._checker.seen[record.token]
-        injury = Injury(kind, record, now, num_envs=len(seen.envs))
+        injury = Injury(kind, record, now, begun=kind not in _ORDERS, num_envs=len(seen.envs))
         if kind in _FATAL and kind not in ("leave", "kill supervisor"):
             injury.hurried = now - self._restarted.get(record.worker_id, now - _SOUND_S) < _SOUND_S
             self._restarted[record.worker_id] = now
