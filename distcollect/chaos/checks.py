@@ -215,7 +215,7 @@ class Checker:
             report: of the ledger.
             records: of all processes.
             num_deaths: worker_id to how many of its processes did not end by themselves.
-            may_be_missing: hosts had vanished.
+            may_be_missing: hosts had vanished, or supervisors.
         """
         assert self._plan is not None
         plan = self._plan
@@ -226,7 +226,9 @@ class Checker:
                 demand(frames.stepped == frames.delivered + lost, "it does not balance")
                 demand(min([frames.delivered, *frames.lost.values()], default=0) >= 0, "negative")
                 demand(set(frames.lost) <= _CAUSES, "frames were lost by a cause that wasn't there")
-                demand(may_be_missing or not frames.at_most, "frames of a host that had vanished")
+                demand(
+                    may_be_missing or not frames.at_most, "nobody knows its frames, for no reason"
+                )
                 deaths = num_deaths.get(worker_id, 0)
                 limit = deaths * _ROLLOUTS_OWED * plan.num_envs * plan.num_steps
                 died = sum(frames.lost.get(cause, 0) for cause in ("worker_lost", "hung"))

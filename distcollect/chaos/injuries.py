@@ -51,6 +51,8 @@ _ORDERS = {
 }
 # After these the process must be gone; after the others it goes on.
 _FATAL = {"kill", "stop", "hang", "hang with the GIL", "kill supervisor", "leave"}
+# A process's counter outlives it where its supervisor does.
+_LAST_WITNESS = {"kill supervisor", *HOST_WEIGHTS}
 
 
 @dataclass(eq=False)
@@ -161,7 +163,8 @@ class Injuries:
         """The round is over: make good what can be.
 
         Returns:
-            How many processes died in each slot, and whether hosts had vanished.
+            How many processes died in each slot, and whether somebody had vanished who alone
+            knew how many frames a process had stepped.
         """
         arrived = {record.joiner for record in self.records() if record.token in self._checker.seen}
         for joiner in self._joiners.all:
@@ -180,7 +183,7 @@ class Injuries:
             # A host that is unplugged may lose a process, and the one that is started in its place.
             fatal = injury.kind in _FATAL
             deaths[injury.record.worker_id] += 2 if injury.kind in HOST_WEIGHTS else fatal
-        return deaths, any(injury.kind in HOST_WEIGHTS for injury in mine)
+        return deaths, any(injury.kind in _LAST_WITNESS for injury in mine)
 
     def records(self) -> list[Record]:
         """Of all processes of this round."""
