@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from distcollect.ledger import LedgerReport
-from distcollect.worker import TRAJ_IDS_PER_PEER
+from distcollect.transport import TRAJ_IDS_PER_PEER
 
 from .envs import ENV, EPISODE, LENGTH, NUMBER, STEP, TOKEN, Record, reward_of
 
