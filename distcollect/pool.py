@@ -16,14 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
 
 from .config import Staleness
+from .crew import Reports
 from .errors import (
     BatchTimeout,
     CollectorStateError,
@@ -36,8 +35,10 @@ from .handle import PushHandle
 from .ledger import Ledger, LedgerReport
 from .rollout import Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
+from .seats import Asked, BatchPlan, Seat
+from .seeds import Stream, env_seed
 from .threads import LOOK_UP_S, missing
-from .transport import NUM_SLABS, CollectRequest, Offer, Transport
+from .transport import CollectRequest, Offer, Transport
 from .weights import WeightSender
 
 log = logging.getLogger(__name__)
@@ -47,124 +48,6 @@ T = TypeVar("T")
 # Rollouts that lie fetched, or are being fetched, before the user asks: one is on its way while
 # the user works on another. More would only make them older.
 _PREFETCH = 2
-# Streams of random numbers from one seed: of envs and policies in a slot's first process, and in
-# those that take its place.
-_REPLACED_STREAM = 16
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """What the pool gathers.
-
-    Attributes:
-        sync: whether batches are asked for with :meth:`Pool.gather_all` or
-            :meth:`Pool.gather_next`.
-        num_rollouts: in a sync batch.
-        num_envs: n, rows of every rollout.
-        num_steps: T of every rollout.
-        random_frames: so many frames at the start have random actions (whole rollouts).
-        num_frames: ask for no more frames than this; None: endless.
-        waits_for_missing: in sync mode, a lost worker's share waits for who takes its place;
-            otherwise the others collect it.
-        preemptive_threshold: when this share of a sync batch's rollouts is there, the others are
-            ended early; None: never.
-        deadline_s: so long after it was asked for, too; None: never.
-    """
-
-    sync: bool
-    num_rollouts: int
-    num_envs: int
-    num_steps: int
-    random_frames: int = 0
-    num_frames: int | None = None
-    waits_for_missing: bool = False
-    preemptive_threshold: float | None = None
-    deadline_s: float | None = None
-
-    @property
-    def rollout_frames(self) -> int:
-        """N * T."""
-        return self.num_envs * self.num_steps
-
-
-class Reports(Protocol):
-    """What the pool tells whoever looks after the workers' processes."""
-
-    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
-        """A worker failed at what it was asked for."""
-
-    def drained(self, worker_id: int, incarnation: int) -> None:
-        """A worker that is to leave owes nothing any more."""
-
-
-@dataclass(eq=False)
-class _Seat:
-    """What the pool knows of a worker's process.
-
-    Its n-th rollout lies in slab n modulo NUM_SLABS, so it may be asked for the next one as soon as
-    the one before the last is settled, whatever has become of the last.
-
-    Attributes:
-        worker_id: its slot.
-        incarnation: which process in it.
-        peer: its id.
-        untold: what it has to know before it may be asked.
-        leaving: it is asked for nothing more.
-        drained: so was said, once it owed nothing any more.
-        gone: it will answer nothing more.
-        collecting: a request is open.
-        num_requests: rollouts asked for.
-        unsettled: of these, the numbers of those whose slab is still to be read.
-        open: what was asked of it and is neither here nor given up.
-        batch: the last sync batch that it has a share in.
-        last_asked: when, in requests of the pool.
-    """
-
-    worker_id: int
-    incarnation: int
-    peer: int
-    untold: int = 0
-    leaving: bool = False
-    drained: bool = False
-    gone: bool = False
-    collecting: bool = False
-    num_requests: int = 0
-    unsettled: set[int] = field(default_factory=set)
-    open: set[_Asked] = field(default_factory=set)
-    batch: int = -1
-    last_asked: int = 0
-
-    @property
-    def has_a_slab(self) -> bool:
-        """Whether there is memory for one more rollout."""
-        return self.num_requests - min(self.unsettled, default=self.num_requests) < NUM_SLABS
-
-
-@dataclass(eq=False)
-class _Asked:
-    """A rollout that was asked for.
-
-    Attributes:
-        seat: whose it is.
-        ticket: its lowest version as far as that is known.
-        number: which of that process's rollouts.
-        epoch: when it was asked for.
-        offer: once it lies ready on its worker.
-        fetching: it is on its way here.
-        failed: it can't be fetched.
-        rollout: once it is here.
-        preempted: its worker was told to end it early.
-    """
-
-    seat: _Seat
-    ticket: Ticket
-    number: int
-    epoch: int
-    offer: Offer | None = None
-    fetching: bool = False
-    failed: bool = False
-    rollout: Rollout | None = None
-    preempted: bool = False
 
 
 class Pool:
@@ -199,7 +82,7 @@ class Pool:
         self._sender = sender
         self._plan = plan
         self._reports = reports
-        self._seats: dict[int, _Seat] = {}
+        self._seats: dict[int, Seat] = {}
         self._coming: set[int] = set()  # slots whose worker is being replaced
         self._ledger = Ledger()
         self._unaccounted: dict[tuple[int, int], int] = {}  # frames asked of a process that is gone
@@ -212,14 +95,14 @@ class Pool:
                 self._pacer = Pacer(staleness.max_policy_lag, self._sent)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._arrived: list[_Asked] = []  # those that lie ready, there or here, in that order
+        self._arrived: list[Asked] = []  # those that lie ready, there or here, in that order
         self._max_fetched = plan.num_rollouts if plan.sync else _PREFETCH
         self._frames_asked = 0
         self._requests = 0
         self._epoch = 0  # how often all that was asked for was given up
         self._batch = 0
         self._wanted = 0  # in sync mode: rollouts of this batch that nobody was asked for
-        self._told: dict[str, Callable[[_Seat], Future[None]]] = {}
+        self._told: dict[str, Callable[[Seat], Future[None]]] = {}
         self._telling = False
         self._failed: BaseException | None = None
         self._closed = False
@@ -247,14 +130,14 @@ class Pool:
         """How many versions newer than ``version`` were sent to a worker."""
         return self._sent.lag(worker_id, version)
 
-    # Who is there: see :class:`~distcollect.workers.Crew`.
+    # Who is there: see :class:`~distcollect.crew.Crew`.
 
     def join(self, worker_id: int, incarnation: int, peer: int) -> None:
         """A worker is there; it gets the newest weights that its slot is to have."""
         with self._lock:
             if self._closed:
                 return
-            seat = _Seat(worker_id, incarnation, peer)
+            seat = Seat(worker_id, incarnation, peer)
             self._seats[worker_id] = seat
             self._coming.discard(worker_id)
             self.stale_frames.setdefault(worker_id, 0)
@@ -267,7 +150,7 @@ class Pool:
             self._ask()
             self._changed.notify_all()
 
-    def _has_told(self, seat: _Seat) -> None:
+    def _has_told(self, seat: Seat) -> None:
         seat.untold -= 1
 
     def leave(self, worker_id: int, incarnation: int) -> None:
@@ -300,7 +183,7 @@ class Pool:
             self._changed.notify_all()
         self._sender.forget(worker_id, replaced=replaced)
 
-    def _vacate(self, seat: _Seat) -> None:
+    def _vacate(self, seat: Seat) -> None:
         seat.gone = True
         self._note_unknown(seat)
         for asked in [asked for asked in seat.open if not asked.fetching]:
@@ -308,7 +191,7 @@ class Pool:
                 self._arrived.remove(asked)
             self._give_up(asked, "worker_lost")
 
-    def _note_unknown(self, seat: _Seat) -> None:
+    def _note_unknown(self, seat: Seat) -> None:
         unknown = sum(asked.offer is None for asked in seat.open)
         self._unaccounted[seat.worker_id, seat.incarnation] = unknown * self._plan.rollout_frames
 
@@ -389,7 +272,7 @@ class Pool:
     def _here(self) -> list[Rollout]:
         return [asked.rollout for asked in self._arrived if asked.rollout is not None]
 
-    def _choose(self) -> _Asked | None:
+    def _choose(self) -> Asked | None:
         """What is to be handed on next, if it is here."""
         self._fetch_offers()
         if self._pacer is None:
@@ -413,11 +296,11 @@ class Pool:
         """
         self._tell_all("seed", partial(self._seed, seed=seed, static_seed=static_seed), timeout_s)
 
-    def _seed(self, seat: _Seat, *, seed: int, static_seed: bool) -> Future[None]:
+    def _seed(self, seat: Seat, *, seed: int, static_seed: bool) -> Future[None]:
         num_envs = self._plan.num_envs
         first = seat.worker_id * num_envs
         # A process that takes another's place would repeat what that one did.
-        stream = _REPLACED_STREAM + 2 * seat.incarnation if seat.incarnation else 0
+        stream = Stream.REPLACED + 2 * seat.incarnation if seat.incarnation else 0
         seeds = [
             env_seed(seed, 0 if static_seed else first + row, stream=stream)
             for row in range(num_envs)
@@ -446,10 +329,10 @@ class Pool:
         tell = partial(self._resume, version=version, first_traj_id=first_traj_id)
         self._tell_all("resume", tell, timeout_s)
 
-    def _resume(self, seat: _Seat, *, version: int, first_traj_id: int) -> Future[None]:
+    def _resume(self, seat: Seat, *, version: int, first_traj_id: int) -> Future[None]:
         return self._transport.call(seat.peer, "resume", version, first_traj_id)
 
-    def _tell_all(self, what: str, tell: Callable[[_Seat], Future[None]], timeout_s: float) -> None:
+    def _tell_all(self, what: str, tell: Callable[[Seat], Future[None]], timeout_s: float) -> None:
         """Have all workers, and those yet to come, know something before they collect again."""
         with self._lock:
             self._check()
@@ -480,7 +363,7 @@ class Pool:
             if not asked.fetching:
                 self._give_up(asked, "given_up")
 
-    def _give_up(self, asked: _Asked, cause: str) -> None:
+    def _give_up(self, asked: Asked, cause: str) -> None:
         """Settle a rollout that is not handed on."""
         seat = asked.seat
         seat.unsettled.discard(asked.number)
@@ -497,7 +380,7 @@ class Pool:
             self._wanted += 1
         self._check_drained(seat)
 
-    def _check_drained(self, seat: _Seat) -> None:
+    def _check_drained(self, seat: Seat) -> None:
         owes = seat.collecting or seat.unsettled
         if seat.leaving and not (seat.gone or seat.drained or owes):
             seat.drained = True
@@ -616,7 +499,7 @@ class Pool:
             if not (seat.untold or seat.leaving) and may(seat):
                 self._request(seat)
 
-    def _may_ask_for_batch(self, seat: _Seat) -> bool:
+    def _may_ask_for_batch(self, seat: Seat) -> bool:
         if self._wanted <= 0 or seat.unsettled or not self._is_up_to_date(seat.worker_id):
             return False
         if seat.batch != self._batch:
@@ -626,7 +509,7 @@ class Pool:
         awaited = len(self._coming) if self._plan.waits_for_missing else 0
         return self._wanted > others + awaited
 
-    def _may_ask_ahead(self, seat: _Seat) -> bool:
+    def _may_ask_ahead(self, seat: Seat) -> bool:
         if seat.collecting or not seat.has_a_slab:
             return False
         acknowledged = self._sender.acknowledged(seat.worker_id)
@@ -635,7 +518,7 @@ class Pool:
             return False
         return self._pacer is None or self._pacer.may_ask(seat.worker_id, acknowledged)
 
-    def _request(self, seat: _Seat) -> None:
+    def _request(self, seat: Seat) -> None:
         plan = self._plan
         if not plan.sync and plan.num_frames is not None and self._frames_asked >= plan.num_frames:
             return
@@ -657,12 +540,12 @@ class Pool:
             if self._pacer is None
             else self._pacer.ask(seat.worker_id, known)
         )
-        asked = _Asked(seat, ticket, number, self._epoch)
+        asked = Asked(seat, ticket, number, self._epoch)
         seat.open.add(asked)
         answer = self._transport.collect(seat.peer, request)
         self._then(seat, answer, lambda offer: self._offered(asked, offer))
 
-    def _offered(self, asked: _Asked, offer: Offer) -> None:
+    def _offered(self, asked: Asked, offer: Offer) -> None:
         seat, header = asked.seat, offer.header
         seat.collecting = False
         if seat.gone:
@@ -709,7 +592,7 @@ class Pool:
                 self._fetch(asked)
                 room -= 1
 
-    def _fetch(self, asked: _Asked) -> None:
+    def _fetch(self, asked: Asked) -> None:
         offer = asked.offer
         if offer is None or asked.fetching or asked.failed or asked.rollout is not None:
             return
@@ -736,7 +619,7 @@ class Pool:
 
     def _then(
         self,
-        seat: _Seat,
+        seat: Seat,
         answer: Future[T],
         arrived: Callable[[T], None],
         failed: Callable[[], None] | None = None,
@@ -764,8 +647,3 @@ class Pool:
 def _origin(rollout: Rollout) -> tuple[int, int, int]:
     header = rollout.header
     return header.worker_id, header.incarnation, header.sequence
-
-
-def env_seed(seed: int, index: int, stream: int = 0) -> int:
-    """The seed of env ``index``: independent of how the envs are spread over workers."""
-    return int(np.random.SeedSequence([seed, stream, index]).generate_state(1)[0])

@@ -17,12 +17,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from .cluster import Cluster, ClusterEvents, open_cluster
 from .config import Faults
+from .crew import Crew, Process, cause_of, death_of, message_of
 from .errors import (
     CollectorStateError,
     DeadlineError,
@@ -61,64 +61,6 @@ def close_workers() -> None:
     """End the workers of a collector that nobody has shut down."""
     for workers in list(_open):
         workers.close()
-
-
-class Crew(Protocol):
-    """Whoever works with the workers: the pool. Called on one thread."""
-
-    def join(self, worker_id: int, incarnation: int, peer: int) -> None:
-        """A worker is there, and was tried out."""
-
-    def leave(self, worker_id: int, incarnation: int) -> None:
-        """It is to leave: ask it for nothing more, and say ``drained`` when it owes nothing."""
-
-    def lose(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
-        """It is gone; ``replaced``: another one is on its way to this slot."""
-
-    def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
-        """It is gone for ``cause``, and had stepped so many frames; None: nobody can say."""
-
-    def fail(self, error: BaseException) -> None:
-        """The run can't go on."""
-
-
-@dataclass(eq=False)
-class _Process:
-    """A process that was started.
-
-    Attributes:
-        peer: its id for the transport.
-        connection: its lifeline, None before it has joined.
-        reachable: by the transport.
-        probe: what it found when it was tried out.
-        failure: what went wrong, where more is known than the way it ended.
-        retiring: it ends to be replaced.
-        end: how it ended, once it was reaped.
-        account_by: by when its end is settled, whether or not it was reaped.
-    """
-
-    worker_id: int
-    incarnation: int
-    peer: int
-    connection: Connection | None = None
-    reachable: bool = False
-    probe: Probe | None = None
-    failure: DistCollectError | None = None
-    retiring: bool = False
-    end: End | None = None
-    account_by: float | None = None
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.worker_id, self.incarnation
-
-    @property
-    def place(self) -> str:
-        """Which process it is, for people."""
-        if self.connection is None:
-            return ""
-        hello = self.connection.hello
-        return f" (pid {hello.get('pid')} on {hello.get('host')})"
 
 
 class Workers(ClusterEvents):
@@ -162,7 +104,7 @@ class Workers(ClusterEvents):
         self._membership = Membership(
             faults.silence_timeout_s, faults.start_timeout_s, faults.max_restarts
         )
-        self._processes: dict[tuple[int, int], _Process] = {}
+        self._processes: dict[tuple[int, int], Process] = {}
         self._deaths: dict[int, str] = {}
         self._crew: Crew | None = None
         self._failure: DistCollectError | None = None
@@ -377,7 +319,7 @@ class Workers(ClusterEvents):
             self._end_overdue(process, command)
 
     def _start(self, worker_id: int, incarnation: int) -> None:
-        process = _Process(worker_id, incarnation, new_peer())
+        process = Process(worker_id, incarnation, new_peer())
         self._processes[process.key] = process
         # Torch's C++ side logs a warning for each peer whose process ends: no news here.
         env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
@@ -392,14 +334,14 @@ class Workers(ClusterEvents):
             process.end = End(-1, 0, f"it could not be started: {error}")
             self._lost(process.key)
 
-    def _ping(self, process: _Process) -> None:
+    def _ping(self, process: Process) -> None:
         def answered(answer: Future[Any]) -> None:
             if answer.exception() is None:
                 self._alive.append(process.key)  # nobody need wake up for that
 
         self.transport.ping(process.peer).add_done_callback(answered)
 
-    def _end_overdue(self, process: _Process, command: Overdue) -> None:
+    def _end_overdue(self, process: Process, command: Overdue) -> None:
         limit_s = self._faults.start_timeout_s
         if process.probe is not None:
             process.failure = WorkerLost(
@@ -431,7 +373,7 @@ class Workers(ClusterEvents):
         )
         answer.add_done_callback(lambda done: self._post(partial(self._tried_out, process, done)))
 
-    def _tried_out(self, process: _Process, answer: Future[Probe]) -> None:
+    def _tried_out(self, process: Process, answer: Future[Probe]) -> None:
         error = answer.exception()
         if error is not None:
             self._failed(process.key, error)
@@ -524,7 +466,7 @@ class Workers(ClusterEvents):
             self._crew.lose(worker_id, -1, replaced=False)
         self._check_left(worker_id, WorkerLost(reason, worker_id=worker_id))
 
-    def _running(self, worker_id: int) -> _Process | None:
+    def _running(self, worker_id: int) -> Process | None:
         return next(
             (
                 process
@@ -562,15 +504,15 @@ class Workers(ClusterEvents):
         if key in self._processes:
             self._settle(process)
 
-    def _settle(self, process: _Process) -> None:
+    def _settle(self, process: Process) -> None:
         """Draw the line under a process that has ended."""
         del self._processes[process.key]
         worker_id = process.worker_id
         left = self._membership.state(worker_id) is State.LEFT
-        failure = process.failure or _death_of(process)
-        self._deaths[worker_id] = "it left" if left else _message(failure)
+        failure = process.failure or death_of(process)
+        self._deaths[worker_id] = "it left" if left else message_of(failure)
         if self._crew is not None:
-            cause = "shut_down" if self._closing else _cause(process, left=left)
+            cause = "shut_down" if self._closing else cause_of(process, left=left)
             stepped = None if process.end is None else process.end.stepped
             self._crew.account(*process.key, cause, stepped)
         if self._closing:
@@ -582,7 +524,7 @@ class Workers(ClusterEvents):
             log.info("worker %d has left%s", worker_id, process.place)
         elif not process.retiring:
             outlook = self._outlook(worker_id)
-            log.warning("worker %d is lost: %s; %s", worker_id, _message(failure), outlook)
+            log.warning("worker %d is lost: %s; %s", worker_id, message_of(failure), outlook)
         self._check_left(worker_id, failure)
 
     def _settle_rest(self) -> None:
@@ -612,7 +554,7 @@ class Workers(ClusterEvents):
             before = f"; before that {'; '.join(others)}" if others else ""
             self._fail(
                 WorkerLost(
-                    f"{_message(failure)}; {hopeful} worker(s) left, at least {least} wanted "
+                    f"{message_of(failure)}; {hopeful} worker(s) left, at least {least} wanted "
                     f"(Faults.min_workers){before}",
                     worker_id=worker_id,
                 )
@@ -661,30 +603,3 @@ class Workers(ClusterEvents):
             self._post(self._settle_rest)
             self._post(None)
             self._thread.join(5)
-
-
-def _death_of(process: _Process) -> WorkerLost:
-    if process.end is None:
-        message = "its connection to the trainer broke off"
-    elif process.end.reason:
-        message = process.end.reason
-    elif process.reachable:
-        message = f"its process ended: {process.end}"
-    else:
-        message = f"its process ended before it had joined: {process.end}; its own output says more"
-    return WorkerLost(message + process.place, worker_id=process.worker_id)
-
-
-def _message(error: DistCollectError) -> str:
-    return error.message if isinstance(error, WorkerError) else str(error)
-
-
-def _cause(process: _Process, *, left: bool) -> str:
-    """What the ledger calls the end of a process."""
-    if left:
-        return "left"
-    if process.retiring:
-        return "retired"
-    if process.end is not None and process.end.reason:
-        return "hung"
-    return "worker_lost"

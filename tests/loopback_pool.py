@@ -10,11 +10,11 @@ from unittest.mock import patch
 import distcollect as dc
 from distcollect.collectors import pooled
 from distcollect.config import Faults
+from distcollect.crew import Crew
 from distcollect.loopback import LoopbackTransport
 from distcollect.membership import State
 from distcollect.transport import new_peer
 from distcollect.worker import Probe, Worker
-from distcollect.workers import Crew
 
 ADDRESS = "127.0.0.1"
 

@@ -12,8 +12,9 @@ import torch
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.handle import PushHandle, PushRecord
-from distcollect.pool import BatchPlan, Pool
+from distcollect.pool import Pool
 from distcollect.rollout import Header, Rollout, Tensors
+from distcollect.seats import BatchPlan
 from distcollect.transport import CollectRequest
 
 FRAMES = 4

@@ -16,8 +16,9 @@ import torch
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout, DistCollectError, WorkerLost
 from distcollect.handle import PushHandle, PushRecord
-from distcollect.pool import BatchPlan, Pool
+from distcollect.pool import Pool
 from distcollect.rollout import Header, Rollout, Tensors
+from distcollect.seats import BatchPlan
 from distcollect.threads import LOOK_UP_S
 from distcollect.transport import NUM_SLABS, CollectRequest, Offer
 

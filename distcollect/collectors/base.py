@@ -14,14 +14,13 @@ from distcollect import arguments, recycler
 from distcollect.engine import StepOptions
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.handle import PushHandle
-from distcollect.pool import env_seed
 from distcollect.publisher import Weights, WorkerIds
+from distcollect.seeds import Stream, env_seed
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
 
 _STATE_FORMAT = 1
-_RESUMED_STREAM = 3  # of the random numbers that come from a seed
 
 _Self = TypeVar("_Self", bound="DataCollectorBase")
 
@@ -194,7 +193,7 @@ class DataCollectorBase(ABC):
         self._resumes = state["resumes"] + 1
         if state["seed"] is not None:
             seed, static_seed = state["seed"]
-            self.set_seed(env_seed(seed, self._resumes, stream=_RESUMED_STREAM), static_seed)
+            self.set_seed(env_seed(seed, self._resumes, stream=Stream.RESUMED), static_seed)
             self._seed = seed, static_seed
 
     @abstractmethod

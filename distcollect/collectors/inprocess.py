@@ -15,9 +15,9 @@ from distcollect import arguments
 from distcollect.config import Faults
 from distcollect.errors import ArgumentTypeError
 from distcollect.policy import Exploration
-from distcollect.pool import env_seed
 from distcollect.publisher import Weights, WorkerIds
 from distcollect.rollout import Header, Rollout, Slab, assemble
+from distcollect.seeds import Stream, env_seed
 from distcollect.worker import WorkerPlan, build_engine
 
 from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
@@ -179,8 +179,8 @@ class SyncDataCollector(DataCollectorBase):
         seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
         self._seed = seed, static_seed
         self._engine.seed(seeds)
-        torch.manual_seed(env_seed(seed, 0, stream=1))
-        return env_seed(seed, num_envs, stream=2)
+        torch.manual_seed(env_seed(seed, 0, stream=Stream.POLICY))
+        return env_seed(seed, num_envs, stream=Stream.NEXT_COLLECTOR)
 
     def _next_traj_id(self) -> int:
         return next(_traj_ids)

@@ -22,9 +22,11 @@ from distcollect.handle import PushHandle
 from distcollect.ledger import LedgerReport
 from distcollect.membership import State
 from distcollect.policy import Exploration
-from distcollect.pool import BatchPlan, Pool, env_seed
+from distcollect.pool import Pool
 from distcollect.publisher import Publisher, Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, assemble
+from distcollect.seats import BatchPlan
+from distcollect.seeds import Stream, env_seed
 from distcollect.topology import num_cores
 from distcollect.transport import TRAJ_IDS_PER_PEER, new_peer
 from distcollect.updaters import BroadcastUpdater, Site, WeightUpdaterBase
@@ -362,7 +364,7 @@ class RPCDataCollector(DataCollectorBase):
         self._seed = seed, static_seed
         self._pool.seed(seed, static_seed=static_seed, timeout_s=self._faults.batch_timeout_s)
         num_slots = max(self._pool.worker_ids, default=-1) + 1
-        return env_seed(seed, self._probe.layout.num_envs * num_slots, stream=2)
+        return env_seed(seed, self._probe.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 
     def _next_traj_id(self) -> int:
         return self._first_traj_id + new_peer() * TRAJ_IDS_PER_PEER

@@ -1,0 +1,108 @@
+"""Worker processes as those see them who look after them, and what these tell the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from .errors import DistCollectError, WorkerError, WorkerLost
+from .link import Connection
+from .processes import End
+from .worker import Probe
+
+
+class Crew(Protocol):
+    """Whoever works with the workers: the pool. Called on one thread."""
+
+    def join(self, worker_id: int, incarnation: int, peer: int) -> None:
+        """A worker is there, and was tried out."""
+
+    def leave(self, worker_id: int, incarnation: int) -> None:
+        """It is to leave: ask it for nothing more, and say ``drained`` when it owes nothing."""
+
+    def lose(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
+        """It is gone; ``replaced``: another one is on its way to this slot."""
+
+    def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
+        """It is gone for ``cause``, and had stepped so many frames; None: nobody can say."""
+
+    def fail(self, error: BaseException) -> None:
+        """The run can't go on."""
+
+
+class Reports(Protocol):
+    """What the pool tells whoever looks after the workers' processes."""
+
+    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+        """A worker failed at what it was asked for."""
+
+    def drained(self, worker_id: int, incarnation: int) -> None:
+        """A worker that is to leave owes nothing any more."""
+
+
+@dataclass(eq=False)
+class Process:
+    """A process that was started.
+
+    Attributes:
+        peer: its id for the transport.
+        connection: its lifeline, None before it has joined.
+        reachable: by the transport.
+        probe: what it found when it was tried out.
+        failure: what went wrong, where more is known than the way it ended.
+        retiring: it ends to be replaced.
+        end: how it ended, once it was reaped.
+        account_by: by when its end is settled, whether or not it was reaped.
+    """
+
+    worker_id: int
+    incarnation: int
+    peer: int
+    connection: Connection | None = None
+    reachable: bool = False
+    probe: Probe | None = None
+    failure: DistCollectError | None = None
+    retiring: bool = False
+    end: End | None = None
+    account_by: float | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.worker_id, self.incarnation
+
+    @property
+    def place(self) -> str:
+        """Which process it is, for people."""
+        if self.connection is None:
+            return ""
+        hello = self.connection.hello
+        return f" (pid {hello.get('pid')} on {hello.get('host')})"
+
+
+def death_of(process: Process) -> WorkerLost:
+    """The error for a process that ended, where nothing more is known than how."""
+    if process.end is None:
+        message = "its connection to the trainer broke off"
+    elif process.end.reason:
+        message = process.end.reason
+    elif process.reachable:
+        message = f"its process ended: {process.end}"
+    else:
+        message = f"its process ended before it had joined: {process.end}; its own output says more"
+    return WorkerLost(message + process.place, worker_id=process.worker_id)
+
+
+def message_of(error: DistCollectError) -> str:
+    """What went wrong, without whom it happened to."""
+    return error.message if isinstance(error, WorkerError) else str(error)
+
+
+def cause_of(process: Process, *, left: bool) -> str:
+    """What the ledger calls the end of a process."""
+    if left:
+        return "left"
+    if process.retiring:
+        return "retired"
+    if process.end is not None and process.end.reason:
+        return "hung"
+    return "worker_lost"

@@ -1,0 +1,114 @@
+"""What the pool knows of its workers and of what it has asked them for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .rollout import Rollout
+from .schedule import Ticket
+from .transport import NUM_SLABS, Offer
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What the pool gathers.
+
+    Attributes:
+        sync: whether batches are asked for with :meth:`~.pool.Pool.gather_all` or
+            :meth:`~.pool.Pool.gather_next`.
+        num_rollouts: in a sync batch.
+        num_envs: n, rows of every rollout.
+        num_steps: T of every rollout.
+        random_frames: so many frames at the start have random actions (whole rollouts).
+        num_frames: ask for no more frames than this; None: endless.
+        waits_for_missing: in sync mode, a lost worker's share waits for who takes its place;
+            otherwise the others collect it.
+        preemptive_threshold: when this share of a sync batch's rollouts is there, the others are
+            ended early; None: never.
+        deadline_s: so long after it was asked for, too; None: never.
+    """
+
+    sync: bool
+    num_rollouts: int
+    num_envs: int
+    num_steps: int
+    random_frames: int = 0
+    num_frames: int | None = None
+    waits_for_missing: bool = False
+    preemptive_threshold: float | None = None
+    deadline_s: float | None = None
+
+    @property
+    def rollout_frames(self) -> int:
+        """N * T."""
+        return self.num_envs * self.num_steps
+
+
+@dataclass(eq=False)
+class Seat:
+    """What the pool knows of a worker's process.
+
+    Its n-th rollout lies in slab n modulo NUM_SLABS, so it may be asked for the next one as soon as
+    the one before the last is settled, whatever has become of the last.
+
+    Attributes:
+        worker_id: its slot.
+        incarnation: which process in it.
+        peer: its id.
+        untold: what it has to know before it may be asked.
+        leaving: it is asked for nothing more.
+        drained: so was said, once it owed nothing any more.
+        gone: it will answer nothing more.
+        collecting: a request is open.
+        num_requests: rollouts asked for.
+        unsettled: of these, the numbers of those whose slab is still to be read.
+        open: what was asked of it and is neither here nor given up.
+        batch: the last sync batch that it has a share in.
+        last_asked: when, in requests of the pool.
+    """
+
+    worker_id: int
+    incarnation: int
+    peer: int
+    untold: int = 0
+    leaving: bool = False
+    drained: bool = False
+    gone: bool = False
+    collecting: bool = False
+    num_requests: int = 0
+    unsettled: set[int] = field(default_factory=set)
+    open: set[Asked] = field(default_factory=set)
+    batch: int = -1
+    last_asked: int = 0
+
+    @property
+    def has_a_slab(self) -> bool:
+        """Whether there is memory for one more rollout."""
+        return self.num_requests - min(self.unsettled, default=self.num_requests) < NUM_SLABS
+
+
+@dataclass(eq=False)
+class Asked:
+    """A rollout that was asked for.
+
+    Attributes:
+        seat: whose it is.
+        ticket: its lowest version as far as that is known.
+        number: which of that process's rollouts.
+        epoch: when it was asked for.
+        offer: once it lies ready on its worker.
+        fetching: it is on its way here.
+        failed: it can't be fetched.
+        rollout: once it is here.
+        preempted: its worker was told to end it early.
+    """
+
+    seat: Seat
+    ticket: Ticket
+    number: int
+    epoch: int
+    offer: Offer | None = None
+    fetching: bool = False
+    failed: bool = False
+    rollout: Rollout | None = None
+    preempted: bool = False

@@ -1,0 +1,22 @@
+"""All random numbers of a run that come from one seed."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+
+class Stream(enum.IntEnum):
+    """What seeds are drawn for, each independent of the others."""
+
+    ENVS = 0
+    POLICY = 1
+    NEXT_COLLECTOR = 2
+    RESUMED = 3
+    REPLACED = 16  # and two for each process that takes another's place, from here on
+
+
+def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
+    """The seed of env ``index``: independent of how the envs are spread over workers."""
+    return int(np.random.SeedSequence([seed, int(stream), index]).generate_state(1)[0])
