@@ -10,6 +10,7 @@
             collector.update_policy_weights_(policy)
 """
 
+from .broadcast import AutoUpdater, BroadcastUpdater
 from .collectors import DataCollectorBase, LagStats, RPCDataCollector, SyncDataCollector
 from .config import Faults, Staleness, WeightSync
 from .envs import EnvContext
@@ -37,7 +38,6 @@ from .ledger import Frames, LedgerReport
 from .membership import State as WorkerState
 from .policy import Exploration
 from .updaters import (
-    BroadcastUpdater,
     RPCUpdater,
     SharedMemoryUpdater,
     Source,
@@ -48,6 +48,7 @@ from .version import __version__
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "AutoUpdater",
     "BatchTimeout",
     "BroadcastUpdater",
     "CollectorStateError",

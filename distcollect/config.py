@@ -18,8 +18,9 @@ class WeightSync:
     """How new weights get to the workers.
 
     Attributes:
-        backend: "gloo"; "nccl"; or "auto": NCCL where trainer and selected workers have their
-            policies on a GPU each, else Gloo (from and to GPUs through pinned memory).
+        backend: "gloo" or "nccl" for a broadcast to all; "auto": workers on the trainer's host map
+            its memory, the others get a broadcast. With policies on GPUs all get one, by NCCL where
+            trainer and selected workers have a GPU each, else by Gloo through pinned memory.
         wire_dtype: "bfloat16" or "float16": wider floats travel as these and come back as their
             own dtype, rounded: by at most 2**-9 (bfloat16) or 2**-12 (float16, for magnitudes
             from 6.1e-5 to 65504; above that the push is refused) of their value.

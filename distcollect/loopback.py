@@ -61,6 +61,10 @@ class LoopbackTransport:
         self._pending.settle(answer, error=error)
         return answer
 
+    def is_near(self, peer: int) -> bool:
+        """See :class:`~distcollect.transport.Transport`: as if it were far, to be like that."""
+        return False
+
     def evict(self, peer: int) -> None:
         """See :class:`~distcollect.transport.Transport`."""
         self._services.pop(peer, None)

@@ -151,6 +151,10 @@ class RpcTransport:
         """
         return self._ask(peer, torch.add, *_PING)
 
+    def is_near(self, peer: int) -> bool:
+        """See :class:`~distcollect.transport.Transport`."""
+        return peer in self._mapped
+
     def evict(self, peer: int) -> None:
         """See :class:`~distcollect.transport.Transport`."""
         self._mapped.pop(peer, None)

@@ -118,6 +118,9 @@ class Transport(Protocol):
     def ping(self, peer: int) -> Future[Any]:
         """Completes when ``peer``'s process gives a sign of life, whatever its Python code does."""
 
+    def is_near(self, peer: int) -> bool:
+        """Whether ``peer`` is on this host, and each of us can map the other's memory."""
+
     def evict(self, peer: int) -> None:
         """Forget a peer. What was asked of it and is not answered fails. Again is no error."""
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from distcollect import BroadcastUpdater
+
 from . import faults, fetch, figures, weights
 from .contenders import CONTENDERS, Contender, Values
 from .weights import MB
@@ -13,6 +15,7 @@ from .workloads import WORKLOADS, Workload
 
 # Beside the windows themselves: imports, starting workers, compiling.
 _LIMIT_S = 120.0
+BROADCAST = BroadcastUpdater
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,15 @@ def _ours(name: str, about: str, *, mapped: bool) -> Part:
 def _pushed(name: str, about: str, *, leaves: int, num_bytes: int) -> Item:
     raw = partial(weights.run_raw, num_bytes=num_bytes, num_receivers=3)
     ours = partial(weights.run_push, leaves=leaves, num_bytes=num_bytes, num_workers=3)
-    parts = Part("raw", "raw Gloo broadcast", raw), Part("distcollect", "distcollect", ours)
-    return Item(name, about, parts)
+    return Item(
+        name,
+        about,
+        (
+            Part("raw", "raw Gloo broadcast", raw),
+            Part("distcollect", "distcollect", ours),
+            Part("broadcast", "distcollect.BroadcastUpdater", partial(ours, make=BROADCAST)),
+        ),
+    )
 
 
 def _pushed_busy(name: str, about: str, num_bytes: int) -> Item:
@@ -105,8 +115,8 @@ def _pushed_busy(name: str, about: str, num_bytes: int) -> Item:
         name,
         about,
         (
-            Part("distcollect", "distcollect, by broadcast", ours),
-            Part("shared", "distcollect.SharedMemoryUpdater", partial(ours, shared=True)),
+            Part("distcollect", "distcollect", ours),
+            Part("broadcast", "distcollect.BroadcastUpdater", partial(ours, make=BROADCAST)),
             Part("torchrl", about_torchrl, torchrl, needs=("torchrl",)),
         ),
     )

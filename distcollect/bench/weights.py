@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from distcollect import BatchTimeout, PushHandle, RPCDataCollector, SharedMemoryUpdater
+from distcollect import BatchTimeout, PushHandle, RPCDataCollector, WeightUpdaterBase
 from distcollect.flat import LiveWeights
 
 from . import peers
@@ -36,6 +36,7 @@ from .workloads import Chosen, Workload, make_cartpole, make_trivial, small_poli
 dist: Any = torch.distributed
 
 MB = 10**6
+MakeUpdater: TypeAlias = Callable[[], WeightUpdaterBase]
 _WARM_UP = 2
 _ENOUGH = 5  # pushes, at least
 _APPLICATIONS = 50
@@ -96,13 +97,20 @@ class Witness(nn.Module):
         return torch.zeros(rows, dtype=torch.int64), written
 
 
-def run_push(seconds: float, *, leaves: int, num_bytes: int, num_workers: int) -> Values:
+def run_push(
+    seconds: float,
+    *,
+    leaves: int,
+    num_bytes: int,
+    num_workers: int,
+    make: MakeUpdater | None = None,
+) -> Values:
     """Push to ``num_workers`` idle workers.
 
     "gb_per_s": bytes over "s", "broadcast_gb_per_s": bytes over "transfer_s". Each byte counts
     once, however many workers it goes to.
     """
-    with _idle_collector(leaves, num_bytes, num_workers) as collector:
+    with _idle_collector(leaves, num_bytes, num_workers, make) as collector:
         values = _medians(partial(_push, collector), seconds)
     values["gb_per_s"] = num_bytes / values["s"] / 1e9
     values["broadcast_gb_per_s"] = num_bytes / values["transfer_s"] / 1e9
@@ -145,13 +153,10 @@ def run_raw(seconds: float, *, num_bytes: int, num_receivers: int) -> Values:
     return values
 
 
-def run_busy(seconds: float, *, num_bytes: int, shared: bool = False) -> Values:
-    """Push to two workers that collect; a batch is taken before each push.
-
-    By broadcast, or ``shared``: through memory that trainer and workers map.
-    """
+def run_busy(seconds: float, *, num_bytes: int, make: MakeUpdater | None = None) -> Values:
+    """Push to two workers that collect; a batch is taken before each push."""
     workload = _busy_workload(num_bytes)
-    updater = SharedMemoryUpdater() if shared else None
+    updater = None if make is None else make()
     with make_rpc(
         workload, sync=False, num_workers=NUM_WORKERS, weight_updater=updater
     ) as collector:
@@ -248,13 +253,16 @@ def _set_all(policy: nn.Module, value: float) -> None:
             parameter.fill_(value)
 
 
-def _idle_collector(leaves: int, num_bytes: int, num_workers: int) -> RPCDataCollector:
+def _idle_collector(
+    leaves: int, num_bytes: int, num_workers: int, make: MakeUpdater | None = None
+) -> RPCDataCollector:
     return RPCDataCollector(
         make_trivial,
         Weighty(leaves, num_bytes),
         frames_per_batch=num_workers,
         num_workers=num_workers,
         sync=True,
+        weight_updater=None if make is None else make(),
     )
 
 

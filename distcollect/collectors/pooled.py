@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect import arguments
+from distcollect.broadcast import default_updater
 from distcollect.cluster import current
 from distcollect.config import Faults, Staleness, WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError, WorkerError
@@ -29,7 +30,7 @@ from distcollect.seats import BatchPlan
 from distcollect.seeds import Stream, env_seed
 from distcollect.topology import num_cores
 from distcollect.transport import TRAJ_IDS_PER_PEER, new_peer
-from distcollect.updaters import BroadcastUpdater, Site, WeightUpdaterBase
+from distcollect.updaters import Site, WeightUpdaterBase
 from distcollect.weights import WeightSender
 from distcollect.worker import WorkerPlan
 from distcollect.workers import Workers
@@ -111,7 +112,8 @@ class RPCDataCollector(DataCollectorBase):
             max_weight_update_interval: with the above also to workers that are more than so many
                 versions behind; and what ``worker_ids="lagging"`` means.
             weight_sync: what is sent, and when the workers use it.
-            weight_updater: how it gets there; None: a :class:`BroadcastUpdater`.
+            weight_updater: how it gets there; None: an :class:`AutoUpdater`, or with a backend of
+                ``weight_sync`` a :class:`BroadcastUpdater`.
             staleness: how old the policy of a delivered frame may be; None: as old as it is.
             faults: what counts as a failure, and what is done about it.
             preemptive_threshold: in sync mode, once this share of a batch's rollouts is there
@@ -146,7 +148,7 @@ class RPCDataCollector(DataCollectorBase):
         arguments.positive("max_weight_update_interval", max_weight_update_interval, optional=True)
         self._updates_itself = update_at_each_batch
         models = arguments.models(models)
-        self._updater = arguments.updater(weight_updater) or BroadcastUpdater(
+        self._updater = arguments.updater(weight_updater) or default_updater(
             self._weight_sync.backend
         )
         _check_stragglers(preemptive_threshold, batch_deadline_s, sync=sync)
@@ -184,7 +186,12 @@ class RPCDataCollector(DataCollectorBase):
         try:
             self._probe = workers.probes[0]
             self._updater.attach(
-                Site(workers.address, self._faults.weights_timeout_s, workers.gpus)
+                Site(
+                    workers.address,
+                    self._faults.weights_timeout_s,
+                    workers.gpus,
+                    workers.transport.is_near,
+                )
             )
             num_envs = self._probe.layout.num_envs
             self._pool = Pool(
