@@ -37,6 +37,7 @@ from .launch import num_workers, run
 from .ledger import Frames, LedgerReport
 from .membership import State as WorkerState
 from .policy import Exploration
+from .seats import Pace
 from .updaters import (
     RPCUpdater,
     SharedMemoryUpdater,
@@ -63,6 +64,7 @@ __all__ = [
     "LagStats",
     "LaunchError",
     "LedgerReport",
+    "Pace",
     "PolicyError",
     "PolicyNotSendable",
     "PushHandle",

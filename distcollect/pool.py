@@ -35,7 +35,7 @@ from .handle import PushHandle
 from .ledger import Ledger, LedgerReport
 from .rollout import Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
-from .seats import Asked, BatchPlan, Seat
+from .seats import Asked, BatchPlan, Pace, Seat
 from .seeds import Stream, env_seed
 from .threads import LOOK_UP_S, missing
 from .transport import CollectRequest, Offer, Transport
@@ -85,6 +85,7 @@ class Pool:
         self._seats: dict[int, Seat] = {}
         self._coming: set[int] = set()  # slots whose worker is being replaced
         self._ledger = Ledger()
+        self._paces: dict[int, Pace] = {}
         self._unaccounted: dict[tuple[int, int], int] = {}  # frames asked of a process that is gone
         self._sent = SentVersions()
         self._max_lag: int | None = None  # of what is handed on
@@ -125,6 +126,12 @@ class Pool:
         """Where all frames went."""
         with self._lock:
             return self._ledger.report()
+
+    @property
+    def paces(self) -> dict[int, Pace]:
+        """worker_id to how fast it is."""
+        with self._lock:
+            return dict(sorted(self._paces.items()))
 
     def lag(self, worker_id: int, version: int) -> int:
         """How many versions newer than ``version`` were sent to a worker."""
@@ -540,7 +547,7 @@ class Pool:
             if self._pacer is None
             else self._pacer.ask(seat.worker_id, known)
         )
-        asked = Asked(seat, ticket, number, self._epoch)
+        asked = Asked(seat, ticket, number, self._epoch, time.monotonic())
         seat.open.add(asked)
         answer = self._transport.collect(seat.peer, request)
         self._then(seat, answer, lambda offer: self._offered(asked, offer))
@@ -560,6 +567,9 @@ class Pool:
             lost=header.lost,
         )
         asked.offer = offer
+        pace = self._paces.get(seat.worker_id, Pace())
+        took_s = time.monotonic() - asked.asked_at
+        self._paces[seat.worker_id] = pace.after(took_s, preempted=asked.preempted)
         lowest, _ = header.policy_version
         if self._pacer is not None:
             self._pacer.arrived(asked.ticket, lowest)

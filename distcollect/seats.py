@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .rollout import Rollout
 from .schedule import Ticket
@@ -42,6 +43,26 @@ class BatchPlan:
     def rollout_frames(self) -> int:
         """N * T."""
         return self.num_envs * self.num_steps
+
+
+class Pace(NamedTuple):
+    """How fast a worker is.
+
+    Attributes:
+        num_rollouts: that it has collected, in all its processes.
+        mean_s: seconds from the request for a rollout until it lay ready, on average.
+        num_preempted: of the rollouts, those that were ended early for its slowness.
+    """
+
+    num_rollouts: int = 0
+    mean_s: float = 0.0
+    num_preempted: int = 0
+
+    def after(self, took_s: float, *, preempted: bool) -> Pace:
+        """With one more rollout."""
+        count = self.num_rollouts + 1
+        mean_s = self.mean_s + (took_s - self.mean_s) / count
+        return Pace(count, mean_s, self.num_preempted + preempted)
 
 
 @dataclass(eq=False)
@@ -96,6 +117,7 @@ class Asked:
         ticket: its lowest version as far as that is known.
         number: which of that process's rollouts.
         epoch: when it was asked for.
+        asked_at: the same by the clock, in seconds.
         offer: once it lies ready on its worker.
         fetching: it is on its way here.
         failed: it can't be fetched.
@@ -107,6 +129,7 @@ class Asked:
     ticket: Ticket
     number: int
     epoch: int
+    asked_at: float
     offer: Offer | None = None
     fetching: bool = False
     failed: bool = False

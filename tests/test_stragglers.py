@@ -64,6 +64,10 @@ def test_the_slowest_delivers_what_it_has(how: dict[str, float]) -> None:
             steps += count
             assert batch["next", "observation"][2, count - 1] == steps
             real += int(mask.sum())
+        slow, fast = collector.worker_paces[2], collector.worker_paces[0]
+        assert (slow.num_rollouts, slow.num_preempted) == (4, 4)
+        assert fast.num_preempted == 0
+        assert slow.mean_s > 2 * fast.mean_s
     report = collector.ledger
     assert report.total.delivered == real
     assert report.total.open == 0

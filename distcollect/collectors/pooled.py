@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from distcollect.policy import Exploration
 from distcollect.pool import Pool
 from distcollect.publisher import Publisher, Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, assemble
-from distcollect.seats import BatchPlan
+from distcollect.seats import BatchPlan, Pace
 from distcollect.seeds import Stream, env_seed
 from distcollect.topology import num_cores
 from distcollect.transport import TRAJ_IDS_PER_PEER, new_peer
@@ -36,6 +37,8 @@ from distcollect.worker import WorkerPlan
 from distcollect.workers import Workers
 
 from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
+
+log = logging.getLogger(__name__)
 
 
 class RPCDataCollector(DataCollectorBase):
@@ -249,6 +252,11 @@ class RPCDataCollector(DataCollectorBase):
         return self._workers.states
 
     @property
+    def worker_paces(self) -> dict[int, Pace]:
+        """How fast each worker is, by worker_id: who holds the others up."""
+        return self._pool.paces
+
+    @property
     def ledger(self) -> LedgerReport:
         """Where all frames went that workers stepped: delivered, or lost and why.
 
@@ -389,6 +397,7 @@ class RPCDataCollector(DataCollectorBase):
 def _close(pool: Pool, workers: Workers) -> None:
     pool.close()
     workers.close()
+    log.info("where the frames went:\n%s", pool.ledger)
 
 
 def _versions(
