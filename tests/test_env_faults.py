@@ -745,7 +745,8 @@ def test_in_worker_processes(sync: bool) -> None:
         envs_per_worker=2,
         sync=sync,
     ) as collector:
-        collector.set_seed(0)
+        if sync:  # else it may be a frame from before that stumbles, and is given up
+            collector.set_seed(0)
         seen: set[int] = set()
         while (not sync and seen != {0, 1}) or not total:
             batch = collector.next(timeout_s=60)
@@ -758,12 +759,11 @@ def test_in_worker_processes(sync: bool) -> None:
 
 
 def test_the_header_tells_how_often_an_env_raised() -> None:
-    workers = LoopbackWorkers(1, Faults())
+    maker = Maker({0: [("step", 3), ("step", 2)], 1: [("step", T + 1)]})
+    payload = cloudpickle.dumps(WorkerPlan(maker, N, max_env_faults=2))
+    workers = LoopbackWorkers(1, Faults(), lambda worker_id: payload)
     try:
         [peer] = workers.peers.values()
-        maker = Maker({0: [("step", 3), ("step", 2)], 1: [("step", T + 1)]})
-        payload = cloudpickle.dumps(WorkerPlan(maker, N, max_env_faults=2))
-        workers.transport.call(peer, "configure", payload).result(30)
         for env_faults in (2, 3, 3):
             header = workers.transport.collect(peer, CollectRequest(T)).result(30).header
             assert header.env_faults == env_faults
