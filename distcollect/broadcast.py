@@ -242,7 +242,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._backend_for(device, worker_ids)
 
     def _backend_for(self, device: torch.device, worker_ids: Sequence[int]) -> str:
-        gpus = [gpu_of(device), *(self._site.gpus[worker_id] for worker_id in worker_ids)]
+        gpus = [gpu_of(device), *(self._site.gpus.get(worker_id, "") for worker_id in worker_ids)]
         return choose_backend(self._backend, gpus)
 
     def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:

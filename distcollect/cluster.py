@@ -74,6 +74,7 @@ class Cluster(GateEvents):
         self._num_wanted = 0
         self._events = ClusterEvents()
         self._supervisors: dict[int, Connection] = {}
+        self._arriving: set[int] = set()  # slots whose supervisor is being welcomed
         self._seen: set[int] = (
             set()
         )  # slots whose rank has joined, whether or not it still is there
@@ -207,35 +208,42 @@ class Cluster(GateEvents):
 
     def admit(self, connection: Connection) -> Message:
         """See :class:`~distcollect.link.GateEvents`."""
-        if connection.hello["role"] != "supervisor":
+        if connection.hello.get("role") != "supervisor":
             return self._events.admit(connection)
         with self._lock:
             worker_id = self._slot_for(connection.hello.get("rank"))
-            connection.hello["worker_id"] = worker_id
+            self._arriving.add(worker_id)
+        connection.hello["worker_id"] = worker_id
+        return {"worker_id": worker_id}
+
+    def admitted(self, connection: Connection) -> None:
+        """See :class:`~distcollect.link.GateEvents`."""
+        if connection.hello.get("role") != "supervisor":
+            return
+        worker_id = connection.hello["worker_id"]
+        with self._lock:
+            self._arriving.discard(worker_id)
+            came_again = worker_id in self._supervisors
             self._supervisors[worker_id] = connection
             self._forget_remote(worker_id)
             if connection.hello.get("rank"):
                 self._seen.add(worker_id)
             self._changed.notify_all()
-        return {"worker_id": worker_id}
+        if self._is_wanted(worker_id):
+            if came_again:  # before its old connection was seen to end, with what it had started
+                self._events.place_lost(worker_id)
+            self._events.place_opened(worker_id)
 
     def _forget_remote(self, worker_id: int) -> None:
         """Its processes end with a supervisor's connection, and nobody reports them."""
         self._remote = {key for key in self._remote if key[0] != worker_id}
-
-    def admitted(self, connection: Connection) -> None:
-        """See :class:`~distcollect.link.GateEvents`."""
-        if connection.hello["role"] == "supervisor" and self._is_wanted(
-            connection.hello["worker_id"]
-        ):
-            self._events.place_opened(connection.hello["worker_id"])
 
     def _slot_for(self, rank: int | None) -> int:
         """A rank's own, or the first one that nobody provides for."""
         if rank:
             return rank - 1
         awaited = set(range(self._num_ranks or 0)) - self._seen
-        taken = self._supervisors.keys() | awaited
+        taken = self._supervisors.keys() | self._arriving | awaited
         return next(i for i in range(self._num_local, 2**31) if i not in taken)
 
     def refused(self, hello: Message, reason: str) -> None:
@@ -246,7 +254,7 @@ class Cluster(GateEvents):
 
     def received(self, connection: Connection, message: Message) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
-        if connection.hello["role"] != "supervisor":
+        if connection.hello.get("role") != "supervisor":
             self._events.received(connection, message)
             return
         if not {"exited", "bloated"} & message.keys():
@@ -263,11 +271,12 @@ class Cluster(GateEvents):
 
     def closed(self, connection: Connection) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
-        if connection.hello["role"] != "supervisor":
+        if connection.hello.get("role") != "supervisor":
             self._events.closed(connection)
             return
         worker_id = connection.hello["worker_id"]
         with self._lock:
+            self._arriving.discard(worker_id)
             # Not if it has come again, before its old connection was seen to end.
             if self._supervisors.get(worker_id) is not connection:
                 return

@@ -52,6 +52,7 @@ class Process:
         failure: what went wrong, where more is known than the way it ended.
         retiring: it ends to be replaced.
         end: how it ended, once it was reaped.
+        end_by: by when it is to have ended; None: it isn't to.
         account_by: by when its end is settled, whether or not it was reaped.
     """
 
@@ -64,11 +65,17 @@ class Process:
     failure: DistCollectError | None = None
     retiring: bool = False
     end: End | None = None
+    end_by: float | None = None
     account_by: float | None = None
 
     @property
     def key(self) -> tuple[int, int]:
         return self.worker_id, self.incarnation
+
+    @property
+    def due(self) -> float | None:
+        """When something is to be done about its end."""
+        return self.end_by if self.account_by is None else self.account_by
 
     @property
     def place(self) -> str:

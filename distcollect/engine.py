@@ -140,13 +140,16 @@ class Engine:
         with self._lock:
             self._interrupt |= self._collecting
 
-    def collect(self, slab: Slab, *, random: bool = False, fresh: bool = False) -> None:
+    def collect(
+        self, slab: Slab, *, random: bool = False, fresh: bool = False, brief: bool = False
+    ) -> None:
         """Fill ``slab`` with the next rollout; where that was preempted, the rest is padding.
 
         Args:
             slab: of this engine's layout.
             random: draw actions from the action space; the extras are zero then.
             fresh: no frame from before this call, as native vector envs may have some left over.
+            brief: it was preempted before it began.
 
         Raises:
             Stopped: see :meth:`stop`.
@@ -156,6 +159,7 @@ class Engine:
         cells = self.counts.cells
         with self._lock:
             self._collecting = True
+            self._interrupt |= brief
         cells[1] = 1
         try:
             self._collect(slab, random=random, fresh=fresh)

@@ -87,7 +87,9 @@ def _open_gate(launch: Launch) -> Cluster:
     if launch.launcher is Launcher.SLURM:
         host, port = launch.master
         address = LOOPBACK if launch.num_hosts == 1 else _own_address(host)
-        return Cluster(address, launch.run_id, num_ranks=launch.num_workers, port=port)
+        address, wanted_port = listen_address(default=address)
+        token = read_token() or launch.run_id
+        return Cluster(address, token, num_ranks=launch.num_workers, port=wanted_port or port)
     store = _torchrun_store(launch)
     address = LOOPBACK
     if launch.num_hosts > 1:
@@ -289,7 +291,8 @@ def _supervise(launch: Launch) -> None:
             store.set(_address_key(launch.rank), route_to(launch.master[0]))
         store.set_timeout(timedelta(seconds=1))
     host, port = launch.master
-    here = Meeting(LOOPBACK if launch.num_hosts == 1 else host, port, launch.run_id)
+    host, wanted_port = listen_address(default=LOOPBACK if launch.num_hosts == 1 else host)
+    here = Meeting(host, wanted_port or port, read_token() or launch.run_id)
 
     def find() -> Meeting:
         return here if store is None else Meeting(*json.loads(store.get("distcollect/gate")))

@@ -333,7 +333,10 @@ class Gate:
         self._selector.unregister(sock)
         sock.close()
         if connection.hello:
-            self.events.closed(connection)
+            try:
+                self.events.closed(connection)
+            except Exception:
+                log.exception("the end of a connection could not be reported")
 
     def _handle(self, connection: Connection, message: Message) -> None:
         if connection.hello:
@@ -342,18 +345,23 @@ class Gate:
         reason = self._objection(message)
         if reason:
             connection.send({"refused": reason})
-            self.events.refused(message, reason)
+            # What a stranger says of itself must not be acted upon.
+            known = self._has_token(message)
+            self.events.refused(message if known else {"role": "stranger"}, reason)
             connection.close()
             return
         connection.hello = message
         connection.send(self.events.admit(connection))
         self.events.admitted(connection)
 
-    def _objection(self, hello: Message) -> str:
+    def _has_token(self, hello: Message) -> bool:
         token = hello.get("token")
-        if not isinstance(token, str) or not hmac.compare_digest(
+        return isinstance(token, str) and hmac.compare_digest(
             token.encode(errors="surrogatepass"), self._token.encode()
-        ):
+        )
+
+    def _objection(self, hello: Message) -> str:
+        if not self._has_token(hello):
             return "it doesn't have this run's token"
         mine, theirs = versions(), hello.get("versions")
         theirs = theirs if isinstance(theirs, dict) else {}

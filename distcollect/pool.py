@@ -102,6 +102,7 @@ class Pool:
         self._requests = 0
         self._epoch = 0  # how often all that was asked for was given up
         self._batch = 0
+        self._preempted_batch = -1
         self._wanted = 0  # in sync mode: rollouts of this batch that nobody was asked for
         self._told: dict[str, Callable[[Seat], Future[None]]] = {}
         self._telling = False
@@ -434,7 +435,7 @@ class Pool:
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:
         # In sync mode it must not go on with what it has.
-        if not self._plan.sync:
+        if not (self._plan.sync or isinstance(error, WorkerLost)):
             return
         seat = self._seats.get(worker_id)
         if isinstance(error, WorkerError) and error.worker_id is None:
@@ -551,6 +552,8 @@ class Pool:
         seat.open.add(asked)
         answer = self._transport.collect(seat.peer, request)
         self._then(seat, answer, lambda offer: self._offered(asked, offer))
+        if plan.sync and self._preempted_batch == self._batch:
+            self._preempt()
 
     def _offered(self, asked: Asked, offer: Offer) -> None:
         seat, header = asked.seat, offer.header
@@ -585,6 +588,7 @@ class Pool:
 
     def _preempt(self) -> None:
         """Have those that still collect for this batch deliver what they have."""
+        self._preempted_batch = self._batch
         for seat in self._seats.values():
             for asked in seat.open:
                 if asked.offer is None and not asked.preempted and asked.epoch == self._epoch:

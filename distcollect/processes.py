@@ -85,7 +85,7 @@ class ProcessEvents:
         """A process has ended and was reaped."""
 
     def bloated(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        """A process takes more memory than it may; said once."""
+        """A process takes more memory than it may; said again and again."""
 
 
 @dataclass
@@ -262,7 +262,6 @@ class LocalProcesses:
             return
         num_bytes = _resident_bytes(running.process.pid)
         if num_bytes > running.max_bytes:
-            running.max_bytes = None
             self._events.bloated(worker_id, incarnation, num_bytes)
 
     def _tell_guard(self, line: str) -> None:

@@ -85,7 +85,7 @@ class Publisher:
             if handle is not None:
                 handle.wait()
             return
-        selected = set(self.last)
+        selected = {*self.last} & {*self._pool.worker_ids}  # one may have left since
         if self._max_interval is not None:
             selected.update(self._lagging(self._max_interval))
         self.publish(None, sorted(selected))

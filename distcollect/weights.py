@@ -168,6 +168,10 @@ class WeightSender:
         """What all workers have now, or start with from now on, is ``version``."""
         with self._lock:
             self._first = version
+            self._newest = {
+                worker_id: _Publication(version, publication.flat)
+                for worker_id, publication in self._newest.items()
+            }
             for slot in self._slots.values():
                 slot.acknowledged = version
 
@@ -422,13 +426,18 @@ class WeightSender:
             if slot is None or slot.wanted is not publication:
                 return
             slot.attempts += 1
-            if isinstance(error, WorkerLost):
+            is_lost = isinstance(error, WorkerLost)
+            if is_lost:
                 slot.late = WeightsTimeout(f"worker {worker_id} is gone")  # see forget
+            elif slot.attempts < _MAX_ATTEMPTS:
                 return
-            if slot.attempts < _MAX_ATTEMPTS:
-                return
-            slot.wanted = None
-            handles, slot.handles = slot.handles, []
+            else:
+                slot.wanted = None
+                handles, slot.handles = slot.handles, []
+        if is_lost:
+            log.info("worker %d can't be reached: %r", worker_id, error.__cause__)
+            self.on_left_out(worker_id, WorkerLost("can't be reached", worker_id=worker_id))
+            return
         log.warning(
             "worker %d is left out of version %d: %s", worker_id, publication.version, error
         )

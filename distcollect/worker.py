@@ -201,6 +201,7 @@ class Worker:
         self._receiver: WeightReceiver | None = None
         self._slabs: list[Slab] = []
         self._sequence = 0
+        self._preempted = -1  # the rollout that is to end early
         self._stopping = False
 
     def run(self) -> None:
@@ -230,7 +231,8 @@ class Worker:
         return self._submit(lambda: self._collect(request))
 
     def preempt(self, sequence: int) -> None:
-        """End this rollout, if it is under way: see :meth:`Engine.preempt`. Doesn't queue."""
+        """End this rollout early: see :meth:`Engine.preempt`. Doesn't queue."""
+        self._preempted = sequence
         if self._engine is not None and sequence == self._sequence:
             self._engine.preempt()
 
@@ -304,7 +306,8 @@ class Worker:
                 for _ in range(NUM_SLABS)
             ]
         slab = self._slabs[self._sequence % NUM_SLABS]
-        engine.collect(slab, random=request.random, fresh=request.fresh)
+        brief = self._preempted == self._sequence
+        engine.collect(slab, random=request.random, fresh=request.fresh, brief=brief)
         tensors = slab.tensors()
         versions = slab.policy_version
         header = Header(

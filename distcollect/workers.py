@@ -122,7 +122,7 @@ class Workers(ClusterEvents):
             undo.callback(_in_use.release)
             self._cluster: Cluster = open_cluster(num_workers, listen)
             undo.callback(self._cluster.release)
-            count = self._cluster.num_workers(num_workers)
+            count = self._num_first = self._cluster.num_workers(num_workers)
             self.address = self._cluster.address
             self.transport = RpcTransport(TRAINER_PEER, interface=interface_of(self.address))
             undo.callback(self.transport.close)
@@ -162,6 +162,11 @@ class Workers(ClusterEvents):
 
         def take_over() -> None:
             self._crew = crew
+            if self._failure is not None:
+                crew.fail(self._failure)
+            for worker_id, state in self._membership.states.items():
+                if state is State.JOINING:
+                    crew.lose(worker_id, -1, replaced=True)
             for process in list(self._processes.values()):
                 if process.probe is not None and process.account_by is None:
                     crew.join(process.worker_id, process.incarnation, process.peer)
@@ -230,8 +235,9 @@ class Workers(ClusterEvents):
 
     def received(self, connection: Connection, message: Message) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
-        hello = connection.hello
-        key = (hello.get("worker_id", -1), hello.get("incarnation", -1))
+        key = self._key_of(connection)
+        if key is None:
+            return
         if "endpoint" in message:
             self._post(partial(self._connect, key, message))
         elif "leaving" in message:
@@ -239,9 +245,16 @@ class Workers(ClusterEvents):
 
     def closed(self, connection: Connection) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
+        key = self._key_of(connection)
+        if key is not None:
+            self._post(partial(self._lost, key))
+
+    def _key_of(self, connection: Connection) -> tuple[int, int] | None:
+        """Whose lifeline it is; None for one that was turned away."""
         hello = connection.hello
         key = (hello.get("worker_id", -1), hello.get("incarnation", -1))
-        self._post(partial(self._lost, key))
+        process = self._processes.get(key)
+        return key if process is not None and process.connection is connection else None
 
     def exited(self, worker_id: int, incarnation: int, end: End) -> None:
         """See :class:`~distcollect.processes.ProcessEvents`."""
@@ -268,7 +281,8 @@ class Workers(ClusterEvents):
         looked_at = 0.0
         while True:
             now = time.monotonic()
-            due = min([self._membership.next_tick(now), *self._account_times()])
+            ends = (p.due for p in list(self._processes.values()) if p.due is not None)
+            due = min([self._membership.next_tick(now), *ends])
             # A lock can't be waited for much longer than this; nothing is due then in any case.
             pause_s = min(max(due, looked_at + _LOOK_PERIOD_S) - now, 3600.0)
             try:
@@ -298,14 +312,15 @@ class Workers(ClusterEvents):
             for command in self._membership.tick(now):
                 self._do(command)
         for process in list(self._processes.values()):
-            if process.account_by is not None and process.account_by <= now:
+            if process.due is None or process.due > now:
+                continue
+            if process.account_by is not None:
                 self._settle(process)
+            else:
+                self._lost(process.key)
         with self._lock:
             self._states = self._membership.states
             self._changed.notify_all()
-
-    def _account_times(self) -> list[float]:
-        return [p.account_by for p in self._processes.values() if p.account_by is not None]
 
     def _do(self, command: Command) -> None:
         key = (command.worker_id, command.incarnation)
@@ -428,8 +443,10 @@ class Workers(ClusterEvents):
 
     def _retire(self, key: tuple[int, int], num_bytes: int) -> None:
         process = self._running(key[0])
-        if process is None or process.key != key or process.probe is None or self._crew is None:
+        if process is None or process.key != key or process.retiring:
             return
+        if process.probe is None or self._crew is None:
+            return  # it is said again
         log.warning(
             "worker %d takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is "
             "replaced after its rollout",
@@ -447,6 +464,7 @@ class Workers(ClusterEvents):
     def _dismiss(self, key: tuple[int, int]) -> None:
         process = self._processes.get(key)
         if process is not None and process.connection is not None:
+            process.end_by = time.monotonic() + self._faults.leave_timeout_s
             process.connection.send({"stop": True})
             process.connection.send({"bye": True})
 
@@ -484,7 +502,7 @@ class Workers(ClusterEvents):
             return
         process.account_by = now + _EXIT_TIMEOUT_S
         # The first ones have to come: what is wrong then is wrong with the run.
-        self._doomed |= not self._started
+        self._doomed |= not self._started and key[0] < self._num_first
         self._cluster.kill(*key)
         if process.connection is not None:
             process.connection.close()
@@ -517,7 +535,7 @@ class Workers(ClusterEvents):
             self._crew.account(*process.key, cause, stepped)
         if self._closing:
             return
-        if not self._started:
+        if not self._started and worker_id < self._num_first:
             self._fail(failure)
             return
         if left:
@@ -574,7 +592,7 @@ class Workers(ClusterEvents):
         limit_s = self._faults.start_timeout_s
         deadline = time.monotonic() + limit_s + _EXIT_TIMEOUT_S
         with self._lock:
-            while len(self.probes) < max(1, num_workers):
+            while any(w not in self.probes for w in range(max(1, num_workers))):
                 if self._failure is not None:
                     raise self._failure
                 remaining = deadline - time.monotonic()

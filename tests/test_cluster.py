@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from distcollect.cluster import Cluster
+from distcollect.errors import LaunchError
 
 
 class Connection:
@@ -29,15 +30,20 @@ def cluster() -> Iterator[Cluster]:
     cluster.gate.close()
 
 
+def welcome(cluster: Cluster, connection: Connection) -> None:
+    cluster.admit(connection)  # type: ignore[arg-type]
+    cluster.admitted(connection)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("seen_first", ["the end", "the return"])
 def test_processes_end_with_their_supervisors_connection(cluster: Cluster, seen_first: str) -> None:
     """At the end nobody is waited for who was lost with a connection before."""
     first, again = Connection(rank=1), Connection(rank=1)
-    cluster.admit(first)  # type: ignore[arg-type]
+    welcome(cluster, first)
     cluster.spawn(0, 0, {}, {})
     if seen_first == "the end":
         cluster.closed(first)  # type: ignore[arg-type]
-    cluster.admit(again)  # type: ignore[arg-type]
+    welcome(cluster, again)
     if seen_first == "the return":
         cluster.closed(first)  # type: ignore[arg-type]
     cluster.spawn(0, 1, {}, {})
@@ -46,3 +52,13 @@ def test_processes_end_with_their_supervisors_connection(cluster: Cluster, seen_
     cluster.end_processes(5)
     assert time.monotonic() - begin < 1
     assert not any("kill" in message for message in again.sent)
+
+
+def test_nothing_is_sent_to_a_supervisor_before_its_welcome(cluster: Cluster) -> None:
+    connection = Connection(rank=1)
+    cluster.admit(connection)  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match="worker 0"):
+        cluster.spawn(0, 0, {}, {})
+    cluster.admitted(connection)  # type: ignore[arg-type]
+    cluster.spawn(0, 0, {}, {})
+    assert [message["spawn"] for message in connection.sent] == [0]

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
+from distcollect.link import Lifeline
 
 END_S = 10
 JOIN_S = 60  # for a process to start, on a busy machine
@@ -413,6 +414,26 @@ def test_who_joins_needs_the_token(
     assert stranger.returncode == 2
     assert "doesn't have this run's token" in out
     assert "Traceback" not in out
+
+
+def test_a_stranger_harms_nobody(marked: Marked, token_file: Path, port: int) -> None:
+    """Whatever it says of itself without the token, in whatever form."""
+    checker = Checker()
+    with collect_with(False, listen=f"127.0.0.1:{port}") as collector:
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        pids = dict(checker.pids)
+        for worker_id in (0, [], None, "0"):
+            for role in ("worker", "supervisor", None):
+                stranger = Lifeline("127.0.0.1", port, 5)
+                about = {"worker_id": worker_id, "incarnation": 0, "rank": 1}
+                hello = {"role": role, "token": "no", **about}
+                stranger.send(hello)
+                answer = stranger.receive()
+                assert answer is None or "refused" in answer
+                stranger.close()
+        checker.pids.clear()
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        assert checker.pids == pids
 
 
 def test_listening_needs_a_token(monkeypatch: pytest.MonkeyPatch, port: int) -> None:

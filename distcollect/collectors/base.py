@@ -188,6 +188,11 @@ class DataCollectorBase(ABC):
             raise ArgumentError(
                 f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}"
             )
+        if state["policy_version"] < self.policy_version:
+            raise ArgumentError(
+                f"the state has policy_version {state['policy_version']}, but this collector has "
+                f"published version {self.policy_version} already: load the state first"
+            )
         self._resume(state["policy_version"], state["next_traj_id"], state["frames"])
         self._frames = state["frames"]
         self._resumes = state["resumes"] + 1

@@ -395,8 +395,10 @@ class RPCDataCollector(DataCollectorBase):
 
 
 def _close(pool: Pool, workers: Workers) -> None:
-    pool.close()
-    workers.close()
+    try:
+        pool.close()
+    finally:
+        workers.close()
     log.info("where the frames went:\n%s", pool.ledger)
 
 
