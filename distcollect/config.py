@@ -108,6 +108,7 @@ class Faults:
         max_restarts: how often in a row a worker's process is replaced; one that has worked for a
             minute starts the count anew. The first replacement comes at once, further ones after
             growing pauses.
+        restart_pause_s: the longest of these pauses.
         min_workers: with fewer workers, those on their way included, the run ends with an error.
         missing_share: what becomes of a lost worker's share of a sync batch: "survivors" collect it
             as further rollouts; "replacement": it is waited for who takes its place.
@@ -127,6 +128,7 @@ class Faults:
     silence_timeout_s: float = 8.0
     step_timeout_s: float | None = 300.0
     max_restarts: int = 10
+    restart_pause_s: float = 30.0
     min_workers: int = 1
     missing_share: str = "survivors"
     max_worker_bytes: int | None = None

@@ -28,7 +28,6 @@ from typing import TypeAlias
 _SOUND_AFTER_S = 60.0
 # Before the second replacement in a row in a slot; then twice as long each time.
 _FIRST_DELAY_S = 0.5
-_LONGEST_DELAY_S = 30.0
 # Signs of life are asked for so often within the time after which silence is a loss.
 _PINGS_PER_SILENCE = 4
 
@@ -122,11 +121,13 @@ class Membership:
         silence_timeout_s: a ready process that gives no sign of life for so long is lost.
         start_timeout_s: from a process's start until it is ready.
         max_restarts: starts in a row, after the first, in a slot whose processes don't last.
+        longest_pause_s: between two of these.
     """
 
     silence_timeout_s: float
     start_timeout_s: float
     max_restarts: int
+    longest_pause_s: float = 30.0
     rng: random.Random = field(default_factory=random.Random)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _looked_at: float = math.inf
@@ -311,5 +312,5 @@ class Membership:
     def _delay(self, starts: int) -> float:
         if starts <= 1:
             return 0.0
-        longest = min(_FIRST_DELAY_S * 2.0 ** min(starts - 2, 30), _LONGEST_DELAY_S)
+        longest = min(_FIRST_DELAY_S * 2.0 ** min(starts - 2, 30), self.longest_pause_s)
         return longest * self.rng.uniform(0.75, 1.0)

@@ -102,7 +102,10 @@ class Workers(ClusterEvents):
         self._faults = faults
         self._plan_for = plan_for
         self._membership = Membership(
-            faults.silence_timeout_s, faults.start_timeout_s, faults.max_restarts
+            faults.silence_timeout_s,
+            faults.start_timeout_s,
+            faults.max_restarts,
+            faults.restart_pause_s,
         )
         self._processes: dict[tuple[int, int], Process] = {}
         self._deaths: dict[int, str] = {}

@@ -27,7 +27,7 @@ PAUSE_S = 2.0
 
 
 def make(max_restarts: int = 3, seed: int = 0) -> Membership:
-    return Membership(SILENCE_S, START_S, max_restarts, random.Random(seed))
+    return Membership(SILENCE_S, START_S, max_restarts, rng=random.Random(seed))
 
 
 def working(now: float = 0.0, **settings: int) -> Membership:

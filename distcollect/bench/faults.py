@@ -168,7 +168,7 @@ def run_churn(_seconds: float) -> Values:
 
     "mb_per_kill" of memory, "threads" and "descriptors" more than at the start.
     """
-    run = _Run(_KILLED_TOGETHER, max_restarts=_KILLS)
+    run = _Run(_KILLED_TOGETHER, max_restarts=_KILLS, restart_pause_s=0.1)
     with run.collector:
 
         def kill_all() -> None:
