@@ -73,6 +73,11 @@ class Process:
         return self.worker_id, self.incarnation
 
     @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or is heard no more."""
+        return self.account_by is not None
+
+    @property
     def due(self) -> float | None:
         """When something is to be done about its end."""
         return self.end_by if self.account_by is None else self.account_by

@@ -24,6 +24,8 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from .schedule import backoff_s
+
 # A process that was ready for so long has shown that it can work: its slot's starts count anew.
 _SOUND_AFTER_S = 60.0
 # Before the second replacement in a row in a slot; then twice as long each time.
@@ -310,7 +312,5 @@ class Membership:
                 slot.join_by += absent_s
 
     def _delay(self, starts: int) -> float:
-        if starts <= 1:
-            return 0.0
-        longest = min(_FIRST_DELAY_S * 2.0 ** min(starts - 2, 30), self.longest_pause_s)
-        return longest * self.rng.uniform(0.75, 1.0)
+        pause_s = backoff_s(starts, _FIRST_DELAY_S, self.longest_pause_s)
+        return pause_s * self.rng.uniform(0.75, 1.0) if pause_s else 0.0

@@ -12,6 +12,7 @@ import numpy as np
 from .counts import Counts
 from .envs import EnvBatch, Fault
 from .errors import EnvError
+from .schedule import backoff_s
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +111,7 @@ class Rebuilder:
 
 def _delay_s(num_faults: int) -> float:
     """None before the first time, then 0.1 s, 0.2 s, 0.4 s and so on."""
-    if num_faults == 1:
-        return 0.0
-    return min(_FIRST_DELAY_S * 2.0 ** min(num_faults - 2, 10), _LONGEST_DELAY_S)
+    return backoff_s(num_faults, _FIRST_DELAY_S, _LONGEST_DELAY_S)
 
 
 def _given_up(error: EnvError, num_rebuilt: int) -> EnvError:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 _VERSIONS_KEPT = 4096
 # How far back the user's habit of publishing is looked up, in bursts and the gaps between them.
 _HABIT = 4
+_MOST_DOUBLINGS = 30  # more overflow in the end, and no pause is as long
 
 
 class SentVersions:
@@ -205,6 +206,13 @@ class Pacer:
             now = self._burst - self._bursts[-1] if self._since == 0 else 0
             since = min(self._since, self._gap)
         return now + self._burst * ((since + deliveries) // self._gap)
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """The pause before another try: none after the first failure in a row, then doubling."""
+    if failures <= 1:
+        return 0.0
+    return min(first_s * 2.0 ** min(failures - 2, _MOST_DOUBLINGS), longest_s)
 
 
 def lagging(acknowledged: Mapping[int, int], current_version: int, more_than: int) -> list[int]:

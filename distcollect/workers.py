@@ -70,7 +70,6 @@ class Workers(ClusterEvents):
         transport: reaches them.
         probes: worker_id to what the first process in each slot found when it was tried out.
         gpus: worker_id to a name of the GPU that has its policy, "" for the CPU; kept up to date.
-        peers: ``{(worker_id, incarnation): peer}`` of those that are there at first.
         address: this host's, on the interface by which they reach it.
     """
 
@@ -144,7 +143,7 @@ class Workers(ClusterEvents):
             self._thread = threading.Thread(target=self._run, name="distcollect-workers")
             self._thread.daemon = True
             self._thread.start()
-            self._wait_ready(count)
+            self._wait_ready()
             self._started = True
             _open.add(self)
             self._undo = undo.pop_all()
@@ -171,7 +170,7 @@ class Workers(ClusterEvents):
                 if state is State.JOINING:
                     crew.lose(worker_id, -1, replaced=True)
             for process in list(self._processes.values()):
-                if process.probe is not None and process.account_by is None:
+                if process.probe is not None and not process.is_over:
                     crew.join(process.worker_id, process.incarnation, process.peer)
             done.set_result(None)
 
@@ -215,9 +214,8 @@ class Workers(ClusterEvents):
 
     def admit(self, connection: Connection) -> Message:
         """See :class:`~distcollect.link.GateEvents`."""
-        hello = connection.hello
-        process = self._processes.get((hello.get("worker_id", -1), hello.get("incarnation", -1)))
-        if process is None or process.connection is not None or process.account_by is not None:
+        process = self._processes.get(_claimed(connection.hello))
+        if process is None or process.connection is not None or process.is_over:
             return {"refused": "there is no free slot for it"}
         process.connection = connection
         return {
@@ -229,12 +227,11 @@ class Workers(ClusterEvents):
     def refused(self, hello: Message, reason: str) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
         log.warning("turned away a %s from %s: %s", hello.get("role"), hello.get("host"), reason)
-        worker_id = hello.get("worker_id", -1)
+        key = _claimed(hello)
         error = WorkerMismatch(
-            f"can't work with this trainer: {reason} (host {hello.get('host')})",
-            worker_id=worker_id,
+            f"can't work with this trainer: {reason} (host {hello.get('host')})", worker_id=key[0]
         )
-        self._post(partial(self._mismatched, (worker_id, hello.get("incarnation", -1)), error))
+        self._post(partial(self._mismatched, key, error))
 
     def received(self, connection: Connection, message: Message) -> None:
         """See :class:`~distcollect.link.GateEvents`."""
@@ -254,8 +251,7 @@ class Workers(ClusterEvents):
 
     def _key_of(self, connection: Connection) -> tuple[int, int] | None:
         """Whose lifeline it is; None for one that was turned away."""
-        hello = connection.hello
-        key = (hello.get("worker_id", -1), hello.get("incarnation", -1))
+        key = _claimed(connection.hello)
         process = self._processes.get(key)
         return key if process is not None and process.connection is connection else None
 
@@ -317,7 +313,7 @@ class Workers(ClusterEvents):
         for process in list(self._processes.values()):
             if process.due is None or process.due > now:
                 continue
-            if process.account_by is not None:
+            if process.is_over:
                 self._settle(process)
             else:
                 self._lost(process.key)
@@ -379,7 +375,7 @@ class Workers(ClusterEvents):
 
     def _connect(self, key: tuple[int, int], message: Message) -> None:
         process = self._processes.get(key)
-        if process is None or process.account_by is not None or self._closing:
+        if process is None or process.is_over or self._closing:
             return
         segment = message.get("segment")
         self.transport.connect(
@@ -402,7 +398,7 @@ class Workers(ClusterEvents):
             message = f"its frames or weights differ from the others': {probe} instead of {first}"
             self._failed(process.key, PolicyError(message, worker_id=process.worker_id))
             return
-        if process.account_by is not None:
+        if process.is_over:
             return
         process.probe = probe
         self.gpus[process.worker_id] = probe.gpu
@@ -415,7 +411,7 @@ class Workers(ClusterEvents):
 
     def _failed(self, key: tuple[int, int], error: BaseException) -> None:
         process = self._processes.get(key)
-        if process is None or process.account_by is not None or self._closing:
+        if process is None or process.is_over or self._closing:
             return
         if isinstance(error, WorkerLost):
             pass  # the way its process ended says more
@@ -492,7 +488,7 @@ class Workers(ClusterEvents):
             (
                 process
                 for process in self._processes.values()
-                if process.worker_id == worker_id and process.account_by is None
+                if process.worker_id == worker_id and not process.is_over
             ),
             None,
         )
@@ -590,12 +586,12 @@ class Workers(ClusterEvents):
         if self._crew is not None:
             self._crew.fail(error)
 
-    def _wait_ready(self, num_workers: int) -> None:
+    def _wait_ready(self) -> None:
         """Wait for the first process in every slot; at least one in all."""
         limit_s = self._faults.start_timeout_s
         deadline = time.monotonic() + limit_s + _EXIT_TIMEOUT_S
         with self._lock:
-            while any(w not in self.probes for w in range(max(1, num_workers))):
+            while any(w not in self.probes for w in range(max(1, self._num_first))):
                 if self._failure is not None:
                     raise self._failure
                 remaining = deadline - time.monotonic()
@@ -624,3 +620,8 @@ class Workers(ClusterEvents):
             self._post(self._settle_rest)
             self._post(None)
             self._thread.join(5)
+
+
+def _claimed(hello: Message) -> tuple[int, int]:
+    """Which worker and incarnation a peer says that it is."""
+    return hello.get("worker_id", -1), hello.get("incarnation", -1)
