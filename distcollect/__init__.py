@@ -10,8 +10,17 @@
             collector.update_policy_weights_(policy)
 """
 
+from .background import RateLimited, ReplayBuffer
 from .broadcast import AutoUpdater, BroadcastUpdater
-from .collectors import DataCollectorBase, LagStats, RPCDataCollector, SyncDataCollector
+from .collectors import (
+    DataCollectorBase,
+    LagStats,
+    MultiaSyncDataCollector,
+    MultiSyncDataCollector,
+    RPCDataCollector,
+    SyncDataCollector,
+    aSyncDataCollector,
+)
 from .config import Faults, Staleness, WeightSync
 from .envs import EnvContext
 from .errors import (
@@ -64,12 +73,16 @@ __all__ = [
     "LagStats",
     "LaunchError",
     "LedgerReport",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
     "Pace",
     "PolicyError",
     "PolicyNotSendable",
     "PushHandle",
     "RPCDataCollector",
     "RPCUpdater",
+    "RateLimited",
+    "ReplayBuffer",
     "SharedMemoryUpdater",
     "Source",
     "SpaceError",
@@ -84,6 +97,7 @@ __all__ = [
     "WorkerMismatch",
     "WorkerState",
     "__version__",
+    "aSyncDataCollector",
     "num_workers",
     "run",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import gymnasium as gym
@@ -17,6 +19,8 @@ from .envs import check_env_id
 from .errors import ArgumentError, ArgumentTypeError, PolicyNotSendable
 from .spaces import leaves_of
 from .updaters import WeightUpdaterBase
+
+_PACKAGE = Path(__file__).parent
 
 
 def positive(name: str, value: object, *, optional: bool = False) -> None:
@@ -75,9 +79,17 @@ def total_batches(total_frames: int, frames_per_batch: int) -> int | None:
         warnings.warn(
             f"total_frames={total_frames} is no multiple of frames_per_batch={frames_per_batch}: "
             f"{batches * frames_per_batch} frames will be collected",
-            stacklevel=4,
+            stacklevel=_users_level(),
         )
     return batches
+
+
+def _users_level() -> int:
+    """The ``stacklevel`` of a warning in the function that calls this, to point out of here."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def env_maker(maker: object, *, instances: bool) -> None:
@@ -145,18 +157,35 @@ def policy(given: object, factory: object) -> None:
             raise ArgumentTypeError(f"{name}={value!r}: must be callable")
 
 
-def device(value: object) -> torch.device | None:
-    """``value`` as a torch device.
+class Devices(NamedTuple):
+    """What is where; None: where it comes from."""
+
+    storing: torch.device | None
+    env: torch.device | None
+    policy: torch.device | None
+
+
+def devices(device: object, storing: object, env: object, policy: object) -> Devices:
+    """A collector's devices: ``device`` for each of the others that is None.
 
     Raises:
         ArgumentError: torch knows no such device.
     """
+    default = _device("device", device)
+    return Devices(
+        _device("storing_device", storing) or default,
+        _device("env_device", env) or default,
+        _device("policy_device", policy) or default,
+    )
+
+
+def _device(name: str, value: object) -> torch.device | None:
     if value is None:
         return None
     try:
         return torch.device(value)  # type: ignore[no-any-return,call-overload]
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device={value!r}: {error}") from error
+        raise ArgumentError(f"{name}={value!r}: {error}") from error
 
 
 def pickled_plans(plan: Any, makers: Sequence[object]) -> dict[int, bytes]:

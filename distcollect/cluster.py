@@ -300,18 +300,21 @@ def current() -> Cluster | None:
     return _launched
 
 
-def open_cluster(num_workers: int | None, listen: str | None = None) -> Cluster:
+def open_cluster(
+    num_workers: int | None, listen: str | None = None, *, local: bool = False
+) -> Cluster:
     """The launch's hosts, else this one.
 
     Args:
         num_workers: local ones to be started, where there is no launch; None: one for each core.
         listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
+        local: this host in any case.
 
     Raises:
         ArgumentError: ``listen`` is no such thing, or there is no token for those who join.
         LaunchError: see :func:`~distcollect.topology.listen`.
     """
-    if _launched is not None:
+    if _launched is not None and not local:
         if listen is not None:
             raise ArgumentError(
                 f"listen={listen!r}: under a launcher others join where its trainer listens; set "

@@ -26,6 +26,7 @@ Tensors = list[torch.Tensor]
 TRAJ_IDS: Key = ("collector", "traj_ids")
 POLICY_VERSION: Key = ("collector", "policy_version")
 FAULTED: Key = ("collector", "faulted")
+MASK: Key = ("collector", "mask")
 _BOOKKEEPING = (
     Leaf(("reward",), (), torch.float32),
     Leaf(("terminated",), (), torch.bool),
@@ -323,9 +324,8 @@ def assemble(
     layout: Layout,
     rollouts: Sequence[Rollout],
     *,
-    stack: bool = False,
-    squeeze: bool = False,
     mask: bool = False,
+    compact: bool = False,
     device: torch.device | None = None,
 ) -> TensorDict:
     """Build the batch from rollouts of one layout, in the order given.
@@ -333,14 +333,14 @@ def assemble(
     Args:
         layout: what every one of them consists of.
         rollouts: W rollouts of n rows and T steps each.
-        stack: give ``[W, n, T]`` instead of ``[W * n, T]``.
-        squeeze: drop the row dimension where there is one row (only with a single rollout).
         mask: add ``("collector", "mask")``, bool ``[..., T]``, False where a frame is padding.
+        compact: leave observations under "next" out.
         device: where the batch is wanted; None: where the tensors are.
 
     Returns:
-        A TensorDict whose last dimension is named "time"; its tensors share no memory with each
-        other, and with the rollouts only where there is a single one, which it then takes over.
+        A TensorDict ``[W * n, T]`` whose last dimension is named "time". Its tensors share no
+        memory with each other, and with the rollouts only where there is a single one, which it
+        then takes over.
 
     Raises:
         ValueError: there is padding, and no mask to tell it by.
@@ -365,7 +365,7 @@ def assemble(
     final_at = torch.cat([at + k * layout.num_envs * steps for k, (at, _) in enumerate(ends)])
 
     following: dict[Key, torch.Tensor] = {}
-    for index, leaf in enumerate(layout.carried):
+    for index, leaf in enumerate(() if compact else layout.carried):
         root = flat[leaf.key]
         after = recycler.empty(tuple(root.shape), root.dtype)
         after[:, :-1] = root[:, 1:]
@@ -390,11 +390,7 @@ def assemble(
     tree["next"] = nested(following)
     tree["collector"] = _collector(layout, rollouts, flat, mask=mask)
     out = TensorDict(tree, batch_size=[rows, steps], names=[None, "time"])
-    if device is not None:
-        out = out.to(device)
-    if stack:
-        return out.unflatten(0, (len(rollouts), layout.num_envs))
-    return out.squeeze(0) if squeeze and rows == 1 else out
+    return out if device is None else out.to(device)
 
 
 def _collector(
@@ -415,5 +411,5 @@ def _collector(
         ),
     }
     if mask:
-        collector["mask"] = traj_ids >= 0
+        collector[MASK[-1]] = traj_ids >= 0
     return collector

@@ -79,6 +79,7 @@ class Workers(ClusterEvents):
         faults: Faults,
         plan_for: Callable[[int], bytes],
         listen: str | None = None,
+        local: bool = False,
     ) -> None:
         """Start them, and wait until all have joined and were tried out.
 
@@ -87,6 +88,7 @@ class Workers(ClusterEvents):
             faults: how long to wait for whom.
             plan_for: worker_id to its pickled :class:`~distcollect.worker.WorkerPlan`.
             listen: "HOST:PORT" where further workers may join.
+            local: on this host, whatever the launch provides.
 
         Raises:
             ArgumentError: the launch doesn't have as many.
@@ -122,7 +124,7 @@ class Workers(ClusterEvents):
         self.gpus: dict[int, str] = {}
         with contextlib.ExitStack() as undo:
             undo.callback(_in_use.release)
-            self._cluster: Cluster = open_cluster(num_workers, listen)
+            self._cluster: Cluster = open_cluster(num_workers, listen, local=local)
             undo.callback(self._cluster.release)
             count = self._num_first = self._cluster.num_workers(num_workers)
             self.address = self._cluster.address

@@ -28,6 +28,7 @@ class LoopbackWorkers:
         faults: Faults,
         plan_for: Callable[[int], bytes],
         listen: str | None = None,
+        local: bool = False,
     ) -> None:
         self.transport = LoopbackTransport()
         self.address = ADDRESS
@@ -71,7 +72,9 @@ class LoopbackWorkers:
             assert not thread.is_alive(), f"{thread.name} goes on after stop()"
 
 
-def loopback_collector(*args: Any, **kwargs: Any) -> dc.RPCDataCollector:
-    """An RPCDataCollector whose workers are threads."""
+def loopback_collector(
+    *args: Any, kind: Callable[..., dc.RPCDataCollector] = dc.RPCDataCollector, **kwargs: Any
+) -> dc.RPCDataCollector:
+    """An RPCDataCollector, or one derived from it, whose workers are threads."""
     with patch.object(pooled, "Workers", LoopbackWorkers):
-        return dc.RPCDataCollector(*args, **kwargs)
+        return kind(*args, **kwargs)

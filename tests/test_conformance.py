@@ -95,6 +95,11 @@ DELIVERIES = {
     "loopback-async": _rpc(loopback_collector, sync=False),
     "rpc-sync": _rpc(dc.RPCDataCollector, sync=True),
     "rpc-async": _rpc(dc.RPCDataCollector, sync=False),
+    "rpc-multi": Delivery(
+        partial(dc.MultiSyncDataCollector, num_workers=2, cat_results=0), 2, True, _all_rows
+    ),
+    "rpc-multia": Delivery(partial(dc.MultiaSyncDataCollector, num_workers=2), 2, False, _own_rows),
+    "rpc-one": Delivery(dc.aSyncDataCollector, 1, False, _own_rows),
 }
 # Those that start no processes: cheap enough for the full cross product.
 LIGHT = [name for name in DELIVERIES if not name.startswith("rpc")]

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
 from distcollect.spaces import Leaf
@@ -100,30 +99,6 @@ def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
     rows = batch["collector", "worker_id"]
     assert rows.tolist() == [[i] * T for i in ids for _ in range(N)]
     assert rows.dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "num_workers", "num_envs", "shape"),
-    [
-        ({}, 1, 1, (1, T)),
-        ({"squeeze": True}, 1, 1, (T,)),
-        ({"squeeze": True}, 1, 2, (2, T)),
-        ({"stack": True}, 1, 2, (1, 2, T)),
-        ({"stack": True}, 3, 2, (3, 2, T)),
-        ({"stack": True}, 3, 1, (3, 1, T)),
-    ],
-)
-def test_shapes(kwargs: Any, num_workers: int, num_envs: int, shape: tuple[int, ...]) -> None:
-    layout = Layout(num_envs, LAYOUT.carried, LAYOUT.action, LAYOUT.extras)
-    slabs = [filled([(0, T - 1)], first=100 * i, layout=layout) for i in range(num_workers)]
-    rollouts = [rollout(slab, i) for i, slab in enumerate(slabs)]
-    flat = assemble(layout, [Rollout(r.header, [t.clone() for t in r.tensors]) for r in rollouts])
-    batch = assemble(layout, rollouts, **kwargs)
-    assert (batch.reshape(flat.shape) == flat).all()
-    for node in (batch, batch["next"], batch["next", "deep"], batch["collector"]):
-        assert isinstance(node, TensorDict)
-        assert node.shape == shape
-        assert node.names == [None] * (len(shape) - 1) + ["time"]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -2,6 +2,15 @@
 
 from .base import DataCollectorBase, LagStats
 from .inprocess import SyncDataCollector
+from .local import MultiaSyncDataCollector, MultiSyncDataCollector, aSyncDataCollector
 from .pooled import RPCDataCollector
 
-__all__ = ["DataCollectorBase", "LagStats", "RPCDataCollector", "SyncDataCollector"]
+__all__ = [
+    "DataCollectorBase",
+    "LagStats",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
+    "RPCDataCollector",
+    "SyncDataCollector",
+    "aSyncDataCollector",
+]

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import gymnasium as gym
 from tensordict import TensorDict
 
 from distcollect import arguments, recycler
+from distcollect.background import Background, RateLimited, ReplayBuffer, put
+from distcollect.delivery import Delivery, WholeTrajectories
 from distcollect.engine import StepOptions
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.handle import PushHandle
 from distcollect.publisher import Weights, WorkerIds
+from distcollect.rollout import Header, Layout
 from distcollect.seeds import Stream, env_seed
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
 
 _STATE_FORMAT = 1
+# For a thread that has been told to end, and whose workers are gone.
+JOIN_TIMEOUT_S = 10.0
 
 _Self = TypeVar("_Self", bound="DataCollectorBase")
 
@@ -56,12 +62,22 @@ class DataCollectorBase(ABC):
 
     A batch is yours: it is never rewritten and shares no memory with another.
 
+    With a ``replay_buffer`` batches go there instead: iterating yields None for each, or
+    :meth:`start` fills it in the background.
+
     Attributes:
         frames_per_batch: frames in each batch.
         total_frames: frames until it ends, a multiple of the above; -1: endless.
     """
 
-    def __init__(self, *, frames_per_batch: int, total_frames: int) -> None:
+    def __init__(
+        self,
+        *,
+        frames_per_batch: int,
+        total_frames: int,
+        delivery: Delivery,
+        replay_buffer: ReplayBuffer | None,
+    ) -> None:
         """Check the sizes. Raises as :func:`~distcollect.arguments.total_batches` does."""
         arguments.positive("frames_per_batch", frames_per_batch)
         self.frames_per_batch = frames_per_batch
@@ -73,6 +89,13 @@ class DataCollectorBase(ABC):
         self._seed: tuple[int, bool] | None = None
         self._closed = False
         self._lag: LagStats | None = None
+        self._delivery = delivery
+        self._whole: WholeTrajectories | None = None
+        if delivery.trajs_per_batch is not None:
+            self._whole = WholeTrajectories(delivery.trajs_per_batch)
+        self._replay_buffer = replay_buffer
+        self._background: Background | None = None
+        self._close_env = True
 
     @property
     @abstractmethod
@@ -89,45 +112,153 @@ class DataCollectorBase(ABC):
 
     @property
     def frames(self) -> int:
-        """Frames delivered so far, with padding, and those of runs that this one goes on from."""
+        """Frames collected so far, with padding, and those of runs that this one goes on from."""
         return self._frames
 
+    @property
+    def abandoned_frames(self) -> int:
+        """With ``trajs_per_batch``: frames of trajectories that can't become whole any more."""
+        return self._whole.abandoned_frames if self._whole is not None else 0
+
     def __iter__(self) -> Iterator[TensorDict]:
-        """Yield batches until ``total_frames`` are delivered; goes on where it was left."""
-        while not self._exhausted:
-            yield self.next()
+        """Yield batches until ``total_frames`` are collected; goes on where it was left."""
+        while True:
+            try:
+                batch = self.next()
+            except StopIteration:
+                return
+            yield batch
 
     def next(self, timeout_s: float | None = None) -> TensorDict:
         """Block until the next batch is there.
 
         Args:
-            timeout_s: instead of ``Faults.batch_timeout_s``.
+            timeout_s: instead of ``Faults.batch_timeout_s``; with ``trajs_per_batch`` for each of
+                the rollouts that it takes.
+
+        Returns:
+            The batch; None if it went to the ``replay_buffer``.
 
         Raises:
-            StopIteration: ``total_frames`` are delivered.
+            StopIteration: ``total_frames`` are collected.
             BatchTimeout: no batch in time; names the workers waited for.
             EnvError: envs raised again and again; PolicyError: the policy raised. Name the worker.
             WorkerLost: fewer workers are left than ``Faults.min_workers``; says why.
-            CollectorStateError: after :meth:`shutdown`.
+            CollectorStateError: after :meth:`shutdown`, or while it runs in the background.
         """
         self._check_open()
-        if self._exhausted:
+        if self._background is not None:
+            raise CollectorStateError(
+                "the collector fills its replay buffer in the background since start(): sample "
+                "from that, or end it by async_shutdown()"
+            )
+        return self._take(timeout_s)
+
+    def _take(self, timeout_s: float | None) -> TensorDict:
+        if self._whole is None:
+            batch = self._collect(timeout_s)[0]
+        else:
+            while not self._whole.ready:
+                self._whole.add(*self._collect(timeout_s))
+            batch = self._whole.take()
+        batch = self._delivery.processed(batch)
+        if self._replay_buffer is None:
+            return batch
+        put(batch, self._replay_buffer)
+        return cast("TensorDict", None)
+
+    def _collect(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
+        """A batch as it was collected, in the shape that is wanted; its rollouts' headers."""
+        if self.total_frames != -1 and self._frames >= self.total_frames:
             raise StopIteration
-        batch = self._next(timeout_s)
+        rows, headers = self._next(timeout_s)
         self._batches += 1
         self._frames += self.frames_per_batch
-        return batch
+        return self._delivery.shaped(rows, self._layout), headers
+
+    def start(self) -> None:
+        """Fill the replay buffer in the background, until ``total_frames`` are collected.
+
+        The policy that steps is a copy: :meth:`update_policy_weights_` sends it new weights. End it
+        by :meth:`async_shutdown`. If collecting fails, the next call of the collector says so, and
+        ``sample()`` of a :class:`~distcollect.RateLimited` buffer.
+
+        Raises:
+            CollectorStateError: there is no ``replay_buffer``, or it was started already.
+        """
+        self._check_open()
+        if self._replay_buffer is None:
+            raise CollectorStateError("start() needs a replay_buffer at the collector's making")
+        if self._background is not None:
+            raise CollectorStateError("the collector was started already")
+        self._before_start()
+        limit = self._replay_buffer if isinstance(self._replay_buffer, RateLimited) else None
+        self._background = Background(self._take_one, limit)
+
+    def _before_start(self) -> None:  # noqa: B027 - most have nothing to do
+        """Make sure that collecting on another thread is safe."""
+
+    def _take_one(self) -> bool:
+        try:
+            self._take(None)
+        except StopIteration:
+            return False
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it collects in the background."""
+        return self._background is not None and self._background.is_alive
+
+    def pause(self, timeout_s: float = 600.0) -> AbstractContextManager[None]:
+        """A context within which nothing comes into the replay buffer.
+
+        What is under way when it is entered comes in before.
+
+        Raises:
+            CollectorStateError: it was not started.
+            DeadlineError: the batch under way was not finished in time.
+        """
+        self._check_open()
+        if self._background is None:
+            raise CollectorStateError("pause() is for a collector that was started by start()")
+        return self._background.paused(timeout_s)
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Shut down a collector that was started by :meth:`start`.
+
+        Args:
+            timeout: seconds for the batch under way to be finished, which then is in the buffer;
+                None: it is given up.
+            close_env: close the envs; False, for a collector that steps an env of yours in this
+                process, leaves that open.
+        """
+        background, error = self._background, None
+        if background is not None:
+            background.stop()
+            if timeout is not None:
+                background.join(timeout)
+            error = background.error
+        self._close_env = close_env
+        self.shutdown()
+        if background is not None:
+            background.join(JOIN_TIMEOUT_S)
+        if error is not None:
+            raise error
 
     def _check_open(self) -> None:
         if self._closed:
             raise CollectorStateError("the collector was shut down: make a new one")
+        if self._background is not None and self._background.error is not None:
+            raise self._background.error
 
     @property
-    def _exhausted(self) -> bool:
-        return self.total_frames != -1 and self._frames >= self.total_frames
+    @abstractmethod
+    def _layout(self) -> Layout: ...
 
     @abstractmethod
-    def _next(self, timeout_s: float | None) -> TensorDict: ...
+    def _next(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
+        """Rows ``[W * n, T]`` of W rollouts, and their headers."""
 
     @abstractmethod
     def update_policy_weights_(
@@ -210,6 +341,8 @@ class DataCollectorBase(ABC):
 
     def shutdown(self) -> None:
         """End what the collector started and give back all it holds. Again is no error."""
+        if self._background is not None:
+            self._background.stop()
         self._closed = True
         recycler.forget()
 

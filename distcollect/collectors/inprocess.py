@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -12,15 +12,26 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect import arguments
+from distcollect.background import ReplayBuffer, check_replay_buffer
 from distcollect.config import Faults
+from distcollect.delivery import Delivery, PostProcess
 from distcollect.errors import ArgumentTypeError
 from distcollect.policy import Exploration
 from distcollect.publisher import Weights, WorkerIds
-from distcollect.rollout import Header, Rollout, Slab, assemble
+from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
 from distcollect.seeds import Stream, env_seed
 from distcollect.worker import WorkerPlan, build_engine
 
-from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
+from .base import (
+    JOIN_TIMEOUT_S,
+    DataCollectorBase,
+    EnvMaker,
+    InfoKeys,
+    LagStats,
+    check_random_frames,
+    step_options,
+)
+from .torchrl_names import takes_torchrl_names
 
 # Of the trajectories of all collectors that step envs in this process.
 _traj_ids = itertools.count()
@@ -33,6 +44,7 @@ class SyncDataCollector(DataCollectorBase):
     ``[T]`` for one env, ``[n, T]`` for n.
     """
 
+    @takes_torchrl_names
     def __init__(
         self,
         create_env_fn: EnvMaker
@@ -46,9 +58,18 @@ class SyncDataCollector(DataCollectorBase):
         total_frames: int = -1,
         envs_per_worker: int = 1,
         device: torch.device | str | None = None,
+        storing_device: torch.device | str | None = None,
+        env_device: torch.device | str | None = None,
+        policy_device: torch.device | str | None = None,
         max_frames_per_traj: int | None = None,
-        init_random_frames: int = 0,
+        init_random_frames: int | None = None,
         reset_at_each_iter: bool = False,
+        postproc: PostProcess | None = None,
+        split_trajs: bool | None = None,
+        trajs_per_batch: int | None = None,
+        set_truncated: bool = False,
+        compact_obs: bool = False,
+        replay_buffer: ReplayBuffer | None = None,
         exploration_type: object = Exploration.RANDOM,
         info_keys: InfoKeys = None,
         clip_actions: bool = False,
@@ -68,10 +89,23 @@ class SyncDataCollector(DataCollectorBase):
             frames_per_batch: frames in each batch; a multiple of the number of envs.
             total_frames: frames until it ends; -1: endless.
             envs_per_worker: envs to make from one ``create_env_fn``.
-            device: where the policy computes and batches are delivered; None: where it is, CPU.
+            device: the default of the following three.
+            storing_device: where batches are delivered; None: CPU.
+            env_device: where envs compute, as far as they can choose (TorchRL's can).
+            policy_device: where the policy computes; None: where it is.
             max_frames_per_traj: truncate trajectories after so many frames.
             init_random_frames: so many frames at the start have random actions.
             reset_at_each_iter: start every batch with a reset of all envs.
+            postproc: called with each batch; what it returns is delivered.
+            split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
+                batch, padded with zeros; False in ``("collector", "mask")`` where that is so.
+            trajs_per_batch: deliver so many whole trajectories at a time, in the order in which
+                they end, padded as with ``split_trajs``.
+            set_truncated: mark the last frame of each row truncated and done, unless the episode
+                terminated there.
+            compact_obs: leave the observations under "next" out, for half the memory. They are the
+                next frame's, but for those at the end of an episode or row, which are not kept.
+            replay_buffer: where frames go, ``[F]`` at a time, instead of to whoever iterates.
             exploration_type: "random" or "deterministic", for policies with a distribution.
             info_keys: entries of ``info`` that go into the batch as if they were observations: a
                 list of names, or ``{name: space}`` where the first reset and step don't show them.
@@ -83,20 +117,34 @@ class SyncDataCollector(DataCollectorBase):
             ArgumentError, ArgumentTypeError: an argument is wrong.
             EnvError, PolicyError: an env or the policy failed when tried out.
         """
-        super().__init__(frames_per_batch=frames_per_batch, total_frames=total_frames)
+        delivery = Delivery(
+            squeeze=True,
+            set_truncated=set_truncated,
+            compact_obs=compact_obs,
+            split_trajs=bool(split_trajs),
+            trajs_per_batch=trajs_per_batch,
+            postproc=postproc,
+        )
+        super().__init__(
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            delivery=delivery,
+            replay_buffer=check_replay_buffer(replay_buffer),
+        )
         arguments.positive("envs_per_worker", envs_per_worker)
         arguments.policy(policy, policy_factory)
         makers = create_env_fn if isinstance(create_env_fn, list) else [create_env_fn]
         for maker in makers:
             arguments.env_maker(maker, instances=True)
-        self._device = arguments.device(device)
+        devices = arguments.devices(device, storing_device, env_device, policy_device)
+        self._storing_device = devices.storing
         self._random_frames = check_random_frames(init_random_frames)
         plan = WorkerPlan(
             create_env_fn=create_env_fn,
             num_envs=len(makers) if isinstance(create_env_fn, list) else envs_per_worker,
             policy=policy,
             policy_factory=policy_factory,
-            device=self._device,
+            device=devices.policy,
             exploration=Exploration.of(exploration_type),
             info_keys=info_keys,
             options=step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
@@ -117,7 +165,11 @@ class SyncDataCollector(DataCollectorBase):
         """See :class:`DataCollectorBase`."""
         return self._version
 
-    def _next(self, timeout_s: float | None) -> TensorDict:
+    @property
+    def _layout(self) -> Layout:
+        return self._engine.layout
+
+    def _next(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
         # A slab of its own for each batch: it becomes the batch.
         slab = Slab(self._engine.layout, self._num_steps)
         self._engine.collect(slab, random=self.frames < self._random_frames, fresh=True)
@@ -132,7 +184,13 @@ class SyncDataCollector(DataCollectorBase):
         )
         rollout = Rollout(header, slab.tensors())
         self._lag = LagStats(0, 0.0, 0)
-        return assemble(self._engine.layout, [rollout], squeeze=True, device=self._device)
+        rows = assemble(
+            self._layout,
+            [rollout],
+            compact=self._delivery.compact_obs,
+            device=self._storing_device,
+        )
+        return rows, [header]
 
     def update_policy_weights_(
         self,
@@ -193,6 +251,11 @@ class SyncDataCollector(DataCollectorBase):
 
     def shutdown(self) -> None:
         """Close the envs."""
-        if not self._closed:
-            super().shutdown()
+        if self._closed:
+            return
+        super().shutdown()
+        if self._background is not None:
+            self._engine.stop()
+            self._background.join(JOIN_TIMEOUT_S)
+        if self._close_env:
             self._engine.close()

@@ -15,9 +15,11 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect import arguments
+from distcollect.background import ReplayBuffer, check_replay_buffer
 from distcollect.broadcast import default_updater
 from distcollect.cluster import current
 from distcollect.config import Faults, Staleness, WeightSync
+from distcollect.delivery import Delivery, PostProcess
 from distcollect.errors import ArgumentError, ArgumentTypeError, WorkerError
 from distcollect.flat import published
 from distcollect.handle import PushHandle
@@ -37,6 +39,7 @@ from distcollect.worker import WorkerPlan
 from distcollect.workers import Workers
 
 from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
+from .torchrl_names import takes_torchrl_names
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +49,15 @@ class RPCDataCollector(DataCollectorBase):
 
     Within :func:`~distcollect.run` under torchrun or srun the launch's other ranks are the
     workers; otherwise the collector starts ``num_workers`` local processes of its own.
+
+    It also takes the names that TorchRL's ``RPCCollector`` has for the same arguments.
     """
 
+    # Rollouts of a single env have no row dimension in TorchRL's collectors for one host.
+    _squeezes = False
+    _is_local = False
+
+    @takes_torchrl_names
     def __init__(
         self,
         create_env_fn: EnvMaker | Sequence[EnvMaker],
@@ -61,9 +71,18 @@ class RPCDataCollector(DataCollectorBase):
         sync: bool = False,
         cat_results: int | str = 0,
         device: torch.device | str | None = None,
+        storing_device: torch.device | str | None = None,
+        env_device: torch.device | str | None = None,
+        policy_device: torch.device | str | None = None,
         max_frames_per_traj: int | None = None,
-        init_random_frames: int = 0,
+        init_random_frames: int | None = None,
         reset_at_each_iter: bool = False,
+        postproc: PostProcess | None = None,
+        split_trajs: bool | None = None,
+        trajs_per_batch: int | None = None,
+        set_truncated: bool = False,
+        compact_obs: bool = False,
+        replay_buffer: ReplayBuffer | None = None,
         exploration_type: object = Exploration.RANDOM,
         info_keys: InfoKeys = None,
         clip_actions: bool = False,
@@ -92,17 +111,32 @@ class RPCDataCollector(DataCollectorBase):
             frames_per_batch: frames in each batch; in sync mode a multiple of all envs of all
                 workers, in async mode of one worker's envs.
             total_frames: frames until it ends; -1: endless.
-            num_workers: None: all that the launch provides, or one for each core of this host.
+            num_workers: None: all that the launch provides; else one for each maker in a list, or
+                for each core of this host.
             envs_per_worker: envs that each worker steps.
             sync: True: a batch ``[W * n, T]`` is one rollout of each worker, rows in order of
                 worker_id, collected when it is asked for. False: a batch ``[n, T]`` is one
                 rollout of whichever worker is done first; all collect on meanwhile.
-            cat_results: shape of a sync batch: 0 for ``[W * n, T]``, "stack" for ``[W, n, T]``.
-            device: where the workers' policies compute and batches are delivered; None: CPU.
+            cat_results: shape of a sync batch: 0 for ``[W * n, T]``, "stack" for ``[W, n, T]``, -1
+                for ``[n, W * T]``.
+            device: the default of the following three.
+            storing_device: where batches are delivered; None: CPU.
+            env_device: where envs compute, as far as they can choose (TorchRL's can).
+            policy_device: where the workers' policies compute; None: where the policy is.
             max_frames_per_traj: truncate trajectories after so many frames.
             init_random_frames: so many frames at the start, rounded up to whole rollouts, have
                 random actions.
             reset_at_each_iter: start every rollout with a reset of all envs.
+            postproc: called with each batch on the trainer; what it returns is delivered.
+            split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
+                batch, padded with zeros; False in ``("collector", "mask")`` where that is so.
+            trajs_per_batch: deliver so many whole trajectories at a time, in the order in which
+                they end, padded as with ``split_trajs``.
+            set_truncated: mark the last frame of each row of each rollout truncated and done,
+                unless the episode terminated there.
+            compact_obs: leave the observations under "next" out, for half the memory. They are the
+                next frame's, but for those at the end of an episode or row, which are not kept.
+            replay_buffer: where frames go, ``[F]`` at a time, instead of to whoever iterates.
             exploration_type: "random" or "deterministic", for policies with a distribution.
             info_keys: entries of ``info`` that go into the batch as if they were observations: a
                 list of names, or ``{name: space}`` where the first reset and step don't show them.
@@ -133,15 +167,31 @@ class RPCDataCollector(DataCollectorBase):
             WorkerLost, WorkerMismatch, DeadlineError: a worker did not come. In all these cases
                 nothing is left running.
         """
-        super().__init__(frames_per_batch=frames_per_batch, total_frames=total_frames)
+        delivery = Delivery(
+            cat_results,
+            self._squeezes,
+            set_truncated,
+            compact_obs,
+            bool(split_trajs),
+            trajs_per_batch,
+            postproc,
+        )
+        super().__init__(
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            delivery=delivery,
+            replay_buffer=check_replay_buffer(replay_buffer),
+        )
         arguments.positive("num_workers", num_workers, optional=True)
         arguments.positive("envs_per_worker", envs_per_worker)
         arguments.policy(policy, policy_factory)
-        if cat_results not in (0, "stack") or isinstance(cat_results, bool):
-            raise ArgumentError(f"cat_results={cat_results!r}: use 0 or 'stack'")
-        self._device = arguments.device(device)
+        if cat_results != 0 and not sync:
+            raise ArgumentError(
+                f"cat_results={cat_results!r} is for sync=True: without it a batch is one rollout"
+            )
+        devices = arguments.devices(device, storing_device, env_device, policy_device)
+        self._storing_device = devices.storing
         self._sync = sync
-        self._stack = sync and cat_results == "stack"
         self._weight_sync = weight_sync or WeightSync()
         masks = staleness is not None and staleness.mode == "mask"
         self._mask_above = staleness.max_policy_lag if staleness and masks else None
@@ -155,8 +205,13 @@ class RPCDataCollector(DataCollectorBase):
             self._weight_sync.backend
         )
         _check_stragglers(preemptive_threshold, batch_deadline_s, sync=sync)
-        launched = current()
-        count = launched.num_workers(num_workers) if launched else num_workers or num_cores()
+        launched = None if self._is_local else current()
+        if launched is not None:
+            count = launched.num_workers(num_workers)
+        elif num_workers is None and isinstance(create_env_fn, list | tuple):
+            count = len(create_env_fn)
+        else:
+            count = num_workers or num_cores()
         sharing = count if sync else 1
         arguments.num_steps(frames_per_batch, sharing, envs_per_worker)
         makers = arguments.env_makers(create_env_fn, count)
@@ -167,7 +222,7 @@ class RPCDataCollector(DataCollectorBase):
             num_envs=envs_per_worker,
             policy=sent_policy,
             policy_factory=policy_factory,
-            device=self._device,
+            device=devices.policy,
             exploration=Exploration.of(exploration_type),
             info_keys=info_keys,
             options=replace(
@@ -185,6 +240,7 @@ class RPCDataCollector(DataCollectorBase):
             # Those that join later begin with the list of makers again.
             lambda worker_id: payloads[worker_id % count],
             listen=listen,
+            local=self._is_local,
         )
         try:
             self._probe = workers.probes[0]
@@ -284,7 +340,12 @@ class RPCDataCollector(DataCollectorBase):
         """worker_id to frames that were not delivered, or masked, as too stale."""
         return dict(self._pool.stale_frames)
 
-    def _next(self, timeout_s: float | None) -> TensorDict:
+    @property
+    def _layout(self) -> Layout:
+        layout: Layout = self._probe.layout
+        return layout
+
+    def _next(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
         limit = self._faults.batch_timeout_s if timeout_s is None else timeout_s
         try:
             if self._updates_itself and self._batches:
@@ -297,10 +358,15 @@ class RPCDataCollector(DataCollectorBase):
             self.shutdown()
             raise
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
-        layout: Layout = self._probe.layout
-        batch = assemble(layout, rollouts, stack=self._stack, mask=self._masks, device=self._device)
+        batch = assemble(
+            self._layout,
+            rollouts,
+            mask=self._masks,
+            compact=self._delivery.compact_obs,
+            device=self._storing_device,
+        )
         self._note_lag(batch, rollouts)
-        return batch
+        return batch, [rollout.header for rollout in rollouts]
 
     def _note_lag(self, batch: TensorDict, rollouts: Sequence[Rollout]) -> None:
         """Work out the lags of a batch's frames, and its mask where that is wanted."""
