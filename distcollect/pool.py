@@ -284,13 +284,22 @@ class Pool:
         """What is to be handed on next, if it is here."""
         self._fetch_offers()
         if self._pacer is None:
-            return next((asked for asked in self._arrived if asked.rollout is not None), None)
+            return self._first_here()
         ticket = self._pacer.choose([asked.ticket for asked in self._arrived])
         if ticket is None:
             return None
         chosen = next(asked for asked in self._arrived if asked.ticket is ticket)
         self._fetch(chosen)
         return chosen if chosen.rollout is not None else None
+
+    def _first_here(self) -> Asked | None:
+        """What came here first, but none of a worker's rollouts before an older one of it."""
+        passed_over: set[Seat] = set()
+        for asked in self._arrived:
+            if asked.rollout is not None and asked.seat not in passed_over:
+                return asked
+            passed_over.add(asked.seat)
+        return None
 
     def seed(self, seed: int, *, static_seed: bool, timeout_s: float) -> None:
         """Seed every worker; its next rollout starts with a reset.
