@@ -253,11 +253,13 @@ def models(given: object) -> dict[str, nn.Module]:
 
 
 def updater(given: object) -> WeightUpdaterBase | None:
-    """Check a weight updater.
+    """Check a weight updater, or make it where what makes it is given.
 
     Raises:
         ArgumentTypeError: it is none.
     """
+    if callable(given):
+        given = given()
     if given is None or isinstance(given, WeightUpdaterBase):
         return given
     raise ArgumentTypeError(
@@ -286,6 +288,19 @@ def _modules_in(given: Any) -> list[nn.Module]:
     user_policy, others = given
     modules = [user_policy] if isinstance(user_policy, nn.Module) else []
     return [*modules, *others.values()]
+
+
+def devices_among(worker_ids: object) -> list[torch.device]:
+    """The devices, where workers are selected by that; else none.
+
+    Raises:
+        ArgumentTypeError: devices and numbers are mixed.
+    """
+    each = worker_ids if isinstance(worker_ids, list | tuple) else [worker_ids]
+    devices = [item for item in each if isinstance(item, torch.device)]
+    if devices and len(devices) != len(each):
+        raise ArgumentTypeError(f"worker_ids={worker_ids!r}: name workers or devices, not both")
+    return devices
 
 
 def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:

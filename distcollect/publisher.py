@@ -16,10 +16,12 @@ from .flat import WeightLayout, check_finite, check_range
 from .handle import PushHandle
 from .pool import Pool
 from .schedule import lagging
-from .updaters import WeightUpdaterBase
+from .updaters import WeightUpdaterBase, gpu_of
 
 Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
-WorkerIds: TypeAlias = "int | Sequence[int] | slice | str | None"
+WorkerIds: TypeAlias = (
+    "int | slice | torch.device | Sequence[int] | Sequence[torch.device] | str | None"
+)
 
 
 class Publisher:
@@ -38,6 +40,7 @@ class Publisher:
         updater: WeightUpdaterBase,
         options: WeightSync,
         max_interval: int | None,
+        gpus: Mapping[int, str],
     ) -> None:
         """Publish through ``pool``.
 
@@ -48,6 +51,7 @@ class Publisher:
             updater: how weights get to the workers.
             options: what is sent.
             max_interval: so many versions behind, and a worker is lagging.
+            gpus: worker_id to a name of the GPU that has its policy, "" for the CPU.
         """
         self.last: list[int] = []
         self._pool = pool
@@ -56,13 +60,15 @@ class Publisher:
         self._updater = updater
         self._options = options
         self._max_interval = max_interval
+        self._gpus = gpus
 
     def publish(self, source: Weights | None, worker_ids: WorkerIds) -> PushHandle | None:
         """See :meth:`~distcollect.RPCDataCollector.update_policy_weights_`."""
         selected = self._selected(worker_ids)
         if not self._layout.entries or not selected:
             return None
-        source = self._own if source is None else source
+        if source is None:
+            source = self._downloaded()
         if source is None:
             raise ArgumentTypeError(
                 "this collector has no policy of its own (it was given policy_factory): pass the "
@@ -77,6 +83,17 @@ class Publisher:
         device = next(iter(weights.values())).device
         self._updater.check(device, selected)
         return self._pool.push(self._snapshot(weights, device), selected)
+
+    def _downloaded(self) -> Weights | None:
+        """What is published if nothing is given; newer weights of a server are its first."""
+        served = self._updater._get_server_weights()  # noqa: SLF001 - the name that TorchRL has
+        if served is None or self._own is None:
+            return self._own if served is None else served
+        new, own = self._layout.select(served), self._layout.select(self._own)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(new[name])
+        return self._own
 
     def publish_own(self, *, sync: bool) -> None:
         """Publish between two batches, without having been asked."""
@@ -105,6 +122,9 @@ class Publisher:
     def _selected(self, worker_ids: WorkerIds) -> Sequence[int]:
         everyone = self._pool.worker_ids
         if not isinstance(worker_ids, str):
+            by_device = arguments.devices_among(worker_ids)
+            if by_device:
+                return self._with_policy_on(by_device)
             return arguments.worker_ids(worker_ids, everyone) or everyone
         if worker_ids == "all":
             return everyone
@@ -123,6 +143,13 @@ class Publisher:
             f"worker_ids={worker_ids!r}: must be an int or a list of ints, or 'all', 'last_batch' "
             "or 'lagging'"
         )
+
+    def _with_policy_on(self, devices: Sequence[torch.device]) -> list[int]:
+        wanted = {gpu_of(device) for device in devices}
+        selected = [w for w in self._pool.worker_ids if self._gpus.get(w, "") in wanted]
+        if not selected:
+            raise ArgumentError(f"worker_ids={[*devices]}: no worker has its policy there")
+        return selected
 
     def _lagging(self, more_than: int) -> list[int]:
         return lagging(self._pool.acknowledged, self._pool.version + 1, more_than)

@@ -84,6 +84,14 @@ class WeightUpdaterBase(ABC):
     def attach(self, site: Site) -> None:  # noqa: B027 - optional
         """Learn of the run; called once, before anything is sent."""
 
+    def _get_server_weights(self) -> Any:
+        """What is published by an update that was given no weights; None: the trainer's own.
+
+        Where weights come from a server (a parameter server, a file), derive and return them: a
+        module, a TensorDict or a state dict. They are loaded into the trainer's policy first.
+        """
+        return None
+
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:  # noqa: B027
         """Raise ArgumentError if weights on ``device`` can't be sent to these workers."""
 

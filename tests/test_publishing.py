@@ -342,6 +342,30 @@ class TestUpdaters:
                 if selected in (None, row):
                     assert told(batch, row) == dict.fromkeys(NAMES, float(version))
 
+    def test_a_server_s_weights_are_loaded_into_the_policy_first(self, collect: Collect) -> None:
+        class Served(dc.RPCUpdater):
+            def _get_server_weights(self) -> Any:
+                return Telling(7)
+
+        policy = Telling(1)
+        collector = collect(policy, weight_updater=Served)
+        collector.update_policy_weights_()
+        assert told(collector.next(), 0)["wide"] == 7
+        assert all((parameter == 7).all() for parameter in policy.parameters())
+        # What is given is sent, and stays away from the trainer's own.
+        collector.update_policy_weights_(Telling(3))
+        assert told(collector.next(), 0)["wide"] == 3
+        assert all((parameter == 7).all() for parameter in policy.parameters())
+
+    def test_workers_by_their_policy_s_device(self, collect: Collect) -> None:
+        collector = collect()
+        cpu = torch.device("cpu")
+        for version, devices in enumerate([cpu, [cpu], [cpu, cpu]], start=1):
+            handle = collector.update_policy_weights_(Telling(version), worker_ids=devices)
+            assert handle.acknowledged == {0: version, 1: version}
+        with pytest.raises(TypeError, match="workers or devices, not both"):
+            collector.update_policy_weights_(Telling(), worker_ids=[0, cpu])
+
     @pytest.mark.parametrize("make", [dc.RPCUpdater, dc.SharedMemoryUpdater])
     def test_between_processes(self, make: Any) -> None:
         policy = Telling()

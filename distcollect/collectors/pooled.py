@@ -289,6 +289,7 @@ class RPCDataCollector(DataCollectorBase):
             updater=self._updater,
             options=self._weight_sync,
             max_interval=max_weight_update_interval,
+            gpus=workers.gpus,
         )
         self._finalizer = weakref.finalize(self, partial(_close, self._pool, workers))
 
@@ -412,11 +413,13 @@ class RPCDataCollector(DataCollectorBase):
 
         Args:
             policy_or_weights: module, TensorDict of parameters or state dict, with ``models`` a
-                dict of these by name; None: the collector's own policy and models. A copy is
-                taken: training may go on at once.
-            worker_ids: to whom: an int, a list, a slice; "all", or None, for all; "last_batch" for
-                those whose frames are in the batch that was taken last; "lagging" for those more
-                than ``max_weight_update_interval`` versions behind this one.
+                dict of these by name; None: the collector's own policy and models, into which the
+                weights of the updater's server are loaded before, if it has one. A copy is taken:
+                training may go on at once.
+            worker_ids: to whom: an int, a list, a slice; a ``torch.device`` or several for those
+                whose policy is there; "all", or None, for all; "last_batch" for those whose frames
+                are in the batch that was taken last; "lagging" for those more than
+                ``max_weight_update_interval`` versions behind this one.
             wait: return when it is known of every worker whether it has them. Otherwise return at
                 once; of several versions that are not sent yet only the newest is sent. In sync
                 mode a worker collects only when it has the newest version sent to it.
