@@ -21,7 +21,7 @@ from .collectors import (
     SyncDataCollector,
     aSyncDataCollector,
 )
-from .config import Faults, Staleness, WeightSync
+from .config import EvaluationWorkers, Faults, Staleness, WeightSync
 from .envs import EnvContext
 from .errors import (
     ArgumentError,
@@ -41,6 +41,7 @@ from .errors import (
     WorkerLost,
     WorkerMismatch,
 )
+from .evaluation import Evaluation
 from .handle import PushHandle
 from .launch import num_workers, run
 from .ledger import Frames, LedgerReport
@@ -67,6 +68,8 @@ __all__ = [
     "DistCollectError",
     "EnvContext",
     "EnvError",
+    "Evaluation",
+    "EvaluationWorkers",
     "Exploration",
     "Faults",
     "Frames",

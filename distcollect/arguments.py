@@ -111,7 +111,7 @@ def env_maker(maker: object, *, instances: bool) -> None:
             leaves_of(env.action_space, "action")
         finally:
             env.close()
-    elif isinstance(maker, gym.Env | gym.vector.VectorEnv):
+    elif is_env(maker):
         if not instances:
             raise ArgumentError(
                 f"create_env_fn is an env ({maker}), which can't be sent to workers: pass a "
@@ -121,6 +121,11 @@ def env_maker(maker: object, *, instances: bool) -> None:
         raise ArgumentTypeError(
             f"create_env_fn={maker!r}: must be an env id or a callable that makes an env"
         )
+
+
+def is_env(maker: object) -> bool:
+    """Whether it is an env itself."""
+    return isinstance(maker, gym.Env | gym.vector.VectorEnv)
 
 
 def env_makers(create_env_fn: object, num_workers: int) -> list[object]:

@@ -154,3 +154,36 @@ class Faults:
             raise ArgumentError(
                 f"Faults(missing_share={self.missing_share!r}): use 'survivors' or 'replacement'"
             )
+
+
+@dataclass(frozen=True)
+class EvaluationWorkers:
+    """Workers that collect nothing, but evaluate the policy in the background.
+
+    Each plays whole episodes with the weights it has, in envs of its own; with newer ones when it
+    got them, skipping versions that came in between. The results are in the collector's
+    ``evaluations``.
+
+    Attributes:
+        num_workers: how many of the collector's workers; the last ones.
+        num_episodes: that each plays with a version.
+        deterministic: whether it takes the most likely action, where the policy has a distribution.
+        timeout_s: for these episodes.
+    """
+
+    num_workers: int = 1
+    num_episodes: int = 10
+    deterministic: bool = True
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "num_episodes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(
+                    f"EvaluationWorkers({name}={value!r}): must be a whole number, 1 or more"
+                )
+        if not self.timeout_s > 0:
+            raise ArgumentError(
+                f"EvaluationWorkers(timeout_s={self.timeout_s!r}): must be above 0 seconds"
+            )

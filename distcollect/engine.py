@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from gymnasium.spaces import Box
@@ -47,8 +49,8 @@ class StepOptions:
 class Engine:
     """Collects rollouts ``[n, T]`` from n envs and one policy.
 
-    Not thread-safe, but for :meth:`stop`, :meth:`preempt` and the weights, which other threads may
-    hand in at any time: all take effect between two steps.
+    Not thread-safe, but for :meth:`stop`, :meth:`preempt`, :meth:`soon` and the weights, which
+    other threads may hand in at any time: all take effect between two steps.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class Engine:
         self._rebuilder = Rebuilder(envs, self.counts, max_env_faults)
         self._stopped = False
         self._collecting = False
-        self._interrupt = False  # stopped, or the rollout under way is to end
-        self._lock = threading.Lock()  # of these three
+        self._ending = False  # the rollout under way
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._interrupt = False  # there is one of these to look at
+        self._lock = threading.Lock()  # of all these
         self._seeds: Sequence[int] | None = None
         self._new_traj_ids = traj_ids
         self._traj_ids = np.zeros(envs.num_envs, np.int64)
@@ -138,7 +142,22 @@ class Engine:
         If none is running nothing happens.
         """
         with self._lock:
+            self._ending |= self._collecting
             self._interrupt |= self._collecting
+
+    def soon(self, job: Callable[[], None]) -> None:
+        """Have ``job`` done between two steps of the running :meth:`collect`, or before the next.
+
+        :meth:`do_jobs` does it where there is none to come. It must not raise.
+        """
+        with self._lock:
+            self._jobs.append(job)
+            self._interrupt = True
+
+    def do_jobs(self) -> None:
+        """Do what was handed to :meth:`soon`; on the thread that collects."""
+        while self._jobs:
+            self._jobs.popleft()()
 
     def collect(
         self, slab: Slab, *, random: bool = False, fresh: bool = False, brief: bool = False
@@ -159,6 +178,7 @@ class Engine:
         cells = self.counts.cells
         with self._lock:
             self._collecting = True
+            self._ending |= brief
             self._interrupt |= brief
         cells[1] = 1
         try:
@@ -170,8 +190,12 @@ class Engine:
         finally:
             cells[1] = 0
             with self._lock:
-                self._collecting = False
-                self._interrupt = self._stopped
+                self._collecting = self._ending = False
+                self._interrupt = self._stopped or bool(self._jobs)
+
+    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """See :meth:`EnvBatch.call`."""
+        return self._envs.call(name, args, kwargs)
 
     def close(self) -> None:
         """Close the envs."""
@@ -220,7 +244,10 @@ class Engine:
         """Do what other threads want; whether the rollout is to end here."""
         if self._stopped:
             raise Stopped
-        if self._interrupt and self.counts.stepped > self._begun_at:
+        self.do_jobs()
+        with self._lock:
+            self._interrupt = self._stopped or self._ending or bool(self._jobs)
+        if self._ending and self.counts.stepped > self._begun_at:
             return True
         self.weights.apply()
         return False

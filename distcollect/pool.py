@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -55,6 +55,8 @@ class Pool:
 
     Attributes:
         version: policy_version of the newest publication.
+        on_weights: called with worker_id and version, when a worker is there and when it has
+            acknowledged new weights; without the pool's lock.
         stale_frames: frames that were given up as too stale, by worker_id.
     """
 
@@ -78,6 +80,7 @@ class Pool:
         """
         self.version = 0
         self.stale_frames: dict[int, int] = {}
+        self.on_weights: Callable[[int, int], None] = lambda *_: None
         self._transport = transport
         self._sender = sender
         self._plan = plan
@@ -157,6 +160,8 @@ class Pool:
                 self._then(seat, tell(seat), lambda _: self._has_told(seat))
             self._ask()
             self._changed.notify_all()
+        if not version:  # else it is told of when it has that
+            self.on_weights(worker_id, 0)
 
     def _has_told(self, seat: Seat) -> None:
         seat.untold -= 1
@@ -349,6 +354,17 @@ class Pool:
     def _resume(self, seat: Seat, *, version: int, first_traj_id: int) -> Future[None]:
         return self._transport.call(seat.peer, "resume", version, first_traj_id)
 
+    def call(self, worker_id: int, method: str, *args: Any) -> Future[Any]:
+        """Call a method of a worker's service; fails with WorkerLost if it isn't there."""
+        with self._lock:
+            self._check()
+            seat = self._seats.get(worker_id)
+            if seat is not None:
+                return self._transport.call(seat.peer, method, *args)
+        answer: Future[Any] = Future()
+        answer.set_exception(WorkerLost(f"worker {worker_id} is being replaced"))
+        return answer
+
     def _tell_all(self, what: str, tell: Callable[[Seat], Future[None]], timeout_s: float) -> None:
         """Have all workers, and those yet to come, know something before they collect again."""
         with self._lock:
@@ -439,8 +455,10 @@ class Pool:
 
     def _acknowledged(self, worker_id: int, version: int) -> None:
         with self._lock:
-            if not self._closed and self._failed is None:
-                self._ask()
+            if self._closed or self._failed is not None:
+                return
+            self._ask()
+        self.on_weights(worker_id, version)
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:
         # In sync mode it must not go on with what it has.
@@ -492,8 +510,13 @@ class Pool:
 
     def _awaited(self) -> str:
         """Whom we wait for, in words."""
-        late = [worker_id for worker_id, seat in sorted(self._seats.items()) if seat.unsettled]
-        behind = [w for w in sorted(self._seats) if not self._is_up_to_date(w) and w not in late]
+        seats = sorted(self._collecting(), key=lambda seat: seat.worker_id)
+        late = [seat.worker_id for seat in seats if seat.unsettled]
+        behind = [
+            seat.worker_id
+            for seat in seats
+            if not seat.unsettled and not self._is_up_to_date(seat.worker_id)
+        ]
         parts = []
         if late or not (behind or self._coming):
             parts.append(f"workers {late}")
@@ -511,10 +534,14 @@ class Pool:
         if self._telling or self._closed:
             return
         # Who has waited longest comes first: a bound on staleness may not leave room for all.
-        for seat in sorted(self._seats.values(), key=lambda seat: seat.last_asked):
+        for seat in sorted(self._collecting(), key=lambda seat: seat.last_asked):
             may = self._may_ask_for_batch if self._plan.sync else self._may_ask_ahead
             if not (seat.untold or seat.leaving) and may(seat):
                 self._request(seat)
+
+    def _collecting(self) -> list[Seat]:
+        set_aside = self._plan.set_aside
+        return [seat for seat in self._seats.values() if seat.worker_id not in set_aside]
 
     def _may_ask_for_batch(self, seat: Seat) -> bool:
         if self._wanted <= 0 or seat.unsettled or not self._is_up_to_date(seat.worker_id):
@@ -522,8 +549,9 @@ class Pool:
         if seat.batch != self._batch:
             return True
         # A second share is one that nobody else is there for.
-        others = sum(s.batch != self._batch and not s.leaving for s in self._seats.values())
-        awaited = len(self._coming) if self._plan.waits_for_missing else 0
+        others = sum(s.batch != self._batch and not s.leaving for s in self._collecting())
+        coming = self._coming - self._plan.set_aside
+        awaited = len(coming) if self._plan.waits_for_missing else 0
         return self._wanted > others + awaited
 
     def _may_ask_ahead(self, seat: Seat) -> bool:

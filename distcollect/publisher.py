@@ -64,7 +64,7 @@ class Publisher:
 
     def publish(self, source: Weights | None, worker_ids: WorkerIds) -> PushHandle | None:
         """See :meth:`~distcollect.RPCDataCollector.update_policy_weights_`."""
-        selected = self._selected(worker_ids)
+        selected = self.selected(worker_ids)
         if not self._layout.entries or not selected:
             return None
         if source is None:
@@ -119,7 +119,12 @@ class Publisher:
             torch.cuda.current_stream(device).synchronize()
         return flat
 
-    def _selected(self, worker_ids: WorkerIds) -> Sequence[int]:
+    def selected(self, worker_ids: WorkerIds) -> Sequence[int]:
+        """The workers that are meant.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: none, or nothing that selects any.
+        """
         everyone = self._pool.worker_ids
         if not isinstance(worker_ids, str):
             by_device = arguments.devices_among(worker_ids)

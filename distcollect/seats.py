@@ -27,6 +27,7 @@ class BatchPlan:
         preemptive_threshold: when this share of a sync batch's rollouts is there, the others are
             ended early; None: never.
         deadline_s: so long after it was asked for, too; None: never.
+        set_aside: workers that are never asked for any.
     """
 
     sync: bool
@@ -38,6 +39,7 @@ class BatchPlan:
     waits_for_missing: bool = False
     preemptive_threshold: float | None = None
     deadline_s: float | None = None
+    set_aside: frozenset[int] = frozenset()
 
     @property
     def rollout_frames(self) -> int:

@@ -14,6 +14,7 @@ class Stream(enum.IntEnum):
     POLICY = 1
     NEXT_COLLECTOR = 2
     RESUMED = 3
+    EVALUATION = 4
     REPLACED = 16  # and two for each process that takes another's place, from here on
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
+    DeadlineError,
     DistCollectError,
     EnvError,
     LaunchError,
@@ -209,16 +210,16 @@ class Failure:
 
     def error(self) -> DistCollectError:
         """The exception to raise at the trainer."""
-        if argument_error := _ARGUMENT_ERRORS.get(self.kind):
-            return argument_error(f"worker {self.worker_id}: {self.message}")
+        if plain_error := _PLAIN_ERRORS.get(self.kind):
+            return plain_error(f"worker {self.worker_id}: {self.message}")
         return _WORKER_ERRORS.get(self.kind, WorkerError)(
             self.message, worker_id=self.worker_id, remote_traceback=self.remote_traceback
         )
 
 
 # An argument may turn out to be wrong only when a worker makes the envs.
-_ARGUMENT_ERRORS: dict[str, type[DistCollectError]] = {
-    kind.__name__: kind for kind in (ArgumentError, ArgumentTypeError, SpaceError)
+_PLAIN_ERRORS: dict[str, type[DistCollectError]] = {
+    kind.__name__: kind for kind in (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
 }
 _WORKER_ERRORS: dict[str, type[WorkerError]] = {
     kind.__name__: kind for kind in (EnvError, PolicyError)

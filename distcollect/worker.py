@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from .counts import Counts
 from .engine import Engine, StepOptions
 from .envs import EnvContext, make_envs
 from .errors import EnvError, PolicyError, WorkerError
+from .evaluation import Evaluation, Evaluator
 from .flat import LiveWeights, WeightLayout, published
 from .link import Lifeline, exit_now
 from .policy import Exploration, Policy, RandomPolicy, UserPolicy
@@ -100,6 +101,17 @@ class Probe:
     gpu: str = ""
 
 
+def with_policy(plan: WorkerPlan) -> WorkerPlan:
+    """``plan`` with the policy that its factory makes.
+
+    Raises:
+        PolicyError: it can't be made.
+    """
+    if plan.policy_factory is None:
+        return plan
+    return replace(plan, policy=_made_by(plan.policy_factory), policy_factory=None)
+
+
 def build_engine(
     plan: WorkerPlan,
     *,
@@ -129,15 +141,13 @@ def build_engine(
     ]
     envs = make_envs(plan.create_env_fn, plan.num_envs, info_keys=plan.info_keys, contexts=contexts)
     try:
-        user_policy = plan.policy
-        if plan.policy_factory is not None:
-            user_policy = _made_by(plan.policy_factory)
+        plan = with_policy(plan)
         policy: Policy
-        if user_policy is None:
+        if plan.policy is None:
             policy = RandomPolicy(envs.action_space, envs.num_envs)
         else:
             policy = UserPolicy(
-                user_policy,
+                plan.policy,
                 envs.obs,
                 envs.observation_space,
                 envs.action_space,
@@ -161,6 +171,20 @@ def build_engine(
         with contextlib.suppress(EnvError):  # the first error is the one to tell
             envs.close()
         raise
+
+
+def build_evaluator(plan: WorkerPlan, worker_id: int = 0, incarnation: int = 0) -> Evaluator:
+    """What evaluates the policy of ``plan``, the very object, in envs of its own."""
+
+    def make(exploration: Exploration) -> Engine:
+        return build_engine(
+            replace(plan, exploration=exploration),
+            traj_ids=itertools.count(),
+            worker_id=worker_id,
+            incarnation=incarnation,
+        )
+
+    return Evaluator(make)
 
 
 def _made_by(factory: Callable[[], Any]) -> Any:
@@ -198,6 +222,7 @@ class Worker:
             queue.SimpleQueue()
         )
         self._engine: Engine | None = None
+        self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
         self._slabs: list[Slab] = []
         self._sequence = 0
@@ -209,6 +234,8 @@ class Worker:
         do_jobs(self._jobs)
         if self._receiver is not None:
             self._receiver.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
         if self._engine is not None:
             self._engine.close()
 
@@ -243,6 +270,29 @@ class Worker:
     def resume(self, version: int, first_traj_id: int) -> Future[None]:
         """Take the weights for ``version``, and begin trajectories with ids from there on."""
         return self._submit(lambda: self._resume(version, first_traj_id))
+
+    def call_envs(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Future[list[Any]]:
+        """Call a method of each env between two steps, in the middle of a rollout as well."""
+        engine = self._configured
+        answer: Future[list[Any]] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(engine.call(name, args, kwargs))
+            except Exception as error:  # noqa: BLE001 - it is raised where the future is waited for
+                answer.set_exception(error)
+
+        engine.soon(call)
+        self._submit(engine.do_jobs)  # if nothing is collected
+        return answer
+
+    def evaluate(
+        self, num_episodes: int, deterministic: bool, seed: int | None, timeout_s: float
+    ) -> Future[Evaluation]:
+        """Play episodes in other envs, between two rollouts."""
+        return self._submit(lambda: self._evaluate(num_episodes, deterministic, seed, timeout_s))
 
     def weights_ready(self, source: Source | None = None) -> None:
         """Take part from now on in what ``source`` needs all receivers for."""
@@ -281,6 +331,8 @@ class Worker:
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
                 " what they are made of must be importable here too"
             ) from error
+        plan = with_policy(plan)
+        self._evaluator = build_evaluator(plan, self.worker_id, self._incarnation)
         self._engine = build_engine(
             plan,
             worker_id=self.worker_id,
@@ -324,6 +376,20 @@ class Worker:
         )
         self._sequence += 1
         return header, tensors
+
+    def _evaluate(
+        self, num_episodes: int, deterministic: bool, seed: int | None, timeout_s: float
+    ) -> Evaluation:
+        weights = self._configured.weights
+        weights.apply()
+        assert self._evaluator is not None
+        return self._evaluator.evaluate(
+            num_episodes,
+            version=weights.version,
+            deterministic=deterministic,
+            seed=seed,
+            timeout_s=timeout_s,
+        )
 
     def _seed(self, seeds: Sequence[int], torch_seed: int) -> None:
         self._configured.seed(seeds)

@@ -16,6 +16,7 @@ from distcollect.background import Background, RateLimited, ReplayBuffer, put
 from distcollect.delivery import Delivery, WholeTrajectories
 from distcollect.engine import StepOptions
 from distcollect.errors import ArgumentError, CollectorStateError
+from distcollect.evaluation import Evaluation
 from distcollect.handle import PushHandle
 from distcollect.publisher import Weights, WorkerIds
 from distcollect.rollout import Header, Layout
@@ -283,6 +284,88 @@ class DataCollectorBase(ABC):
         Returns:
             A seed that none of the envs uses, for another collector.
         """
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        worker_ids: WorkerIds = None,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> dict[int, list[Any]]:
+        """Call a method of the envs between two of their steps; or read an attribute of theirs.
+
+        A rollout under way is not ended. Who takes a lost worker's place has new envs, which know
+        nothing of earlier calls.
+
+        Args:
+            method: its name; wrappers around an env are looked into.
+            args: for it; they are pickled, as is what it returns.
+            worker_ids: of whose envs: an int, a list, a slice; None: of all.
+            timeout_s: for all of it; None: ``Faults.batch_timeout_s``.
+            kwargs: for it.
+
+        Returns:
+            worker_id to one value for each of its envs; to a single one for a native vector env.
+
+        Raises:
+            EnvError: an env has no such method, or it raised. Names worker and env.
+            ArgumentError, ArgumentTypeError: no such worker.
+            DeadlineError: some didn't answer in time; names them.
+            WorkerLost: one was lost meanwhile.
+        """
+        self._check_open()
+        return self._call(method, args, kwargs, worker_ids, timeout_s)
+
+    @abstractmethod
+    def _call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        worker_ids: WorkerIds,
+        timeout_s: float | None,
+    ) -> dict[int, list[Any]]: ...
+
+    def evaluate(
+        self,
+        num_episodes: int = 10,
+        *,
+        worker_ids: WorkerIds = None,
+        deterministic: bool = True,
+        seed: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Evaluation:
+        """Play whole episodes with the newest weights, in envs made for that.
+
+        Collection goes on afterwards as if nothing had happened; its frames are not counted.
+
+        Args:
+            num_episodes: over all of the workers, each of whose envs plays its share.
+            worker_ids: who plays: an int, a list, a slice; None: all.
+            deterministic: take the most likely action, where the policy has a distribution.
+            seed: of envs and actions: the same episodes each time. None: a random one.
+            timeout_s: for all of it; None: ``Faults.batch_timeout_s``.
+
+        Raises:
+            EnvError, PolicyError: an env or the policy failed.
+            ArgumentError, ArgumentTypeError: no such worker, or no makers of envs were given.
+            DeadlineError: not all episodes were over in time.
+            WorkerLost: a worker was lost meanwhile.
+        """
+        self._check_open()
+        arguments.positive("num_episodes", num_episodes)
+        return self._evaluate(num_episodes, worker_ids, deterministic, seed, timeout_s)
+
+    @abstractmethod
+    def _evaluate(
+        self,
+        num_episodes: int,
+        worker_ids: WorkerIds,
+        deterministic: bool,
+        seed: int | None,
+        timeout_s: float | None,
+    ) -> Evaluation: ...
 
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`load_state_dict` needs; plain numbers, to be saved with your weights."""

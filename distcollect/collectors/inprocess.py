@@ -15,12 +15,13 @@ from distcollect import arguments
 from distcollect.background import ReplayBuffer, check_replay_buffer
 from distcollect.config import Faults
 from distcollect.delivery import Delivery, PostProcess
-from distcollect.errors import ArgumentTypeError
+from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.evaluation import Evaluation
 from distcollect.policy import Exploration
 from distcollect.publisher import Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
 from distcollect.seeds import Stream, env_seed
-from distcollect.worker import WorkerPlan, build_engine
+from distcollect.worker import WorkerPlan, build_engine, build_evaluator, with_policy
 
 from .base import (
     JOIN_TIMEOUT_S,
@@ -151,7 +152,11 @@ class SyncDataCollector(DataCollectorBase):
             models=arguments.models(models),
             max_env_faults=(faults or Faults()).max_env_faults,
         )
+        plan = with_policy(plan)
         self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
+        self._evaluator = build_evaluator(plan)
+        self._has_makers = not any(arguments.is_env(maker) for maker in makers)
+        self._batch_timeout_s = (faults or Faults()).batch_timeout_s
         try:
             num_envs = self._engine.layout.num_envs
             self._num_steps = arguments.num_steps(frames_per_batch, 1, num_envs)
@@ -240,6 +245,39 @@ class SyncDataCollector(DataCollectorBase):
         torch.manual_seed(env_seed(seed, 0, stream=Stream.POLICY))
         return env_seed(seed, num_envs, stream=Stream.NEXT_COLLECTOR)
 
+    def _call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        worker_ids: WorkerIds,
+        timeout_s: float | None,
+    ) -> dict[int, list[Any]]:
+        arguments.worker_ids(worker_ids, [0])
+        return {0: self._engine.call(method, args, kwargs)}
+
+    def _evaluate(
+        self,
+        num_episodes: int,
+        worker_ids: WorkerIds,
+        deterministic: bool,
+        seed: int | None,
+        timeout_s: float | None,
+    ) -> Evaluation:
+        arguments.worker_ids(worker_ids, [0])
+        if not self._has_makers:
+            raise ArgumentError(
+                "evaluate() needs envs of its own: pass the collector a callable that makes one "
+                "instead of an env"
+            )
+        return self._evaluator.evaluate(
+            num_episodes,
+            version=self._version,
+            deterministic=deterministic,
+            seed=seed,
+            timeout_s=self._batch_timeout_s if timeout_s is None else timeout_s,
+        )
+
     def _next_traj_id(self) -> int:
         return next(_traj_ids)
 
@@ -257,5 +295,6 @@ class SyncDataCollector(DataCollectorBase):
         if self._background is not None:
             self._engine.stop()
             self._background.join(JOIN_TIMEOUT_S)
+        self._evaluator.close()
         if self._close_env:
             self._engine.close()

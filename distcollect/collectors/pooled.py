@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +19,10 @@ from distcollect import arguments
 from distcollect.background import ReplayBuffer, check_replay_buffer
 from distcollect.broadcast import default_updater
 from distcollect.cluster import current
-from distcollect.config import Faults, Staleness, WeightSync
+from distcollect.config import EvaluationWorkers, Faults, Staleness, WeightSync
 from distcollect.delivery import Delivery, PostProcess
-from distcollect.errors import ArgumentError, ArgumentTypeError, WorkerError
+from distcollect.errors import ArgumentError, ArgumentTypeError, DeadlineError, WorkerError
+from distcollect.evaluation import Evaluation, Evaluators, shares
 from distcollect.flat import published
 from distcollect.handle import PushHandle
 from distcollect.ledger import LedgerReport
@@ -31,6 +33,7 @@ from distcollect.publisher import Publisher, Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, assemble
 from distcollect.seats import BatchPlan, Pace
 from distcollect.seeds import Stream, env_seed
+from distcollect.threads import missing
 from distcollect.topology import num_cores
 from distcollect.transport import TRAJ_IDS_PER_PEER, new_peer
 from distcollect.updaters import Site, WeightUpdaterBase
@@ -42,6 +45,11 @@ from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_
 from .torchrl_names import takes_torchrl_names
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# For what a worker has to say about its deadline to get here.
+_ANSWER_S = 5.0
 
 
 class RPCDataCollector(DataCollectorBase):
@@ -95,13 +103,15 @@ class RPCDataCollector(DataCollectorBase):
         faults: Faults | None = None,
         preemptive_threshold: float | None = None,
         batch_deadline_s: float | None = None,
+        evaluation: EvaluationWorkers | None = None,
         listen: str | None = None,
     ) -> None:
         """Start the workers, and have each try out its envs and the policy.
 
         Args:
             create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``; or a
-                list of these, one for each worker. A callable with a parameter named ``context``
+                list of these, one for each worker (who joins later gets that of its worker_id
+                modulo the list's length). A callable with a parameter named ``context``
                 gets an :class:`~distcollect.envs.EnvContext`.
             policy: TensorDictModule, module or callable from observation to action, to
                 (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
@@ -157,6 +167,7 @@ class RPCDataCollector(DataCollectorBase):
                 (above 0, at most 1), the other workers are told to deliver what they have. The
                 missing frames are padding: False in ``("collector", "mask")``.
             batch_deadline_s: in sync mode, the same so many seconds after a batch was asked for.
+            evaluation: how many of the workers evaluate the policy instead of collecting.
             listen: "HOST:PORT", this host's, where ``distcollect worker --join`` may add workers
                 at any time; None: what DISTCOLLECT_LISTEN says, else nowhere.
 
@@ -205,14 +216,9 @@ class RPCDataCollector(DataCollectorBase):
             self._weight_sync.backend
         )
         _check_stragglers(preemptive_threshold, batch_deadline_s, sync=sync)
-        launched = None if self._is_local else current()
-        if launched is not None:
-            count = launched.num_workers(num_workers)
-        elif num_workers is None and isinstance(create_env_fn, list | tuple):
-            count = len(create_env_fn)
-        else:
-            count = num_workers or num_cores()
-        sharing = count if sync else 1
+        count = self._num_to_start(num_workers, create_env_fn)
+        num_collecting = _num_collecting(count, evaluation)
+        sharing = num_collecting if sync else 1
         arguments.num_steps(frames_per_batch, sharing, envs_per_worker)
         makers = arguments.env_makers(create_env_fn, count)
         sent_policy, sent_models = arguments.portable((policy, models))
@@ -272,10 +278,12 @@ class RPCDataCollector(DataCollectorBase):
                     waits_for_missing=self._faults.missing_share == "replacement",
                     preemptive_threshold=preemptive_threshold,
                     deadline_s=batch_deadline_s,
+                    set_aside=frozenset(range(num_collecting, count)),
                 ),
                 staleness=staleness,
                 reports=workers,
             )
+            self._evaluators = _evaluators(self._pool, evaluation, range(num_collecting, count))
             workers.attach(self._pool)
         except BaseException:
             workers.close()
@@ -292,6 +300,14 @@ class RPCDataCollector(DataCollectorBase):
             gpus=workers.gpus,
         )
         self._finalizer = weakref.finalize(self, partial(_close, self._pool, workers))
+
+    def _num_to_start(self, num_workers: int | None, create_env_fn: object) -> int:
+        launched = None if self._is_local else current()
+        if launched is not None:
+            return launched.num_workers(num_workers)
+        if num_workers is None and isinstance(create_env_fn, list | tuple):
+            return len(create_env_fn)
+        return num_workers or num_cores()
 
     @property
     def policy_version(self) -> int:
@@ -450,6 +466,57 @@ class RPCDataCollector(DataCollectorBase):
         num_slots = max(self._pool.worker_ids, default=-1) + 1
         return env_seed(seed, self._probe.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 
+    def _call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        worker_ids: WorkerIds,
+        timeout_s: float | None,
+    ) -> dict[int, list[Any]]:
+        selected = self._publisher.selected(worker_ids)
+        answers = {w: self._pool.call(w, "call_envs", method, args, kwargs) for w in selected}
+        return self._answers(f"call({method!r})", answers, timeout_s)
+
+    def _evaluate(
+        self,
+        num_episodes: int,
+        worker_ids: WorkerIds,
+        deterministic: bool,
+        seed: int | None,
+        timeout_s: float | None,
+    ) -> Evaluation:
+        limit_s = self._faults.batch_timeout_s if timeout_s is None else timeout_s
+        selected = self._publisher.selected(worker_ids)
+        answers = {
+            w: self._pool.call(
+                w,
+                "evaluate",
+                share,
+                deterministic,
+                None if seed is None else env_seed(seed, w, stream=Stream.EVALUATION),
+                limit_s,
+            )
+            for w, share in zip(selected, shares(num_episodes, len(selected)), strict=True)
+            if share
+        }
+        # They have a deadline of their own, and say more about it.
+        parts = self._answers("evaluate()", answers, limit_s + _ANSWER_S)
+        return Evaluation.joined([*parts.values()])
+
+    def _answers(
+        self, what: str, answers: Mapping[int, Future[T]], timeout_s: float | None
+    ) -> dict[int, T]:
+        limit_s = self._faults.batch_timeout_s if timeout_s is None else timeout_s
+        if late := missing(answers, limit_s):
+            raise DeadlineError(f"workers {late} did not answer {what} within {limit_s:g} s")
+        return {worker_id: answer.result() for worker_id, answer in answers.items()}
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """What the :class:`EvaluationWorkers` found, in the order in which it came."""
+        return [] if self._evaluators is None else list(self._evaluators.results)
+
     def _next_traj_id(self) -> int:
         return self._first_traj_id + new_peer() * TRAJ_IDS_PER_PEER
 
@@ -469,6 +536,33 @@ def _close(pool: Pool, workers: Workers) -> None:
     finally:
         workers.close()
     log.info("where the frames went:\n%s", pool.ledger)
+
+
+def _num_collecting(num_workers: int, evaluation: EvaluationWorkers | None) -> int:
+    """Workers that don't evaluate; raises ArgumentError if there are none."""
+    num_evaluating = evaluation.num_workers if evaluation else 0
+    if evaluation and num_evaluating >= num_workers:
+        raise ArgumentError(
+            f"EvaluationWorkers(num_workers={num_evaluating}): of {num_workers} worker(s), at "
+            "least one has to collect"
+        )
+    return num_workers - num_evaluating
+
+
+def _evaluators(
+    pool: Pool, plan: EvaluationWorkers | None, worker_ids: Collection[int]
+) -> Evaluators | None:
+    if plan is None:
+        return None
+    evaluators = Evaluators(partial(_ask_to_evaluate, pool, plan), worker_ids)
+    pool.on_weights = evaluators.has_weights
+    return evaluators
+
+
+def _ask_to_evaluate(pool: Pool, plan: EvaluationWorkers, worker_id: int) -> Future[Evaluation]:
+    return pool.call(
+        worker_id, "evaluate", plan.num_episodes, plan.deterministic, None, plan.timeout_s
+    )
 
 
 def _versions(

@@ -203,6 +203,16 @@ class EnvBatch(ABC):
         """
 
     @abstractmethod
+    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """What a method of the envs returns (or an attribute is), for each row in order.
+
+        A native vector env is asked as a whole and gives a single value.
+
+        Raises:
+            EnvError: there is none of that name, or it raised.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Close every env, also when one of them raises.
 
@@ -306,6 +316,11 @@ def misfit(env_name: str, leaf: Leaf, shape: tuple[int, ...]) -> EnvError:
         f"{env_name}: its info entry {'.'.join(leaf.key)!r} has shape {list(shape)}, expected "
         f"{list(leaf.shape)}; if that is right, declare its space in info_keys"
     )
+
+
+def called(attribute: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a method; an attribute as it is."""
+    return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
 def name_of(env: Env) -> str:

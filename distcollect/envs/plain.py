@@ -12,7 +12,7 @@ from gymnasium import spaces
 from distcollect.errors import EnvError
 from distcollect.spaces import Arrays, unflatten
 
-from .base import Env, EnvBatch, Fault, InfoKeys, Step, Way, misfit, name_of
+from .base import Env, EnvBatch, Fault, InfoKeys, Step, Way, called, misfit, name_of
 from .info import space_of_info
 
 _NOTHING = object()
@@ -225,6 +225,13 @@ class PlainBatch(EnvBatch):
         if not isinstance(space, spaces.Dict | spaces.Tuple):
             return columns[0]
         return [unflatten(space, iter(parts)) for parts in zip(*columns, strict=True)]
+
+    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        results = []
+        for row, env in enumerate(self._envs):
+            with self._naming_env(name, row):
+                results.append(called(env.get_wrapper_attr(name), args, kwargs))
+        return results
 
     def close(self) -> None:
         for row in self._broken:

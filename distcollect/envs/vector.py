@@ -13,7 +13,7 @@ from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 from distcollect.errors import EnvError
 from distcollect.spaces import Arrays, unflatten
 
-from .base import AnyVectorEnv, EnvBatch, Fault, InfoKeys, Step, misfit
+from .base import AnyVectorEnv, EnvBatch, Fault, InfoKeys, Step, called, misfit
 from .info import EPISODE, first_of_each, space_of_info
 
 # So long may an env that raised take to answer what it was asked before it is closed.
@@ -200,6 +200,13 @@ class VectorBatch(EnvBatch):
             if given.shape[1:] != leaf.shape:
                 raise misfit(self._name(), leaf, given.shape[1:])
             array[has] = given
+
+    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        bare = self._env.unwrapped
+        with self._naming_env(name):
+            if isinstance(bare, SyncVectorEnv | AsyncVectorEnv):
+                return list(bare.call(name, *args, **kwargs))
+            return [called(getattr(bare, name), args, kwargs)]
 
     def close(self) -> None:
         if self._failed and not self._closed:

@@ -1,0 +1,196 @@
+"""Evaluating a policy: whole episodes in envs of their own, beside the collection."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .engine import Engine
+from .errors import DeadlineError, WorkerLost
+from .policy import Exploration
+from .rollout import Slab
+from .seeds import Stream, env_seed
+
+log = logging.getLogger(__name__)
+
+_STEPS = 64  # of a rollout; the rest of the last one is stepped in vain
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a policy achieved in whole episodes; their order means nothing.
+
+    Attributes:
+        returns: float64 ``[E]``, sum of each episode's rewards.
+        lengths: int64 ``[E]``, its frames.
+        policy_version: int64 ``[E]``, the version that played it.
+    """
+
+    returns: torch.Tensor
+    lengths: torch.Tensor
+    policy_version: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Evaluation]) -> Evaluation:
+        """All episodes of ``parts``."""
+        return cls(
+            torch.cat([part.returns for part in parts]),
+            torch.cat([part.lengths for part in parts]),
+            torch.cat([part.policy_version for part in parts]),
+        )
+
+    @property
+    def mean_return(self) -> float:
+        """Mean of the returns."""
+        return self.returns.mean().item()
+
+
+class Evaluator:
+    """Plays episodes with the policy of a collecting engine, on that one's thread."""
+
+    def __init__(self, make_engine: Callable[[Exploration], Engine]) -> None:
+        """Make engines when they are needed; each has envs of its own, but no policy."""
+        self._make_engine = make_engine
+        self._engines: dict[Exploration, Engine] = {}
+
+    def evaluate(
+        self,
+        num_episodes: int,
+        *,
+        version: int,
+        deterministic: bool,
+        seed: int | None,
+        timeout_s: float,
+    ) -> Evaluation:
+        """Play ``num_episodes``, each env its share.
+
+        Args:
+            num_episodes: in all.
+            version: of the policy.
+            deterministic: take the most likely action, where the policy has a distribution.
+            seed: of envs and actions; None: a random one.
+            timeout_s: for all of it.
+
+        Raises:
+            DeadlineError: they were not over by then.
+            EnvError, PolicyError: an env or the policy failed.
+        """
+        deadline = time.monotonic() + timeout_s
+        exploration = Exploration.DETERMINISTIC if deterministic else Exploration.RANDOM
+        with _own_random_numbers():
+            if exploration not in self._engines:
+                self._engines[exploration] = self._make_engine(exploration)
+            engine = self._engines[exploration]
+            num_envs = engine.layout.num_envs
+            entropy = np.random.SeedSequence(seed).generate_state(1)[0] if seed is None else seed
+            seeds = [
+                env_seed(int(entropy), row, stream=Stream.EVALUATION) for row in range(num_envs)
+            ]
+            engine.seed(seeds)
+            torch.manual_seed(seeds[0])
+            episodes = self._play(engine, shares(num_episodes, num_envs), deadline)
+        returns, lengths = zip(*episodes, strict=True)
+        return Evaluation(
+            torch.tensor(returns, dtype=torch.float64),
+            torch.tensor(lengths),
+            torch.full((num_episodes,), version),
+        )
+
+    def _play(self, engine: Engine, owed: list[int], deadline: float) -> list[tuple[float, int]]:
+        """(return, length) of so many episodes of each env."""
+        slab = Slab(engine.layout, _STEPS)
+        episodes: list[tuple[float, int]] = []
+        num_envs = len(owed)
+        totals, lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
+        while any(owed):
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"{sum(owed)} of the episodes to be evaluated are not over, the longest after "
+                    f"{lengths.max()} frames; give it a longer timeout_s or fewer episodes"
+                )
+            engine.collect(slab, fresh=True)
+            done = slab.terminated | slab.truncated
+            for step in range(_STEPS):
+                totals += slab.reward[:, step]
+                lengths += 1
+                for row in np.flatnonzero(done[:, step]).tolist():
+                    if owed[row]:
+                        owed[row] -= 1
+                        episodes.append((float(totals[row]), int(lengths[row])))
+                    totals[row] = lengths[row] = 0
+        return episodes
+
+    def close(self) -> None:
+        """Close the envs."""
+        for engine in self._engines.values():
+            engine.close()
+
+
+def shares(total: int, num: int) -> list[int]:
+    """``total`` as ``num`` whole numbers that differ by one at most."""
+    each, rest = divmod(total, num)
+    return [each + (index < rest) for index in range(num)]
+
+
+@contextlib.contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Collection goes on afterwards as if nothing had been drawn."""
+    numpy_state = np.random.get_state()  # noqa: NPY002 - for envs that still use it
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+class Evaluators:
+    """Has workers that were set aside evaluate each version they get, the newest first.
+
+    Attributes:
+        results: in the order in which they came.
+    """
+
+    def __init__(
+        self, ask: Callable[[int], Future[Evaluation]], worker_ids: Collection[int]
+    ) -> None:
+        """Ask these workers by ``ask(worker_id)``."""
+        self.results: list[Evaluation] = []
+        self._ask = ask
+        self._worker_ids = worker_ids
+        self._lock = threading.Lock()
+        self._newest: dict[int, int] = {}  # version that a worker has
+        self._busy: dict[int, int] = {}  # and the one it evaluates
+
+    def has_weights(self, worker_id: int, version: int) -> None:
+        """A worker has new weights; or is there, with its first."""
+        if worker_id not in self._worker_ids:
+            return
+        with self._lock:
+            self._newest[worker_id] = version
+            if worker_id in self._busy:
+                return
+            self._busy[worker_id] = version
+        # Not under the lock: who is asked has locks of its own.
+        self._ask(worker_id).add_done_callback(lambda answer: self._done(worker_id, answer))
+
+    def _done(self, worker_id: int, answer: Future[Evaluation]) -> None:
+        with self._lock:
+            evaluated = self._busy.pop(worker_id)
+            newest = self._newest[worker_id]
+            error = answer.exception()
+            if error is None:
+                self.results.append(answer.result())
+        if isinstance(error, WorkerLost):
+            return  # who takes its place will be asked
+        if error is not None:
+            log.warning("worker %d could not evaluate version %d: %s", worker_id, evaluated, error)
+        if newest > evaluated:
+            self.has_weights(worker_id, newest)
