@@ -13,7 +13,7 @@ import gymnasium as gym
 import torch
 from torch import nn
 
-from .envs import check_env_id
+from .envs import check_env_id, is_env
 from .errors import ArgumentError, ArgumentTypeError, PolicyNotSendable
 from .spaces import leaves_of
 from .updaters import WeightUpdaterBase
@@ -99,7 +99,7 @@ def env_maker(maker: object, *, instances: bool) -> None:
             leaves_of(env.action_space, "action")
         finally:
             env.close()
-    elif isinstance(maker, gym.Env | gym.vector.VectorEnv):
+    elif is_env(maker):
         if not instances:
             raise ArgumentError(
                 f"create_env_fn is an env ({maker}), which can't be sent to workers: pass a "
