@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import torch
+from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule as Mod
 from torchrl.data import (
@@ -185,12 +187,12 @@ def _row(number: int) -> Counter:
 
 _ROWS = [partial(_row, number) for number in range(3)]
 
-# What makes an env, and the keys of the entry it acts on and of what it reads.
+# What makes an env, by what is special about it.
 KINDS: dict[str, Any] = {
     "plain": Counter,
     "batched": partial(Counter, batch_size=(5,)),
     "serial": lambda: SerialEnv(3, _ROWS),
-    "parallel": lambda: ParallelEnv(3, _ROWS),
+    "parallel": lambda: ParallelEnv(2, _ROWS[:2]),
     "transformed": lambda: _transformed(Counter()),
     "transformed batched": lambda: _transformed(Counter(batch_size=(5,))),
     "serial of transformed": lambda: SerialEnv(3, lambda: _transformed(Counter())),
@@ -205,6 +207,30 @@ KINDS: dict[str, Any] = {
     "gym one-hot": _gym,
     "gym discrete": lambda: _gym(categorical_action_encoding=True),
 }
+
+
+def pendulum() -> EnvBase:
+    """An env whose start is random."""
+    return GymEnv("Pendulum-v1")
+
+
+def mended(kind: str) -> Callable[[], EnvBase]:
+    """What makes first an env that raises in its second step, and then sound ones."""
+    fails_at = iter([2])
+
+    def make() -> EnvBase:
+        counter = partial(Counter, fails_at=next(fails_at, None))
+        if kind == "plain":
+            return counter()
+        return (SerialEnv if kind == "serial" else ParallelEnv)(2, counter)
+
+    return make
+
+
+def vector_env(mode: AutoresetMode) -> EnvBase:
+    """Three CartPoles in one of Gymnasium's own vector envs."""
+    makers = 3 * [partial(gym.make, "CartPole-v1")]
+    return GymWrapper(gym.vector.SyncVectorEnv(makers, autoreset_mode=mode))
 
 
 def policy_for(env: EnvBase) -> Mod:

@@ -15,11 +15,12 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import TensorDictBase
 from torchrl.data import Bounded, Categorical, Composite
 from torchrl.envs import AutoResetTransform, Compose, TransformedEnv, VecGymEnvTransform
 
-from distcollect.errors import EnvError, SpaceError
+from distcollect.errors import ArgumentError, EnvError, SpaceError
 from distcollect.spaces import Arrays, Entries, Key, Leaf, leaves_of, numpy_dtype
 
 from .base import EnvBatch, Fault, Space, Step
@@ -189,12 +190,7 @@ class TorchRLBatch(EnvBatch):
         all_specs: list[_Specs] = []
         start = 0
         for env, make in zip(envs, makers, strict=True):
-            if len(env.batch_size) > 1 or ("done",) not in _entries_of(env.full_done_spec):
-                raise SpaceError(
-                    f"{_name_of(env)}: its batch_size is {list(env.batch_size)} and its done keys "
-                    f"are {env.done_keys}; it must have one dimension at most, and a 'done' for "
-                    "each row as a whole"
-                )
+            _check(env)
             num_rows = env.batch_size.numel()
             part = _Part(range(start, start + num_rows), env, make, root=None)
             self._parts.append(part)
@@ -347,6 +343,25 @@ class TorchRLBatch(EnvBatch):
         return f"env {row} ({_name_of(self._part_of(row).env)})"
 
 
+def _check(env: TorchRLEnv) -> None:
+    """Raise if the frames of an env can't be told, or not truly."""
+    if len(env.batch_size) > 1 or ("done",) not in _entries_of(env.full_done_spec):
+        raise SpaceError(
+            f"{_name_of(env)}: its batch_size is {list(env.batch_size)} and its done keys are "
+            f"{env.done_keys}; it must have one dimension at most, and a 'done' for each row as a "
+            "whole"
+        )
+    within = vars(_base_of(env)).get("_env")
+    if isinstance(within, VectorEnv):
+        mode = within.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        if AutoresetMode(mode) is AutoresetMode.NEXT_STEP:
+            raise ArgumentError(
+                f"{_name_of(env)} wraps a vector env that resets itself a step late, from which "
+                "TorchRL gets no final observations: use a ParallelEnv or SerialEnv of single "
+                "ones, give the vector env itself, or make it with autoreset_mode=DISABLED"
+            )
+
+
 def _check_alike(name: str, specs: _Specs, others: _Specs) -> None:
     if specs != others:
         raise SpaceError(f"{name} has other specs than its like: {specs} instead of {others}")
@@ -369,10 +384,14 @@ def _resets_itself(env: TorchRLEnv) -> bool:
     return False
 
 
-def _name_of(env: TorchRLEnv) -> str:
+def _base_of(env: TorchRLEnv) -> TorchRLEnv:
     while isinstance(env, TransformedEnv):
         env = env.base_env
-    return type(env).__name__
+    return env
+
+
+def _name_of(env: TorchRLEnv) -> str:
+    return type(_base_of(env)).__name__
 
 
 def _shut(part: _Part) -> None:
@@ -380,12 +399,10 @@ def _shut(part: _Part) -> None:
     if part.closed:
         return
     part.closed = True
-    env = part.env
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
     # First, as a ParallelEnv would wait for an answer of each.
-    for process in vars(env).get("_workers", ()):
-        process.kill()
-        process.join()
+    for process in vars(_base_of(part.env)).get("_workers", ()):
+        with contextlib.suppress(ValueError):  # it has seen to this one itself
+            process.kill()
+            process.join()
     with contextlib.suppress(Exception):
         part.env.close()
