@@ -27,7 +27,7 @@ from .base import EnvBatch, Fault, Space, Step
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 
-_DONE: tuple[Key, ...] = (("done",), ("terminated",), ("truncated",))
+_DONE = ("done", "terminated", "truncated")
 # These reset rows when the rows end, and at no other time.
 _RESETS_ITSELF = (AutoResetTransform, VecGymEnvTransform)
 
@@ -89,7 +89,7 @@ class _Specs:
         given |= {
             key: space
             for key, space in _entries_of(env.full_done_spec_unbatched).items()
-            if key not in _DONE
+            if key not in [(name,) for name in _DONE]
         }
         always = {key: space for key, space in given.items() if first.get(key) is not None}
         single = always.pop(("observation",), None)
@@ -276,19 +276,16 @@ class TorchRLBatch(EnvBatch):
         after = stepped.get("next")
         part.root = env.step_mdp(stepped)
         self._put(part, self.obs, after, "step")
-        self._put(part, self.outcomes, after, "step")
-        num_rows = len(part.rows)
-        rewards = (after.get(key).reshape(num_rows, -1).sum(-1) for key in self._rewards)
-        reward = sum(rewards).cpu().numpy()
-        flags = {
-            key: after.get(key).reshape(num_rows).cpu().numpy() for key in _DONE if key in after
-        }
-        done, terminated = flags["done",], flags["terminated",]
-        result = self._result
-        result.reward[place] = reward
+        if self.outcomes:
+            self._put(part, self.outcomes, after, "step")
+        result, num_rows = self._result, len(part.rows)
+        rewards = [_array(after.get(key)).reshape(num_rows, -1) for key in self._rewards]
+        flags = {name: _array(after.get(name)).reshape(num_rows) for name in _DONE if name in after}
+        done, terminated = flags["done"], flags["terminated"]
+        result.reward[place] = sum(each.sum(-1) for each in rewards)
         result.terminated[place] = terminated
         # Also where it is done and doesn't say why.
-        result.truncated[place] = flags.get(("truncated",), False) | (done & ~terminated)
+        result.truncated[place] = flags.get("truncated", False) | (done & ~terminated)
 
     def _reset_rows(self, rows: list[int]) -> None:
         for part in self._parts:
@@ -324,7 +321,7 @@ class TorchRLBatch(EnvBatch):
                     f"its spec says {list(expected)}"
                 )
             mine = array[part.place]
-            given = value.cpu().numpy().reshape(mine.shape)
+            given = _array(value).reshape(mine.shape)
             if rows is None:
                 mine[:] = given
             else:
@@ -372,6 +369,10 @@ def _ordinary_tensors() -> Iterator[None]:
     """An env keeps tensors, which those of inference mode, that policies run in, would spoil."""
     with torch.inference_mode(mode=False), torch.no_grad():
         yield
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.cpu().numpy() if tensor.is_cuda else tensor.numpy()
 
 
 def _resets_itself(env: TorchRLEnv) -> bool:
