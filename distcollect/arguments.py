@@ -15,7 +15,7 @@ import gymnasium as gym
 import torch
 from torch import nn
 
-from .envs import check_env_id
+from .envs import check_env_id, is_env
 from .errors import ArgumentError, ArgumentTypeError, PolicyNotSendable
 from .spaces import leaves_of
 from .updaters import WeightUpdaterBase
@@ -121,11 +121,6 @@ def env_maker(maker: object, *, instances: bool) -> None:
         raise ArgumentTypeError(
             f"create_env_fn={maker!r}: must be an env id or a callable that makes an env"
         )
-
-
-def is_env(maker: object) -> bool:
-    """Whether it is an env itself."""
-    return isinstance(maker, gym.Env | gym.vector.VectorEnv)
 
 
 def env_makers(create_env_fn: object, num_workers: int) -> list[object]:

@@ -109,7 +109,9 @@ class Engine:
         # It may have changed its input in place.
         for key, array in envs.obs.items():
             array[:] = first[key]
-        self.layout = Layout(envs.num_envs, envs.leaves, envs.action_leaves, policy.extras)
+        self.layout = Layout(
+            envs.num_envs, envs.leaves, envs.action_leaves, policy.extras, envs.outcome_leaves
+        )
         self._strip: Strip | None = None
         self._reset_due = False
         self._begun_at = 0  # frames stepped before the rollout under way
@@ -262,6 +264,7 @@ class Engine:
         observations = [(slab.root[key], envs.obs[key]) for key in slab.root]
         actions = [(leaf.key, slab.action[leaf.key]) for leaf in self.layout.action]
         extras = list(slab.extras.values())
+        outcomes = [(slab.outcomes[key], now) for key, now in envs.outcomes.items()]
         if weights.pending:
             weights.apply()
         slab.policy_version.fill(weights.version)
@@ -301,6 +304,8 @@ class Engine:
             stepped += num_envs
             cells[0] = stepped
             rewards[:, step] = out.reward
+            for column, now in outcomes:
+                column[:, step] = now
             if out.ended:
                 if streaks:
                     self._rebuilder.finished(out.ended)
@@ -343,6 +348,8 @@ class Engine:
                 self._rebuilder.finished({*rows}.intersection(out.ended))
                 break
         slab.reward[:, step] = out.reward
+        for key, column in slab.outcomes.items():
+            column[:, step] = self._envs.outcomes[key]
         self._end_trajectories(slab, step, out)
 
     def _begin_anew(self, slab: Slab, step: int, rows: Sequence[int]) -> None:
@@ -414,7 +421,7 @@ class Engine:
                 self._rebuilder.finished(out.ended)
             real = np.ones(envs.num_envs, bool) if out.real is None else out.real
             self.counts.add(int(real.sum()))
-            values: Arrays = {**before, **action}
+            values: Arrays = {**before, **action, **envs.outcomes}
             for index, leaf in enumerate(self.layout.extras):
                 random = not written
                 values[leaf.key] = leaf.zeros(envs.num_envs) if random else written[index].numpy()

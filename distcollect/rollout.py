@@ -46,17 +46,19 @@ class Layout:
         carried: leaves that a frame has at its start and at its end: observations, info entries.
         action: leaves of the action.
         extras: what else the policy writes, e.g. log-probabilities.
+        outcomes: leaves that a frame has at its end only, beside the reward.
     """
 
     num_envs: int
     carried: tuple[Leaf, ...]
     action: tuple[Leaf, ...]
     extras: tuple[Leaf, ...]
+    outcomes: tuple[Leaf, ...] = ()
 
     @property
     def per_frame(self) -> tuple[Leaf, ...]:
         """Leaves of shape ``[n, T, *shape]``, in the order in which they travel."""
-        return (*self.carried, *self.action, *self.extras, *_BOOKKEEPING)
+        return (*self.carried, *self.action, *self.extras, *self.outcomes, *_BOOKKEEPING)
 
 
 # A leaf that is smaller than this in a rollout travels in one tensor with its like: a tensor of its
@@ -176,10 +178,11 @@ class Slab:
     sending it) and is written through numpy views, which cost a fraction per small write.
 
     Attributes:
-        frames: ``{key: [n, T, *shape]}`` of all leaves; the next four are parts of it.
+        frames: ``{key: [n, T, *shape]}`` of all leaves; the next ones are parts of it.
         root: of the carried leaves, as they are at the start of each frame.
         action: of the action's leaves.
         extras: of what the policy writes beside the action.
+        outcomes: of the leaves that only a frame's end has.
         tail: ``{key: [n, *shape]}`` of the carried leaves after the last frame.
         num_frames: how many frames in it are real; the others are padding.
     """
@@ -203,6 +206,7 @@ class Slab:
         self.root: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.carried}
         self.action: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.action}
         self.extras: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.extras}
+        self.outcomes: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.outcomes}
         self.reward = self.frames["reward",]
         self.terminated = self.frames["terminated",]
         self.truncated = self.frames["truncated",]
@@ -383,7 +387,9 @@ def assemble(
     following["terminated",] = column(terminated)
     following["truncated",] = column(truncated)
     following["done",] = column(terminated | truncated)
-    batch = {leaf.key: flat[leaf.key] for leaf in layout.per_frame[: -len(_BOOKKEEPING)]}
+    following.update((leaf.key, flat[leaf.key]) for leaf in layout.outcomes)
+    roots = (*layout.carried, *layout.action, *layout.extras)
+    batch = {leaf.key: flat[leaf.key] for leaf in roots}
     for name in ("done", "terminated", "truncated"):
         batch[name,] = torch.zeros((rows, steps, 1), dtype=torch.bool)
     tree = nested(batch)

@@ -46,6 +46,10 @@ class Leaf:
         return f"{'.'.join(self.key)} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
+class Entries(spaces.Dict):
+    """A Dict whose entries stand at the top level of a batch even if they are actions."""
+
+
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The numpy dtype of the same name as ``dtype``."""
     return torch.empty(0, dtype=dtype).numpy().dtype
@@ -66,13 +70,14 @@ def leaves_of(space: gym.Space[Any], role: str) -> tuple[Leaf, ...]:
     Args:
         space: an observation or action space of a single env.
         role: "observation" or "action". For an action, and for a Tuple, it is the first part of
-            each key; the entries of a Dict observation stand at the top level.
+            each key; the entries of a Dict observation, and of :class:`Entries`, stand at the top
+            level.
 
     Raises:
         SpaceError: a part of the space has no fixed shape (Text, Graph, Sequence, OneOf), or an
             entry has a name that the batch needs for itself.
     """
-    top_level = role == "observation" and isinstance(space, spaces.Dict)
+    top_level = isinstance(space, spaces.Dict if role == "observation" else Entries)
     if role == "observation" and isinstance(space, spaces.Dict):
         for name in space:
             if name in RESERVED:
@@ -93,8 +98,8 @@ def _walk(space: gym.Space[Any], key: Key, role: str) -> Iterator[Leaf]:
                 yield from _walk(part, (*key, str(index)), role)
         case spaces.Discrete():
             yield Leaf(key, (), torch.int64)
-        case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
-            yield Leaf(key, tuple(space.shape), torch_dtype(np.dtype(space.dtype)))
+        case gym.Space(shape=tuple(shape), dtype=np.dtype() as dtype):
+            yield Leaf(key, shape, torch_dtype(dtype))
         case _:
             where = ".".join(key) or role
             raise SpaceError(

@@ -15,6 +15,7 @@ from distcollect import arguments
 from distcollect.background import ReplayBuffer, check_replay_buffer
 from distcollect.config import Faults
 from distcollect.delivery import Delivery, PostProcess
+from distcollect.envs import is_env
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.evaluation import Evaluation
 from distcollect.policy import Exploration
@@ -80,9 +81,9 @@ class SyncDataCollector(DataCollectorBase):
         """Make the envs and try out env and policy.
 
         Args:
-            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``; an
-                env itself; or a list of these, one env each. A callable with a parameter named
-                ``context`` gets an :class:`~distcollect.envs.EnvContext`.
+            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``, or a
+                TorchRL ``EnvBase``; an env itself; or a list of these, one env each. A callable
+                with a parameter named ``context`` gets an :class:`~distcollect.envs.EnvContext`.
             policy: TensorDictModule, module or callable from observation to action, to
                 (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
                 random actions. It always sees a leading dimension of envs.
@@ -155,7 +156,7 @@ class SyncDataCollector(DataCollectorBase):
         plan = with_policy(plan)
         self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
         self._evaluator = build_evaluator(plan)
-        self._has_makers = not any(arguments.is_env(maker) for maker in makers)
+        self._has_makers = not any(is_env(maker) for maker in makers)
         self._batch_timeout_s = (faults or Faults()).batch_timeout_s
         try:
             num_envs = self._engine.layout.num_envs

@@ -1,6 +1,15 @@
 """Envs of every kind behind one stepping interface."""
 
 from .base import EnvBatch, Fault, Faulted, Step
-from .make import EnvContext, check_env_id, make_envs
+from .make import EnvContext, check_env_id, is_env, make_envs
 
-__all__ = ["EnvBatch", "EnvContext", "Fault", "Faulted", "Step", "check_env_id", "make_envs"]
+__all__ = [
+    "EnvBatch",
+    "EnvContext",
+    "Fault",
+    "Faulted",
+    "Step",
+    "check_env_id",
+    "is_env",
+    "make_envs",
+]

@@ -98,10 +98,13 @@ class EnvBatch(ABC):
         action_space: of a single env.
         leaves: what a frame has at its start and its end: observations, then info entries.
         action_leaves: the leaves of an action.
+        outcome_leaves: what a frame has at its end only, beside the reward.
         obs: what the policy sees next, ``[n, *shape]`` for each of ``leaves``. These arrays are
             never replaced, only rewritten.
-        final: same shapes; for the rows that ended in the last step their true last observation,
-            for others undefined.
+        outcomes: what the last step gave, ``[n, *shape]`` for each of ``outcome_leaves``; never
+            replaced either.
+        final: shapes as ``obs``; for the rows that ended in the last step their true last
+            observation, for others undefined.
         can_cut: whether rows can be reset at any time.
     """
 
@@ -109,7 +112,12 @@ class EnvBatch(ABC):
     _resets_itself: bool = False  # within the step: ``obs`` then holds no end of an episode
 
     def __init__(
-        self, num_envs: int, observation_space: Space, action_space: Space, info_space: spaces.Dict
+        self,
+        num_envs: int,
+        observation_space: Space,
+        action_space: Space,
+        info_space: spaces.Dict,
+        outcome_leaves: tuple[Leaf, ...] = (),
     ) -> None:
         observed = leaves_of(observation_space, "observation")
         noted = leaves_of(info_space, "observation")
@@ -118,6 +126,8 @@ class EnvBatch(ABC):
         self.action_space = action_space
         self.leaves: tuple[Leaf, ...] = (*observed, *noted)
         self.action_leaves = leaves_of(action_space, "action")
+        self.outcome_leaves = outcome_leaves
+        self.outcomes: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in outcome_leaves}
         self.obs: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
         self.final: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
         self._observed = with_ways(observed, observation_space)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from gymnasium.vector import VectorEnv
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
 from distcollect.spaces import leaves_of
 
-from .base import AnyVectorEnv, Env, EnvBatch, InfoKeys, Maker, name_of, told
+from .base import Env, EnvBatch, InfoKeys, Maker, name_of, told
 from .plain import PlainBatch
 from .vector import VectorBatch
 
@@ -69,10 +70,11 @@ def make_envs(
     """Make the envs of one worker.
 
     Args:
-        create_env: an env id; a callable that returns an env or a vector env (if it has a
-            parameter named ``context``, it is given one); an instance; or a list of these, one
-            plain env each.
-        num_envs: how many envs. A vector env may have this many rows, or any number if it is 1.
+        create_env: an env id; a callable that returns an env, a vector env or a TorchRL env (if it
+            has a parameter named ``context``, it is given one); an instance; or a list of these,
+            one plain env each.
+        num_envs: how many envs. A vector env, or a TorchRL env with a batch size, may have this
+            many rows, or any number if it is 1.
         info_keys: entries of ``info`` that frames carry; a mapping gives their spaces (None: find
             out), where a nested entry is a Dict space. Missing values are NaN, False or 0.
         contexts: one for each env.
@@ -92,21 +94,20 @@ def make_envs(
     if len(makers) != num_envs:
         raise ArgumentError(f"{len(makers)} envs are listed, but there are to be {num_envs}")
     given = list(zip(makers, contexts, strict=True))
-    envs: list[Env] = []
-    opened: list[Env | AnyVectorEnv] = []
+    envs: list[Any] = []
+    opened: list[Any] = []
     try:
         for row, (maker, context) in enumerate(given):
             env = _make(maker, row, context)
             if env is not maker:
                 opened.append(env)
-            if isinstance(env, VectorEnv):
-                _check_rows(env, num_envs, alone=not listed and row == 0)
-                return VectorBatch(env, info_keys, _remaker(maker, row, context))
             envs.append(env)
-        _check_alike(envs)
-        return PlainBatch(
-            envs, info_keys, [_remaker(maker, row, ctx) for row, (maker, ctx) in enumerate(given)]
-        )
+            num_rows = _num_rows(env)
+            if num_rows is not None:
+                _check_rows(env, num_rows, num_envs, alone=not listed and row == 0)
+                break
+        remakers = [_remaker(maker, row, ctx) for row, (maker, ctx) in enumerate(given)]
+        return _batch(envs, info_keys, remakers[: len(envs)])
     except BaseException:
         for env in opened:
             with contextlib.suppress(Exception):  # the first error is the one to tell
@@ -114,16 +115,55 @@ def make_envs(
         raise
 
 
+def is_env(value: object) -> bool:
+    """Whether ``value`` is an env of a kind that can be stepped here."""
+    return isinstance(value, gym.Env | VectorEnv) or _is_torchrl(value)
+
+
+def _is_torchrl(value: object) -> bool:
+    # Where torchrl was never imported nothing is an env of it, and importing it has side effects.
+    module = sys.modules.get("torchrl.envs.common")
+    return module is not None and isinstance(value, module.EnvBase)
+
+
+def _num_rows(env: Any) -> int | None:
+    """How many rows an env steps at once; None for one that has no such dimension."""
+    if _is_torchrl(env):
+        return env.batch_size.numel() if env.batch_size else None
+    return env.num_envs if isinstance(env, VectorEnv) else None
+
+
+def _batch(
+    envs: list[Any], info_keys: InfoKeys | None, makers: list[Callable[[], Any] | None]
+) -> EnvBatch:
+    """The batch for envs of one kind: plain ones, or a single one of several rows."""
+    _check_distinct(envs)
+    if any(map(_is_torchrl, envs)):
+        if not all(map(_is_torchrl, envs)):
+            raise ArgumentError("TorchRL envs and others can't be listed together")
+        if info_keys:
+            raise ArgumentError(
+                "info_keys: a TorchRL env brings them along itself, see its set_info_dict_reader"
+            )
+        from .torchrl import TorchRLBatch  # noqa: PLC0415 - see _is_torchrl
+
+        return TorchRLBatch(envs, makers)
+    if isinstance(envs[0], VectorEnv):
+        return VectorBatch(envs[0], info_keys, makers[0])
+    _check_alike(envs)
+    return PlainBatch(envs, info_keys, makers)
+
+
 def _remaker(maker: Maker, row: int, context: EnvContext) -> Callable[[], Any] | None:
     """What makes the env of a row once more; None for an instance."""
-    if isinstance(maker, gym.Env | VectorEnv):
+    if is_env(maker):
         return None
     return partial(_make, maker, row, context)
 
 
-def _make(maker: Maker, row: int, context: EnvContext) -> Env | AnyVectorEnv:
+def _make(maker: Maker, row: int, context: EnvContext) -> Any:
     # Instances first: an env may be callable too.
-    if isinstance(maker, gym.Env | VectorEnv):
+    if is_env(maker):
         return maker
     if isinstance(maker, str):
         check_env_id(maker)
@@ -142,9 +182,12 @@ def _make(maker: Maker, row: int, context: EnvContext) -> Env | AnyVectorEnv:
             env = maker(context=context) if _takes_context(maker) else maker()
     except Exception as err:
         raise EnvError(f"env {row}: {name} raised {told(err)}") from err
-    if not isinstance(env, gym.Env | VectorEnv):
+    if not is_env(env):
         kind = f"{type(env).__module__}.{type(env).__qualname__}"
-        raise EnvError(f"env {row}: {name} returned a {kind}, not a gymnasium Env or VectorEnv")
+        raise EnvError(
+            f"env {row}: {name} returned a {kind}, not a gymnasium Env or VectorEnv, nor a TorchRL "
+            "EnvBase"
+        )
     return env
 
 
@@ -159,25 +202,29 @@ def _takes_context(maker: Callable[..., Any]) -> bool:
     )
 
 
-def _check_rows(env: AnyVectorEnv, num_envs: int, *, alone: bool) -> None:
+def _check_rows(env: Any, num_rows: int, num_envs: int, *, alone: bool) -> None:
     if not alone:
         raise ArgumentError(f"{env} is a vector env, but each env of a list must be a plain one")
-    if num_envs not in (1, env.num_envs):
+    if num_envs not in (1, num_rows):
         raise ArgumentError(
-            f"{env} has {env.num_envs} envs, but there are to be {num_envs}: ask for "
-            f"{env.num_envs}, or for 1 to take it as it is"
+            f"{env} has {num_rows} envs, but there are to be {num_envs}: ask for "
+            f"{num_rows}, or for 1 to take it as it is"
         )
 
 
-def _check_alike(envs: Sequence[Env]) -> None:
-    """Envs of one batch are different objects with the same spaces."""
-    first = envs[0]
+def _check_distinct(envs: Sequence[Any]) -> None:
     for row, env in enumerate(envs):
         if any(env is other for other in envs[:row]):
             raise ArgumentError(
-                f"env {row} ({name_of(env)}) is the same object as another one; "
-                "each row needs an env of its own, so give a callable that makes one"
+                f"env {row} ({env}) is the same object as another one; each row needs an env of "
+                "its own, so give a callable that makes one"
             )
+
+
+def _check_alike(envs: Sequence[Env]) -> None:
+    """Envs of one batch have the same spaces."""
+    first = envs[0]
+    for row, env in enumerate(envs):
         for role in ("observation", "action"):
             mine, theirs = getattr(env, f"{role}_space"), getattr(first, f"{role}_space")
             # The bounds of observations may differ, but what an action means may not.
