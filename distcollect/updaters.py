@@ -8,6 +8,7 @@ there and writes them into memory that the receiver has ready.
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class WeightUpdaterBase(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Give everything back; a :meth:`send` may still be under way."""
+        """Give everything back, for good; a push may still be under way, and may fail then."""
 
 
 def gpu_of(device: torch.device) -> str:
@@ -171,18 +172,31 @@ class SharedMemoryUpdater(WeightUpdaterBase):
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._segment: Segment | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # a push may be under way when it is closed
 
     def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
         """See :class:`WeightUpdaterBase`."""
-        if self._segment is None or len(self._memory) < len(payload):
-            self.close()
-            self._memory, self._segment = allocate(len(payload))
-        self._memory[: len(payload)].copy_(payload)
-        place = SharedTensor(self._segment, 0, tuple(payload.shape), payload.dtype)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("closed")
+            if self._segment is None or len(self._memory) < len(payload):
+                self._give_back()
+                self._memory, self._segment = allocate(len(payload))
+            place = SharedTensor(self._segment, 0, tuple(payload.shape), payload.dtype)
+            memory = self._memory
+        memory[: len(payload)].copy_(payload)
         return dict.fromkeys(peers, FromMemory(place))
 
-    def close(self) -> None:
-        """See :class:`WeightUpdaterBase`."""
+    def _give_back(self) -> None:
         if self._segment is not None:
             os.close(self._segment.fd)
             self._segment = None
+            # It has a descriptor of its own.
+            self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """See :class:`WeightUpdaterBase`."""
+        with self._lock:
+            self._closed = True
+            self._give_back()

@@ -225,6 +225,8 @@ class WeightSender:
             try:
                 self._send(newest, receivers)
             except Exception as error:
+                if self._closed:
+                    return  # what was not sent has failed already
                 log.exception("version %d could not be sent", newest.version)
                 for receiver in receivers.items():
                     message = f"sending it version {newest.version} failed: {error!r}"
