@@ -18,6 +18,7 @@ from .errors import ArgumentError, DeadlineError, LaunchError
 from .link import Connection, Gate, GateEvents, Message
 from .processes import End, LocalProcesses, ProcessEvents
 from .topology import LOOPBACK, num_cores
+from .transport import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class Cluster(GateEvents):
     Attributes:
         gate: where workers and supervisors join.
         address: this host's, on the interface by which they reach it.
+        first_traj_id: no trajectory of this trainer's has a lower id, and none of another's one
+            from here on, to the next trainer's.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Cluster(GateEvents):
         num_ranks: int | None = None,
         num_local: int = 0,
         port: int = 0,
+        trainer: int = 0,
     ) -> None:
         """Listen on ``address``.
 
@@ -63,11 +67,13 @@ class Cluster(GateEvents):
                 is no launch.
             num_local: slots, from 0, whose processes this process starts itself.
             port: to listen on; 0: any that is free.
+            trainer: which of the launch's trainers this is.
 
         Raises:
             LaunchError: see :func:`~distcollect.topology.listen`.
         """
         self.address = address
+        self.first_traj_id = trainer * TRAJ_IDS_PER_TRAINER
         self._token = token
         self._num_ranks = num_ranks
         self._num_local = num_local
@@ -138,12 +144,13 @@ class Cluster(GateEvents):
             OSError: the system can't.
             LaunchError: nobody is there who could.
         """
+        boot = {**boot, "first_traj_id": self.first_traj_id}
         with self._lock:
             supervisor = self._supervisors.get(worker_id)
             if supervisor is not None:
                 self._remote.add((worker_id, incarnation))
         if supervisor is not None:
-            message = {"spawn": worker_id, "incarnation": incarnation, "boot": dict(boot)}
+            message = {"spawn": worker_id, "incarnation": incarnation, "boot": boot}
             supervisor.send({**message, "env": dict(env)})
         elif self._local is not None and worker_id < self._num_local:
             here = {

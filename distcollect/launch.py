@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -10,15 +11,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed
 
-from .cluster import Cluster, listen_address, read_token, set_launched
-from .errors import LaunchError
+from . import arguments
+from .cluster import Cluster, current, listen_address, read_token, set_launched
+from .errors import ArgumentError, LaunchError
 from .link import Lifeline, Message, NoAnswer
 from .processes import End, LocalProcesses, ProcessEvents
 from .topology import LOOPBACK, Launch, Launcher, num_cores, route_to
@@ -36,36 +38,48 @@ _MEET_TIMEOUT_S = 300.0
 _MEET_AGAIN_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 5.0
 _RETRY_S = 0.2
+_GATE_KEY = "distcollect/gate"
 
 
-def run(main: Callable[[], T]) -> T | None:
+def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     """Call ``main`` on the trainer and serve on all other ranks of the launch.
 
     Under ``torchrun`` and ``srun``, rank 0 calls ``main`` and every other rank serves as a worker
     of the collectors that ``main`` makes, until it returns. Under no launcher ``main`` is called
     right here, and collectors start local workers of their own.
 
+    Args:
+        main: the training.
+        num_trainers: so many ranks, the first, call ``main``, each with its own share of the
+            others as workers. Within ``main``, RANK and WORLD_SIZE are those among the trainers, so
+            that ``torch.distributed.init_process_group()`` makes a group of these, for DDP say.
+            Each publishes to its own workers: after a step that all trainers took together these
+            get the same weights, as the same version.
+
     Returns:
         What ``main`` returned; None on the other ranks.
 
     Raises:
-        LaunchError: the ranks can't find each other.
+        ArgumentError, ArgumentTypeError: no such number of trainers.
+        LaunchError: there are too few ranks, or they can't find each other.
     """
+    arguments.positive("num_trainers", num_trainers)
     launch = Launch.detect()
     if launch.launcher is Launcher.NONE:
+        if num_trainers > 1:
+            raise ArgumentError(
+                f"num_trainers={num_trainers} needs a launcher: start the script by torchrun"
+            )
         return main()
-    if launch.num_workers < 1:
-        raise LaunchError(
-            "this launch has one process: one is the trainer, so at least two are needed "
-            "(--nproc-per-node=2), or start the script with plain python"
-        )
+    launch = launch.part(num_trainers)
     if launch.rank > 0:
         _supervise(launch)
         return None
     cluster = _open_gate(launch)
     set_launched(cluster)
     try:
-        return main()
+        with _among_trainers(launch, num_trainers):
+            return main()
     finally:
         # While their supervisors are still there to end them.
         close_workers()
@@ -73,11 +87,40 @@ def run(main: Callable[[], T]) -> T | None:
         cluster.close()
 
 
+@contextlib.contextmanager
+def _among_trainers(launch: Launch, num_trainers: int) -> Iterator[None]:
+    """Torch's variables as they are among the trainers alone."""
+    if num_trainers == 1:
+        yield
+        return
+    variables = {"RANK": str(launch.trainer), "WORLD_SIZE": str(num_trainers)}
+    if launch.launcher is Launcher.SLURM:
+        assert launch.master is not None
+        host, port = launch.master
+        host = LOOPBACK if launch.num_hosts == 1 else host
+        # The trainers' gates have the ports from this one on.
+        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port + num_trainers)}
+        variables["LOCAL_RANK"] = str(launch.trainer)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def num_workers(default: int) -> int:
     """Workers that this launch provides; ``default`` where there is no launcher.
 
-    For sizes that depend on it, such as ``frames_per_batch``.
+    For sizes that depend on it, such as ``frames_per_batch``. With several trainers each has its
+    own: call it within ``main``.
     """
+    if (launched := current()) is not None:
+        return launched.num_workers(None)
     launch = Launch.detect()
     return default if launch.launcher is Launcher.NONE else launch.num_workers
 
@@ -88,8 +131,13 @@ def _open_gate(launch: Launch) -> Cluster:
         host, port = launch.master
         address = LOOPBACK if launch.num_hosts == 1 else _own_address(host)
         address, wanted_port = listen_address(default=address)
-        token = read_token() or launch.run_id
-        return Cluster(address, token, num_ranks=launch.num_workers, port=wanted_port or port)
+        return Cluster(
+            address,
+            read_token() or launch.run_id,
+            num_ranks=launch.num_workers,
+            port=(wanted_port or port) + launch.trainer,
+            trainer=launch.trainer,
+        )
     store = _torchrun_store(launch)
     address = LOOPBACK
     if launch.num_hosts > 1:
@@ -97,8 +145,14 @@ def _open_gate(launch: Launch) -> Cluster:
         address = route_to(store.get(_address_key(launch.world_size - 1)).decode())
     address, port = listen_address(default=address)
     token = read_token() or secrets.token_hex(16)
-    cluster = Cluster(address, token, num_ranks=launch.num_workers, port=port)
-    store.set("distcollect/gate", json.dumps(Meeting(address, cluster.gate.port, token)))
+    cluster = Cluster(
+        address,
+        token,
+        num_ranks=launch.num_workers,
+        port=port + launch.trainer if port else 0,
+        trainer=launch.trainer,
+    )
+    store.set(_GATE_KEY, json.dumps(Meeting(address, cluster.gate.port, token)))
     return cluster
 
 
@@ -121,11 +175,11 @@ def _torchrun_store(launch: Launch) -> Any:
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         *launch.master,
-        is_master=not served and launch.rank == 0,
+        is_master=not served and launch.rank == launch.trainer == 0,
         wait_for_workers=False,
         timeout=timedelta(seconds=_MEET_TIMEOUT_S),
     )
-    return dist.PrefixStore(launch.run_id, store)
+    return dist.PrefixStore(f"{launch.run_id}/{launch.trainer}", store)
 
 
 def _address_key(rank: int) -> str:
@@ -292,10 +346,11 @@ def _supervise(launch: Launch) -> None:
         store.set_timeout(timedelta(seconds=1))
     host, port = launch.master
     host, wanted_port = listen_address(default=LOOPBACK if launch.num_hosts == 1 else host)
-    here = Meeting(host, wanted_port or port, read_token() or launch.run_id)
+    port = (wanted_port or port) + launch.trainer
+    here = Meeting(host, port, read_token() or launch.run_id)
 
     def find() -> Meeting:
-        return here if store is None else Meeting(*json.loads(store.get("distcollect/gate")))
+        return here if store is None else Meeting(*json.loads(store.get(_GATE_KEY)))
 
     num_threads = max(1, num_cores() // launch.local_world_size)
     supervise(find, rank=launch.rank, num_threads=num_threads, timeout_s=_MEET_TIMEOUT_S)

@@ -13,7 +13,7 @@ import re
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import LaunchError
 
@@ -47,6 +47,7 @@ class Launch:
         local_world_size: ranks on this host.
         run_id: the same on all ranks, different from other launches on these hosts.
         master: host name and port where the ranks meet; None without a launcher.
+        trainer: which of several trainers this part of the launch belongs to.
     """
 
     launcher: Launcher = Launcher.NONE
@@ -56,6 +57,7 @@ class Launch:
     local_world_size: int = 1
     run_id: str = ""
     master: tuple[str, int] | None = None
+    trainer: int = 0
 
     @classmethod
     def detect(cls, env: Mapping[str, str] | None = None) -> Launch:
@@ -113,6 +115,33 @@ class Launch:
     def num_workers(self) -> int:
         """Worker ranks in this launch."""
         return self.world_size - 1
+
+    def part(self, num_trainers: int) -> Launch:
+        """This rank's part of a launch whose first ranks are trainers, as a launch of its own.
+
+        The other ranks are dealt out to the trainers in turn.
+
+        Raises:
+            LaunchError: somebody would have no workers, or couldn't be found by them.
+        """
+        num_workers = self.world_size - num_trainers
+        if num_workers < num_trainers:
+            raise LaunchError(
+                f"this launch has {self.world_size} process(es): {num_trainers} trainer(s) with a "
+                f"worker each are {2 * num_trainers} (--nproc-per-node={2 * num_trainers}); or "
+                "start the script with plain python"
+            )
+        is_trainer = self.rank < num_trainers
+        turn, trainer = divmod(self.rank - num_trainers, num_trainers)
+        if is_trainer:
+            turn, trainer = -1, self.rank
+        if self.launcher is Launcher.SLURM and num_trainers > self.local_world_size:
+            raise LaunchError(
+                f"{num_trainers} trainers, but the first host has {self.local_world_size} task(s): "
+                "all of them have to be there"
+            )
+        own = len(range(trainer, num_workers, num_trainers))
+        return replace(self, rank=1 + turn, world_size=1 + own, trainer=trainer)
 
 
 def first_host(nodelist: str) -> str:

@@ -39,6 +39,7 @@ _MAX_PEER = 2**15 - 1  # ids are 16-bit on torch's wire
 _peers = itertools.count(TRAINER_PEER + 1)
 # A process numbers its trajectories from its id times this: unique over the run, below 2**63.
 TRAJ_IDS_PER_PEER = 1 << 40
+TRAJ_IDS_PER_TRAINER = (_MAX_PEER + 1) * TRAJ_IDS_PER_PEER
 
 
 def new_peer() -> int:

@@ -208,16 +208,19 @@ class Worker:
         peer: int,
         address: str,
         counts: Counts | None = None,
+        first_traj_id: int = 0,
     ) -> None:
         """A worker in slot ``worker_id``, known as ``peer``, on a host with ``address``.
 
-        Its frames are counted in ``counts``; None: where nobody else can look.
+        Its frames are counted in ``counts``; None: where nobody else can look. Ids of trajectories
+        begin with ``first_traj_id``.
         """
         self.worker_id = worker_id
         self._incarnation = incarnation
         self._peer = peer
         self._address = address
         self._counts = counts
+        self._first_traj_id = first_traj_id
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
@@ -337,7 +340,7 @@ class Worker:
             plan,
             worker_id=self.worker_id,
             incarnation=self._incarnation,
-            traj_ids=itertools.count(self._peer * TRAJ_IDS_PER_PEER),
+            traj_ids=self._new_traj_ids(),
             counts=self._counts,
         )
         if self._stopping:
@@ -399,7 +402,11 @@ class Worker:
     def _resume(self, version: int, first_traj_id: int) -> None:
         engine = self._configured
         engine.weights.version = version
-        engine.number(itertools.count(first_traj_id + self._peer * TRAJ_IDS_PER_PEER))
+        self._first_traj_id = first_traj_id
+        engine.number(self._new_traj_ids())
+
+    def _new_traj_ids(self) -> Iterator[int]:
+        return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)
 
 
 def _sample_of_memory() -> dict[str, Any] | None:
@@ -417,7 +424,7 @@ def main(boot: dict[str, Any]) -> None:
     Args:
         boot: "host" and "port" of the trainer's gate, "token", "worker_id", "incarnation",
             "num_threads" (torch's, 0: leave as it is), "vitals" (a descriptor, see
-            :mod:`.vitals`).
+            :mod:`.vitals`), "first_traj_id".
     """
     # Ctrl-C is the trainer's business: a terminal, or torchrun, may send it to all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -438,6 +445,7 @@ def main(boot: dict[str, Any]) -> None:
         peer=welcome["peer"],
         address=address,
         counts=counts,
+        first_traj_id=boot["first_traj_id"],
     )
     transport = RpcTransport(welcome["peer"], interface=interface_of(address), service=worker)
     transport.connect(welcome["trainer_peer"], welcome["trainer_endpoint"])

@@ -71,6 +71,7 @@ class Workers(ClusterEvents):
         probes: worker_id to what the first process in each slot found when it was tried out.
         gpus: worker_id to a name of the GPU that has its policy, "" for the CPU; kept up to date.
         address: this host's, on the interface by which they reach it.
+        first_traj_id: of this trainer's trajectories.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Workers(ClusterEvents):
             undo.callback(self._cluster.release)
             count = self._num_first = self._cluster.num_workers(num_workers)
             self.address = self._cluster.address
+            self.first_traj_id = self._cluster.first_traj_id
             self.transport = RpcTransport(TRAINER_PEER, interface=interface_of(self.address))
             undo.callback(self.transport.close)
             undo.callback(self._end_thread)

@@ -32,6 +32,7 @@ class LoopbackWorkers:
     ) -> None:
         self.transport = LoopbackTransport()
         self.address = ADDRESS
+        self.first_traj_id = 0
         self.services: dict[int, Worker] = {}
         self.peers: dict[int, int] = {}
         self._threads: list[threading.Thread] = []

@@ -12,6 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "scripts" / "launched.py"
+TRAINERS = HERE / "scripts" / "trainers.py"
 MENDED = HERE / "scripts" / "mended.py"
 TESTBED = HERE / "testbed"
 NUM_HOSTS = 3
@@ -23,7 +24,7 @@ needs_hosts = pytest.mark.skipif(
 needs_ss = pytest.mark.skipif(not shutil.which("ss"), reason="needs ss, of iproute2")
 
 
-def finish(processes, timeout_s=100):
+def finish(processes, timeout_s=110):
     """Wait for all; their outputs. Ends them whatever happens."""
     outputs = []
     try:
@@ -157,3 +158,38 @@ def await_line(process, wanted):
         if line.strip() == wanted:
             return
     raise AssertionError(f"{wanted!r} never came")
+
+
+def check_trainers(output):
+    [line] = [line for line in output.splitlines() if line.startswith('{"trainers"')]
+    trainers = json.loads(line)["trainers"]
+    assert [workers for workers, _ in trainers] == [2, 1]
+    for _, seen in trainers:
+        # One publication for all, of what they trained together.
+        assert [versions for _, versions, _ in seen] == [[0], [1], [2]]
+        assert [weights for _, _, weights in seen] == [[0], [2], [4]]
+    first, second = ({i for ids, _, _ in seen for i in ids} for _, seen in trainers)
+    assert not first & second
+
+
+def test_two_trainers_by_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    [output] = finish([start([*command, "--nproc-per-node=5", TRAINERS])])
+    check_trainers(output)
+
+
+def test_two_trainers_by_slurm_variables():
+    ranks = [start([sys.executable, TRAINERS], **slurm_variables(rank, 1, 5)) for rank in range(5)]
+    check_trainers(finish(ranks)[0])
+
+
+@needs_hosts
+def test_two_trainers_on_three_hosts(on_host):
+    options = ["-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=2"]
+    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=node1:29512", "--rdzv-id=trainers"]
+    hosts = range(1, NUM_HOSTS + 1)
+    command = [sys.executable, *options, TRAINERS]
+    outputs = finish([start(on_host(host, *command)) for host in hosts])
+    [output] = [output for output in outputs if '{"trainers"' in output]
+    workers = json.loads(output[output.index('{"trainers"') :].splitlines()[0])["trainers"]
+    assert [count for count, _ in workers] == [2, 2]

@@ -156,3 +156,24 @@ def test_refuses_to_listen_everywhere(address: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("DISTCOLLECT_ALLOW_PUBLIC", raising=False)
     with pytest.raises(dc.LaunchError):
         listen(address)
+
+
+def test_parts_of_several_trainers() -> None:
+    whole = [Launch(Launcher.TORCHRUN, rank, 7, 1, 7, "run", ("node1", 1)) for rank in range(7)]
+    parts = [launch.part(2) for launch in whole]
+    assert [(part.trainer, part.rank) for part in parts] == [
+        *((0, 0), (1, 0)),
+        *((0, 1), (1, 1), (0, 2), (1, 2), (0, 3)),
+    ]
+    assert [part.world_size for part in parts] == [4, 3, 4, 3, 4, 3, 4]
+    assert [launch.part(1) for launch in whole] == whole
+
+
+def test_too_few_for_several_trainers() -> None:
+    launch = Launch(Launcher.TORCHRUN, 0, 5, 1, 5, "run", ("node1", 1))
+    with pytest.raises(dc.LaunchError, match=r"5 process.*3 trainer.* are 6 .*per-node=6"):
+        launch.part(3)
+    with pytest.raises(dc.LaunchError, match="the first host has 2 task"):
+        Launch(Launcher.SLURM, 0, 9, 4, 2, "run", ("node1", 1)).part(3)
+    with pytest.raises(ValueError, match="num_trainers=2 needs a launcher"):
+        dc.run(lambda: None, num_trainers=2)

@@ -35,7 +35,7 @@ from distcollect.seats import BatchPlan, Pace
 from distcollect.seeds import Stream, env_seed
 from distcollect.threads import missing
 from distcollect.topology import num_cores
-from distcollect.transport import TRAJ_IDS_PER_PEER, new_peer
+from distcollect.transport import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, new_peer
 from distcollect.updaters import Site, WeightUpdaterBase
 from distcollect.weights import WeightSender
 from distcollect.worker import WorkerPlan
@@ -289,7 +289,7 @@ class RPCDataCollector(DataCollectorBase):
             workers.close()
             raise
         self._workers = workers
-        self._first_traj_id = 0
+        self._first_traj_id = workers.first_traj_id
         self._publisher = Publisher(
             self._pool,
             self._probe.weights,
@@ -521,6 +521,9 @@ class RPCDataCollector(DataCollectorBase):
         return self._first_traj_id + new_peer() * TRAJ_IDS_PER_PEER
 
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
+        # All trainers may go on from the state of one.
+        own = self._workers.first_traj_id
+        first_traj_id = own + first_traj_id % TRAJ_IDS_PER_TRAINER
         self._first_traj_id = first_traj_id
         self._pool.resume(version, first_traj_id, frames, self._faults.batch_timeout_s)
 
