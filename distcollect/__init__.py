@@ -13,7 +13,7 @@
 from .broadcast import AutoUpdater, BroadcastUpdater
 from .collectors import DataCollectorBase, LagStats, RPCDataCollector, SyncDataCollector
 from .config import Faults, Staleness, WeightSync
-from .envs import EnvContext
+from .envs import EnvContext, PettingZooEnv
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -65,6 +65,7 @@ __all__ = [
     "LaunchError",
     "LedgerReport",
     "Pace",
+    "PettingZooEnv",
     "PolicyError",
     "PolicyNotSendable",
     "PushHandle",
