@@ -80,6 +80,11 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
             group: self._space_in(group, "observation", env.observation_space)
             for group in self.groups
         }
+        # Of each leaf of what the agents of a group see, as if none of them was there.
+        self._nothing = {
+            group: [leaf.zeros(len(self.groups[group])) for leaf in leaves_of(space, "observation")]
+            for group, space in self._observed.items()
+        }
         acted = {group: self._space_in(group, "action", env.action_space) for group in self.groups}
         sizes = {group: len(members) for group, members in self.groups.items()}
         self._actions = {group: batch_space(acted[group], size) for group, size in sizes.items()}
@@ -169,10 +174,7 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
         tree: Tree = {}
         for group, members in self.groups.items():
             space = self._observed[group]
-            parts = [
-                np.zeros((len(members), *leaf.shape), leaf.numpy_dtype)
-                for leaf in leaves_of(space, "observation")
-            ]
+            parts = [part.copy() for part in self._nothing[group]]
             for index, agent in enumerate(members):
                 if agent not in observations:
                     continue
