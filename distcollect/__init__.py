@@ -22,7 +22,7 @@ from .collectors import (
     aSyncDataCollector,
 )
 from .config import EvaluationWorkers, Faults, Staleness, WeightSync
-from .envs import EnvContext
+from .envs import EnvContext, PettingZooEnv
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -79,6 +79,7 @@ __all__ = [
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
     "Pace",
+    "PettingZooEnv",
     "PolicyError",
     "PolicyNotSendable",
     "PushHandle",

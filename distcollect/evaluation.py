@@ -188,6 +188,8 @@ class Evaluators:
             error = answer.exception()
             if error is None:
                 self.results.append(answer.result())
+                # A newer one than it was asked for may have come before it began.
+                evaluated = int(answer.result().policy_version[0])
         if isinstance(error, WorkerLost):
             return  # who takes its place will be asked
         if error is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule as Mod
 from torch import nn
 
 import distcollect as dc
@@ -82,6 +84,37 @@ def test_the_same_frames_as_from_torchrls_collector(zoo: Any, kind: str) -> None
         for key, value in wanted.items():
             assert mine[key].dtype == value.dtype, key
             torch.testing.assert_close(mine[key], value, rtol=0, atol=0, msg=str(key))
+
+
+def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
+    pytest.importorskip("pettingzoo", reason="the pettingzoo extra is not installed")
+    from lives import Lives  # noqa: PLC0415
+    from torchrl.envs import PettingZooWrapper  # noqa: PLC0415
+
+    def make() -> Lives:
+        return Lives(lives={"ant_0": 2, "ant_1": 4})
+
+    def choose(observation: torch.Tensor) -> torch.Tensor:
+        return (observation[..., :1] / 10).expand(*observation.shape[:-1], 3)
+
+    policy = Mod(choose, in_keys=[("ant", "observation")], out_keys=[("ant", "action")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is tested with another version
+        env = PettingZooWrapper(make(), use_mask=True, done_on_any=False)
+    sizes = {"frames_per_batch": 12, "total_frames": 12}
+    reference = zoo.Collector(env, policy, auto_register_policy_transforms=False, **sizes)
+    theirs = entries(next(iter(reference)).clone())
+    reference.shutdown()
+    with dc.SyncDataCollector(make(), policy, **sizes) as collector:
+        ours = entries(collector.next())
+    assert theirs.keys() == ours.keys() - {("next", "reward")}
+    for key, value in theirs.items():
+        # Of agents that are gone TorchRL says that they were both terminated and truncated, and of
+        # an episode in which agents ended in different ways that it was neither.
+        name = key if isinstance(key, str) else key[-1]
+        if name not in ("terminated", "truncated"):
+            assert ours[key].dtype == value.dtype, key
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=0, msg=str(key))
 
 
 def test_the_quick_example(zoo: Any) -> None:
@@ -245,7 +278,14 @@ def test_an_env_given_as_it_is_cannot_be_made_anew(zoo: Any) -> None:
         (lambda zoo: zoo.Counter(batch_size=(2, 2)), {}, dc.SpaceError, "one dimension at most"),
         (lambda zoo: zoo.Counter(batch_size=(5,)), {"envs_per_worker": 2}, dc.ArgumentError, "5"),
         (lambda zoo: 2 * [zoo.Counter()], {}, dc.ArgumentError, "same object"),
-        (lambda zoo: [zoo.Counter, zoo.KINDS["one-hot"]], {}, dc.SpaceError, "other specs"),
+        (
+            lambda zoo: [zoo.Counter, zoo.KINDS["one-hot"]],
+            {},
+            dc.SpaceError,
+            r"env 1 \(Counter\) has other specs.*actions of OneHot\[3\] instead of Box",
+        ),
+        (lambda zoo: [zoo.Counter, zoo.Agents], {}, dc.SpaceError, "observations of Dict"),
+        (lambda zoo: zoo.with_text(), {}, dc.SpaceError, "'text': NonTensor.*no batch can carry"),
         (
             lambda zoo: zoo.vector_env(AutoresetMode.SAME_STEP),
             {"max_frames_per_traj": 5},

@@ -18,6 +18,7 @@ from torchrl.data import (
     Categorical,
     Composite,
     MultiCategorical,
+    NonTensor,
     OneHot,
     Unbounded,
 )
@@ -225,6 +226,13 @@ def mended(kind: str) -> Callable[[], EnvBase]:
         return (SerialEnv if kind == "serial" else ParallelEnv)(2, counter)
 
     return make
+
+
+def with_text() -> EnvBase:
+    """An env that says something that is no tensor."""
+    env = Counter()
+    env.observation_spec = Composite(text=NonTensor(()))
+    return env
 
 
 def vector_env(mode: AutoresetMode) -> EnvBase:

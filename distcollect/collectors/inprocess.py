@@ -81,9 +81,10 @@ class SyncDataCollector(DataCollectorBase):
         """Make the envs and try out env and policy.
 
         Args:
-            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``, or a
-                TorchRL ``EnvBase``; an env itself; or a list of these, one env each. A callable
-                with a parameter named ``context`` gets an :class:`~distcollect.envs.EnvContext`.
+            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
+                TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``; an env itself; or a list of
+                these, one env each. A callable with a parameter named ``context`` gets an
+                :class:`~distcollect.envs.EnvContext`.
             policy: TensorDictModule, module or callable from observation to action, to
                 (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
                 random actions. It always sees a leading dimension of envs.

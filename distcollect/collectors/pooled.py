@@ -109,10 +109,11 @@ class RPCDataCollector(DataCollectorBase):
         """Start the workers, and have each try out its envs and the policy.
 
         Args:
-            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``, or a
-                TorchRL ``EnvBase``; or a list of these, one for each worker (who joins later gets
-                that of its worker_id modulo the list's length). A callable with a parameter named
-                ``context`` gets an :class:`~distcollect.envs.EnvContext`.
+            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
+                TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``; or a list of these, one for
+                each worker (who joins later gets that of its worker_id modulo the list's length).
+                A callable with a parameter named ``context`` gets an
+                :class:`~distcollect.envs.EnvContext`.
             policy: TensorDictModule, module or callable from observation to action, to
                 (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
                 random actions. It always sees a leading dimension of envs. It is copied to the

@@ -19,6 +19,7 @@ from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, Space
 from distcollect.spaces import leaves_of
 
 from .base import Env, EnvBatch, InfoKeys, Maker, name_of, told
+from .pettingzoo import PettingZooEnv
 from .plain import PlainBatch
 from .vector import VectorBatch
 
@@ -70,9 +71,9 @@ def make_envs(
     """Make the envs of one worker.
 
     Args:
-        create_env: an env id; a callable that returns an env, a vector env or a TorchRL env (if it
-            has a parameter named ``context``, it is given one); an instance; or a list of these,
-            one plain env each.
+        create_env: an env id; a callable that returns an env, a vector env, a TorchRL env or a
+            parallel env of PettingZoo (if it has a parameter named ``context``, it is given one);
+            an instance; or a list of these, one plain env each.
         num_envs: how many envs. A vector env, or a TorchRL env with a batch size, may have this
             many rows, or any number if it is 1.
         info_keys: entries of ``info`` that frames carry; a mapping gives their spaces (None: find
@@ -99,7 +100,7 @@ def make_envs(
     try:
         for row, (maker, context) in enumerate(given):
             env = _make(maker, row, context)
-            if env is not maker:
+            if not is_env(maker):
                 opened.append(env)
             envs.append(env)
             num_rows = _num_rows(env)
@@ -117,13 +118,18 @@ def make_envs(
 
 def is_env(value: object) -> bool:
     """Whether ``value`` is an env of a kind that can be stepped here."""
-    return isinstance(value, gym.Env | VectorEnv) or _is_torchrl(value)
+    return isinstance(value, gym.Env | VectorEnv) or _is_torchrl(value) or _is_pettingzoo(value)
 
 
 def _is_torchrl(value: object) -> bool:
     # Where torchrl was never imported nothing is an env of it, and importing it has side effects.
     module = sys.modules.get("torchrl.envs.common")
     return module is not None and isinstance(value, module.EnvBase)
+
+
+def _is_pettingzoo(value: object) -> bool:
+    module = sys.modules.get("pettingzoo.utils.env")
+    return module is not None and isinstance(value, module.ParallelEnv)
 
 
 def _num_rows(env: Any) -> int | None:
@@ -164,7 +170,7 @@ def _remaker(maker: Maker, row: int, context: EnvContext) -> Callable[[], Any] |
 def _make(maker: Maker, row: int, context: EnvContext) -> Any:
     # Instances first: an env may be callable too.
     if is_env(maker):
-        return maker
+        return PettingZooEnv(maker) if _is_pettingzoo(maker) else maker
     if isinstance(maker, str):
         check_env_id(maker)
         name = f"gymnasium.make({maker!r})"
@@ -186,9 +192,9 @@ def _make(maker: Maker, row: int, context: EnvContext) -> Any:
         kind = f"{type(env).__module__}.{type(env).__qualname__}"
         raise EnvError(
             f"env {row}: {name} returned a {kind}, not a gymnasium Env or VectorEnv, nor a TorchRL "
-            "EnvBase"
+            "EnvBase or a PettingZoo ParallelEnv"
         )
-    return env
+    return PettingZooEnv(env) if _is_pettingzoo(env) else env
 
 
 def _takes_context(maker: Callable[..., Any]) -> bool:

@@ -10,10 +10,22 @@ import numpy as np
 from gymnasium import spaces
 
 from distcollect.errors import EnvError
-from distcollect.spaces import Arrays, unflatten
+from distcollect.spaces import Arrays, leaves_of, unflatten
 
-from .base import Env, EnvBatch, Fault, InfoKeys, Step, Way, called, misfit, name_of
+from .base import (
+    Env,
+    EnvBatch,
+    Fault,
+    InfoKeys,
+    Step,
+    Way,
+    called,
+    misfit,
+    name_of,
+    with_ways,
+)
 from .info import space_of_info
+from .pettingzoo import OUTCOMES, PettingZooEnv
 
 _NOTHING = object()
 
@@ -27,7 +39,10 @@ class PlainBatch(EnvBatch):
         info_keys: InfoKeys | None = None,
         makers: Sequence[Callable[[], Any] | None] = (),
     ) -> None:
-        """``makers``: what makes each of them anew, None where nothing does."""
+        """``makers``: what makes each of them anew, None where nothing does.
+
+        What envs with agents tell of them at the end of a frame goes into the outcomes.
+        """
         self._envs = list(envs)
         self._makers = makers or [None] * len(self._envs)
         # Rows whose env raised, and those whose env is closed; until it has a successor.
@@ -40,7 +55,15 @@ class PlainBatch(EnvBatch):
             yield first.step(first.action_space.sample())[4]
 
         info_space = space_of_info(info_keys, first.observation_space, examples, name_of(first))
-        super().__init__(len(envs), first.observation_space, first.action_space, info_space)
+        outcome_space = spaces.Dict()
+        if isinstance(first.unwrapped, PettingZooEnv):
+            outcome_space = first.unwrapped.outcome_space
+        outcome_leaves = leaves_of(outcome_space, "observation")
+        super().__init__(
+            len(envs), first.observation_space, first.action_space, info_space, outcome_leaves
+        )
+        self._told = with_ways(outcome_leaves, outcome_space)
+        self._heeds_info = bool(self._noted or self._told)
         # Discrete actions need no preparation: numpy scalars are copies.
         is_discrete = (
             isinstance(self.action_space, spaces.Discrete) and self.action_space.dtype == np.int64
@@ -90,8 +113,8 @@ class PlainBatch(EnvBatch):
             ended.clear()
             terminated.fill(False)
             truncated.fill(False)
-        noted, only, places = self._noted, self._only, self._places
-        for leaf, _ in noted:
+        heeds_info, only, places = self._heeds_info, self._only, self._places
+        for leaf, _ in self._noted:
             self.obs[leaf.key][... if rows is None else rows] = self._missing[leaf.key]
         actions = self._split(action) if self._discrete is None else action[self._discrete]
         # Not strict: numpy tells the end of an array by an exception, which is slow.
@@ -108,8 +131,9 @@ class PlainBatch(EnvBatch):
                     else:
                         self._put(places[row], value)
                     rewards[row] = reward
-                    if noted:
+                    if heeds_info:
                         self._put_info(row, info)
+                        self._put_outcomes(row, info)
                     if term or trunc:
                         terminated[row] = term
                         truncated[row] = trunc
@@ -214,6 +238,13 @@ class PlainBatch(EnvBatch):
             if leaf.shape and np.shape(part) != leaf.shape:
                 raise misfit(self._name(row), leaf, np.shape(part))
             self.obs[leaf.key][row] = part
+
+    def _put_outcomes(self, row: int, info: Mapping[str, Any]) -> None:
+        for leaf, way in self._told:
+            part = info[OUTCOMES]
+            for name in way:
+                part = part[name]
+            self.outcomes[leaf.key][row] = part
 
     def _split(self, action: Arrays) -> Iterable[Any]:
         """One action for each env, of the types that its space would sample."""

@@ -11,144 +11,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import TensorDictBase
-from torchrl.data import Bounded, Categorical, Composite
 from torchrl.envs import AutoResetTransform, Compose, TransformedEnv, VecGymEnvTransform
 
 from distcollect.errors import ArgumentError, EnvError, SpaceError
-from distcollect.spaces import Arrays, Entries, Key, Leaf, leaves_of, numpy_dtype
+from distcollect.spaces import Arrays, Key
 
-from .base import EnvBatch, Fault, Space, Step, called
+from .base import EnvBatch, Fault, Step, called
+from .specs import DONE, Specs, entries_of
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 
-_DONE = ("done", "terminated", "truncated")
 # These reset rows when the rows end, and at no other time.
 _RESETS_ITSELF = (AutoResetTransform, VecGymEnvTransform)
-
-
-class SpecSpace(gym.Space[Any]):
-    """The values of a spec for which Gymnasium has no space, one-hot actions for instance."""
-
-    def __init__(self, spec: Any) -> None:
-        super().__init__(tuple(spec.shape), numpy_dtype(spec.dtype))
-        self._spec = spec
-
-    def sample(self, mask: Any = None, probability: Any = None) -> np.ndarray:
-        """Draw a value; torch's global generator, which specs draw from, stays as it was."""
-        state = torch.get_rng_state()
-        try:
-            torch.default_generator.manual_seed(int(self.np_random.integers(2**63)))
-            drawn: np.ndarray = self._spec.rand().numpy()
-            return drawn
-        finally:
-            torch.set_rng_state(state)
-
-    def contains(self, x: Any) -> bool:
-        """Whether the spec has this value."""
-        return bool(self._spec.is_in(torch.as_tensor(x)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SpecSpace) and bool(self._spec == other._spec)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"{type(self._spec).__name__}{list(self._spec.shape)}"
-
-
-@dataclass(frozen=True)
-class _Specs:
-    """What an env reads and gives, as spaces and leaves of a single row.
-
-    Attributes:
-        observation_space: the entry "observation" if there is one, else a Dict of all entries.
-        info_space: the other entries, and flags of parts of the env (of its agents, say).
-        action_space: of all actions.
-        outcomes: what a step gives and a reset doesn't, but for the reward of the whole env.
-    """
-
-    observation_space: Space
-    info_space: spaces.Dict
-    action_space: Space
-    outcomes: tuple[Leaf, ...]
-
-    @classmethod
-    def of(cls, env: TorchRLEnv, first: TensorDictBase) -> _Specs:
-        """Those of an env, whose reset gave ``first``.
-
-        Raises:
-            SpaceError: no batch can carry them.
-        """
-        given = _entries_of(env.full_observation_spec_unbatched)
-        given |= {
-            key: space
-            for key, space in _entries_of(env.full_done_spec_unbatched).items()
-            if key not in [(name,) for name in _DONE]
-        }
-        always = {key: space for key, space in given.items() if first.get(key) is not None}
-        single = always.pop(("observation",), None)
-        observation_space, info_space = single, _tree_of(always)
-        if observation_space is None:
-            observation_space, info_space = info_space, spaces.Dict()
-        actions = _entries_of(env.full_action_spec_unbatched)
-        action_space = actions.get(("action",))
-        if action_space is None or len(actions) > 1:
-            action_space = Entries(_tree_of(actions).spaces)
-        at_the_end = {key: space for key, space in given.items() if first.get(key) is None}
-        rewards = _entries_of(env.full_reward_spec_unbatched)
-        reward = rewards.pop(("reward",), None)
-        if reward is not None and np.prod(reward.shape or ()) != 1:
-            raise SpaceError(
-                f"the env's reward has shape {list(reward.shape or ())} instead of [1]: weigh its "
-                "parts into one in a transform, under another key they are kept"
-            )
-        outcomes = leaves_of(_tree_of({**at_the_end, **rewards}), "observation")
-        return cls(observation_space, info_space, action_space, outcomes)
-
-
-def _entries_of(spec: Composite) -> dict[Key, Space]:
-    """The space of each leaf of a spec."""
-    keys = spec.keys(include_nested=True, leaves_only=True)
-    return {(key if isinstance(key, tuple) else (key,)): _space_of(key, spec[key]) for key in keys}
-
-
-def _space_of(key: Any, spec: Any) -> Space:
-    shape, dtype = spec.shape, spec.dtype
-    try:
-        as_numpy = numpy_dtype(dtype)
-    except TypeError:
-        as_numpy = None
-    if as_numpy is None or -1 in shape:
-        raise SpaceError(
-            f"{key!r}: {type(spec).__name__} of shape {list(shape)} and dtype {dtype} has no fixed "
-            "shape, or a dtype that numpy lacks, so no batch can carry it; change or exclude it in "
-            "a transform"
-        )
-    spec = spec.to("cpu")
-    if isinstance(spec, Bounded) and dtype.is_floating_point:
-        low, high = (bound.expand(shape).numpy() for bound in (spec.space.low, spec.space.high))
-        return spaces.Box(low, high, dtype=as_numpy.type)
-    if isinstance(spec, Categorical) and not shape and dtype is torch.int64 and spec.space.n > 0:
-        return spaces.Discrete(int(spec.space.n))
-    return SpecSpace(spec)
-
-
-def _tree_of(entries: dict[Key, Space]) -> spaces.Dict:
-    """A Dict space with these entries, nested as their keys are."""
-    branches: dict[str, dict[Key, Space]] = {}
-    tree: dict[str, Space] = {}
-    for (name, *rest), space in entries.items():
-        if rest:
-            branches.setdefault(name, {})[tuple(rest)] = space
-        else:
-            tree[name] = space
-    return spaces.Dict({**tree, **{name: _tree_of(part) for name, part in branches.items()}})
 
 
 @dataclass
@@ -187,7 +65,7 @@ class TorchRLBatch(EnvBatch):
     ) -> None:
         """Reset the envs; ``makers``: what makes each of them anew, None where nothing does."""
         self._parts: list[_Part] = []
-        all_specs: list[_Specs] = []
+        all_specs: list[Specs] = []
         start = 0
         for env, make in zip(envs, makers, strict=True):
             _check(env)
@@ -197,16 +75,16 @@ class TorchRLBatch(EnvBatch):
             start += num_rows
             with self._naming_env("reset", part.rows.start), _ordinary_tensors():
                 part.root = env.reset()
-            all_specs.append(_Specs.of(env, part.root))
-            _check_alike(_name_of(env), all_specs[-1], all_specs[0])
+            all_specs.append(Specs.of(env, part.root))
+            self._check_like(all_specs[0], all_specs[-1], part.rows.start)
         first = self._specs = all_specs[0]
         super().__init__(
             start, first.observation_space, first.action_space, first.info_space, first.outcomes
         )
         self.can_cut = not any(_resets_itself(part.env) for part in self._parts)
         self._rewards: list[Key] = [("reward",)]
-        if ("reward",) not in _entries_of(envs[0].full_reward_spec):
-            self._rewards = list(_entries_of(envs[0].full_reward_spec))
+        if ("reward",) not in entries_of(envs[0].full_reward_spec):
+            self._rewards = list(entries_of(envs[0].full_reward_spec))
 
     def reset(self, seeds: Sequence[int] | None = None) -> None:
         for part in self._parts:
@@ -247,7 +125,7 @@ class TorchRLBatch(EnvBatch):
                 part.env.set_seed(seed)
             part.root = part.env.reset()
         if check:
-            _check_alike(self._name(part.rows.start), _Specs.of(part.env, part.root), self._specs)
+            self._check_like(self._specs, Specs.of(part.env, part.root), part.rows.start)
         self._put(part, self.obs, part.root, "reset")
 
     def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
@@ -280,7 +158,7 @@ class TorchRLBatch(EnvBatch):
             self._put(part, self.outcomes, after, "step")
         result, num_rows = self._result, len(part.rows)
         rewards = [_array(after.get(key)).reshape(num_rows, -1) for key in self._rewards]
-        flags = {name: _array(after.get(name)).reshape(num_rows) for name in _DONE if name in after}
+        flags = {name: _array(after.get(name)).reshape(num_rows) for name in DONE if name in after}
         done, terminated = flags["done"], flags["terminated"]
         result.reward[place] = sum(each.sum(-1) for each in rewards)
         result.terminated[place] = terminated
@@ -337,6 +215,11 @@ class TorchRLBatch(EnvBatch):
             results.extend(result if is_each else [result])
         return results
 
+    def _check_like(self, expected: Specs, specs: Specs, row: int) -> None:
+        """Raise SpaceError if an env has other specs than the first one, or the one before it."""
+        if difference := specs.difference_from(expected):
+            raise SpaceError(f"{self._name(row)} has other specs than its like: {difference}")
+
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # goes through all, whichever of them raise
             for part in reversed(self._parts):
@@ -352,7 +235,7 @@ class TorchRLBatch(EnvBatch):
 
 def _check(env: TorchRLEnv) -> None:
     """Raise if the frames of an env can't be told, or not truly."""
-    if len(env.batch_size) > 1 or ("done",) not in _entries_of(env.full_done_spec):
+    if len(env.batch_size) > 1 or ("done",) not in entries_of(env.full_done_spec):
         raise SpaceError(
             f"{_name_of(env)}: its batch_size is {list(env.batch_size)} and its done keys are "
             f"{env.done_keys}; it must have one dimension at most, and a 'done' for each row as a "
@@ -369,11 +252,6 @@ def _check(env: TorchRLEnv) -> None:
             )
 
 
-def _check_alike(name: str, specs: _Specs, others: _Specs) -> None:
-    if specs != others:
-        raise SpaceError(f"{name} has other specs than its like: {specs} instead of {others}")
-
-
 @contextlib.contextmanager
 def _ordinary_tensors() -> Iterator[None]:
     """An env keeps tensors, which those of inference mode, that policies run in, would spoil."""
@@ -382,7 +260,7 @@ def _ordinary_tensors() -> Iterator[None]:
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    return tensor.cpu().numpy() if tensor.is_cuda else tensor.numpy()
+    return tensor.numpy() if tensor.is_cpu else tensor.cpu().numpy()
 
 
 def _resets_itself(env: TorchRLEnv) -> bool:
