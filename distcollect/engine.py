@@ -111,13 +111,18 @@ class Engine:
         self._begun_at = 0  # frames stepped before the rollout under way
         self._begin_trajectories()
 
-    def seed(self, seeds: Sequence[int]) -> None:
-        """Start over at the next rollout, env i from ``seeds[i]``."""
-        self._seeds = list(seeds)
+    def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
+        """Start over at the next rollout.
+
+        Args:
+            env_seeds: of each env, and of its random actions.
+            policy_seeds: of what the policy draws for each env.
+        """
+        self._seeds = list(env_seeds)
         self._rebuilder.seed(self._seeds)
         self._random.seed(self._seeds)
-        if isinstance(self._policy, RandomPolicy):
-            self._policy.seed(self._seeds)
+        at_random = isinstance(self._policy, RandomPolicy)
+        self._policy.seed(env_seeds if at_random else policy_seeds)
         self._reset_due = True
 
     def number(self, traj_ids: Iterator[int]) -> None:

@@ -21,6 +21,7 @@ from torch.distributions import Distribution
 
 from .calling import Inputs, Tensors, calling_convention, keeps_tensors
 from .errors import ArgumentError, PolicyError
+from .noise import RowNoise
 from .spaces import RESERVED, Arrays, Key, Leaf, flatten, leaves_of
 
 log = logging.getLogger(__name__)
@@ -76,11 +77,15 @@ class Policy(ABC):
             CPU. Without a policy of the user's there are no extras.
         """
 
+    @abstractmethod
     def for_rows(
         self, rows: Sequence[int]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """As a call, for the sake of some rows: what it gives for others is of no use."""
-        return self()
+
+    @abstractmethod
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Draw what env i needs from a stream of its own from now on, which ``seeds[i]`` sets."""
 
     def exploring(self) -> AbstractContextManager[Any]:
         """The context in which a whole rollout's calls are made."""
@@ -101,7 +106,6 @@ class RandomPolicy(Policy):
         self._spaces = [_copy_space(space) for _ in range(num_envs)]
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """Seed each env's generator."""
         for space, seed in zip(self._spaces, seeds, strict=True):
             space.seed(seed)
 
@@ -181,6 +185,10 @@ class UserPolicy(Policy):
         self._call = calling_convention(policy, self._inputs, observation_space)
         self._names: list[Key] | None = None  # of the extras; known after the first call
         self._pick: Callable[[Any], Sequence[torch.Tensor]] | None = None
+        self._noise: RowNoise | None = None  # torch's own generators
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        self._noise = RowNoise(seeds)
 
     def exploring(self) -> AbstractContextManager[Any]:
         """No gradients, and the exploration type set for TensorDict policies."""
@@ -197,10 +205,22 @@ class UserPolicy(Policy):
         self._feeds_autograd = keeps_others()
 
     def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        if self._noise is not None:
+            self._noise.next_frame()
+        return self._choose()
+
+    def for_rows(
+        self, rows: Sequence[int]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        if self._noise is not None:
+            self._noise.next_frame(rows)
+        return self._choose()
+
+    def _choose(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         if self._inputs.copies:
             self._inputs.refresh()
         try:
-            output = self._call()
+            output = self._drawing(self._call)
         except Exception as error:
             raise PolicyError(f"the policy raised {type(error).__name__}: {error}") from error
         # What most policies return, with no call in between: for a small policy that is half of
@@ -226,6 +246,13 @@ class UserPolicy(Policy):
                 raise self._misfit(self._leaves[index], action)
         return actions, extras
 
+    def _drawing(self, call: Callable[[], Any]) -> Any:
+        """Call what may draw. As little as can be: within the noise every operation costs more."""
+        if self._noise is None:
+            return call()
+        with self._noise:
+            return call()
+
     def _from_value(self, output: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         written: Mapping[str, Any] = {}
         if type(output) is tuple and len(output) == 2 and not self._ends_in_dict:
@@ -233,7 +260,7 @@ class UserPolicy(Policy):
             if isinstance(tail, Mapping):
                 output, written = head, tail
         if isinstance(output, Distribution):
-            output, log_prob = self._choose(output)
+            output, log_prob = self._sample(output)
             written = {**written, "action_log_prob": log_prob}
         actions = [_tensor(output, "action")] if self._is_leaf else self._parts(output)
         if self._names is None:
@@ -302,9 +329,9 @@ class UserPolicy(Policy):
             f"{_dotted(self._names or ()) or 'nothing'} the first time: it must always be the same"
         )
 
-    def _choose(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
         if self._exploration is Exploration.RANDOM:
-            action = distribution.sample()
+            action = self._drawing(distribution.sample)
         else:
             action = distribution.mode
         log_prob = distribution.log_prob(action)
