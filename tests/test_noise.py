@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
+from counting import CountingEnv
 from loopback_pool import loopback_collector
 from tensordict import TensorDict
 from tensordict.nn import (
@@ -272,6 +275,41 @@ def test_over_rpc(policy: str, num_workers: int) -> None:
     batch = collected(dc.RPCDataCollector, policy, num_workers, seed=1)
     assert same(batch, expected)
     assert same(collected(dc.RPCDataCollector, policy, num_workers, seed=1), batch)
+
+
+def test_an_env_made_anew_changes_nothing_for_others() -> None:
+    """Though the policy is asked once more in the frame in which it raised."""
+
+    def collected(*, faulty: bool) -> torch.Tensor:
+        made, calls = count(), count()
+
+        def make() -> gym.Env[Any, Any]:
+            index = next(made)
+            env = CountingEnv(index, lengths=(100,))
+            if faulty and index == 1:
+                env.step = None  # calling it raises
+            return env
+
+        def policy(observation: torch.Tensor) -> Any:
+            noise = torch.rand(len(observation))
+            for _ in range(next(calls) % 3):  # not as much each time
+                torch.rand(len(observation))
+            return torch.randint(5, (len(observation),)), {"noise": noise}
+
+        with dc.SyncDataCollector(
+            make,
+            policy,
+            frames_per_batch=3 * 20,
+            envs_per_worker=3,
+            faults=dc.Faults(max_env_faults=1),
+        ) as collector:
+            collector.set_seed(4)
+            batch = collector.next()
+        return batch["noise"]
+
+    usual, mended = collected(faulty=False), collected(faulty=True)
+    assert torch.equal(usual[[0, 2]], mended[[0, 2]])
+    assert not torch.equal(usual[1], mended[1])
 
 
 def test_the_trainers_own_draws_change_nothing() -> None:
