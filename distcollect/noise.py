@@ -32,7 +32,7 @@ _STRIDE = np.uint64(_GOLDEN * _PLACES_PER_FRAME % 2**64)
 # What policies may call that draws, whatever it does inside.
 _NAMES = (
     *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "normal"),
-    *("bernoulli", "multinomial", "poisson", "binomial", "rrelu", "rrelu_", "dropout", "dropout_"),
+    *("bernoulli", "multinomial", "poisson", "binomial", "dropout", "dropout_"),
     *("_standard_gamma", "_sample_dirichlet", "gumbel_softmax", "scaled_dot_product_attention"),
     *("alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
     *("feature_dropout", "multi_head_attention_forward", "bernoulli_", "cauchy_", "exponential_"),
@@ -147,7 +147,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call ``func`` for one env after the other, with a generator that was seeded for it."""
         arguments = func._schema.arguments  # noqa: SLF001 - no public way to ask
         if not any(argument.name == "generator" for argument in arguments):
-            return  # nothing that torch 2.13 has on CPUs
+            return
         generator = torch.Generator(drawn.device)
         num_rows = len(drawn)
         each = num_rows // self._num_envs

@@ -52,7 +52,6 @@ DRAWS: dict[str, Draw] = {
     "multinomial with replacement": lambda p: torch.multinomial(p, 9, replacement=True),
     "multinomial without": lambda p: torch.multinomial(p, 2),
     "dropout": lambda p: functional.dropout(p + 1, 0.4),
-    "rrelu": lambda p: functional.rrelu(-p, training=True),
     "gumbel_softmax": lambda p: functional.gumbel_softmax(p.log()),
     "cauchy_": lambda p: p.clone().cauchy_(),
     "geometric_": lambda p: p.clone().geometric_(0.2),

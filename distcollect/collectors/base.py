@@ -152,8 +152,8 @@ class DataCollectorBase(ABC):
         workers, as far as the policy's rounding doesn't depend on how many envs it sees at once.
 
         What the policy draws by other means comes from one generator per worker: in compiled or
-        scripted code, within ``nn.LSTM`` and ``nn.GRU``, with numpy, or in tensors whose first
-        dimension is not that of the envs (or a multiple, as for several agents).
+        scripted code, within ``nn.LSTM``, ``nn.GRU`` and ``nn.RReLU``, with numpy, or in tensors
+        whose first dimension is not that of the envs (or a multiple, as for several agents).
 
         Unseeded collectors pay nothing for it. Seeded ones need more time for whatever the policy
         calls: with 16 CartPole envs and a small network 1.6 times as long for a frame, and less so
