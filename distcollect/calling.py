@@ -90,7 +90,7 @@ def calling_convention(
     else:
         observation = _as_tuple(observation_space, entries["observation"])
         named_entries = {name: entries[name] for name in entries if name != "observation"}
-    positional, named = _assign(_parameters(policy), observation, named_entries)
+    positional, named = _assign(parameters_of(policy), observation, named_entries)
     if any(isinstance(value, dict | tuple) for value in (*positional, *named.values())):
         # The policy may take what it gets apart.
         return lambda: policy(
@@ -153,7 +153,7 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     """
     if isinstance(policy, TensorDictModuleBase):
         return True
-    parameters = _parameters(policy)
+    parameters = parameters_of(policy)
     if len(parameters) != 1:
         return False
     if parameters[0].name in {"td", "tensordict"}:
@@ -168,13 +168,42 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     return isinstance(hint, type) and issubclass(hint, TensorDictBase)
 
 
-def _parameters(policy: Callable[..., Any]) -> list[inspect.Parameter]:
+def parameters_of(policy: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Those of a policy that is no TensorDictModule."""
     function = policy.forward if isinstance(policy, nn.Module) else policy
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         # A builtin without a signature: it gets the observation.
         return [inspect.Parameter("observation", inspect.Parameter.POSITIONAL_ONLY)]
+
+
+def to_tensor(value: Any, name: object) -> torch.Tensor:
+    """``value`` as a tensor that numpy can look at.
+
+    Raises:
+        PolicyError: it is nothing of the kind.
+    """
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.as_tensor(value)
+        except (RuntimeError, TypeError, ValueError) as err:
+            where = ".".join(name) if isinstance(name, tuple) else name
+            kind = "None" if value is None else type(value).__name__
+            raise PolicyError(
+                f"the policy returned {kind} as {where!r}, which is no tensor and can't be made one"
+            ) from err
+    if value.requires_grad:  # a view of a parameter does also without gradients
+        value = value.detach()
+    if value.is_cuda:
+        value = value.cpu()
+    tensor: torch.Tensor = value.float() if value.dtype is torch.bfloat16 else value
+    return tensor
+
+
+def as_key(name: str | Key) -> Key:
+    """The key of an entry as TensorDicts name it."""
+    return (name,) if isinstance(name, str) else name
 
 
 def keeps_tensors(module: nn.Module) -> Callable[[], bool]:

@@ -87,7 +87,7 @@ class Engine:
         self.counts = counts or Counts()
         self._envs = envs
         self._policy = policy
-        self._random = RandomPolicy(envs.action_space, envs.num_envs)
+        self._random = RandomPolicy(envs.action_space, envs.num_envs, policy.state)
         self._bounds = _bounds(envs) if self.options.clip_actions else {}
         self._rebuilder = Rebuilder(envs, self.counts, max_env_faults)
         self._stopped = False
@@ -100,6 +100,12 @@ class Engine:
         self._new_traj_ids = traj_ids
         self._traj_ids = np.zeros(envs.num_envs, np.int64)
         self._lengths = np.zeros(envs.num_envs, np.int64)
+        self._state = policy.state
+        of_state = self._state.arrays if self._state is not None else {}
+        # What a frame has at its start and its end: before the next frame, and after the last one
+        # of an episode.
+        self._now: Arrays = {**envs.obs, **of_state}
+        self._final: Arrays = {**envs.final, **of_state}
         try:
             envs.reset()
         except Faulted as faulted:
@@ -109,21 +115,27 @@ class Engine:
         # It may have changed its input in place.
         for key, array in envs.obs.items():
             array[:] = first[key]
+        carried = envs.leaves if self._state is None else (*envs.leaves, *self._state.leaves)
         self.layout = Layout(
-            envs.num_envs, envs.leaves, envs.action_leaves, policy.extras, envs.outcome_leaves
+            envs.num_envs, carried, envs.action_leaves, policy.extras, envs.outcome_leaves
         )
         self._strip: Strip | None = None
         self._reset_due = False
         self._begun_at = 0  # frames stepped before the rollout under way
         self._begin_trajectories()
 
-    def seed(self, seeds: Sequence[int]) -> None:
-        """Start over at the next rollout, env i from ``seeds[i]``."""
-        self._seeds = list(seeds)
+    def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
+        """Start over at the next rollout.
+
+        Args:
+            env_seeds: of each env, and of its random actions.
+            policy_seeds: of what the policy draws for each env.
+        """
+        self._seeds = list(env_seeds)
         self._rebuilder.seed(self._seeds)
         self._random.seed(self._seeds)
-        if isinstance(self._policy, RandomPolicy):
-            self._policy.seed(self._seeds)
+        at_random = isinstance(self._policy, RandomPolicy)
+        self._policy.seed(env_seeds if at_random else policy_seeds)
         self._reset_due = True
 
     def number(self, traj_ids: Iterator[int]) -> None:
@@ -234,6 +246,12 @@ class Engine:
         self._lengths.fill(0)
         for row in range(self._envs.num_envs):
             self._traj_ids[row] = next(self._new_traj_ids)
+        self._begin(range(self._envs.num_envs))
+
+    def _begin(self, rows: Sequence[int]) -> None:
+        """What the policy remembers of episodes is not for those that begin in ``rows``."""
+        if self._state is not None:
+            self._state.begin(rows)
 
     def _break_off(self, cause: str) -> None:
         if self._envs.can_cut:
@@ -261,7 +279,7 @@ class Engine:
         """
         envs, weights, lengths, rewards = self._envs, self.weights, self._lengths, slab.reward
         longest, swaps = self.options.max_frames_per_traj, self.options.swap_within_rollouts
-        observations = [(slab.root[key], envs.obs[key]) for key in slab.root]
+        starts = [(column, self._now[key]) for key, column in slab.root.items()]
         actions = [(leaf.key, slab.action[leaf.key]) for leaf in self.layout.action]
         extras = list(slab.extras.values())
         outcomes = [(slab.outcomes[key], now) for key, now in envs.outcomes.items()]
@@ -276,11 +294,11 @@ class Engine:
         for step in range(slab.num_steps):
             if self._interrupt or (weights.pending and swaps):
                 if self._between_steps():
-                    slab.pad(np.full(num_envs, step), envs.obs)
+                    slab.pad(np.full(num_envs, step), self._now)
                     return
                 slab.policy_version[:, step:] = weights.version
             # Before the policy sees it, which may change its input in place.
-            for column, now in observations:
+            for column, now in starts:
                 column[:, step] = now
             chosen, written = policy()
             for (key, column), tensor in zip(actions, chosen, strict=True):
@@ -311,17 +329,18 @@ class Engine:
                     self._rebuilder.finished(out.ended)
                 self._end_trajectories(slab, step, out)
         for key, array in slab.tail.items():
-            array[:] = envs.obs[key]
+            array[:] = self._now[key]
 
     def _end_trajectories(self, slab: Slab, step: int, out: Step) -> None:
         for row in out.ended:
             slab.terminated[row, step] = out.terminated[row]
             slab.truncated[row, step] = out.truncated[row]
-            slab.add_final(row, step, self._envs.final)
+            slab.add_final(row, step, self._final)
             traj_id = next(self._new_traj_ids)
             self._traj_ids[row] = traj_id
             slab.traj_ids[row, step + 1 :] = traj_id
             self._lengths[row] = 0
+        self._begin(out.ended)
 
     def _mend(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
         """Make the envs anew that raised in a step, and have it done by all rows after all."""
@@ -365,12 +384,13 @@ class Engine:
             self._traj_ids[row] = traj_id
             slab.traj_ids[row, step:] = traj_id
             self._lengths[row] = 1
+        self._begin(rows)
 
     def _ask_again(self, slab: Slab, step: int, policy: Policy, rows: Sequence[int]) -> Arrays:
         """Write the frames' starts of ``rows`` once more; the actions of all rows."""
         obs = self._envs.obs
         for key, column in slab.root.items():
-            column[rows, step] = obs[key][rows]
+            column[rows, step] = self._now[key][rows]
         kept = {key: array.copy() for key, array in obs.items()}
         chosen, written = policy.for_rows(rows)
         # It may have changed its input in place, and the other rows' is still to be recorded.
@@ -404,7 +424,7 @@ class Engine:
             if (self._interrupt or (weights.pending and swaps)) and self._between_steps():
                 break
             swaps = self.options.swap_within_rollouts
-            before = {key: array.copy() for key, array in envs.obs.items()}
+            before = {key: array.copy() for key, array in self._now.items()}
             chosen, written = policy()
             action = {
                 leaf.key: tensor.numpy()
@@ -431,11 +451,13 @@ class Engine:
             values[TRAJ_IDS] = self._traj_ids
             values[POLICY_VERSION] = np.full(envs.num_envs, weights.version)
             values[FAULTED] = np.zeros(envs.num_envs, bool)
-            overflow = strip.write(real, values, envs, out.ended)
+            overflow = strip.write(real, values, self._now, self._final, out.ended)
             self.counts.lose("row_skew", len(overflow))
             # A frame that found no room leaves a gap, which no trajectory may span.
             for ended in {*out.ended, *overflow}:
                 self._traj_ids[ended] = next(self._new_traj_ids)
+            # A filler step is none of the episode that follows it.
+            self._begin([*out.ended, *np.flatnonzero(~real)])
         strip.emit(slab)
 
     def _mend_skewed(self, strip: Strip, seen: Arrays, faulted: Faulted) -> None:
@@ -445,6 +467,7 @@ class Engine:
         for row in faulted.idle:
             strip.cut_short(row, self._traj_ids[row], seen)
             self._traj_ids[row] = next(self._new_traj_ids)
+        self._begin(faulted.idle)
 
 
 def _bounds(envs: EnvBatch) -> dict[Key, tuple[np.ndarray, np.ndarray]]:

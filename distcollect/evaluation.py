@@ -17,7 +17,7 @@ from .engine import Engine
 from .errors import DeadlineError, WorkerLost
 from .policy import Exploration
 from .rollout import Slab
-from .seeds import Stream, env_seed
+from .seeds import Stream, env_seed, policy_seed
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +90,12 @@ class Evaluator:
                 self._engines[exploration] = self._make_engine(exploration)
             engine = self._engines[exploration]
             num_envs = engine.layout.num_envs
-            entropy = np.random.SeedSequence(seed).generate_state(1)[0] if seed is None else seed
-            seeds = [
-                env_seed(int(entropy), row, stream=Stream.EVALUATION) for row in range(num_envs)
-            ]
-            engine.seed(seeds)
-            torch.manual_seed(seeds[0])
+            if seed is None:
+                seed = int(np.random.SeedSequence().generate_state(1)[0])
+            env_seeds = [env_seed(seed, row, Stream.EVALUATION) for row in range(num_envs)]
+            policy_seeds = [policy_seed(seed, row, Stream.EVALUATION) for row in range(num_envs)]
+            engine.seed(env_seeds, policy_seeds)
+            torch.manual_seed(policy_seeds[0])
             episodes = self._play(engine, shares(num_episodes, num_envs), deadline)
         returns, lengths = zip(*episodes, strict=True)
         return Evaluation(

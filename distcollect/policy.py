@@ -19,8 +19,10 @@ from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 from torch.distributions import Distribution
 
-from .calling import Inputs, Tensors, calling_convention, keeps_tensors
+from .calling import Inputs, Tensors, as_key, calling_convention, keeps_tensors, to_tensor
 from .errors import ArgumentError, PolicyError
+from .noise import RowNoise
+from .recurrent import PolicyState, state_of
 from .spaces import RESERVED, Arrays, Key, Leaf, flatten, leaves_of
 
 log = logging.getLogger(__name__)
@@ -62,10 +64,12 @@ class Policy(ABC):
     Attributes:
         module: what has the weights, None if there are none.
         extras: leaves it writes beside the action; known after the first call.
+        state: what a recurrent policy carries from frame to frame, None if it isn't one.
     """
 
     module: nn.Module | None = None
     extras: tuple[Leaf, ...] = ()
+    state: PolicyState | None = None
 
     @abstractmethod
     def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -76,11 +80,15 @@ class Policy(ABC):
             CPU. Without a policy of the user's there are no extras.
         """
 
+    @abstractmethod
     def for_rows(
         self, rows: Sequence[int]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """As a call, for the sake of some rows: what it gives for others is of no use."""
-        return self()
+
+    @abstractmethod
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Draw what env i needs from a stream of its own from now on, which ``seeds[i]`` sets."""
 
     def exploring(self) -> AbstractContextManager[Any]:
         """The context in which a whole rollout's calls are made."""
@@ -95,17 +103,22 @@ class Policy(ABC):
 class RandomPolicy(Policy):
     """Actions drawn from the action space, one generator for each env."""
 
-    def __init__(self, space: gym.Space[Any], num_envs: int) -> None:
+    def __init__(
+        self, space: gym.Space[Any], num_envs: int, state: PolicyState | None = None
+    ) -> None:
+        """Actions for ``num_envs`` envs; ``state``: of a policy that this one stands in for."""
+        self.state = state
         self._leaves = leaves_of(space, "action")
         # A space draws from a generator of its own, so each env needs its own copy.
         self._spaces = [_copy_space(space) for _ in range(num_envs)]
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """Seed each env's generator."""
         for space, seed in zip(self._spaces, seeds, strict=True):
             space.seed(seed)
 
     def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        if self.state is not None:
+            self.state.advance({})
         drawn = [list(flatten(space, space.sample())) for space in self._spaces]
         columns = [
             np.stack([np.asarray(row[index], leaf.numpy_dtype) for row in drawn])
@@ -117,6 +130,8 @@ class RandomPolicy(Policy):
         self, rows: Sequence[int]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Draws for no others, whose generators are to go on as if nothing had happened."""
+        if self.state is not None:
+            self.state.advance({}, rows)
         columns = [leaf.zeros(len(self._spaces)) for leaf in self._leaves]
         for row in rows:
             space = self._spaces[row]
@@ -159,7 +174,7 @@ class UserPolicy(Policy):
                 autograd, as those of inference mode, which is faster, don't.
 
         Raises:
-            PolicyError: no way to call it with these observations.
+            PolicyError: no way to call it with these observations, or its state can't be told.
         """
         if isinstance(policy, nn.Module):
             self.module = policy if device is None else policy.to(device)
@@ -178,9 +193,17 @@ class UserPolicy(Policy):
         self._shapes = [torch.Size((self._num_envs, *leaf.shape)) for leaf in self._leaves]
         self._is_leaf = [leaf.key for leaf in self._leaves] == [("action",)]
         self._inputs = Inputs(observation, self.module, device)
+        self.state = state_of(policy, self._inputs.tensors, self.exploring())
+        self._next_state: Tensors = {}
+        if self.state is not None:
+            self._inputs = Inputs({**observation, **self.state.arrays}, self.module, device)
         self._call = calling_convention(policy, self._inputs, observation_space)
         self._names: list[Key] | None = None  # of the extras; known after the first call
         self._pick: Callable[[Any], Sequence[torch.Tensor]] | None = None
+        self._noise: RowNoise | None = None  # torch's own generators
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        self._noise = RowNoise(seeds)
 
     def exploring(self) -> AbstractContextManager[Any]:
         """No gradients, and the exploration type set for TensorDict policies."""
@@ -197,10 +220,33 @@ class UserPolicy(Policy):
         self._feeds_autograd = keeps_others()
 
     def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        if self._noise is not None:
+            self._noise.next_frame()
+        chosen = self._choose()
+        if self.state is not None:
+            self.state.advance(self._next_state)
+        return chosen
+
+    def for_rows(
+        self, rows: Sequence[int]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        if self._noise is not None:
+            self._noise.next_frame(rows)
+        if self.state is None:
+            return self._choose()
+        before = {key: array.copy() for key, array in self.state.arrays.items()}
+        chosen = self._choose()
+        self.state.advance(self._next_state)
+        others = [row for row in range(self._num_envs) if row not in rows]
+        for key, array in self.state.arrays.items():
+            array[others] = before[key][others]
+        return chosen
+
+    def _choose(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         if self._inputs.copies:
             self._inputs.refresh()
         try:
-            output = self._call()
+            output = self._call() if self._noise is None else self._drawing(self._call)
         except Exception as error:
             raise PolicyError(f"the policy raised {type(error).__name__}: {error}") from error
         # What most policies return, with no call in between: for a small policy that is half of
@@ -226,27 +272,39 @@ class UserPolicy(Policy):
                 raise self._misfit(self._leaves[index], action)
         return actions, extras
 
+    def _drawing(self, call: Callable[[], Any]) -> Any:
+        """Call what may draw. As little as can be: within the noise every operation costs more."""
+        if self._noise is None:
+            return call()
+        with self._noise:
+            return call()
+
     def _from_value(self, output: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         written: Mapping[str, Any] = {}
         if type(output) is tuple and len(output) == 2 and not self._ends_in_dict:
             head, tail = output
             if isinstance(tail, Mapping):
                 output, written = head, tail
+        if self.state is not None:
+            entries = {leaf.key[0] for leaf in self.state.entries}
+            self._keep_state({(name,): written[name] for name in entries if name in written})
+            written = {name: written[name] for name in written if name not in entries}
         if isinstance(output, Distribution):
-            output, log_prob = self._choose(output)
+            output, log_prob = self._sample(output)
             written = {**written, "action_log_prob": log_prob}
-        actions = [_tensor(output, "action")] if self._is_leaf else self._parts(output)
+        actions = [to_tensor(output, "action")] if self._is_leaf else self._parts(output)
         if self._names is None:
-            self._learn(actions, {(str(name),): _tensor(written[name], name) for name in written})
+            self._learn(actions, {(str(name),): to_tensor(written[name], name) for name in written})
             # Where nothing had to be converted, that is left out from now on.
             given = [output, *written.values()]
-            if self._is_leaf and written and all(_tensor(v, "") is v for v in given):
+            usual = self._is_leaf and written and self.state is None
+            if usual and all(to_tensor(v, "") is v for v in given):
                 self._pick = _picker(list(written))
         assert self._names is not None
         if len(written) != len(self._names):
             raise self._other_extras((name,) for name in written)
         try:
-            return actions, [_tensor(written[name], name) for (name, *_) in self._names]
+            return actions, [to_tensor(written[name], name) for (name, *_) in self._names]
         except KeyError:
             raise self._other_extras((name,) for name in written) from None
 
@@ -259,42 +317,54 @@ class UserPolicy(Policy):
                 f"{self._action_space}: return a dict or tuple of that structure"
             ) from err
         return [
-            _tensor(part, ".".join(leaf.key))
+            to_tensor(part, ".".join(leaf.key))
             for leaf, part in zip(self._leaves, parts, strict=True)
         ]
 
     def _from_tensordict(
         self, output: TensorDictBase
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if self.state is not None:
+            keys = [leaf.key for leaf in self.state.entries]
+            following = [output.get(("next", *key), None) for key in keys]
+            given = zip(keys, following, strict=True)
+            self._keep_state({key: value for key, value in given if value is not None})
         if self._names is None:
             self._learn_from_tensordict(output)
         assert self._names is not None
         try:
             return (
-                [_tensor(output[leaf.key], leaf.key) for leaf in self._leaves],
-                [_tensor(output[name], name) for name in self._names],
+                [to_tensor(output[leaf.key], leaf.key) for leaf in self._leaves],
+                [to_tensor(output[name], name) for name in self._names],
             )
         except KeyError:
-            written = [_as_key(name) for name in output.keys(include_nested=True, leaves_only=True)]
+            written = [as_key(name) for name in output.keys(include_nested=True, leaves_only=True)]
             raise self._other_extras(written) from None
 
     def _learn_from_tensordict(self, output: TensorDictBase) -> None:
         written = {
-            _as_key(name): value
+            as_key(name): value
             for name, value in output.items(include_nested=True, leaves_only=True)
         }
         wanted = [leaf.key for leaf in self._leaves]
-        extras = {
-            key: _tensor(value, key)
-            for key, value in written.items()
-            if key not in wanted and key not in self._inputs.tensors
-        }
+        known = {*wanted, *self._inputs.tensors, *(("next", *key) for key in self._next_state)}
+        extras = {key: to_tensor(value, key) for key, value in written.items() if key not in known}
         if missing := [key for key in wanted if key not in written]:
             raise PolicyError(
                 f"the policy wrote no {_dotted(missing)}; it wrote {_dotted(extras) or 'nothing'}. "
                 "Its out_keys must name the action's entries"
             )
-        self._learn([_tensor(written[key], key) for key in wanted], extras)
+        self._learn([to_tensor(written[key], key) for key in wanted], extras)
+
+    def _keep_state(self, given: Mapping[Key, Any]) -> None:
+        """Keep what the policy wants to be told in the next frame."""
+        assert self.state is not None
+        if missing := [leaf.key for leaf in self.state.entries if leaf.key not in given]:
+            raise PolicyError(
+                f"the policy returned no {_dotted(missing)}: it must return its whole state each "
+                'time, by the names that it starts with; a TensorDict policy writes it under "next"'
+            )
+        self._next_state = {key: to_tensor(value, key) for key, value in given.items()}
 
     def _other_extras(self, written: Iterable[Key]) -> PolicyError:
         return PolicyError(
@@ -302,9 +372,9 @@ class UserPolicy(Policy):
             f"{_dotted(self._names or ()) or 'nothing'} the first time: it must always be the same"
         )
 
-    def _choose(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
         if self._exploration is Exploration.RANDOM:
-            action = distribution.sample()
+            action = self._drawing(distribution.sample)
         else:
             action = distribution.mode
         log_prob = distribution.log_prob(action)
@@ -354,27 +424,6 @@ class UserPolicy(Policy):
         )
 
 
-def _tensor(value: Any, name: object) -> torch.Tensor:
-    """``value`` as a tensor that numpy can look at.
-
-    Raises:
-        PolicyError: it is nothing of the kind.
-    """
-    if not isinstance(value, torch.Tensor):
-        try:
-            value = torch.as_tensor(value)
-        except (RuntimeError, TypeError, ValueError) as err:
-            where = ".".join(name) if isinstance(name, tuple) else name
-            raise PolicyError(
-                f"the policy returned {_kind(value)} as {where!r}, which is no tensor and can't be "
-                "made one"
-            ) from err
-    if value.is_cuda:
-        value = value.cpu()
-    tensor: torch.Tensor = value.float() if value.dtype is torch.bfloat16 else value
-    return tensor
-
-
 def _picker(names: Sequence[str]) -> Callable[[Any], Sequence[torch.Tensor]]:
     """Takes the values of ``names`` out of a dict."""
     if len(names) == 1:
@@ -402,10 +451,6 @@ class _Exploring:
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
-
-
-def _as_key(name: str | Key) -> Key:
-    return (name,) if isinstance(name, str) else name
 
 
 def _dotted(keys: Iterable[Key]) -> str:

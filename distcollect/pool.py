@@ -36,7 +36,7 @@ from .ledger import Ledger, LedgerReport
 from .rollout import Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
 from .seats import Asked, BatchPlan, Pace, Seat
-from .seeds import Stream, env_seed
+from .seeds import Stream, env_seed, policy_seed
 from .threads import LOOK_UP_S, missing
 from .transport import CollectRequest, Offer, Transport
 from .weights import WeightSender
@@ -323,12 +323,10 @@ class Pool:
         first = seat.worker_id * num_envs
         # A process that takes another's place would repeat what that one did.
         stream = Stream.REPLACED + 2 * seat.incarnation if seat.incarnation else 0
-        seeds = [
-            env_seed(seed, 0 if static_seed else first + row, stream=stream)
-            for row in range(num_envs)
-        ]
-        policy_seed = env_seed(seed, first, stream=stream + 1)
-        return self._transport.call(seat.peer, "seed", seeds, policy_seed)
+        rows = range(first, first + num_envs)
+        env_seeds = [env_seed(seed, 0 if static_seed else row, stream=stream) for row in rows]
+        policy_seeds = [policy_seed(seed, row, stream=stream + 1) for row in rows]
+        return self._transport.call(seat.peer, "seed", env_seeds, policy_seeds)
 
     def resume(self, version: int, first_traj_id: int, frames: int, timeout_s: float) -> None:
         """Go on where another run was.

@@ -19,5 +19,11 @@ class Stream(enum.IntEnum):
 
 
 def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
-    """The seed of env ``index``: independent of how the envs are spread over workers."""
+    """The seed of env ``index``, below 2**32: independent of how envs are spread over workers."""
     return int(np.random.SeedSequence([seed, int(stream), index]).generate_state(1)[0])
+
+
+def policy_seed(seed: int, index: int, stream: int = Stream.POLICY) -> int:
+    """The seed of what a policy draws for env ``index``, below 2**64: no two envs' are the same."""
+    entropy = np.random.SeedSequence([seed, int(stream), index])
+    return int(entropy.generate_state(1, np.uint64)[0])

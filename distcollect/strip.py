@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .envs import EnvBatch
 from .rollout import FAULTED, TRAJ_IDS, Layout, Slab
 from .spaces import Arrays
 
@@ -34,9 +33,22 @@ class Strip:
         return dropped
 
     def write(
-        self, real: np.ndarray, values: Arrays, envs: EnvBatch, ended: Sequence[int]
+        self,
+        real: np.ndarray,
+        values: Arrays,
+        now: Arrays,
+        final: Arrays,
+        ended: Sequence[int],
     ) -> list[int]:
-        """Append a frame to the rows in ``real``; the rows that had no room for it."""
+        """Append a frame to the rows in ``real``; the rows that had no room for it.
+
+        Args:
+            real: bool ``[n]``.
+            values: ``[n, *shape]`` of all leaves of the frame.
+            now: of the carried leaves, after it.
+            final: the same for the rows in ``ended``.
+            ended: the rows whose episodes ended with it.
+        """
         room = self.position < 2 * self.num_steps
         overflow = [int(row) for row in np.flatnonzero(real & ~room)]
         for row in overflow:
@@ -47,11 +59,11 @@ class Strip:
         for key, frames in self._frames.items():
             frames[rows, columns] = values[key][rows]
         for key, after in self._after.items():
-            after[rows] = envs.obs[key][rows]
+            after[rows] = now[key][rows]
         for row in ended:
             if room[row]:
                 self._final[row, int(self.position[row])] = {
-                    key: array[row].copy()[None] for key, array in envs.final.items()
+                    key: array[row].copy()[None] for key, array in final.items()
                 }
         self.position[rows] += 1
         return overflow

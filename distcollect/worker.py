@@ -266,9 +266,9 @@ class Worker:
         if self._engine is not None and sequence == self._sequence:
             self._engine.preempt()
 
-    def seed(self, seeds: Sequence[int], torch_seed: int) -> Future[None]:
-        """Start over, env i from ``seeds[i]``, the policy's randomness from ``torch_seed``."""
-        return self._submit(lambda: self._seed(seeds, torch_seed))
+    def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> Future[None]:
+        """Start over: see :meth:`Engine.seed`. Torch and numpy get the first policy seed."""
+        return self._submit(lambda: self._seed(env_seeds, policy_seeds))
 
     def resume(self, version: int, first_traj_id: int) -> Future[None]:
         """Take the weights for ``version``, and begin trajectories with ids from there on."""
@@ -394,10 +394,10 @@ class Worker:
             timeout_s=timeout_s,
         )
 
-    def _seed(self, seeds: Sequence[int], torch_seed: int) -> None:
-        self._configured.seed(seeds)
-        torch.manual_seed(torch_seed)
-        np.random.seed(torch_seed % 2**32)  # noqa: NPY002 - for envs that still use it
+    def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
+        self._configured.seed(env_seeds, policy_seeds)
+        torch.manual_seed(policy_seeds[0])
+        np.random.seed(policy_seeds[0] % 2**32)  # noqa: NPY002 - for envs that still use it
 
     def _resume(self, version: int, first_traj_id: int) -> None:
         engine = self._configured

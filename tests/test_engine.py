@@ -215,7 +215,7 @@ def test_every_frame_is_accounted_for(lengths: tuple[int, ...], fresh: bool) -> 
         assert (held <= T).all()
         lost = engine.counts.lost.get("row_skew", 0)
         assert engine.counts.stepped == delivered + lost + int(held.sum())
-    engine.seed([1] * len(lengths))
+    engine.seed([1] * len(lengths), [1] * len(lengths))
     delivered += collect(engine, fresh=fresh).numel()
     lost = engine.counts.lost.get("row_skew", 0)
     assert engine.counts.stepped == delivered + lost + int(engine._strip.position.sum())
@@ -314,7 +314,7 @@ def test_cut_trajectories() -> None:
 def test_cut_lengths_start_again_with_a_reset(kind: str) -> None:
     engine = engine_of(kind=kind, max_frames_per_traj=4, lengths=(100,))
     collect(engine, 3)
-    engine.seed([1] * N)
+    engine.seed([1] * N, [1] * N)
     ends = collect(engine, 4)["next", "truncated"][..., 0]
     assert ends.tolist() == [[False, False, False, True]] * N
 

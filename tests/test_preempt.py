@@ -249,7 +249,7 @@ def test_before_the_first_step() -> None:
         return reset(**kwargs)
 
     env.reset = preempted  # type: ignore[method-assign]
-    run.engine.seed([1] * N)
+    run.engine.seed([1] * N, [1] * N)
     assert run.collect()["collector", "mask"].sum(1).tolist() == [1] * N
 
 

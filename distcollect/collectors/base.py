@@ -279,7 +279,17 @@ class DataCollectorBase(ABC):
         """Seed all envs and the policies' randomness; the next batch starts with a reset.
 
         Env i gets a seed drawn from (``seed``, i), however the envs are spread over workers; with
-        ``static_seed`` all get the same.
+        ``static_seed`` all get the same. So does what the policy draws for env i with torch's
+        functions, always from a stream of its own: trajectories don't depend on the number of
+        workers, as far as the policy's rounding doesn't depend on how many envs it sees at once.
+
+        What the policy draws by other means comes from one generator per worker: in compiled or
+        scripted code, within ``nn.LSTM``, ``nn.GRU`` and ``nn.RReLU``, with numpy, or in tensors
+        whose first dimension is not that of the envs (or a multiple, as for several agents).
+
+        Unseeded collectors pay nothing for it. Seeded ones need more time for whatever the policy
+        calls: with 16 CartPole envs and a small network 1.6 times as long for a frame, and less so
+        the longer envs and network take.
 
         Returns:
             A seed that none of the envs uses, for another collector.

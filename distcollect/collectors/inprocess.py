@@ -21,7 +21,7 @@ from distcollect.evaluation import Evaluation
 from distcollect.policy import Exploration
 from distcollect.publisher import Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
-from distcollect.seeds import Stream, env_seed
+from distcollect.seeds import Stream, env_seed, policy_seed
 from distcollect.worker import WorkerPlan, build_engine, build_evaluator, with_policy
 
 from .base import (
@@ -241,10 +241,11 @@ class SyncDataCollector(DataCollectorBase):
         """See :class:`DataCollectorBase`; seeds torch's global generator too."""
         self._check_open()
         num_envs = self._engine.layout.num_envs
-        seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
+        env_seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
+        policy_seeds = [policy_seed(seed, row) for row in range(num_envs)]
         self._seed = seed, static_seed
-        self._engine.seed(seeds)
-        torch.manual_seed(env_seed(seed, 0, stream=Stream.POLICY))
+        self._engine.seed(env_seeds, policy_seeds)
+        torch.manual_seed(policy_seeds[0])
         return env_seed(seed, num_envs, stream=Stream.NEXT_COLLECTOR)
 
     def _call(
