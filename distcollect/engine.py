@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,13 @@ class Engine:
 
     Not thread-safe, but for :meth:`stop`, :meth:`preempt`, :meth:`soon` and the weights, which
     other threads may hand in at any time: all take effect between two steps.
+
+    Attributes:
+        envs: what it steps.
+        options: how.
+        weights: the policy's.
+        counts: what it counts in.
+        layout: of the frames.
     """
 
     def __init__(
@@ -85,7 +93,7 @@ class Engine:
             _refuse_cuts(self.options)
         self.weights = weights
         self.counts = counts or Counts()
-        self._envs = envs
+        self.envs = envs
         self._policy = policy
         self._random = RandomPolicy(envs.action_space, envs.num_envs, policy.state)
         self._bounds = _bounds(envs) if self.options.clip_actions else {}
@@ -141,7 +149,7 @@ class Engine:
     def number(self, traj_ids: Iterator[int]) -> None:
         """Take the ids of trajectories from here, at once: nothing spans this call."""
         self._new_traj_ids = traj_ids
-        for row in range(self._envs.num_envs):
+        for row in range(self.envs.num_envs):
             self._traj_ids[row] = next(traj_ids)
 
     def stop(self) -> None:
@@ -207,13 +215,24 @@ class Engine:
                 self._collecting = self._ending = False
                 self._interrupt = self._stopped or bool(self._jobs)
 
-    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """See :meth:`EnvBatch.call`."""
-        return self._envs.call(name, args, kwargs)
+    def call_soon(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Future[list[Any]]:
+        """See :meth:`EnvBatch.call`; done as what is handed to :meth:`soon`."""
+        answer: Future[list[Any]] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(self.envs.call(name, args, kwargs))
+            except Exception as error:  # noqa: BLE001 - it is raised where the future is waited for
+                answer.set_exception(error)
+
+        self.soon(call)
+        return answer
 
     def close(self) -> None:
         """Close the envs."""
-        self._envs.close()
+        self.envs.close()
 
     def _collect(self, slab: Slab, *, random: bool, fresh: bool) -> None:
         self._begun_at = self.counts.stepped
@@ -225,14 +244,14 @@ class Engine:
             for array in slab.extras.values():
                 array.fill(0)
         with policy.exploring():
-            if self._envs.can_cut:
+            if self.envs.can_cut:
                 self._fill(slab, policy)
             else:
                 self._fill_skewed(slab, policy, fresh)
 
     def _reset(self) -> None:
         try:
-            self._envs.reset(self._seeds)
+            self.envs.reset(self._seeds)
         except Faulted as faulted:
             for fault in faulted.faults:
                 self._rebuilder.rebuild(fault)
@@ -244,9 +263,9 @@ class Engine:
 
     def _begin_trajectories(self) -> None:
         self._lengths.fill(0)
-        for row in range(self._envs.num_envs):
+        for row in range(self.envs.num_envs):
             self._traj_ids[row] = next(self._new_traj_ids)
-        self._begin(range(self._envs.num_envs))
+        self._begin(range(self.envs.num_envs))
 
     def _begin(self, rows: Sequence[int]) -> None:
         """What the policy remembers of episodes is not for those that begin in ``rows``."""
@@ -254,7 +273,7 @@ class Engine:
             self._state.begin(rows)
 
     def _break_off(self, cause: str) -> None:
-        if self._envs.can_cut:
+        if self.envs.can_cut:
             self.counts.lose(cause, self.counts.stepped - self._begun_at)
         elif self._strip is not None:
             self.counts.lose(cause, self._strip.drop())
@@ -277,7 +296,7 @@ class Engine:
 
         In one piece, as calls of its own would cost more than what they do.
         """
-        envs, weights, lengths, rewards = self._envs, self.weights, self._lengths, slab.reward
+        envs, weights, lengths, rewards = self.envs, self.weights, self._lengths, slab.reward
         longest, swaps = self.options.max_frames_per_traj, self.options.swap_within_rollouts
         starts = [(column, self._now[key]) for key, column in slab.root.items()]
         actions = [(leaf.key, slab.action[leaf.key]) for leaf in self.layout.action]
@@ -345,7 +364,7 @@ class Engine:
     def _mend(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
         """Make the envs anew that raised in a step, and have it done by all rows after all."""
         out, longest = faulted.result, self.options.max_frames_per_traj
-        rows: Sequence[int] = range(self._envs.num_envs)
+        rows: Sequence[int] = range(self.envs.num_envs)
         while True:
             self.counts.add(len(rows) - len(faulted.idle))
             slab.faulted[faulted.cut_short, step] = True
@@ -359,7 +378,7 @@ class Engine:
             action = self._ask_again(slab, step, policy, rows)
             cut = None if longest is None else self._lengths >= longest
             try:
-                self._envs.step(action, cut, rows)
+                self.envs.step(action, cut, rows)
             except Faulted as another:
                 faulted = another
             else:
@@ -368,7 +387,7 @@ class Engine:
                 break
         slab.reward[:, step] = out.reward
         for key, column in slab.outcomes.items():
-            column[:, step] = self._envs.outcomes[key]
+            column[:, step] = self.envs.outcomes[key]
         self._end_trajectories(slab, step, out)
 
     def _begin_anew(self, slab: Slab, step: int, rows: Sequence[int]) -> None:
@@ -388,7 +407,7 @@ class Engine:
 
     def _ask_again(self, slab: Slab, step: int, policy: Policy, rows: Sequence[int]) -> Arrays:
         """Write the frames' starts of ``rows`` once more; the actions of all rows."""
-        obs = self._envs.obs
+        obs = self.envs.obs
         for key, column in slab.root.items():
             column[rows, step] = self._now[key][rows]
         kept = {key: array.copy() for key, array in obs.items()}
@@ -410,7 +429,7 @@ class Engine:
 
     def _fill_skewed(self, slab: Slab, policy: Policy, fresh: bool) -> None:
         """As :meth:`_fill`, for envs with filler steps, which make rows drift apart."""
-        envs, weights = self._envs, self.weights
+        envs, weights = self.envs, self.weights
         strip = self._strip
         if strip is not None and (fresh or strip.num_steps != slab.num_steps):
             # A trajectory can't span the gap that the surplus leaves.

@@ -31,7 +31,7 @@ from torch import nn
 from . import vitals
 from .counts import Counts
 from .engine import Engine, StepOptions
-from .envs import EnvContext, make_envs
+from .envs import EnvBatch, EnvContext, make_envs
 from .errors import EnvError, PolicyError, WorkerError
 from .evaluation import Evaluation, Evaluator
 from .flat import LiveWeights, WeightLayout, published
@@ -141,36 +141,47 @@ def build_engine(
     ]
     envs = make_envs(plan.create_env_fn, plan.num_envs, info_keys=plan.info_keys, contexts=contexts)
     try:
-        plan = with_policy(plan)
-        policy: Policy
-        if plan.policy is None:
-            policy = RandomPolicy(envs.action_space, envs.num_envs)
-        else:
-            policy = UserPolicy(
-                plan.policy,
-                envs.obs,
-                envs.observation_space,
-                envs.action_space,
-                exploration=plan.exploration,
-                device=plan.device,
-                shared=shared,
-            )
-        if plan.device is not None:
-            for model in plan.models.values():
-                model.to(plan.device)
-        return Engine(
-            envs,
-            policy,
-            LiveWeights(published(policy.module, plan.models), plan.exclude),
-            traj_ids=traj_ids,
-            options=plan.options,
-            counts=counts,
-            max_env_faults=plan.max_env_faults,
-        )
+        return engine_over(envs, with_policy(plan), traj_ids=traj_ids, shared=shared, counts=counts)
     except BaseException:
         with contextlib.suppress(EnvError):  # the first error is the one to tell
             envs.close()
         raise
+
+
+def engine_over(
+    envs: EnvBatch,
+    plan: WorkerPlan,
+    *,
+    traj_ids: Iterator[int],
+    shared: bool = False,
+    counts: Counts | None = None,
+) -> Engine:
+    """As :func:`build_engine`, with envs that are there, and a policy that was made."""
+    policy: Policy
+    if plan.policy is None:
+        policy = RandomPolicy(envs.action_space, envs.num_envs)
+    else:
+        policy = UserPolicy(
+            plan.policy,
+            envs.obs,
+            envs.observation_space,
+            envs.action_space,
+            exploration=plan.exploration,
+            device=plan.device,
+            shared=shared,
+        )
+    if plan.device is not None:
+        for model in plan.models.values():
+            model.to(plan.device)
+    return Engine(
+        envs,
+        policy,
+        LiveWeights(published(policy.module, plan.models), plan.exclude),
+        traj_ids=traj_ids,
+        options=plan.options,
+        counts=counts,
+        max_env_faults=plan.max_env_faults,
+    )
 
 
 def build_evaluator(plan: WorkerPlan, worker_id: int = 0, incarnation: int = 0) -> Evaluator:
@@ -279,15 +290,7 @@ class Worker:
     ) -> Future[list[Any]]:
         """Call a method of each env between two steps, in the middle of a rollout as well."""
         engine = self._configured
-        answer: Future[list[Any]] = Future()
-
-        def call() -> None:
-            try:
-                answer.set_result(engine.call(name, args, kwargs))
-            except Exception as error:  # noqa: BLE001 - it is raised where the future is waited for
-                answer.set_exception(error)
-
-        engine.soon(call)
+        answer = engine.call_soon(name, args, kwargs)
         self._submit(engine.do_jobs)  # if nothing is collected
         return answer
 

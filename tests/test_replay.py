@@ -182,28 +182,45 @@ def test_bad_limits(settings: dict[str, Any], error: str) -> None:
         dc.RateLimited(Buffer(), **settings)
 
 
-def test_workers_get_weights_while_the_buffer_fills() -> None:
-    class Shown(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(()))
+class Shown(nn.Module):
+    """Shows its weight in each frame."""
 
-        def forward(self, observation: torch.Tensor) -> Any:
-            n = len(observation)
-            return torch.zeros(n, dtype=torch.int64), {"weight": self.weight.expand(n)}
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
 
-    shown, buffer = Shown(), Buffer()
-    with dc.RPCDataCollector(
-        "CartPole-v1", shown, frames_per_batch=T, num_workers=2, replay_buffer=buffer
-    ) as collector:
+    def forward(self, observation: torch.Tensor) -> Any:
+        n = len(observation)
+        return torch.zeros(n, dtype=torch.int64), {"weight": self.weight.expand(n)}
+
+
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.MultiaSyncDataCollector])
+def test_weights_while_the_buffer_fills(kind: Any) -> None:
+    """Those that were published, though the trainer's own change all the time."""
+    policy, buffer = Shown(), Buffer()
+    how = {} if kind is dc.SyncDataCollector else {"num_workers": 2}
+    with kind("CartPole-v1", policy, frames_per_batch=T, replay_buffer=buffer, **how) as collector:
         collector.start()
         for version in range(1, 6):
+            for _ in range(200):
+                with torch.no_grad():
+                    policy.weight.add_(0.001)
             with torch.no_grad():
-                shown.weight.fill_(version)
+                policy.weight.fill_(version)
             collector.update_policy_weights_()
-        eventually(lambda: buffer.frames[-1]["collector", "policy_version"] == 5)
+            if version % 2:
+                collector.update_policy_weights_({"weight": torch.tensor(float(version))})
+        newest = collector.policy_version
+        eventually(lambda: buffer.frames[-1:] and frame_version(buffer) == newest)
+        assert collector.call("render_mode")[0] == [None]
     frames = torch.stack(buffer.frames)
-    assert torch.equal(frames["weight"].long(), frames["collector", "policy_version"])
+    shown, versions = frames["weight"], frames["collector", "policy_version"]
+    published = [0, 1, 1, 2, 3, 3, 4, 5, 5]
+    assert shown.tolist() == [published[version] for version in versions.tolist()]
+
+
+def frame_version(buffer: Buffer) -> int:
+    return int(buffer.frames[-1]["collector", "policy_version"])
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

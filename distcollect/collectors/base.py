@@ -305,7 +305,8 @@ class DataCollectorBase(ABC):
     ) -> dict[int, list[Any]]:
         """Call a method of the envs between two of their steps; or read an attribute of theirs.
 
-        A rollout under way is not ended. Who takes a lost worker's place has new envs, which know
+        A rollout under way is not ended (in this process and in the background, it is waited for).
+        Who takes a lost worker's place has new envs, which know
         nothing of earlier calls.
 
         Args:

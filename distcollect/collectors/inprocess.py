@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -16,13 +19,24 @@ from distcollect.background import ReplayBuffer, check_replay_buffer
 from distcollect.config import Faults
 from distcollect.delivery import Delivery, PostProcess
 from distcollect.envs import is_env
-from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectorStateError,
+)
 from distcollect.evaluation import Evaluation
+from distcollect.flat import published
 from distcollect.policy import Exploration
 from distcollect.publisher import Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
 from distcollect.seeds import Stream, env_seed, policy_seed
-from distcollect.worker import WorkerPlan, build_engine, build_evaluator, with_policy
+from distcollect.worker import (
+    WorkerPlan,
+    build_engine,
+    build_evaluator,
+    engine_over,
+    with_policy,
+)
 
 from .base import (
     JOIN_TIMEOUT_S,
@@ -42,8 +56,8 @@ _traj_ids = itertools.count()
 class SyncDataCollector(DataCollectorBase):
     """Steps envs in the calling process; a batch is collected when it is asked for.
 
-    The policy is shared, not copied: training it in place shows in the next batch. Batches are
-    ``[T]`` for one env, ``[n, T]`` for n.
+    The policy is shared, not copied: training it in place shows in the next batch. In the
+    background, after ``start()``, it is copied. Batches are ``[T]`` for one env, ``[n, T]`` for n.
     """
 
     @takes_torchrl_names
@@ -154,7 +168,7 @@ class SyncDataCollector(DataCollectorBase):
             models=arguments.models(models),
             max_env_faults=(faults or Faults()).max_env_faults,
         )
-        plan = with_policy(plan)
+        self._plan = plan = with_policy(plan)
         self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
         self._evaluator = build_evaluator(plan)
         self._has_makers = not any(is_env(maker) for maker in makers)
@@ -224,22 +238,39 @@ class SyncDataCollector(DataCollectorBase):
                 "worker_ids is given, but this collector has no weight updater and no workers: it "
                 "steps its envs itself"
             )
-        layout = self._engine.weights.layout
-        module = self._engine.weights.module
-        if module is None:
+        weights = self._engine.weights
+        if weights.module is None:
             return
-        if policy_or_weights is not None and policy_or_weights is not module:
-            new = layout.select(policy_or_weights)
-            own = layout.select(module)
+        user_policy = self._plan.policy
+        own = published(
+            user_policy if isinstance(user_policy, nn.Module) else None, self._plan.models
+        )
+        if policy_or_weights is not None and policy_or_weights is not own:
+            new, tensors = (weights.layout.select(s) for s in (policy_or_weights, own))
             with torch.no_grad():
-                for name, tensor in own.items():
+                for name, tensor in tensors.items():
                     tensor.copy_(new[name])
         self._version += 1
+        if self._background is None:
+            weights.version = self._version
+        else:
+            buffer = weights.spare()
+            weights.layout.pack(weights.layout.select(own), buffer)
+            weights.commit(buffer, self._version)
+
+    def _before_start(self) -> None:
+        policy, models = copy.deepcopy((self._plan.policy, dict(self._plan.models)))
+        plan = replace(self._plan, policy=policy, models=models)
+        self._engine = engine_over(self._engine.envs, plan, traj_ids=_traj_ids)
         self._engine.weights.version = self._version
+        if self._seed is not None and not self._batches:
+            self.set_seed(*self._seed)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """See :class:`DataCollectorBase`; seeds torch's global generator too."""
         self._check_open()
+        if self._background is not None:
+            raise CollectorStateError("set_seed() must come before start()")
         num_envs = self._engine.layout.num_envs
         env_seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
         policy_seeds = [policy_seed(seed, row) for row in range(num_envs)]
@@ -257,7 +288,12 @@ class SyncDataCollector(DataCollectorBase):
         timeout_s: float | None,
     ) -> dict[int, list[Any]]:
         arguments.worker_ids(worker_ids, [0])
-        return {0: self._engine.call(method, args, kwargs)}
+        limit_s = self._batch_timeout_s if timeout_s is None else timeout_s
+        # In the background envs are stepped on another thread, which the user's waits for here.
+        background = self._background
+        idle = contextlib.nullcontext() if background is None else background.paused(limit_s)
+        with idle:
+            return {0: self._engine.envs.call(method, args, kwargs)}
 
     def _evaluate(
         self,
