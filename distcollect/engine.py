@@ -39,12 +39,14 @@ class StepOptions:
         clip_actions: clip what goes to the envs to a Box action space's bounds; the batch keeps
             the action as the policy chose it.
         swap_within_rollouts: take new weights in between any two steps; else between rollouts.
+        exact_version: each rollout is of the version that it is asked for with.
     """
 
     max_frames_per_traj: int | None = None
     reset_at_each_iter: bool = False
     clip_actions: bool = False
     swap_within_rollouts: bool = True
+    exact_version: bool = False
 
 
 class Engine:
@@ -182,7 +184,13 @@ class Engine:
             self._jobs.popleft()()
 
     def collect(
-        self, slab: Slab, *, random: bool = False, fresh: bool = False, brief: bool = False
+        self,
+        slab: Slab,
+        *,
+        random: bool = False,
+        fresh: bool = False,
+        brief: bool = False,
+        version: int | None = None,
     ) -> None:
         """Fill ``slab`` with the next rollout; where that was preempted, the rest is padding.
 
@@ -191,6 +199,7 @@ class Engine:
             random: draw actions from the action space; the extras are zero then.
             fresh: no frame from before this call, as native vector envs may have some left over.
             brief: it was preempted before it began.
+            version: begin with these weights at the newest; None: with the newest there are.
 
         Raises:
             Stopped: see :meth:`stop`.
@@ -204,6 +213,7 @@ class Engine:
             self._interrupt |= brief
         cells[1] = 1
         try:
+            self.weights.apply(version)
             self._collect(slab, random=random, fresh=fresh)
         except BaseException as error:
             # The frames so far are in no rollout, so what follows starts new trajectories.
@@ -288,7 +298,8 @@ class Engine:
             self._interrupt = self._stopped or self._ending or bool(self._jobs)
         if self._ending and self.counts.stepped > self._begun_at:
             return True
-        self.weights.apply()
+        if self.options.swap_within_rollouts:
+            self.weights.apply()
         return False
 
     def _fill(self, slab: Slab, policy: Policy) -> None:  # noqa: C901, PLR0912 - see below
@@ -302,8 +313,6 @@ class Engine:
         actions = [(leaf.key, slab.action[leaf.key]) for leaf in self.layout.action]
         extras = list(slab.extras.values())
         outcomes = [(slab.outcomes[key], now) for key, now in envs.outcomes.items()]
-        if weights.pending:
-            weights.apply()
         slab.policy_version.fill(weights.version)
         slab.traj_ids[:] = self._traj_ids[:, None]
         cells, stepped, num_envs = self.counts.cells, self.counts.stepped, envs.num_envs
@@ -438,11 +447,10 @@ class Engine:
             self.counts.lose("row_skew", strip.drop())
         if strip is None or strip.num_steps != slab.num_steps:
             strip = self._strip = Strip(self.layout, slab.num_steps)
-        swaps = True  # before the first step in any case
+        swaps = self.options.swap_within_rollouts
         while strip.position.min() < slab.num_steps:
             if (self._interrupt or (weights.pending and swaps)) and self._between_steps():
                 break
-            swaps = self.options.swap_within_rollouts
             before = {key: array.copy() for key, array in self._now.items()}
             chosen, written = policy()
             action = {

@@ -18,6 +18,7 @@ from .errors import ArgumentTypeError, WeightsError
 
 # Every entry starts at a multiple of this, so that a view of any dtype is aligned.
 _ALIGNMENT = 16
+_MOST_READY = 8  # versions that wait for a rollout to begin; one or two at a time really do
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,16 @@ class LiveWeights:
         pending: a newer version lies ready.
     """
 
-    def __init__(self, module: nn.Module | None, exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self, module: nn.Module | None, exclude: Sequence[str] = (), *, keeps_each: bool = False
+    ) -> None:
+        """Swap the weights of ``module``.
+
+        Args:
+            module: see above.
+            exclude: patterns of names that are left alone.
+            keeps_each: older versions that lie ready stay so, for who may ask for one of them.
+        """
         self.module = module
         self.layout = WeightLayout.of(module, exclude)
         self.device = device_of(module)
@@ -328,7 +338,8 @@ class LiveWeights:
         self._tensors = [state[entry.names[0]] for entry in self.layout.entries]
         self._lock = threading.Lock()
         self._spares: list[torch.Tensor] = []
-        self._ready: tuple[torch.Tensor, int] | None = None
+        self._most_ready = _MOST_READY if keeps_each else 1
+        self._ready: list[tuple[torch.Tensor, int]] = []  # by rising version
         self._live: torch.Tensor | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
 
@@ -336,7 +347,7 @@ class LiveWeights:
     def newest(self) -> int:
         """policy_version of the weights that the next step will use."""
         with self._lock:
-            return self._ready[1] if self._ready else self.version
+            return self._ready[-1][1] if self._ready else self.version
 
     def spare(self) -> torch.Tensor:
         """A buffer to write a version into, uint8 ``[layout.num_bytes]``.
@@ -352,7 +363,7 @@ class LiveWeights:
         To be called on the thread that receives: nobody else writes to buffers.
         """
         with self._lock:
-            newest = self._ready[0] if self._ready else self._live
+            newest = self._ready[-1][0] if self._ready else self._live
         if newest is not None:
             buffer.copy_(newest)
             return
@@ -365,20 +376,26 @@ class LiveWeights:
     def commit(self, buffer: torch.Tensor, version: int) -> None:
         """Offer a filled buffer as ``version``; it replaces one that was not applied yet."""
         with self._lock:
-            if self._ready is not None:
-                self._spares.append(self._ready[0])
-            self._ready = (buffer, version)
+            self._ready.append((buffer, version))
+            while len(self._ready) > self._most_ready:
+                self._spares.append(self._ready.pop(0)[0])
             self.pending = True
 
-    def apply(self) -> None:
-        """Make the newest version the module's weights: a change of pointers, no copy."""
+    def apply(self, up_to: int | None = None) -> None:
+        """Make the newest version the module's weights: a change of pointers, no copy.
+
+        Args:
+            up_to: the newest version that will do; None: any.
+        """
         with self._lock:
-            if self._ready is None:
+            due = [each for each in self._ready if up_to is None or each[1] <= up_to]
+            if not due:
                 return
             # All at once, as the receiving thread looks here for what a change is a change of.
-            buffer, self.version = self._ready
-            self._ready = None
-            self.pending = False
+            self._spares += [buffer for buffer, _ in due[:-1]]
+            del self._ready[: len(due)]
+            buffer, self.version = due[-1]
+            self.pending = bool(self._ready)
             before, self._live = self._live, buffer
         for tensor, view in zip(self._tensors, self._views_of(buffer), strict=True):
             if tensor.device == self.device:

@@ -109,6 +109,7 @@ class Pool:
         self._wanted = 0  # in sync mode: rollouts of this batch that nobody was asked for
         self._told: dict[str, Callable[[Seat], Future[None]]] = {}
         self._telling = False
+        self._awaiting = False  # somebody wants the next batch
         self._failed: BaseException | None = None
         self._closed = False
         sender.on_acknowledged = self._acknowledged
@@ -148,8 +149,8 @@ class Pool:
         with self._lock:
             if self._closed:
                 return
-            seat = Seat(worker_id, incarnation, peer)
-            self._seats[worker_id] = seat
+            turn = min((other.turn for other in self._collecting()), default=0)
+            seat = self._seats[worker_id] = Seat(worker_id, incarnation, peer, turn=turn)
             self._coming.discard(worker_id)
             self.stale_frames.setdefault(worker_id, 0)
             version = self._sender.welcome(worker_id, peer)
@@ -264,9 +265,14 @@ class Pool:
             self._check()
             if self._pacer is not None:
                 self._pacer.awaited()
-            self._ask()
-            chosen = self._wait(self._choose, timeout_s)
+            self._awaiting = True
+            try:
+                self._ask()
+                chosen = self._wait(self._choose, timeout_s)
+            finally:
+                self._awaiting = False
             assert chosen.rollout is not None
+            chosen.seat.turn += 1
             self._arrived.remove(chosen)
             self._deliver(chosen.rollout)
             if self._pacer is not None:
@@ -288,12 +294,25 @@ class Pool:
     def _choose(self) -> Asked | None:
         """What is to be handed on next, if it is here."""
         self._fetch_offers()
+        if self._plan.in_turn:
+            return self._due()
         if self._pacer is None:
             return self._first_here()
         ticket = self._pacer.choose([asked.ticket for asked in self._arrived])
         if ticket is None:
             return None
         chosen = next(asked for asked in self._arrived if asked.ticket is ticket)
+        self._fetch(chosen)
+        return chosen if chosen.rollout is not None else None
+
+    def _due(self) -> Asked | None:
+        """The rollout of the worker whose turn it is, once all others that can be are at work."""
+        if any(self._is_idle(s) and not self._is_up_to_date(s.worker_id) for s in self._staying()):
+            return None
+        due = min(self._collecting(), key=lambda s: (s.turn, s.worker_id), default=None)
+        chosen = next((asked for asked in self._arrived if asked.seat is due), None)
+        if chosen is None:
+            return None
         self._fetch(chosen)
         return chosen if chosen.rollout is not None else None
 
@@ -532,9 +551,13 @@ class Pool:
         if self._telling or self._closed:
             return
         # Who has waited longest comes first: a bound on staleness may not leave room for all.
-        for seat in sorted(self._collecting(), key=lambda seat: seat.last_asked):
-            may = self._may_ask_for_batch if self._plan.sync else self._may_ask_ahead
-            if not (seat.untold or seat.leaving) and may(seat):
+        for seat in sorted(self._staying(), key=lambda seat: seat.last_asked):
+            may = self._may_ask_ahead
+            if self._plan.sync:
+                may = self._may_ask_for_batch
+            elif self._plan.in_turn:
+                may = self._may_ask_in_turn
+            if may(seat):
                 self._request(seat)
 
     def _collecting(self) -> list[Seat]:
@@ -551,6 +574,17 @@ class Pool:
         coming = self._coming - self._plan.set_aside
         awaited = len(coming) if self._plan.waits_for_missing else 0
         return self._wanted > others + awaited
+
+    def _may_ask_in_turn(self, seat: Seat) -> bool:
+        # Not before the user wants a batch: until then more weights may be published.
+        return self._awaiting and self._is_idle(seat) and self._is_up_to_date(seat.worker_id)
+
+    def _is_idle(self, seat: Seat) -> bool:
+        """Whether it has nothing to do, and nothing of it waits to be handed on."""
+        return not seat.unsettled and not any(asked.seat is seat for asked in self._arrived)
+
+    def _staying(self) -> list[Seat]:
+        return [seat for seat in self._collecting() if not (seat.untold or seat.leaving)]
 
     def _may_ask_ahead(self, seat: Seat) -> bool:
         if seat.collecting or not seat.has_a_slab:
@@ -573,11 +607,14 @@ class Pool:
         seat.unsettled.add(number)
         self._requests += 1
         seat.last_asked = self._requests
+        known = self._sender.acknowledged(seat.worker_id)
         request = CollectRequest(
-            plan.num_steps, random=self._frames_asked < plan.random_frames, fresh=plan.sync
+            plan.num_steps,
+            random=self._frames_asked < plan.random_frames,
+            fresh=plan.sync,
+            version=known,
         )
         self._frames_asked += plan.rollout_frames
-        known = self._sender.acknowledged(seat.worker_id)
         ticket = (
             Ticket(seat.worker_id, known)
             if self._pacer is None

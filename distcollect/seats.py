@@ -28,6 +28,8 @@ class BatchPlan:
             ended early; None: never.
         deadline_s: so long after it was asked for, too; None: never.
         set_aside: workers that are never asked for any.
+        in_turn: in async mode, one rollout of each worker after the other; asked for at the next
+            batch, with the newest weights.
     """
 
     sync: bool
@@ -40,6 +42,7 @@ class BatchPlan:
     preemptive_threshold: float | None = None
     deadline_s: float | None = None
     set_aside: frozenset[int] = frozenset()
+    in_turn: bool = False
 
     @property
     def rollout_frames(self) -> int:
@@ -88,6 +91,7 @@ class Seat:
         open: what was asked of it and is neither here nor given up.
         batch: the last sync batch that it has a share in.
         last_asked: when, in requests of the pool.
+        turn: how many it has delivered, where that goes in turn.
     """
 
     worker_id: int
@@ -103,6 +107,7 @@ class Seat:
     open: set[Asked] = field(default_factory=set)
     batch: int = -1
     last_asked: int = 0
+    turn: int = 0
 
     @property
     def has_a_slab(self) -> bool:

@@ -64,12 +64,14 @@ class CollectRequest:
         num_steps: T, steps of each of its envs.
         random: draw the actions from the action space instead of asking the policy.
         fresh: no frame may be older than this request (nothing carried over from the last one).
+        version: the newest one that the worker has acknowledged.
         shared: the trainer can map the worker's memory. The transport's to say.
     """
 
     num_steps: int
     random: bool = False
     fresh: bool = False
+    version: int = 0
     shared: bool = False
 
 

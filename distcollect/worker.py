@@ -176,7 +176,11 @@ def engine_over(
     return Engine(
         envs,
         policy,
-        LiveWeights(published(policy.module, plan.models), plan.exclude),
+        LiveWeights(
+            published(policy.module, plan.models),
+            plan.exclude,
+            keeps_each=plan.options.exact_version,
+        ),
         traj_ids=traj_ids,
         options=plan.options,
         counts=counts,
@@ -365,7 +369,10 @@ class Worker:
             ]
         slab = self._slabs[self._sequence % NUM_SLABS]
         brief = self._preempted == self._sequence
-        engine.collect(slab, random=request.random, fresh=request.fresh, brief=brief)
+        version = request.version if engine.options.exact_version else None
+        engine.collect(
+            slab, random=request.random, fresh=request.fresh, brief=brief, version=version
+        )
         tensors = slab.tensors()
         versions = slab.policy_version
         header = Header(

@@ -104,6 +104,7 @@ class RPCDataCollector(DataCollectorBase):
         preemptive_threshold: float | None = None,
         batch_deadline_s: float | None = None,
         evaluation: EvaluationWorkers | None = None,
+        reproducible: bool = False,
         listen: str | None = None,
     ) -> None:
         """Start the workers, and have each try out its envs and the policy.
@@ -168,6 +169,11 @@ class RPCDataCollector(DataCollectorBase):
                 (above 0, at most 1), the other workers are told to deliver what they have. The
                 missing frames are padding: False in ``("collector", "mask")``.
             batch_deadline_s: in sync mode, the same so many seconds after a batch was asked for.
+            reproducible: in async mode, the same batches each time (after ``set_seed``): workers
+                deliver in turn, and each begins a rollout when the batch after its last one is
+                asked for, with the weights published by then, which it keeps to its end. So a
+                frame's lag is the number of publications meanwhile: one less than there are
+                workers, if each batch is followed by one. A worker's death ends the likeness.
             evaluation: how many of the workers evaluate the policy instead of collecting.
             listen: "HOST:PORT", this host's, where ``distcollect worker --join`` may add workers
                 at any time; None: what DISTCOLLECT_LISTEN says, else nowhere.
@@ -210,6 +216,10 @@ class RPCDataCollector(DataCollectorBase):
         preempts = preemptive_threshold is not None or batch_deadline_s is not None
         self._masks = masks or preempts
         self._faults = faults or Faults()
+        if reproducible and staleness is not None and not masks:
+            raise ArgumentError(
+                f"reproducible=True and {staleness}: the lag is fixed then; mode='mask' would do"
+            )
         arguments.positive("max_weight_update_interval", max_weight_update_interval, optional=True)
         self._updates_itself = update_at_each_batch
         models = arguments.models(models)
@@ -224,6 +234,7 @@ class RPCDataCollector(DataCollectorBase):
         makers = arguments.env_makers(create_env_fn, count)
         sent_policy, sent_models = arguments.portable((policy, models))
         random_frames = check_random_frames(init_random_frames)
+        swaps = self._weight_sync.swap_within_rollouts and not reproducible
         plan = WorkerPlan(
             create_env_fn=None,
             num_envs=envs_per_worker,
@@ -234,7 +245,8 @@ class RPCDataCollector(DataCollectorBase):
             info_keys=info_keys,
             options=replace(
                 step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
-                swap_within_rollouts=self._weight_sync.swap_within_rollouts,
+                swap_within_rollouts=swaps,
+                exact_version=reproducible,
             ),
             models=sent_models,
             exclude=tuple(self._weight_sync.exclude),
@@ -280,6 +292,7 @@ class RPCDataCollector(DataCollectorBase):
                     preemptive_threshold=preemptive_threshold,
                     deadline_s=batch_deadline_s,
                     set_aside=frozenset(range(num_collecting, count)),
+                    in_turn=reproducible,
                 ),
                 staleness=staleness,
                 reports=workers,
