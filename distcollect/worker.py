@@ -64,6 +64,7 @@ class WorkerPlan:
         policy: the policy itself, None for random actions.
         policy_factory: makes the policy here instead.
         device: where the policy computes; None: where it is.
+        env_device: where the envs compute, as far as they can choose; None: where they do anyway.
         exploration: see :class:`~distcollect.policy.Exploration`.
         info_keys: entries of ``info`` that go into the batch.
         options: see :class:`~distcollect.engine.StepOptions`.
@@ -78,6 +79,7 @@ class WorkerPlan:
     policy: Any = None
     policy_factory: Any = None
     device: torch.device | None = None
+    env_device: torch.device | None = None
     exploration: Exploration = Exploration.RANDOM
     info_keys: Any = None
     options: StepOptions = field(default_factory=StepOptions)
@@ -139,7 +141,13 @@ def build_engine(
         EnvContext(worker_id=worker_id, env_index=index, incarnation=incarnation, seed=None)
         for index in range(plan.num_envs)
     ]
-    envs = make_envs(plan.create_env_fn, plan.num_envs, info_keys=plan.info_keys, contexts=contexts)
+    envs = make_envs(
+        plan.create_env_fn,
+        plan.num_envs,
+        info_keys=plan.info_keys,
+        contexts=contexts,
+        device=plan.env_device,
+    )
     try:
         return engine_over(envs, with_policy(plan), traj_ids=traj_ids, shared=shared, counts=counts)
     except BaseException:

@@ -317,3 +317,32 @@ def test_torchrl_is_imported_only_by_its_user() -> None:
     code += "with dc.SyncDataCollector('CartPole-v1', frames_per_batch=4) as c: c.next()\n"
     code += "sys.exit('torchrl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_devices() -> None:
+    """Each is where it was told to be; the batch is where it is wanted."""
+    from torchrl.envs import GymEnv  # noqa: PLC0415
+
+    seen = []
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            seen.append(observation.device.type)
+            return observation[:, :1] * 0 * self.scale
+
+    with dc.SyncDataCollector(
+        lambda: GymEnv("Pendulum-v1"),
+        Policy(),
+        frames_per_batch=4,
+        env_device="cpu",
+        policy_device="cpu",
+        storing_device="meta",
+    ) as collector:
+        batch = collector.next()
+        assert collector.call("device") == {0: [torch.device("cpu")]}
+    assert batch["observation"].device.type == batch["next", "reward"].device.type == "meta"
+    assert set(seen) == {"cpu"}

@@ -108,7 +108,7 @@ class SyncDataCollector(DataCollectorBase):
             envs_per_worker: envs to make from one ``create_env_fn``.
             device: the default of the following three.
             storing_device: where batches are delivered; None: CPU.
-            env_device: where envs compute, as far as they can choose (TorchRL's can).
+            env_device: where TorchRL envs compute; others have no choice.
             policy_device: where the policy computes; None: where it is.
             max_frames_per_traj: truncate trajectories after so many frames.
             init_random_frames: so many frames at the start have random actions.
@@ -162,6 +162,7 @@ class SyncDataCollector(DataCollectorBase):
             policy=policy,
             policy_factory=policy_factory,
             device=devices.policy,
+            env_device=devices.env,
             exploration=Exploration.of(exploration_type),
             info_keys=info_keys,
             options=step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),

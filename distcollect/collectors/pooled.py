@@ -133,7 +133,7 @@ class RPCDataCollector(DataCollectorBase):
                 for ``[n, W * T]``.
             device: the default of the following three.
             storing_device: where batches are delivered; None: CPU.
-            env_device: where envs compute, as far as they can choose (TorchRL's can).
+            env_device: where TorchRL envs compute; others have no choice.
             policy_device: where the workers' policies compute; None: where the policy is.
             max_frames_per_traj: truncate trajectories after so many frames.
             init_random_frames: so many frames at the start, rounded up to whole rollouts, have
@@ -241,6 +241,7 @@ class RPCDataCollector(DataCollectorBase):
             policy=sent_policy,
             policy_factory=policy_factory,
             device=devices.policy,
+            env_device=devices.env,
             exploration=Exploration.of(exploration_type),
             info_keys=info_keys,
             options=replace(

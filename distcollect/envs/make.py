@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
+import torch
 from gymnasium.envs.registration import find_highest_version, parse_env_id
 from gymnasium.vector import VectorEnv
 
@@ -67,6 +68,7 @@ def make_envs(
     *,
     info_keys: InfoKeys | None = None,
     contexts: Sequence[EnvContext],
+    device: torch.device | None = None,
 ) -> EnvBatch:
     """Make the envs of one worker.
 
@@ -79,6 +81,7 @@ def make_envs(
         info_keys: entries of ``info`` that frames carry; a mapping gives their spaces (None: find
             out), where a nested entry is a Dict space. Missing values are NaN, False or 0.
         contexts: one for each env.
+        device: where TorchRL envs compute; None: where they are made. Others have no choice.
 
     Raises:
         ArgumentError: numbers that don't fit, or an info entry that nothing is known of.
@@ -99,7 +102,7 @@ def make_envs(
     opened: list[Any] = []
     try:
         for row, (maker, context) in enumerate(given):
-            env = _make(maker, row, context)
+            env = _make(maker, row, context, device)
             if not is_env(maker):
                 opened.append(env)
             envs.append(env)
@@ -107,7 +110,7 @@ def make_envs(
             if num_rows is not None:
                 _check_rows(env, num_rows, num_envs, alone=not listed and row == 0)
                 break
-        remakers = [_remaker(maker, row, ctx) for row, (maker, ctx) in enumerate(given)]
+        remakers = [_remaker(maker, row, ctx, device) for row, (maker, ctx) in enumerate(given)]
         return _batch(envs, info_keys, remakers[: len(envs)])
     except BaseException:
         for env in opened:
@@ -160,17 +163,24 @@ def _batch(
     return PlainBatch(envs, info_keys, makers)
 
 
-def _remaker(maker: Maker, row: int, context: EnvContext) -> Callable[[], Any] | None:
+def _remaker(
+    maker: Maker, row: int, context: EnvContext, device: torch.device | None
+) -> Callable[[], Any] | None:
     """What makes the env of a row once more; None for an instance."""
     if is_env(maker):
         return None
-    return partial(_make, maker, row, context)
+    return partial(_make, maker, row, context, device)
 
 
-def _make(maker: Maker, row: int, context: EnvContext) -> Any:
+def _make(maker: Maker, row: int, context: EnvContext, device: torch.device | None) -> Any:
     # Instances first: an env may be callable too.
-    if is_env(maker):
-        return PettingZooEnv(maker) if _is_pettingzoo(maker) else maker
+    env: Any = maker if is_env(maker) else _called(maker, row, context)
+    if _is_pettingzoo(env):
+        return PettingZooEnv(env)
+    return env.to(device) if device is not None and _is_torchrl(env) else env
+
+
+def _called(maker: Maker, row: int, context: EnvContext) -> Any:
     if isinstance(maker, str):
         check_env_id(maker)
         name = f"gymnasium.make({maker!r})"
@@ -194,7 +204,7 @@ def _make(maker: Maker, row: int, context: EnvContext) -> Any:
             f"env {row}: {name} returned a {kind}, not a gymnasium Env or VectorEnv, nor a TorchRL "
             "EnvBase or a PettingZoo ParallelEnv"
         )
-    return PettingZooEnv(env) if _is_pettingzoo(env) else env
+    return env
 
 
 def _takes_context(maker: Callable[..., Any]) -> bool:
