@@ -19,5 +19,8 @@ class Stream(enum.IntEnum):
 
 
 def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
-    """The seed of env ``index``: independent of how the envs are spread over workers."""
-    return int(np.random.SeedSequence([seed, int(stream), index]).generate_state(1)[0])
+    """The seed of env ``index``: independent of how the envs are spread over workers.
+
+    Below 2**31: envs written in C take it as an int.
+    """
+    return int(np.random.SeedSequence([seed, int(stream), index]).generate_state(1)[0]) >> 1
