@@ -120,7 +120,8 @@ class RateLimited:
 
         Raises:
             DeadlineError: there wasn't within ``timeout_s``.
-            DistCollectError: nothing more comes in, as collecting failed.
+            CollectorStateError: nothing more comes in: collecting failed, or ended with fewer
+                than ``min_size`` frames.
         """
         with self._lock:
             deadline = time.monotonic() + self._timeout_s
@@ -129,6 +130,11 @@ class RateLimited:
                     raise CollectorStateError(
                         f"no more frames come in: {self._error}"
                     ) from self._error
+                if self._ended:
+                    raise CollectorStateError(
+                        f"no more frames come in, and of min_size={self._min_size} there are only "
+                        f"{self._inserted}: collect more frames, or lower min_size"
+                    )
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise DeadlineError(

@@ -7,12 +7,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from .counts import Counts
 from .envs import EnvBatch, Fault
 from .errors import EnvError
 from .schedule import backoff_s
+from .seeds import Stream, env_seed
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +103,7 @@ class Rebuilder:
         seeds = []
         for row in rows:
             self._num_rebuilt[row] += 1
-            entropy = np.random.SeedSequence([self._seeds[row], self._num_rebuilt[row]])
-            seeds.append(int(entropy.generate_state(1)[0]))
+            seeds.append(env_seed(self._seeds[row], self._num_rebuilt[row], Stream.REBUILT))
         return seeds
 
 

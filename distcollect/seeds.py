@@ -15,12 +15,16 @@ class Stream(enum.IntEnum):
     NEXT_COLLECTOR = 2
     RESUMED = 3
     EVALUATION = 4
+    REBUILT = 5
     REPLACED = 16  # and two for each process that takes another's place, from here on
 
 
 def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
-    """The seed of env ``index``, below 2**32: independent of how envs are spread over workers."""
-    return int(np.random.SeedSequence([seed, int(stream), index]).generate_state(1)[0])
+    """The seed of env ``index``: independent of how the envs are spread over workers.
+
+    Below 2**31: envs written in C take it as an int.
+    """
+    return int(np.random.SeedSequence([seed, int(stream), index]).generate_state(1)[0]) >> 1
 
 
 def policy_seed(seed: int, index: int, stream: int = Stream.POLICY) -> int:

@@ -30,6 +30,7 @@ from gymnasium.wrappers import vector as vector_wrappers
 
 from distcollect.envs import EnvBatch, EnvContext, check_env_id, make_envs
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
+from distcollect.seeds import env_seed
 from distcollect.spaces import Arrays, Key, flatten
 
 N = 3
@@ -616,6 +617,12 @@ def test_native_cartpole() -> None:
             fillers += 0 if result.real is None else int((~result.real).sum())
         assert ends > 10
         assert ends - 4 <= fillers <= ends
+
+
+def test_every_seed_suits_native_envs() -> None:
+    with batch_of(ale_py.AtariVectorEnv("pong", 2), 2) as batch:
+        for seed in range(20):
+            batch.reset([env_seed(seed, index) for index in range(2)])
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])

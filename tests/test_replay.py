@@ -162,6 +162,18 @@ def test_rate_is_kept_from_both_sides(collector_of: Any) -> None:
         collector.async_shutdown()
 
 
+@BOTH
+def test_too_few_frames_ever(collector_of: Any) -> None:
+    buffer = dc.RateLimited(Buffer(), 1.0, min_size=3 * FRAMES)
+    collector = collector_of(buffer, total_frames=2 * FRAMES)
+    collector.start()
+    with pytest.raises(
+        dc.CollectorStateError, match=rf"min_size={3 * FRAMES} .* only {2 * FRAMES}"
+    ):
+        buffer.sample(1)
+    collector.async_shutdown()
+
+
 def test_sampling_has_a_deadline() -> None:
     buffer = dc.RateLimited(Buffer(), 1.0, min_size=5, timeout_s=0.1)
     with pytest.raises(dc.DeadlineError, match=r"waited 0.1 s .* 0 came in, .*min_size=5"):

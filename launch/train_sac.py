@@ -1,0 +1,319 @@
+"""SAC learns Pendulum-v1 from a replay buffer that workers fill while it trains.
+
+    python launch/train_sac.py                                          # starts its own workers
+    torchrun --standalone --nproc-per-node=3 launch/train_sac.py        # one trainer, two workers
+
+Nobody waits for a batch: workers collect with the newest actor they have, and the trainer samples
+from the frames of the last minutes. RateLimited keeps the two in step, so that it makes no
+difference to learning which of them is the faster. In the --out folder are then metrics.jsonl,
+learning_curve.png and policy.pt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution
+from tqdm import tqdm
+
+import distcollect as dc
+
+ENV = "Pendulum-v1"
+OBSERVATIONS, ACTIONS, HIDDEN = 3, 1, 128
+GAMMA = 0.99  # discount of future rewards
+TARGET_ENTROPY = -1.0 * ACTIONS  # how undecided the actor is to stay; sets the temperature
+TARGET_RATE = 0.005  # by which the target critics follow the critics at each update
+LEARNING_RATE = 1e-3
+CAPACITY = 100_000  # frames in the replay buffer
+RANDOM_FRAMES = 1000  # with random actions, before the first update
+SAMPLES = 128  # frames that an update learns from
+UPDATES_PER_FRAME = 1.0
+UPDATES_PER_PUSH = 20  # updates from one publication of the actor to the next
+EPISODES = 10  # of an evaluation
+
+
+class SquashedNormal(TransformedDistribution):
+    """Draws from a normal distribution, and squeezes that by tanh between -1 and 1."""
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        # The cache spares an inverse of tanh, which has none for what was rounded to 1.
+        drawn = Independent(Normal(mean, std, validate_args=False), 1)
+        super().__init__(drawn, [TanhTransform(cache_size=1)], validate_args=False)
+
+    @property
+    def mode(self) -> Tensor:
+        """The middle: what is done where nothing is to be explored."""
+        middle: Tensor = self.transforms[0](self.base_dist.mean)
+        return middle
+
+
+class Actor(nn.Module):
+    """The policy, all that the workers need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(OBSERVATIONS, 2 * ACTIONS)
+
+    def forward(self, observation: Tensor) -> SquashedNormal:
+        """Workers sample from it; evaluations take its mode."""
+        mean, log_std = self.body(observation).chunk(2, -1)
+        return SquashedNormal(mean, log_std.clamp(-5, 2).exp())
+
+
+class Critics(nn.Module):
+    """Two estimates of what return to expect after an action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies = nn.ModuleList(mlp(OBSERVATIONS + ACTIONS, 1) for _ in range(2))
+
+    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+        """``[2, F, 1]`` for F frames."""
+        both = torch.cat([observation, action], -1)
+        return torch.stack([body(both) for body in self.bodies])
+
+
+def mlp(inputs: int, outputs: int) -> nn.Sequential:
+    """Two hidden layers."""
+    return nn.Sequential(
+        nn.Linear(inputs, HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, outputs),
+    )
+
+
+class Ring:
+    """The newest frames: a replay buffer is anything with ``extend``, and here ``sample``."""
+
+    KEYS = (
+        "observation",
+        "action",
+        ("next", "observation"),
+        ("next", "reward"),
+        ("next", "terminated"),
+    )
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._frames: TensorDict | None = None
+        self._added = 0
+
+    def __len__(self) -> int:
+        return min(self._added, self._capacity)
+
+    def extend(self, frames: TensorDict) -> None:
+        """Take frames ``[F]``; the oldest make room for them."""
+        frames = frames.select(*self.KEYS)
+        if self._frames is None:
+            self._frames = frames[:1].expand(self._capacity).clone()
+        self._frames[(self._added + torch.arange(len(frames))) % self._capacity] = frames
+        self._added += len(frames)
+
+    def sample(self, num_frames: int) -> TensorDict:
+        """Any of the frames, ``[num_frames]``."""
+        assert self._frames is not None
+        return self._frames[torch.randint(len(self), (num_frames,))]
+
+
+class Learner:
+    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905), with a learned temperature."""
+
+    def __init__(self) -> None:
+        self.actor, self.critics = Actor(), Critics()
+        self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
+        self.log_temperature = nn.Parameter(torch.zeros(()))
+        learned = [*self.actor.parameters(), *self.critics.parameters(), self.log_temperature]
+        self.optimizer = torch.optim.Adam(learned, LEARNING_RATE, fused=True)
+
+    def learn(self, frames: TensorDict) -> dict[str, Tensor]:
+        """One update with some frames; its losses, and what the temperature is."""
+        temperature = self.log_temperature.exp().detach()
+        target = self.target(frames["next"], temperature)
+        value = self.critics(frames["observation"], frames["action"])
+        critic_loss = nn.functional.mse_loss(value, target.expand_as(value))
+
+        policy = self.actor(frames["observation"])
+        action = policy.rsample()
+        log_prob = policy.log_prob(action)[..., None]
+        self.critics.requires_grad_(False)  # they are not to please the actor
+        value = self.critics(frames["observation"], action).amin(0)
+        self.critics.requires_grad_(True)
+        actor_loss = (temperature * log_prob - value).mean()
+        entropy = -log_prob.detach().mean()
+        temperature_loss = self.log_temperature * (entropy - TARGET_ENTROPY)
+
+        self.optimizer.zero_grad()
+        (critic_loss + actor_loss + temperature_loss).backward()
+        self.optimizer.step()
+        self.follow()
+        return {
+            "critic_loss": critic_loss,
+            "actor_loss": actor_loss,
+            "entropy": entropy,
+            "temperature": temperature,
+        }
+
+    @torch.no_grad()
+    def target(self, after: TensorDict, temperature: Tensor) -> Tensor:
+        """What the critics should say, ``[F, 1]``, by the frames' "next"."""
+        policy = self.actor(after["observation"])
+        action = policy.sample()
+        log_prob = policy.log_prob(action)[..., None]
+        value = self.target_critics(after["observation"], action).amin(0)
+        # An episode that was truncated has a future: its true final observation stands for it.
+        future = ~after["terminated"] * (value - temperature * log_prob)
+        target: Tensor = after["reward"] + GAMMA * future
+        return target
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Move the target critics a little towards the critics."""
+        pairs = zip(self.target_critics.parameters(), self.critics.parameters(), strict=True)
+        for target, weight in pairs:
+            target.lerp_(weight, TARGET_RATE)
+
+
+def make_env() -> gym.Env[Any, Any]:
+    """Pendulum, with torques from -1 to 1."""
+    return gym.wrappers.RescaleAction(gym.make(ENV), np.float32(-1), np.float32(1))
+
+
+def plot(path: Path, returns: list[tuple[int, float]], target: float) -> None:
+    """Draw the learning curve."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axhline(target, color="tab:green", linestyle="--", label=f"solved at {target:g}")
+    if returns:
+        label = f"mean of {EPISODES} evaluated episodes"
+        axes.plot(*zip(*returns, strict=True), ".-", color="tab:blue", lw=2, label=label)
+    axes.set(title=f"SAC on {ENV}", xlabel="frames", ylabel="return", xlim=(0, None))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Train; runs on the trainer alone."""
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # the trainer shares the cores with the workers
+    torch.manual_seed(args.seed)
+    learner = Learner()
+    returns: list[tuple[int, float]] = []
+    solved = False
+
+    replay = dc.RateLimited(
+        Ring(CAPACITY), samples_per_insert=SAMPLES * UPDATES_PER_FRAME, min_size=RANDOM_FRAMES
+    )
+    collector = dc.RPCDataCollector(
+        make_env,
+        learner.actor,
+        frames_per_batch=args.frames_per_batch,
+        total_frames=args.total_frames,
+        num_workers=args.num_workers,
+        envs_per_worker=args.envs_per_worker,
+        init_random_frames=RANDOM_FRAMES,
+        replay_buffer=replay,
+    )
+    bar = tqdm(total=collector.total_frames, unit=" frames", unit_scale=True)
+    start = time.monotonic()
+    with collector, bar, (args.out / "metrics.jsonl").open("w", buffering=1) as metrics:
+        collector.set_seed(args.seed)
+        collector.start()
+        updates = 0
+        while collector.is_running and not (solved and not args.keep_going):
+            losses = learner.learn(replay.sample(SAMPLES))
+            updates += 1
+            if updates % UPDATES_PER_PUSH == 0:
+                collector.update_policy_weights_(learner.actor, wait=False)
+            if updates % args.updates_per_evaluation:
+                continue
+
+            collector.update_policy_weights_(learner.actor)  # what is to be evaluated
+            evaluation = collector.evaluate(EPISODES, seed=args.seed)
+            frames, seconds = collector.frames, time.monotonic() - start
+            row = {
+                "frames": frames,
+                "seconds": round(seconds, 3),
+                "updates": updates,
+                "return": evaluation.mean_return,
+                "policy_version": collector.policy_version,
+                **{name: loss.item() for name, loss in losses.items()},
+            }
+            metrics.write(json.dumps(row) + "\n")
+            returns.append((frames, evaluation.mean_return))
+            solved = solved or evaluation.mean_return >= args.solved_at
+            bar.set_postfix({"return": evaluation.mean_return}, refresh=False)
+            bar.update(frames - bar.n)
+
+    torch.save(learner.actor.state_dict(), args.out / "policy.pt")
+    plot(args.out / "learning_curve.png", returns, args.solved_at)
+    last = f"{returns[-1][1]:.1f}" if returns else "unknown"
+    print(
+        f"{'solved' if solved else 'not solved'}: mean return of {EPISODES} episodes {last} after "
+        f"{collector.frames:,} frames, {updates:,} updates and {time.monotonic() - start:.0f} s; "
+        f"metrics.jsonl, learning_curve.png and policy.pt are in {args.out}/"
+    )
+    if args.require_solved and not solved:
+        sys.exit(1)
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--seed", type=int, default=0)
+    add("--total-frames", type=positive, default=30_000, help="at most so many (%(default)s)")
+    add(
+        "--frames-per-batch",
+        type=positive,
+        default=50,
+        help="a multiple of a worker's envs (%(default)s)",
+    )
+    add(
+        "--num-workers",
+        type=positive,
+        default=dc.num_workers(default=2),
+        help="default: all that the launch has, or 2 without a launcher",
+    )
+    add("--envs-per-worker", type=positive, default=1, help="%(default)s")
+    add("--updates-per-evaluation", type=positive, default=1000, help="%(default)s")
+    add("--out", type=Path, default=Path("runs/sac_pendulum"), help="a folder (%(default)s)")
+    add(
+        "--solved-at",
+        type=float,
+        default=-200.0,
+        help=f"mean return of {EPISODES} evaluated episodes at which to stop (%(default)s)",
+    )
+    add("--keep-going", action="store_true", help="don't stop there")
+    add("--require-solved", action="store_true", help="exit with 1 if it isn't reached")
+    return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    dc.run(main)

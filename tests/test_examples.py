@@ -1,0 +1,160 @@
+"""The examples in ``launch/``: their arithmetic, and a few batches of each; not that they learn."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+
+
+def script(name: str) -> Iterator[ModuleType]:
+    """A script of ``launch/`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, LAUNCH / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def sac() -> Iterator[ModuleType]:
+    yield from script("train_sac")
+
+
+def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, LAUNCH / f"{name}.py", *arguments]
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def rows_of(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that went as it should, though it didn't reach its target."""
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert len(lines) == 1, done.stdout  # the workers print nothing
+    assert lines[0].startswith("not solved: mean return of ")
+    assert "Error" not in done.stderr
+    assert "Warning" not in done.stderr
+    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def changed(weights: Path, fresh: torch.nn.Module) -> bool:
+    """Whether the weights in a file fit the module, and aren't all its own."""
+    before = {key: value.clone() for key, value in fresh.state_dict().items()}
+    fresh.load_state_dict(torch.load(weights, weights_only=True))
+    return any(not torch.equal(value, before[key]) for key, value in fresh.state_dict().items())
+
+
+def test_sac_runs(tmp_path: Path, sac: ModuleType) -> None:
+    arguments = ("--total-frames", 1400, "--updates-per-evaluation", 100, "--solved-at", 0)
+    rows = rows_of(run("train_sac", *arguments, "--out", tmp_path), tmp_path)
+    assert [row["updates"] for row in rows] == [100, 200, 300][: len(rows)]
+    assert len(rows) >= 2
+    for row in rows:
+        # An update for each frame after the random ones, give or take what RateLimited lets pass.
+        assert abs(row["frames"] - sac.RANDOM_FRAMES - row["updates"]) <= 200
+        assert row["policy_version"] >= row["updates"] // sac.UPDATES_PER_PUSH
+        assert -1800 <= row["return"] < 0
+    torch.manual_seed(0)  # as the run began
+    assert changed(tmp_path / "policy.pt", sac.Learner().actor)
+
+
+def test_sac_target_not_reached(tmp_path: Path) -> None:
+    done = run("train_sac", "--total-frames", 1100, "--require-solved", "--out", tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.startswith("not solved: mean return of 10 episodes unknown after 1,1")
+    assert "Traceback" not in done.stderr
+
+
+def test_sac_ring_keeps_the_newest(sac: ModuleType) -> None:
+    def frames(*numbers: float) -> TensorDict:
+        value = torch.tensor(numbers)[:, None]
+        return TensorDict(
+            {
+                "observation": value,
+                "action": value,
+                "dropped": value,
+                "next": {"observation": value, "reward": value, "terminated": value > 5},
+            },
+            batch_size=len(numbers),
+        )
+
+    ring = sac.Ring(5)
+    assert len(ring) == 0
+    ring.extend(frames(0, 1, 2))
+    assert len(ring) == 3
+    assert set(ring.sample(200)["observation"].flatten().tolist()) == {0, 1, 2}
+    ring.extend(frames(3, 4, 5, 6))
+    assert len(ring) == 5
+    samples = ring.sample(200)
+    assert samples.batch_size == (200,)
+    assert set(samples["observation"].flatten().tolist()) == {2, 3, 4, 5, 6}
+    assert torch.equal(samples["next", "reward"], samples["observation"])
+    assert torch.equal(samples["next", "terminated"], samples["observation"] > 5)
+    assert "dropped" not in samples
+
+
+def test_sac_draws_between_the_bounds(sac: ModuleType) -> None:
+    torch.manual_seed(0)
+    mean, std = torch.tensor([[-1.0], [0.5], [30.0]]), torch.tensor([[0.5], [1.0], [0.1]])
+    policy = sac.SquashedNormal(mean, std)
+    assert torch.equal(policy.mode, mean.tanh())
+    drawn = policy.sample((1000,))
+    assert drawn.abs().max() <= 1
+    # Where tanh is rounded to 1 there still is a probability, as it isn't inverted.
+    assert policy.log_prob(drawn).isfinite().all()
+    assert policy.log_prob(policy.mode).isfinite().all()
+    # The densities of all actions come to 1.
+    action = torch.linspace(-1, 1, 20_001)[1:-1, None]
+    density = sac.SquashedNormal(mean[:1], std[:1]).log_prob(action).exp()
+    assert torch.trapezoid(density, action.flatten()).item() == pytest.approx(1, abs=1e-3)
+
+
+def test_sac_bootstraps_unless_terminated(sac: ModuleType) -> None:
+    torch.manual_seed(0)
+    learner = sac.Learner()
+    for critic in learner.target_critics.bodies:
+        torch.nn.init.zeros_(critic[-1].weight)
+    first, second = (critic[-1].bias for critic in learner.target_critics.bodies)
+    first.fill_(10.0)
+    second.fill_(20.0)  # the lower counts
+    after = TensorDict(
+        {
+            "observation": torch.randn(2, 3),
+            "reward": torch.tensor([[1.0], [2.0]]),
+            "terminated": torch.tensor([[True], [False]]),
+        },
+        batch_size=2,
+    )
+    target = learner.target(after, torch.tensor(0.0))
+    assert target.flatten().tolist() == pytest.approx([1, 2 + sac.GAMMA * 10])
+
+
+def test_sac_follows_slowly(sac: ModuleType) -> None:
+    learner = sac.Learner()
+    old, new = (critics.bodies[0][0].bias for critics in (learner.target_critics, learner.critics))
+    with torch.no_grad():
+        old.zero_()
+        new.fill_(1.0)
+    learner.follow()
+    assert torch.allclose(old, torch.tensor(sac.TARGET_RATE))
+    assert torch.equal(new, torch.ones_like(new))
