@@ -5,7 +5,8 @@
 
 Both do the same: collect a batch with the newest policy, learn from it, send the new weights to
 the workers, until the average return over 100 episodes is high enough. In the --out folder are then
-metrics.jsonl, learning_curve.png and policy.pt.
+metrics.jsonl, learning_curve.png and policy.pt. train_recurrent_ppo.py and train_ddp.py build on
+this script.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -43,25 +45,29 @@ WINDOW = 100  # episodes that the average return is taken over
 class ActorCritic(nn.Module):
     """Two networks: which action to choose, and what return to expect."""
 
-    def __init__(self) -> None:
+    def __init__(self, observations: int = OBSERVATIONS) -> None:
         super().__init__()
-        self.actor = mlp(ACTIONS, gain=0.01)  # almost uniform at first
-        self.critic = mlp(1, gain=1.0)
+        self.actor = mlp(observations, ACTIONS, gain=0.01)  # almost uniform at first
+        self.critic = mlp(observations, 1, gain=1.0)
 
     def forward(self, observation: Tensor) -> Categorical:
         """The policy: workers sample from it and store "action_log_prob" with each action."""
         return Categorical(logits=self.actor(observation), validate_args=False)
 
-    def value(self, observation: Tensor) -> Tensor:
-        """Expected return from here on, ``[..., 1]``."""
-        value: Tensor = self.critic(observation)
+    def value(self, frames: TensorDict) -> Tensor:
+        """Expected return from each frame on, ``[..., 1]``."""
+        value: Tensor = self.critic(frames["observation"])
         return value
 
+    def evaluate(self, sequences: TensorDict) -> tuple[Categorical, Tensor]:
+        """The policy and the value in each frame, for frames ``[n, t]``."""
+        return self(sequences["observation"]), self.value(sequences)
 
-def mlp(outputs: int, gain: float) -> nn.Sequential:
+
+def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two hidden layers."""
     return nn.Sequential(
-        linear(OBSERVATIONS, HIDDEN),
+        linear(inputs, HIDDEN),
         nn.Tanh(),
         linear(HIDDEN, HIDDEN),
         nn.Tanh(),
@@ -97,33 +103,65 @@ def gae(after: TensorDict, value: Tensor, next_value: Tensor) -> Tensor:
     return advantage
 
 
-def learn(model: ActorCritic, optimizer: torch.optim.Optimizer, batch: TensorDict) -> list[float]:
-    """Improve the model with a batch; the losses of actor and critic, and the entropy."""
+class Losses(nn.Module):
+    """What PPO makes smaller."""
+
+    def __init__(self, model: Any, value_weight: float = VALUE_WEIGHT) -> None:
+        super().__init__()
+        self.model, self.value_weight = model, value_weight
+
+    def forward(self, sequences: TensorDict) -> tuple[Tensor, Tensor]:
+        """For frames ``[n, t]`` the loss, and what it consists of: of actor, critic, entropy."""
+        policy, value = self.model.evaluate(sequences)
+        ratio = (policy.log_prob(sequences["action"]) - sequences["action_log_prob"]).exp()
+        gain = sequences["advantage"].squeeze(-1)
+        gain = (gain - gain.mean()) / (gain.std(correction=0) + 1e-8)
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        actor_loss = -torch.min(gain * ratio, gain * clipped).mean()
+        critic_loss = (value - sequences["target"]).square().mean()
+        entropy = policy.entropy().mean()
+        loss = actor_loss + self.value_weight * critic_loss - ENTROPY * entropy
+        return loss, torch.stack([actor_loss, critic_loss, entropy]).detach()
+
+
+def learn(
+    model: Any,
+    losses: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: TensorDict,
+    sequence_length: int = 1,
+) -> dict[str, float]:
+    """Improve the model with a batch, many sequences at a time.
+
+    Args:
+        model: to be improved.
+        losses: of the model.
+        optimizer: of the model's parameters.
+        batch: ``[rows, T]``.
+        sequence_length: in frames; T is a multiple of it. Matters to recurrent models alone.
+
+    Returns:
+        The mean losses.
+    """
     with torch.no_grad():
-        value = model.value(batch["observation"])
-        next_value = model.value(batch["next", "observation"])
+        value, next_value = model.value(batch), model.value(batch["next"])
         advantage = gae(batch["next"], value, next_value)
-    # From here on it is only a heap of frames.
-    observation = batch["observation"].flatten(0, 1)
-    action, old_log_prob = batch["action"].flatten(), batch["action_log_prob"].flatten()
-    target, advantage = (advantage + value).flatten(), advantage.flatten()
-    losses = torch.zeros(3)
+    frames = batch.exclude("next", "collector", "done", "terminated", "truncated")
+    frames["advantage"], frames["target"] = advantage, advantage + value
+    # From here on it is only a heap of sequences.
+    num_sequences = batch.shape[1] // sequence_length
+    sequences = frames.unflatten(1, (num_sequences, sequence_length)).flatten(0, 1)
+    totals = torch.zeros(3)
     for _ in range(EPOCHS):
-        for pick in torch.randperm(len(action)).chunk(MINIBATCHES):
-            policy = model(observation[pick])
-            ratio = (policy.log_prob(action[pick]) - old_log_prob[pick]).exp()
-            gain = advantage[pick]
-            gain = (gain - gain.mean()) / (gain.std(correction=0) + 1e-8)
-            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-            actor_loss = -torch.min(gain * ratio, gain * clipped).mean()
-            critic_loss = (model.value(observation[pick]).flatten() - target[pick]).square().mean()
-            entropy = policy.entropy().mean()
+        for pick in torch.randperm(len(sequences)).chunk(MINIBATCHES):
+            loss, parts = losses(sequences[pick])
             optimizer.zero_grad()
-            (actor_loss + VALUE_WEIGHT * critic_loss - ENTROPY * entropy).backward()
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
-            losses += torch.stack([actor_loss, critic_loss, entropy]).detach() * len(pick)
-    return [float(loss) for loss in losses / (EPOCHS * len(action))]
+            totals += parts * len(pick)
+    means = (totals / (EPOCHS * len(sequences))).tolist()
+    return dict(zip(["actor_loss", "critic_loss", "entropy"], means, strict=True))
 
 
 class Episodes:
@@ -132,6 +170,7 @@ class Episodes:
     def __init__(self) -> None:
         self.finished: list[tuple[int, float]] = []  # (frames until then, return)
         self.latest: deque[float] = deque(maxlen=WINDOW)
+        self.averages: list[tuple[int, float]] = []  # (frames until then, average), by batch
         self._frames = 0
         self._running: Tensor | None = None
 
@@ -147,6 +186,8 @@ class Episodes:
                 self.finished.append((self._frames, total))
                 self.latest.append(total)
             self._running[done] = 0
+        if self.average is not None:
+            self.averages.append((self._frames, self.average))
 
     @property
     def average(self) -> float | None:
@@ -158,17 +199,17 @@ class Episodes:
         return len(self.latest) == WINDOW and fmean(self.latest) >= target
 
 
-def plot(path: Path, episodes: Episodes, averages: list[tuple[int, float]], target: float) -> None:
+def plot(path: Path, title: str, episodes: Episodes, target: float) -> None:
     """Draw the learning curve."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.axhline(target, color="tab:green", linestyle="--", label=f"solved at {target:g}")
     if episodes.finished:
         axes.plot(*zip(*episodes.finished, strict=True), ".", color="0.75", ms=3, label="episodes")
-    if averages:
+    if episodes.averages:
         label = f"average of {WINDOW} episodes"
-        axes.plot(*zip(*averages, strict=True), color="tab:blue", lw=2, label=label)
-    axes.set(title=f"PPO on {ENV}", xlabel="frames", ylabel="return", xlim=(0, None))
+        axes.plot(*zip(*episodes.averages, strict=True), color="tab:blue", lw=2, label=label)
+    axes.set(title=title, xlabel="frames", ylabel="return", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
@@ -178,18 +219,40 @@ def plot(path: Path, episodes: Episodes, averages: list[tuple[int, float]], targ
 
 def main() -> None:
     """Train; runs on the trainer alone."""
-    args = parse_args()
+    args = parser(__doc__).parse_args()
+    torch.manual_seed(args.seed)
+    train(args, f"PPO on {ENV}", ENV, ActorCritic())
+
+
+def train(
+    args: argparse.Namespace,
+    title: str,
+    env: Any,
+    model: Any,
+    *,
+    sequence_length: int = 1,
+    value_weight: float = VALUE_WEIGHT,
+) -> None:
+    """Collect batches and learn from them, until the model is good enough.
+
+    Args:
+        args: the command line.
+        title: of the learning curve.
+        env: what the collector takes.
+        model: as :class:`ActorCritic`.
+        sequence_length: as :func:`learn` has it.
+        value_weight: of the critic's loss.
+    """
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the trainer shares the cores with the workers
-    torch.manual_seed(args.seed)
-    model = ActorCritic()
+    losses = Losses(model, value_weight)
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=1e-5)
     num_batches = max(1, args.total_frames // args.frames_per_batch)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, num_batches)
-    episodes, averages, solved = Episodes(), [], False
+    episodes, solved = Episodes(), False
 
     collector = dc.RPCDataCollector(
-        ENV,
+        env,
         model,
         frames_per_batch=args.frames_per_batch,
         total_frames=num_batches * args.frames_per_batch,
@@ -205,7 +268,7 @@ def main() -> None:
             episodes.add(batch)
             versions = batch["collector", "policy_version"]
             lag = collector.policy_version - versions.double().mean().item()  # 0: on-policy
-            actor_loss, critic_loss, entropy = learn(model, optimizer, batch)
+            means = learn(model, losses, optimizer, batch, sequence_length)
             schedule.step()
             collector.update_policy_weights_(model)
 
@@ -217,21 +280,17 @@ def main() -> None:
                 "episodes": len(episodes.finished),
                 "return": average,
                 "policy_lag": lag,
-                "actor_loss": actor_loss,
-                "critic_loss": critic_loss,
-                "entropy": entropy,
+                **means,
             }
             metrics.write(json.dumps(row) + "\n")
             bar.set_postfix({"return": average or 0.0, "policy lag": lag}, refresh=False)
             bar.update(batch.numel())
-            if average is not None:
-                averages.append((collector.frames, average))
             solved = solved or episodes.reached(args.solved_at)
             if solved and not args.keep_going:
                 break
 
     torch.save(model.state_dict(), args.out / "policy.pt")
-    plot(args.out / "learning_curve.png", episodes, averages, args.solved_at)
+    plot(args.out / "learning_curve.png", title, episodes, args.solved_at)
     print(
         f"{'solved' if solved else 'not solved'}: average return {episodes.average or 0:.1f} over "
         f"{len(episodes.latest)} episodes after {collector.frames:,} frames and {seconds:.0f} s; "
@@ -241,10 +300,10 @@ def main() -> None:
         sys.exit(1)
 
 
-def parse_args() -> argparse.Namespace:
+def parser(description: str | None) -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--seed", type=int, default=0)
@@ -271,7 +330,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--keep-going", action="store_true", help="don't stop there")
     add("--require-solved", action="store_true", help="exit with 1 if it isn't reached")
-    return parser.parse_args()
+    return parser
 
 
 def positive(text: str) -> int:
