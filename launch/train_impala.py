@@ -1,0 +1,331 @@
+"""IMPALA learns Crazy Climber, or another Atari game, from workers that never wait for it.
+
+    python launch/train_impala.py                                       # starts its own workers
+    torchrun --standalone --nproc-per-node=3 launch/train_impala.py     # one trainer, two workers
+
+It needs the package's extra "atari". Each batch is a rollout of whichever worker is done first, and
+new weights are sent while all of them collect on. So the policy that chose an action is a few
+versions older than the one that learns from it (Staleness says how many at most); V-trace makes up
+for that by the probabilities that the workers stored. In the --out folder are then metrics.jsonl,
+learning_curve.png and policy.pt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict, deque
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from ale_py import AtariVectorEnv
+from gymnasium.spaces import Discrete
+from matplotlib.figure import Figure
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution
+from tqdm import tqdm
+
+import distcollect as dc
+
+GAMMA = 0.99  # discount of future rewards
+RHO_MAX = 1.0  # bounds the importance weights of V-trace: what value is learnt ...
+C_MAX = 1.0  # ... and how far along a trajectory
+ENTROPY = 0.01  # reward for staying undecided
+VALUE_WEIGHT = 0.5  # of the critic's loss, next to the actor's
+LEARNING_RATE = 1e-3  # at the start; falls to 0 over --total-frames
+MAX_GRAD_NORM = 0.5
+MAX_POLICY_LAG = 2  # versions
+WINDOW = 20  # episodes that the average return is taken over
+
+
+class ActorCritic(nn.Module):
+    """A small convolutional network with two heads: which action to choose, what to expect."""
+
+    def __init__(self, actions: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            layer(nn.Conv2d(4, 16, 8, stride=4)),
+            nn.ReLU(),
+            layer(nn.Conv2d(16, 32, 4, stride=2)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer(nn.Linear(32 * 9 * 9, 256)),
+            nn.ReLU(),
+        )
+        self.actor = layer(nn.Linear(256, actions), gain=0.01)  # almost uniform at first
+        self.critic = layer(nn.Linear(256, 1), gain=1.0)
+
+    def forward(self, observation: Tensor) -> Distribution:
+        """The policy: workers sample from it and store "action_log_prob" with each action."""
+        return self.both(observation)[0]
+
+    def both(self, observation: Tensor) -> tuple[Distribution, Tensor]:
+        """The policy for uint8 images ``[F, 4, 84, 84]``, and the return to expect, ``[F, 1]``."""
+        features = self.body(observation / 255)
+        policy = Categorical(logits=self.actor(features), validate_args=False)
+        return policy, self.critic(features)
+
+
+def layer(module: nn.Conv2d | nn.Linear, gain: float = 2**0.5) -> nn.Module:
+    """The same, with orthogonal weights scaled by ``gain``."""
+    nn.init.orthogonal_(module.weight, gain)
+    assert module.bias is not None
+    nn.init.zeros_(module.bias)
+    return module
+
+
+class VTrace(NamedTuple):
+    """What V-trace says about frames, ``[rows, T, 1]``."""
+
+    target: Tensor  # what the critic should say
+    advantage: Tensor  # of the actions taken; their importance weights are in it
+
+
+def vtrace(after: TensorDict, log_ratio: Tensor, value: Tensor, next_value: Tensor) -> VTrace:
+    """V-trace (Espeholt et al. 2018, arXiv:1802.01561, section 4.1); all is ``[rows, T, 1]``.
+
+    Args:
+        after: a batch's "next": what each step brought.
+        log_ratio: of an action's probability: that of the policy that learns, over that of the one
+            that chose it.
+        value: of the states that the steps were taken in.
+        next_value: of the states that they led to, which at the end of an episode is its true
+            final state, not the first of the next episode.
+    """
+    ratio = log_ratio.exp()
+    rho, c = ratio.clamp(max=RHO_MAX), ratio.clamp(max=C_MAX)
+    reward, goes_on = after["reward"], ~after["done"]
+    next_target = next_value * ~after["terminated"]
+    delta = rho * (reward + GAMMA * next_target - value)
+    target = torch.empty_like(value)
+    # How far the target is from the value, one step ahead. Where an episode or the rollout ends,
+    # nothing more is known than the value.
+    ahead = torch.zeros_like(value[:, 0])
+    for step in reversed(range(value.shape[1])):
+        ahead = ahead * goes_on[:, step]
+        next_target[:, step] += ahead
+        ahead = delta[:, step] + GAMMA * c[:, step] * ahead
+        target[:, step] = value[:, step] + ahead
+    return VTrace(target, rho * (reward + GAMMA * next_target - value))
+
+
+def next_values(model: ActorCritic, batch: TensorDict, value: Tensor) -> Tensor:
+    """The critic's values of the states that the steps led to, ``[rows, T, 1]``."""
+    # They are those of the next step's, but where an episode or the rollout ends.
+    next_value = value.roll(-1, dims=1)
+    ends = batch["next", "done"].squeeze(-1).clone()
+    ends[:, -1] = True
+    next_value[ends] = model.both(batch["next", "observation"][ends])[1]
+    return next_value
+
+
+def learn(
+    model: ActorCritic, optimizer: torch.optim.Optimizer, batch: TensorDict
+) -> dict[str, float]:
+    """One update with a rollout; its losses, and the mean importance weight."""
+    policy, value = model.both(batch["observation"].flatten(0, 1))
+    log_prob = policy.log_prob(batch["action"].flatten()).view(*batch.shape, 1)
+    value = value.view(*batch.shape, 1)
+    with torch.no_grad():
+        log_ratio = log_prob - batch["action_log_prob"][..., None]
+        after = batch["next"].clone(recurse=False)
+        after["reward"] = after["reward"].clamp(-1, 1)  # points differ much from game to game
+        target, advantage = vtrace(after, log_ratio, value, next_values(model, batch, value))
+    actor_loss = -(log_prob * advantage).mean()
+    critic_loss = (value - target).square().mean()
+    entropy = policy.entropy().mean()
+    loss = actor_loss + VALUE_WEIGHT * critic_loss - ENTROPY * entropy
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    return {
+        "actor_loss": actor_loss.item(),
+        "critic_loss": critic_loss.item(),
+        "entropy": entropy.item(),
+        "importance_weight": log_ratio.exp().mean().item(),
+    }
+
+
+class Episodes:
+    """Returns of the finished episodes, whose rollouts come in between those of others."""
+
+    def __init__(self) -> None:
+        self.finished: list[tuple[int, float]] = []  # (frames until then, return)
+        self.latest: deque[float] = deque(maxlen=WINDOW)
+        self._running: dict[int, float] = defaultdict(float)  # by traj_id
+
+    def add(self, batch: TensorDict, frames: int) -> None:
+        """Count a batch's rewards; ``frames``: so many with these."""
+        traj_ids = batch["collector", "traj_ids"]
+        for traj_id in traj_ids.unique().tolist():
+            steps = batch["next"][traj_ids == traj_id]
+            self._running[traj_id] += steps["reward"].sum().item()
+            if steps["done"].any():
+                total = self._running.pop(traj_id)
+                self.finished.append((frames, total))
+                self.latest.append(total)
+
+    @property
+    def average(self) -> float | None:
+        """Average return of the latest episodes; None before the first has ended."""
+        return fmean(self.latest) if self.latest else None
+
+    def reached(self, target: float) -> bool:
+        """Whether a full window's average is at least ``target``."""
+        return len(self.latest) == WINDOW and fmean(self.latest) >= target
+
+
+def make_env(game: str, num_envs: int) -> AtariVectorEnv:
+    """The game, several times: 4 grey images of 84x84, each 4 of the game's frames later."""
+    return AtariVectorEnv(
+        game,
+        num_envs,
+        num_threads=1,
+        reward_clipping=False,  # that is the learner's business
+        autoreset_mode="SameStep",
+    )
+
+
+def num_actions(game: str) -> int:
+    """How many actions the game knows."""
+    env = make_env(game, 1)
+    env.close()
+    assert isinstance(env.single_action_space, Discrete)
+    return int(env.single_action_space.n)
+
+
+def plot(
+    path: Path, title: str, episodes: Episodes, averages: list[tuple[int, float]], target: float
+) -> None:
+    """Draw the learning curve."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axhline(target, color="tab:green", linestyle="--", label=f"solved at {target:g}")
+    if episodes.finished:
+        axes.plot(*zip(*episodes.finished, strict=True), ".", color="0.75", ms=3, label="episodes")
+    if averages:
+        label = f"average of {WINDOW} episodes"
+        axes.plot(*zip(*averages, strict=True), color="tab:blue", lw=2, label=label)
+    axes.set(title=title, xlabel="frames", ylabel="return", xlim=(0, None))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Train; runs on the trainer alone."""
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # the trainer shares the cores with the workers
+    torch.manual_seed(args.seed)
+    model = ActorCritic(num_actions(args.game))
+    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=1e-5)
+    num_batches = max(1, args.total_frames // args.frames_per_batch)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, num_batches)
+    episodes, averages, solved = Episodes(), [], False
+
+    collector = dc.RPCDataCollector(
+        partial(make_env, args.game, args.envs_per_worker),
+        model,
+        frames_per_batch=args.frames_per_batch,
+        total_frames=num_batches * args.frames_per_batch,
+        num_workers=args.num_workers,
+        envs_per_worker=args.envs_per_worker,
+        staleness=dc.Staleness(MAX_POLICY_LAG),
+    )
+    bar = tqdm(total=collector.total_frames, unit=" frames", unit_scale=True)
+    start = time.monotonic()
+    with collector, bar, (args.out / "metrics.jsonl").open("w", buffering=1) as metrics:
+        collector.set_seed(args.seed)
+        for batch in collector:
+            lag = collector.version_lag
+            assert lag is not None
+            episodes.add(batch, collector.frames)
+            losses = learn(model, optimizer, batch)
+            schedule.step()
+            collector.update_policy_weights_(model, wait=False)
+
+            average, seconds = episodes.average, time.monotonic() - start
+            row = {
+                "frames": collector.frames,
+                "seconds": round(seconds, 3),
+                "frames_per_s": round(collector.frames / seconds, 1),
+                "episodes": len(episodes.finished),
+                "return": average,
+                "policy_lag": lag.mean,
+                "max_policy_lag": lag.max,
+                **losses,
+            }
+            metrics.write(json.dumps(row) + "\n")
+            bar.set_postfix({"return": average or 0.0, "policy lag": lag.mean}, refresh=False)
+            bar.update(batch.numel())
+            if average is not None:
+                averages.append((collector.frames, average))
+            solved = solved or episodes.reached(args.solved_at)
+            if solved and not args.keep_going:
+                break
+
+    torch.save(model.state_dict(), args.out / "policy.pt")
+    title = f"IMPALA on {args.game.replace('_', ' ').title()}"
+    plot(args.out / "learning_curve.png", title, episodes, averages, args.solved_at)
+    print(
+        f"{'solved' if solved else 'not solved'}: average return {episodes.average or 0:,.1f} over "
+        f"{len(episodes.latest)} episodes after {collector.frames:,} frames and {seconds:.0f} s; "
+        f"metrics.jsonl, learning_curve.png and policy.pt are in {args.out}/"
+    )
+    if args.require_solved and not solved:
+        sys.exit(1)
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--game", default="crazy_climber", help="as ale-py calls it (%(default)s)")
+    add("--seed", type=int, default=0)
+    add("--total-frames", type=positive, default=250_000, help="at most so many (%(default)s)")
+    add(
+        "--frames-per-batch",
+        type=positive,
+        default=160,
+        help="a multiple of a worker's envs (%(default)s)",
+    )
+    add(
+        "--num-workers",
+        type=positive,
+        default=dc.num_workers(default=2),
+        help="default: all that the launch has, or 2 without a launcher",
+    )
+    add("--envs-per-worker", type=positive, default=8, help="%(default)s")
+    add("--out", type=Path, default=Path("runs/impala_atari"), help="a folder (%(default)s)")
+    add(
+        "--solved-at",
+        type=float,
+        default=20_000.0,
+        help=f"average return over {WINDOW} episodes at which to stop (%(default)s)",
+    )
+    add("--keep-going", action="store_true", help="don't stop there")
+    add("--require-solved", action="store_true", help="exit with 1 if it isn't reached")
+    return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    dc.run(main)
