@@ -168,10 +168,10 @@ class Episodes:
     """Returns of the finished episodes. In sync mode a row of each batch continues the last's."""
 
     def __init__(self) -> None:
+        self.frames = 0
         self.finished: list[tuple[int, float]] = []  # (frames until then, return)
         self.latest: deque[float] = deque(maxlen=WINDOW)
         self.averages: list[tuple[int, float]] = []  # (frames until then, average), by batch
-        self._frames = 0
         self._running: Tensor | None = None
 
     def add(self, batch: TensorDict) -> None:
@@ -180,14 +180,14 @@ class Episodes:
         if self._running is None:
             self._running = torch.zeros_like(rewards[:, 0])
         for reward, done in zip(rewards.unbind(1), dones.unbind(1), strict=True):
-            self._frames += reward.numel()
+            self.frames += reward.numel()
             self._running += reward
             for total in self._running[done].tolist():
-                self.finished.append((self._frames, total))
+                self.finished.append((self.frames, total))
                 self.latest.append(total)
             self._running[done] = 0
         if self.average is not None:
-            self.averages.append((self._frames, self.average))
+            self.averages.append((self.frames, self.average))
 
     @property
     def average(self) -> float | None:
@@ -272,28 +272,47 @@ def train(
             schedule.step()
             collector.update_policy_weights_(model)
 
-            average, seconds = episodes.average, time.monotonic() - start
-            row = {
-                "frames": collector.frames,
-                "seconds": round(seconds, 3),
-                "frames_per_s": round(collector.frames / seconds, 1),
-                "episodes": len(episodes.finished),
-                "return": average,
-                "policy_lag": lag,
-                **means,
-            }
+            row = figures(episodes, time.monotonic() - start, lag, means)
             metrics.write(json.dumps(row) + "\n")
-            bar.set_postfix({"return": average or 0.0, "policy lag": lag}, refresh=False)
+            bar.set_postfix({"return": episodes.average or 0.0, "policy lag": lag}, refresh=False)
             bar.update(batch.numel())
             solved = solved or episodes.reached(args.solved_at)
             if solved and not args.keep_going:
                 break
 
+    finish(args, title, model, episodes, time.monotonic() - start, solved=solved)
+
+
+def figures(
+    episodes: Episodes, seconds: float, lag: float, means: dict[str, float]
+) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    return {
+        "frames": episodes.frames,
+        "seconds": round(seconds, 3),
+        "frames_per_s": round(episodes.frames / seconds, 1),
+        "episodes": len(episodes.finished),
+        "return": episodes.average,
+        "policy_lag": lag,
+        **means,
+    }
+
+
+def finish(
+    args: argparse.Namespace,
+    title: str,
+    model: nn.Module,
+    episodes: Episodes,
+    seconds: float,
+    *,
+    solved: bool,
+) -> None:
+    """Save and say what came out; exits with 1 if that isn't what was asked for."""
     torch.save(model.state_dict(), args.out / "policy.pt")
     plot(args.out / "learning_curve.png", title, episodes, args.solved_at)
     print(
         f"{'solved' if solved else 'not solved'}: average return {episodes.average or 0:.1f} over "
-        f"{len(episodes.latest)} episodes after {collector.frames:,} frames and {seconds:.0f} s; "
+        f"{len(episodes.latest)} episodes after {episodes.frames:,} frames and {seconds:.0f} s; "
         f"metrics.jsonl, learning_curve.png and policy.pt are in {args.out}/"
     )
     if args.require_solved and not solved:

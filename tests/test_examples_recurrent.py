@@ -100,3 +100,12 @@ def test_sequences_must_fit(tmp_path: Path) -> None:
     done = run(LAUNCH / "train_recurrent_ppo.py", *size, "--out", tmp_path)
     assert done.returncode == 2
     assert "must be a multiple of 128" in done.stderr
+
+
+def test_ddp_run(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    size = ("--frames-per-batch", 240, "--total-frames", 480)
+    out = tmp_path / "ddp"
+    rows = check_run(run(*launcher, LAUNCH / "train_ddp.py", *size, "--out", out), out)
+    # Both trainers' halves.
+    assert [row["frames"] for row in rows] == [240, 480]
