@@ -96,6 +96,7 @@ class RateLimited:
         self._timeout_s = timeout_s
         self._inserted = 0
         self._sampled = 0
+        self._begun = False  # somebody fills it in the background
         self._ended = False  # nothing more comes in
         self._error: BaseException | None = None  # why
         self._lock = threading.RLock()
@@ -126,6 +127,11 @@ class RateLimited:
         with self._lock:
             deadline = time.monotonic() + self._timeout_s
             while not self._may_sample():
+                if not self._begun:
+                    raise CollectorStateError(
+                        "there is too little in this buffer to be sampled, and no collector's "
+                        "start() fills it in the background, so waiting would not help"
+                    )
                 if self._error is not None:
                     raise CollectorStateError(
                         f"no more frames come in: {self._error}"
@@ -158,7 +164,7 @@ class RateLimited:
     def begin(self) -> None:
         """Frames will come in from now on."""
         with self._lock:
-            self._ended, self._error = False, None
+            self._begun, self._ended, self._error = True, False, None
 
     def end(self, error: BaseException | None) -> None:
         """No more frames come in: what is there may be sampled without a limit.
@@ -208,6 +214,8 @@ class Background:
         self._busy = False
         self._pauses = 0
         self._stopped = False
+        if limit is not None:
+            limit.begin()
         self._thread = threading.Thread(target=self._run, name="distcollect-collect", daemon=True)
         self._thread.start()
 
@@ -220,8 +228,6 @@ class Background:
         return not self._stopped and not self._pauses
 
     def _run(self) -> None:
-        if self._limit is not None:
-            self._limit.begin()
         try:
             while self._begin():
                 try:
@@ -230,10 +236,11 @@ class Background:
                     self._end()
                 if not more:
                     break
+        except CollectorStateError as error:
+            log.debug("collecting in the background ended: %s", error)  # it was shut down
         except BaseException as error:
-            if not self._stopped:  # else it was only woken
-                log.exception("collecting in the background ended")
-                self.error = error
+            log.exception("collecting in the background ended")
+            self.error = error
         finally:
             if self._limit is not None:
                 self._limit.end(self.error)

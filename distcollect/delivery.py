@@ -47,6 +47,11 @@ class Delivery:
         if self.postproc is not None and not callable(self.postproc):
             raise ArgumentTypeError(f"postproc={self.postproc!r}: must be callable")
         arguments.positive("trajs_per_batch", self.trajs_per_batch, optional=True)
+        if self.trajs_per_batch is not None and self.set_truncated:
+            raise ArgumentError(
+                "set_truncated ends trajectories at the end of each row, and trajs_per_batch asks "
+                "for whole ones: drop one of them"
+            )
         if self.trajs_per_batch is not None and self.split_trajs:
             raise ArgumentError(
                 "split_trajs and trajs_per_batch are both given: the latter gives one row for each "
@@ -147,16 +152,19 @@ class WholeTrajectories:
             else:
                 # A copy, lest it keeps all others of this batch in memory until it ends.
                 begun.setdefault(traj_id, []).append(part.clone())
-        if len(lengths) < len(rows):
+        if (rows[TRAJ_IDS][:, 0] < 0).any():
             return  # preempted before every row had a frame
         # All envs have shown what they are in, so nothing else of this worker will ever end.
         spoiled &= going_on
         for traj_id in begun.keys() - (going_on - spoiled):
             self.abandoned_frames += sum(len(part) for part in begun.pop(traj_id))
 
-    def take(self) -> TensorDict:
-        """The next batch, ``[trajs_per_batch, T]``, T the longest of them."""
-        taken = [self._whole.popleft() for _ in range(self._num_per_batch)]
+    def take(self) -> TensorDict | None:
+        """The next batch, ``[trajs_per_batch, T]``, T the longest of them; or the few there are."""
+        count = min(len(self._whole), self._num_per_batch)
+        if not count:
+            return None
+        taken = [self._whole.popleft() for _ in range(count)]
         lengths = torch.tensor([sum(len(part) for part in parts) for parts in taken])
         frames = torch.cat([part for parts in taken for part in parts])
         return _padded(frames, lengths)

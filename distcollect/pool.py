@@ -10,6 +10,7 @@ of another.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -120,6 +121,12 @@ class Pool:
         """The workers' ids in order, with those that are being replaced."""
         with self._lock:
             return tuple(sorted(self._seats.keys() | self._coming))
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ids, in order, of those who collect and are there now."""
+        with self._lock:
+            return tuple(sorted(seat.worker_id for seat in self._staying()))
 
     @property
     def acknowledged(self) -> dict[int, int]:
@@ -309,7 +316,7 @@ class Pool:
         """The rollout of the worker whose turn it is, once all others that can be are at work."""
         if any(self._is_idle(s) and not self._is_up_to_date(s.worker_id) for s in self._staying()):
             return None
-        due = min(self._collecting(), key=lambda s: (s.turn, s.worker_id), default=None)
+        due = min(self._collecting(), key=_turn, default=None)
         chosen = next((asked for asked in self._arrived if asked.seat is due), None)
         if chosen is None:
             return None
@@ -339,7 +346,7 @@ class Pool:
 
     def _seed(self, seat: Seat, *, seed: int, static_seed: bool) -> Future[None]:
         num_envs = self._plan.num_envs
-        first = seat.worker_id * num_envs
+        first = self._plan.first_env + seat.worker_id * num_envs
         # A process that takes another's place would repeat what that one did.
         stream = Stream.REPLACED + 2 * seat.incarnation if seat.incarnation else 0
         rows = range(first, first + num_envs)
@@ -503,7 +510,8 @@ class Pool:
         if self._closed:
             raise CollectorStateError("the collector was shut down")
         if self._failed is not None:
-            raise self._failed
+            # A copy: what was raised refers to those it passed, and so to the collector.
+            raise copy.copy(self._failed) from self._failed.__cause__
 
     def _wait(self, ready: Callable[[], T | None], timeout_s: float) -> T:
         """Wait until ``ready`` gives something, and give it."""
@@ -550,14 +558,23 @@ class Pool:
         """Ask whoever can be asked for a rollout; called whenever that may have changed."""
         if self._telling or self._closed:
             return
+        if self._plan.in_turn and not self._plan.sync:
+            self._ask_in_turn()
+            return
         # Who has waited longest comes first: a bound on staleness may not leave room for all.
+        may = self._may_ask_for_batch if self._plan.sync else self._may_ask_ahead
         for seat in sorted(self._staying(), key=lambda seat: seat.last_asked):
-            may = self._may_ask_ahead
-            if self._plan.sync:
-                may = self._may_ask_for_batch
-            elif self._plan.in_turn:
-                may = self._may_ask_in_turn
             if may(seat):
+                self._request(seat)
+
+    def _ask_in_turn(self) -> None:
+        # Not before the user wants a batch: until then more weights may be published.
+        if not self._awaiting:
+            return
+        for seat in sorted(self._staying(), key=_turn):
+            if self._is_idle(seat):
+                if not self._is_up_to_date(seat.worker_id):
+                    return  # or others would be asked before it, or not, as it happens
                 self._request(seat)
 
     def _collecting(self) -> list[Seat]:
@@ -574,10 +591,6 @@ class Pool:
         coming = self._coming - self._plan.set_aside
         awaited = len(coming) if self._plan.waits_for_missing else 0
         return self._wanted > others + awaited
-
-    def _may_ask_in_turn(self, seat: Seat) -> bool:
-        # Not before the user wants a batch: until then more weights may be published.
-        return self._awaiting and self._is_idle(seat) and self._is_up_to_date(seat.worker_id)
 
     def _is_idle(self, seat: Seat) -> bool:
         """Whether it has nothing to do, and nothing of it waits to be handed on."""
@@ -728,6 +741,10 @@ class Pool:
                 self._changed.notify_all()
 
         answer.add_done_callback(deliver)
+
+
+def _turn(seat: Seat) -> tuple[int, int]:
+    return seat.turn, seat.worker_id
 
 
 def _origin(rollout: Rollout) -> tuple[int, int, int]:

@@ -28,6 +28,7 @@ class BatchPlan:
             ended early; None: never.
         deadline_s: so long after it was asked for, too; None: never.
         set_aside: workers that are never asked for any.
+        first_env: the number of worker 0's first env among those of all trainers.
         in_turn: in async mode, one rollout of each worker after the other; asked for at the next
             batch, with the newest weights.
     """
@@ -42,6 +43,7 @@ class BatchPlan:
     preemptive_threshold: float | None = None
     deadline_s: float | None = None
     set_aside: frozenset[int] = frozenset()
+    first_env: int = 0
     in_turn: bool = False
 
     @property

@@ -196,15 +196,20 @@ def engine_over(
     )
 
 
-def build_evaluator(plan: WorkerPlan, worker_id: int = 0, incarnation: int = 0) -> Evaluator:
+def build_evaluator(
+    plan: WorkerPlan, *, worker_id: int = 0, incarnation: int = 0, shared: bool = False
+) -> Evaluator:
     """What evaluates the policy of ``plan``, the very object, in envs of its own."""
 
     def make(exploration: Exploration) -> Engine:
+        # Of a rollout's own an episode knows nothing.
+        options = replace(plan.options, reset_at_each_iter=False)
         return build_engine(
-            replace(plan, exploration=exploration),
+            replace(plan, exploration=exploration, options=options),
             traj_ids=itertools.count(),
             worker_id=worker_id,
             incarnation=incarnation,
+            shared=shared,
         )
 
     return Evaluator(make)
@@ -350,7 +355,9 @@ class Worker:
                 " what they are made of must be importable here too"
             ) from error
         plan = with_policy(plan)
-        self._evaluator = build_evaluator(plan, self.worker_id, self._incarnation)
+        self._evaluator = build_evaluator(
+            plan, worker_id=self.worker_id, incarnation=self._incarnation
+        )
         self._engine = build_engine(
             plan,
             worker_id=self.worker_id,

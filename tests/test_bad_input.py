@@ -93,6 +93,7 @@ class Unsendable(nn.Module):
         ({"postproc": 5}, TypeError, "postproc=5: must be callable"),
         ({"trajs_per_batch": 0}, ValueError, "trajs_per_batch=0: must be at least 1"),
         ({"trajs_per_batch": 2, "split_trajs": True}, ValueError, "both given"),
+        ({"trajs_per_batch": 2, "set_truncated": True}, ValueError, "drop one of them"),
         ({"replay_buffer": 5}, TypeError, "replay_buffer=5: must have a method extend"),
         ({"frames_per_bach": 5}, TypeError, "no argument 'frames_per_bach'; there are: batch_d"),
         ({"launcher": "submitit"}, ValueError, "launcher='submitit'.*torchrun or SLURM"),

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 from loopback_pool import loopback_collector
 from torch import nn
 from torch.distributions import Categorical
@@ -165,6 +166,30 @@ class TestEvaluate:
 
         assert (collect(evaluates=True) == collect(evaluates=False)).all()
 
+    @pytest.mark.parametrize("length", [30, 100])
+    @pytest.mark.parametrize("kind", ["plain", "filler steps", "fails once"])
+    def test_an_episode_is_whole_whatever_the_envs_do(self, kind: str, length: int) -> None:
+        made: list[int] = []
+
+        def one(length: int = length) -> gym.Env:
+            made.append(1)
+            fails_at = 77 if kind == "fails once" and len(made) == 2 else -1
+            return Long(length, fails_at)
+
+        def vector() -> Any:
+            makers = [one, lambda: one(3)]
+            return gym.vector.SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+        with dc.SyncDataCollector(
+            NativeNextStep.of(vector) if kind == "filler steps" else one,
+            frames_per_batch=2 * T,
+            envs_per_worker=1 if kind == "filler steps" else 2,
+            reset_at_each_iter=kind == "plain",
+        ) as collector:
+            found = collector.evaluate(8)
+        assert set(found.lengths.tolist()) == ({length, 3} if kind == "filler steps" else {length})
+        assert torch.equal(found.returns, found.lengths.double())
+
     def test_envs_themselves_will_not_do(self) -> None:
         env = gym.make("CartPole-v1")
         with (
@@ -179,6 +204,39 @@ class TestEvaluate:
             pytest.raises(dc.DeadlineError, match="not over, the longest after"),
         ):
             collector.evaluate(1, timeout_s=0.2)
+
+
+class Long(gym.Env):
+    """Each frame is worth 1."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, length: int, fails_at: int) -> None:
+        self._length, self._fails_at, self._total, self._frame = length, fails_at, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._frame = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._frame += 1
+        self._total += 1
+        if self._total == self._fails_at:
+            raise OSError("out of paper")
+        return np.zeros(1, np.float32), 1.0, self._frame == self._length, False, {}
+
+
+class NativeNextStep(gym.vector.VectorWrapper):
+    """Shows its vector env as a native one, whose rows can't be reset one by one."""
+
+    @classmethod
+    def of(cls, make: Any) -> Any:
+        return lambda: cls(make())
+
+    @property
+    def unwrapped(self) -> Any:
+        return self
 
 
 class Endless(Levels):

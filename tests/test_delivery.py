@@ -163,6 +163,13 @@ def test_whole_trajectories_end_with_the_frames() -> None:
         batches = list(collector)
     # 20 frames are six episodes of three and a rest.
     assert [batch.shape for batch in batches] == [(2, 3)] * 3
+
+
+def test_the_last_whole_trajectories_may_be_few() -> None:
+    kind = {"trajs_per_batch": 4, "total_frames": 4 * T}
+    with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
+        batches = list(collector)
+    assert [batch.shape for batch in batches] == [(4, 3), (2, 3)]
     assert collector.frames == 4 * T
 
 

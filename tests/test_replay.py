@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from loopback_pool import loopback_collector
@@ -176,8 +179,56 @@ def test_too_few_frames_ever(collector_of: Any) -> None:
 
 def test_sampling_has_a_deadline() -> None:
     buffer = dc.RateLimited(Buffer(), 1.0, min_size=5, timeout_s=0.1)
+    with pytest.raises(dc.CollectorStateError, match=r"no collector's start\(\) fills it"):
+        buffer.sample(2)
+    buffer.begin()
     with pytest.raises(dc.DeadlineError, match=r"waited 0.1 s .* 0 came in, .*min_size=5"):
         buffer.sample(2)
+
+
+class Breaks(gym.Wrapper):
+    """Ends its process, or raises whatever is done about it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self._how, self._left = how, 30
+
+    def step(self, action: Any) -> Any:
+        self._left -= 1
+        if not self._left and self._how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._left <= 0:
+            raise OSError("out of paper")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.aSyncDataCollector])
+def test_failure_of_what_collects_is_told(kind: Any, how: str) -> None:
+    if kind is dc.SyncDataCollector and how == "dies":
+        pytest.skip("that would be this process")
+    buffer = dc.RateLimited(Buffer(), 1.0, min_size=10_000)
+    faults = dc.Faults(max_restarts=0, max_env_faults=0)
+    expected = dc.WorkerLost if how == "dies" else dc.EnvError
+    collector = kind(lambda: Breaks(how), frames_per_batch=T, replay_buffer=buffer, faults=faults)
+    collector.start()
+    with pytest.raises(dc.CollectorStateError, match=r"no more frames come in: .*(worker 0|paper)"):
+        buffer.sample(4)
+    with pytest.raises(expected):
+        collector.update_policy_weights_()
+    with pytest.raises(expected):
+        collector.async_shutdown()
+
+
+def test_one_that_is_dropped_ends() -> None:
+    """Nobody would end it otherwise; then another may be made."""
+    for _ in range(2):
+        buffer = Buffer()
+        collector = dc.aSyncDataCollector("CartPole-v1", frames_per_batch=T, replay_buffer=buffer)
+        collector.start()
+        eventually(lambda: len(buffer))  # noqa: B023 - called at once
+        del collector
+        eventually(lambda: "distcollect-collect" not in {t.name for t in threading.enumerate()})
 
 
 @pytest.mark.parametrize(

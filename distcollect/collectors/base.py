@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -159,14 +161,25 @@ class DataCollectorBase(ABC):
         if self._whole is None:
             batch = self._collect(timeout_s)[0]
         else:
-            while not self._whole.ready:
-                self._whole.add(*self._collect(timeout_s))
-            batch = self._whole.take()
+            batch = self._whole_trajectories(self._whole, timeout_s)
         batch = self._delivery.processed(batch)
         if self._replay_buffer is None:
             return batch
         put(batch, self._replay_buffer)
         return cast("TensorDict", None)
+
+    def _whole_trajectories(self, whole: WholeTrajectories, timeout_s: float | None) -> TensorDict:
+        while not whole.ready:
+            try:
+                rows, headers = self._collect(timeout_s)
+            except StopIteration:
+                if (last := whole.take()) is None:
+                    raise
+                return last
+            whole.add(rows, headers)
+        batch = whole.take()
+        assert batch is not None
+        return batch
 
     def _collect(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
         """A batch as it was collected, in the shape that is wanted; its rollouts' headers."""
@@ -194,7 +207,14 @@ class DataCollectorBase(ABC):
             raise CollectorStateError("the collector was started already")
         self._before_start()
         limit = self._replay_buffer if isinstance(self._replay_buffer, RateLimited) else None
-        self._background = Background(self._take_one, limit)
+        # Not the collector itself, whose workers end when the user drops it.
+        take_one = weakref.WeakMethod(self._take_one)
+
+        def collect() -> bool:
+            take = take_one()
+            return take is not None and take()
+
+        self._background = Background(collect, limit)
 
     def _before_start(self) -> None:  # noqa: B027 - most have nothing to do
         """Make sure that collecting on another thread is safe."""
@@ -233,25 +253,32 @@ class DataCollectorBase(ABC):
                 None: it is given up.
             close_env: close the envs; False, for a collector that steps an env of yours in this
                 process, leaves that open.
+
+        Raises:
+            Whatever made collecting fail in the background.
         """
-        background, error = self._background, None
+        background = self._background
         if background is not None:
             background.stop()
             if timeout is not None:
                 background.join(timeout)
-            error = background.error
         self._close_env = close_env
         self.shutdown()
         if background is not None:
             background.join(JOIN_TIMEOUT_S)
-        if error is not None:
+        self._raise_from_background()
+
+    def _raise_from_background(self) -> None:
+        """Raise what ended it, once."""
+        if self._background is not None and self._background.error is not None:
+            error, self._background.error = self._background.error, None
             raise error
 
     def _check_open(self) -> None:
+        if self._background is not None and self._background.error is not None:
+            raise copy.copy(self._background.error) from self._background.error
         if self._closed:
             raise CollectorStateError("the collector was shut down: make a new one")
-        if self._background is not None and self._background.error is not None:
-            raise self._background.error
 
     @property
     @abstractmethod
@@ -312,7 +339,7 @@ class DataCollectorBase(ABC):
         Args:
             method: its name; wrappers around an env are looked into.
             args: for it; they are pickled, as is what it returns.
-            worker_ids: of whose envs: an int, a list, a slice; None: of all.
+            worker_ids: of whose envs: an int, a list, a slice; None: of all that are there.
             timeout_s: for all of it; None: ``Faults.batch_timeout_s``.
             kwargs: for it.
 
@@ -323,7 +350,7 @@ class DataCollectorBase(ABC):
             EnvError: an env has no such method, or it raised. Names worker and env.
             ArgumentError, ArgumentTypeError: no such worker.
             DeadlineError: some didn't answer in time; names them.
-            WorkerLost: one was lost meanwhile.
+            WorkerLost: one that was named is not there.
         """
         self._check_open()
         return self._call(method, args, kwargs, worker_ids, timeout_s)
@@ -349,11 +376,12 @@ class DataCollectorBase(ABC):
     ) -> Evaluation:
         """Play whole episodes with the newest weights, in envs made for that.
 
+        ``max_frames_per_traj`` ends an episode here as well. :meth:`call` doesn't reach these envs.
         Collection goes on afterwards as if nothing had happened; its frames are not counted.
 
         Args:
             num_episodes: over all of the workers, each of whose envs plays its share.
-            worker_ids: who plays: an int, a list, a slice; None: all.
+            worker_ids: who plays: an int, a list, a slice; None: all that are there.
             deterministic: take the most likely action, where the policy has a distribution.
             seed: of envs and actions: the same episodes each time. None: a random one.
             timeout_s: for all of it; None: ``Faults.batch_timeout_s``.
@@ -362,7 +390,7 @@ class DataCollectorBase(ABC):
             EnvError, PolicyError: an env or the policy failed.
             ArgumentError, ArgumentTypeError: no such worker, or no makers of envs were given.
             DeadlineError: not all episodes were over in time.
-            WorkerLost: a worker was lost meanwhile.
+            WorkerLost: a worker that was named is not there, or none is.
         """
         self._check_open()
         arguments.positive("num_episodes", num_episodes)
@@ -450,6 +478,8 @@ class DataCollectorBase(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+        if kind is None:
+            self._raise_from_background()
 
 
 def check_random_frames(value: int | None) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from distcollect.evaluation import Evaluation
 from distcollect.flat import published
 from distcollect.policy import Exploration
 from distcollect.publisher import Weights, WorkerIds
+from distcollect.rebuilder import Stopped
 from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
 from distcollect.seeds import Stream, env_seed, policy_seed
 from distcollect.worker import (
@@ -58,6 +60,10 @@ class SyncDataCollector(DataCollectorBase):
 
     The policy is shared, not copied: training it in place shows in the next batch. In the
     background, after ``start()``, it is copied. Batches are ``[T]`` for one env, ``[n, T]`` for n.
+
+    In the background it is a thread of this process that steps, and what is set for the whole of it
+    holds for both: TorchRL's losses set the exploration type of all TensorDict modules while they
+    compute. With such, take an :class:`aSyncDataCollector`.
     """
 
     @takes_torchrl_names
@@ -117,7 +123,7 @@ class SyncDataCollector(DataCollectorBase):
             split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
                 batch, padded with zeros; False in ``("collector", "mask")`` where that is so.
             trajs_per_batch: deliver so many whole trajectories at a time, in the order in which
-                they end, padded as with ``split_trajs``.
+                they end, padded as with ``split_trajs``; fewer at the very end.
             set_truncated: mark the last frame of each row truncated and done, unless the episode
                 terminated there.
             compact_obs: leave the observations under "next" out, for half the memory. They are the
@@ -171,7 +177,7 @@ class SyncDataCollector(DataCollectorBase):
         )
         self._plan = plan = with_policy(plan)
         self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
-        self._evaluator = build_evaluator(plan)
+        self._evaluator = build_evaluator(plan, shared=True)
         self._has_makers = not any(is_env(maker) for maker in makers)
         self._batch_timeout_s = (faults or Faults()).batch_timeout_s
         try:
@@ -194,7 +200,10 @@ class SyncDataCollector(DataCollectorBase):
     def _next(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
         # A slab of its own for each batch: it becomes the batch.
         slab = Slab(self._engine.layout, self._num_steps)
-        self._engine.collect(slab, random=self.frames < self._random_frames, fresh=True)
+        try:
+            self._engine.collect(slab, random=self.frames < self._random_frames, fresh=True)
+        except Stopped:
+            raise CollectorStateError("the collector was shut down meanwhile") from None
         header = Header(
             worker_id=0,
             incarnation=0,
@@ -290,10 +299,7 @@ class SyncDataCollector(DataCollectorBase):
     ) -> dict[int, list[Any]]:
         arguments.worker_ids(worker_ids, [0])
         limit_s = self._batch_timeout_s if timeout_s is None else timeout_s
-        # In the background envs are stepped on another thread, which the user's waits for here.
-        background = self._background
-        idle = contextlib.nullcontext() if background is None else background.paused(limit_s)
-        with idle:
+        with self._idle(limit_s):
             return {0: self._engine.envs.call(method, args, kwargs)}
 
     def _evaluate(
@@ -310,13 +316,21 @@ class SyncDataCollector(DataCollectorBase):
                 "evaluate() needs envs of its own: pass the collector a callable that makes one "
                 "instead of an env"
             )
-        return self._evaluator.evaluate(
-            num_episodes,
-            version=self._version,
-            deterministic=deterministic,
-            seed=seed,
-            timeout_s=self._batch_timeout_s if timeout_s is None else timeout_s,
-        )
+        limit_s = self._batch_timeout_s if timeout_s is None else timeout_s
+        with self._idle(limit_s):
+            return self._evaluator.evaluate(
+                num_episodes,
+                version=self._version,
+                deterministic=deterministic,
+                seed=seed,
+                timeout_s=limit_s,
+            )
+
+    def _idle(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Within, the thread that collects in the background waits."""
+        if self._background is None:
+            return contextlib.nullcontext()
+        return self._background.paused(timeout_s)
 
     def _next_traj_id(self) -> int:
         return next(_traj_ids)

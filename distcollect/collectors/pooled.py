@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,13 @@ from distcollect.broadcast import default_updater
 from distcollect.cluster import current
 from distcollect.config import EvaluationWorkers, Faults, Staleness, WeightSync
 from distcollect.delivery import Delivery, PostProcess
-from distcollect.errors import ArgumentError, ArgumentTypeError, DeadlineError, WorkerError
+from distcollect.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeadlineError,
+    WorkerError,
+    WorkerLost,
+)
 from distcollect.evaluation import Evaluation, Evaluators, shares
 from distcollect.flat import published
 from distcollect.handle import PushHandle
@@ -48,6 +55,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_ENVS_PER_TRAINER = 1 << 24
 # For what a worker has to say about its deadline to get here.
 _ANSWER_S = 5.0
 
@@ -143,7 +151,7 @@ class RPCDataCollector(DataCollectorBase):
             split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
                 batch, padded with zeros; False in ``("collector", "mask")`` where that is so.
             trajs_per_batch: deliver so many whole trajectories at a time, in the order in which
-                they end, padded as with ``split_trajs``.
+                they end, padded as with ``split_trajs``; fewer at the very end.
             set_truncated: mark the last frame of each row of each rollout truncated and done,
                 unless the episode terminated there.
             compact_obs: leave the observations under "next" out, for half the memory. They are the
@@ -294,6 +302,7 @@ class RPCDataCollector(DataCollectorBase):
                     deadline_s=batch_deadline_s,
                     set_aside=frozenset(range(num_collecting, count)),
                     in_turn=reproducible,
+                    first_env=workers.first_traj_id // TRAJ_IDS_PER_TRAINER * _ENVS_PER_TRAINER,
                 ),
                 staleness=staleness,
                 reports=workers,
@@ -489,9 +498,14 @@ class RPCDataCollector(DataCollectorBase):
         worker_ids: WorkerIds,
         timeout_s: float | None,
     ) -> dict[int, list[Any]]:
-        selected = self._publisher.selected(worker_ids)
+        limit_s = self._faults.batch_timeout_s if timeout_s is None else timeout_s
+        selected = self._asked(worker_ids)
         answers = {w: self._pool.call(w, "call_envs", method, args, kwargs) for w in selected}
-        return self._answers(f"call({method!r})", answers, timeout_s)
+        return _answers(f"call({method!r})", answers, limit_s, all_of_them=worker_ids is not None)
+
+    def _asked(self, worker_ids: WorkerIds) -> Sequence[int]:
+        """Those that are named; else all that are there."""
+        return self._pool.present if worker_ids is None else self._publisher.selected(worker_ids)
 
     def _evaluate(
         self,
@@ -502,30 +516,33 @@ class RPCDataCollector(DataCollectorBase):
         timeout_s: float | None,
     ) -> Evaluation:
         limit_s = self._faults.batch_timeout_s if timeout_s is None else timeout_s
-        selected = self._publisher.selected(worker_ids)
-        answers = {
-            w: self._pool.call(
-                w,
-                "evaluate",
-                share,
-                deterministic,
-                None if seed is None else env_seed(seed, w, stream=Stream.EVALUATION),
-                limit_s,
-            )
-            for w, share in zip(selected, shares(num_episodes, len(selected)), strict=True)
-            if share
-        }
-        # They have a deadline of their own, and say more about it.
-        parts = self._answers("evaluate()", answers, limit_s + _ANSWER_S)
-        return Evaluation.joined([*parts.values()])
-
-    def _answers(
-        self, what: str, answers: Mapping[int, Future[T]], timeout_s: float | None
-    ) -> dict[int, T]:
-        limit_s = self._faults.batch_timeout_s if timeout_s is None else timeout_s
-        if late := missing(answers, limit_s):
-            raise DeadlineError(f"workers {late} did not answer {what} within {limit_s:g} s")
-        return {worker_id: answer.result() for worker_id, answer in answers.items()}
+        deadline = time.monotonic() + limit_s
+        parts: list[Evaluation] = []
+        while owed := num_episodes - sum(len(part.returns) for part in parts):
+            selected = self._asked(worker_ids)
+            if not selected:
+                raise WorkerLost("no worker is there to evaluate the policy")
+            limit_s = max(0.0, deadline - time.monotonic())
+            # Again if workers were lost: others play what they owe.
+            first = len(parts) << 16
+            answers = {
+                w: self._pool.call(
+                    w,
+                    "evaluate",
+                    share,
+                    deterministic,
+                    None if seed is None else env_seed(seed, first + w, stream=Stream.EVALUATION),
+                    limit_s,
+                )
+                for w, share in zip(selected, shares(owed, len(selected)), strict=True)
+                if share
+            }
+            # They have that deadline too, and say more about it.
+            named = worker_ids is not None
+            parts += _answers(
+                "evaluate()", answers, limit_s + _ANSWER_S, all_of_them=named
+            ).values()
+        return Evaluation.joined(parts)
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -554,6 +571,20 @@ def _close(pool: Pool, workers: Workers) -> None:
     finally:
         workers.close()
     log.info("where the frames went:\n%s", pool.ledger)
+
+
+def _answers(
+    what: str, answers: Mapping[int, Future[T]], timeout_s: float, *, all_of_them: bool
+) -> dict[int, T]:
+    """What workers answered; those that were lost are left out, unless all have to be there."""
+    if late := missing(answers, timeout_s):
+        raise DeadlineError(f"workers {late} did not answer {what} within {timeout_s:g} s")
+    lost = [w for w, answer in answers.items() if isinstance(answer.exception(), WorkerLost)]
+    return {
+        worker_id: answer.result()
+        for worker_id, answer in answers.items()
+        if all_of_them or worker_id not in lost
+    }
 
 
 def _num_collecting(num_workers: int, evaluation: EvaluationWorkers | None) -> int:

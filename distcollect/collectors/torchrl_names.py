@@ -16,6 +16,7 @@ _NO_EFFECT = frozenset(
         "extend_buffer",  # whole batches always
         "no_cuda_sync",
         "replay_buffer_chunk",
+        "return_same_td",
         "tcp_port",  # ports are the system's to choose
         "trust_policy",  # the policy is always tried out
         "use_buffers",  # a delivered batch is never written to again
