@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node=4 launch/train_ddp.py  # two trainers, a worker for each
 
-Ranks 0 and 1 run main(), the others are workers, equally many for each trainer. A trainer collects
-its half of the frames and learns from it; DDP averages the gradients, so that after each step both
-have the same policy, which each of them sends to its own workers. Rank 0 reports on the episodes of
-all workers. All else, and what is in the --out folder, is as in train_ppo.py.
+Ranks 0 and 1 run main(), the others are workers, dealt out to the two. A trainer learns from what
+its own workers collect; DDP averages the gradients, so that after each step both have the same
+policy, which each of them sends to its own workers. Rank 0 reports on the episodes of all workers.
+All else, and what is in the --out folder, is as in train_ppo.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, num_batches)
     episodes, solved = Episodes(), False
 
-    share = args.frames_per_batch // TRAINERS
+    num_workers = torch.tensor(args.num_workers)
+    dist.all_reduce(num_workers)  # of all trainers
+    share = args.frames_per_batch * args.num_workers // int(num_workers)
     collector = dc.RPCDataCollector(
         ENV,
         model,
@@ -88,7 +90,7 @@ def main() -> None:
             row = figures(episodes, time.monotonic() - start, lag, means)
             metrics.write(json.dumps(row) + "\n")
             bar.set_postfix({"return": episodes.average or 0.0, "policy lag": lag}, refresh=False)
-            bar.update(TRAINERS * batch.numel())
+            bar.update(episodes.frames - bar.n)
             # The trainers know of the same episodes, so they stop together.
             solved = solved or episodes.reached(args.solved_at)
             if solved and not args.keep_going:

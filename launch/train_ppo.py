@@ -220,6 +220,7 @@ def plot(path: Path, title: str, episodes: Episodes, target: float) -> None:
 def main() -> None:
     """Train; runs on the trainer alone."""
     args = parser(__doc__).parse_args()
+    torch.set_num_threads(1)  # the trainer shares the cores with the workers
     torch.manual_seed(args.seed)
     train(args, f"PPO on {ENV}", ENV, ActorCritic())
 
@@ -244,7 +245,6 @@ def train(
         value_weight: of the critic's loss.
     """
     args.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # the trainer shares the cores with the workers
     losses = Losses(model, value_weight)
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=1e-5)
     num_batches = max(1, args.total_frames // args.frames_per_batch)

@@ -106,6 +106,7 @@ def main() -> None:
             f"--frames-per-batch {args.frames_per_batch} must be a multiple of "
             f"{rows * SEQUENCE_LENGTH}: {rows} envs, and sequences of {SEQUENCE_LENGTH} frames"
         )
+    torch.set_num_threads(1)  # the trainer shares the cores with the workers
     torch.manual_seed(args.seed)
     title = f"PPO on {ENV} without velocities"
     if args.feed_forward:

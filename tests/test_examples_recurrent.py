@@ -103,9 +103,9 @@ def test_sequences_must_fit(tmp_path: Path) -> None:
 
 
 def test_ddp_run(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=5")
     size = ("--frames-per-batch", 240, "--total-frames", 480)
     out = tmp_path / "ddp"
     rows = check_run(run(*launcher, LAUNCH / "train_ddp.py", *size, "--out", out), out)
-    # Both trainers' halves.
+    # All frames, though one of the trainers has two of the three workers.
     assert [row["frames"] for row in rows] == [240, 480]
