@@ -128,7 +128,7 @@ def next_values(model: ActorCritic, batch: TensorDict, value: Tensor) -> Tensor:
 def learn(
     model: ActorCritic, optimizer: torch.optim.Optimizer, batch: TensorDict
 ) -> dict[str, float]:
-    """One update with a rollout; its losses, and the mean importance weight."""
+    """One update with a rollout; its losses, and the mean clipped importance weight."""
     policy, value = model.both(batch["observation"].flatten(0, 1))
     log_prob = policy.log_prob(batch["action"].flatten()).view(*batch.shape, 1)
     value = value.view(*batch.shape, 1)
@@ -149,7 +149,7 @@ def learn(
         "actor_loss": actor_loss.item(),
         "critic_loss": critic_loss.item(),
         "entropy": entropy.item(),
-        "importance_weight": log_ratio.exp().mean().item(),
+        "importance_weight": log_ratio.exp().clamp(max=RHO_MAX).mean().item(),
     }
 
 
