@@ -54,7 +54,7 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
             others as workers. Within ``main``, RANK and WORLD_SIZE are those among the trainers, so
             that ``torch.distributed.init_process_group()`` makes a group of these, for DDP say.
             Each publishes to its own workers: after a step that all trainers took together these
-            get the same weights, as the same version.
+            get the same weights, as the same version. The same seed gives each its own envs.
 
     Returns:
         What ``main`` returned; None on the other ranks.
