@@ -241,7 +241,7 @@ def test_again_and_stop_after_it() -> None:
 def test_before_the_first_step() -> None:
     """While envs are being reset: one step is made in any case."""
     run = Run(CountingMaker("plain", N, lengths=(100,)))
-    env: CountingEnv = run.engine._envs._envs[1]
+    env: CountingEnv = run.engine.envs._envs[1]
     reset = env.reset
 
     def preempted(**kwargs: Any) -> Any:
