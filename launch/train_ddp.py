@@ -96,6 +96,9 @@ def main() -> None:
             if solved and not args.keep_going:
                 break
 
+    # Else torch may end the group, with the interpreter locked, while a thread of that group still
+    # needs it to give the last gathered tensors back.
+    dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
         title = f"PPO on {ENV} with {TRAINERS} trainers"

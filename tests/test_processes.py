@@ -59,7 +59,9 @@ def spawn(processes: LocalProcesses, tmp_path: Path) -> Spawn:
         folder = tmp_path / str(worker_id)
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(code)
-        processes.spawn(worker_id, 0, BOOT, {"PYTHONPATH": str(folder)})
+        # The code of a second later would look like this one's, and compiled, be taken for it.
+        env = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        processes.spawn(worker_id, 0, BOOT, env)
 
     return spawn
 

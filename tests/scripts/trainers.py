@@ -47,6 +47,9 @@ def main():
     dist.all_gather_object(everything, (workers, seen))
     if rank == 0:
         print(json.dumps({"trainers": everything}), flush=True)
+    # Else torch may end the group, with the interpreter locked, while a thread of that group still
+    # needs it to give the last gathered tensors back.
+    dist.barrier()
     dist.destroy_process_group()
 
 
