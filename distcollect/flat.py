@@ -174,6 +174,13 @@ class WeightLayout:
                         parts.append(gap[: rest // dtype.itemsize])
                 torch.cat(parts, out=flat[entries[0].offset : entries[-1].end].view(dtype))
 
+    def load(self, source: object, module: nn.Module | None) -> None:
+        """Copy weights into ``module``; ``source``, and what is raised, as for :meth:`select`."""
+        new, own = self.select(source), self.select(module)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(new[name])
+
     def select(self, source: object) -> dict[str, torch.Tensor]:
         """The tensors for all entries from whatever the user gave, by their first name.
 
@@ -244,11 +251,15 @@ def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
                 )
 
 
-def published(policy: nn.Module | None, models: Mapping[str, nn.Module]) -> nn.Module | None:
-    """What has the weights that are published: the policy, or it and ``models`` by their names."""
+def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | None:
+    """What has the weights that are published: the policy, or it and ``models`` by their names.
+
+    A policy that is no module has none.
+    """
+    module = policy if isinstance(policy, nn.Module) else None
     if not models:
-        return policy
-    return nn.ModuleDict({**models} if policy is None else {"policy": policy, **models})
+        return module
+    return nn.ModuleDict({**models} if module is None else {"policy": module, **models})
 
 
 def named_tensors(source: object) -> dict[str, torch.Tensor]:

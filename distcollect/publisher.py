@@ -89,10 +89,7 @@ class Publisher:
         served = self._updater._get_server_weights()  # noqa: SLF001 - the name that TorchRL has
         if served is None or self._own is None:
             return self._own if served is None else served
-        new, own = self._layout.select(served), self._layout.select(self._own)
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(new[name])
+        self._layout.load(served, self._own)
         return self._own
 
     def publish_own(self, *, sync: bool) -> None:

@@ -30,6 +30,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 from tqdm import tqdm
+from train_ppo import parser
 
 import distcollect as dc
 
@@ -288,43 +289,18 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    measure = f"average return over {WINDOW} episodes"
+    command = parser(__doc__, split="a worker's envs", measure=measure)
+    add = command.add_argument
     add("--game", default="crazy_climber", help="as ale-py calls it (%(default)s)")
-    add("--seed", type=int, default=0)
-    add("--total-frames", type=positive, default=250_000, help="at most so many (%(default)s)")
-    add(
-        "--frames-per-batch",
-        type=positive,
-        default=160,
-        help="a multiple of a worker's envs (%(default)s)",
+    command.set_defaults(
+        total_frames=250_000,
+        frames_per_batch=160,
+        envs_per_worker=8,
+        out=Path("runs/impala_atari"),
+        solved_at=20_000.0,
     )
-    add(
-        "--num-workers",
-        type=positive,
-        default=dc.num_workers(default=2),
-        help="default: all that the launch has, or 2 without a launcher",
-    )
-    add("--envs-per-worker", type=positive, default=8, help="%(default)s")
-    add("--out", type=Path, default=Path("runs/impala_atari"), help="a folder (%(default)s)")
-    add(
-        "--solved-at",
-        type=float,
-        default=20_000.0,
-        help=f"average return over {WINDOW} episodes at which to stop (%(default)s)",
-    )
-    add("--keep-going", action="store_true", help="don't stop there")
-    add("--require-solved", action="store_true", help="exit with 1 if it isn't reached")
-    return parser.parse_args()
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    return command.parse_args()
 
 
 if __name__ == "__main__":

@@ -319,8 +319,19 @@ def finish(
         sys.exit(1)
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The command line."""
+def parser(
+    description: str | None,
+    *,
+    split: str = "all workers' envs",
+    measure: str = f"average return over {WINDOW} episodes",
+) -> argparse.ArgumentParser:
+    """The command line of this and the other examples, which set other defaults.
+
+    Args:
+        description: of the script.
+        split: what a batch is split over.
+        measure: by what the task counts as solved.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -331,7 +342,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--frames-per-batch",
         type=positive,
         default=960,
-        help="a multiple of all workers' envs (%(default)s)",
+        help=f"a multiple of {split} (%(default)s)",
     )
     add(
         "--num-workers",
@@ -345,7 +356,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--solved-at",
         type=float,
         default=475.0,
-        help=f"average return over {WINDOW} episodes at which to stop (%(default)s)",
+        help=f"{measure} at which to stop (%(default)s)",
     )
     add("--keep-going", action="store_true", help="don't stop there")
     add("--require-solved", action="store_true", help="exit with 1 if it isn't reached")

@@ -27,6 +27,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution
 from tqdm import tqdm
+from train_ppo import parser, positive
 
 import distcollect as dc
 
@@ -276,43 +277,18 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--seed", type=int, default=0)
-    add("--total-frames", type=positive, default=30_000, help="at most so many (%(default)s)")
-    add(
-        "--frames-per-batch",
-        type=positive,
-        default=50,
-        help="a multiple of a worker's envs (%(default)s)",
-    )
-    add(
-        "--num-workers",
-        type=positive,
-        default=dc.num_workers(default=2),
-        help="default: all that the launch has, or 2 without a launcher",
-    )
-    add("--envs-per-worker", type=positive, default=1, help="%(default)s")
+    measure = f"mean return of {EPISODES} evaluated episodes"
+    command = parser(__doc__, split="a worker's envs", measure=measure)
+    add = command.add_argument
     add("--updates-per-evaluation", type=positive, default=1000, help="%(default)s")
-    add("--out", type=Path, default=Path("runs/sac_pendulum"), help="a folder (%(default)s)")
-    add(
-        "--solved-at",
-        type=float,
-        default=-200.0,
-        help=f"mean return of {EPISODES} evaluated episodes at which to stop (%(default)s)",
+    command.set_defaults(
+        total_frames=30_000,
+        frames_per_batch=50,
+        envs_per_worker=1,
+        out=Path("runs/sac_pendulum"),
+        solved_at=-200.0,
     )
-    add("--keep-going", action="store_true", help="don't stop there")
-    add("--require-solved", action="store_true", help="exit with 1 if it isn't reached")
-    return parser.parse_args()
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    return command.parse_args()
 
 
 if __name__ == "__main__":

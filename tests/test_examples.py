@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,27 +20,15 @@ pytest.importorskip("tqdm")
 LAUNCH = Path(__file__).parents[1] / "launch"
 
 
-def script(name: str) -> Iterator[ModuleType]:
-    """A script of ``launch/`` as a module."""
-    spec = importlib.util.spec_from_file_location(name, LAUNCH / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[name]
+@pytest.fixture(scope="module")
+def sac() -> ModuleType:
+    return importlib.import_module("train_sac")
 
 
 @pytest.fixture(scope="module")
-def sac() -> Iterator[ModuleType]:
-    yield from script("train_sac")
-
-
-@pytest.fixture(scope="module")
-def impala() -> Iterator[ModuleType]:
+def impala() -> ModuleType:
     pytest.importorskip("ale_py")
-    yield from script("train_impala")
+    return importlib.import_module("train_impala")
 
 
 def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,6 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,12 +24,8 @@ LAUNCH = Path(__file__).parents[1] / "launch"
 
 
 @pytest.fixture(scope="module")
-def recurrent() -> Iterator[ModuleType]:
-    """``launch/train_recurrent_ppo.py``, which imports from its neighbour."""
-    sys.path.insert(0, str(LAUNCH))
-    yield importlib.import_module("train_recurrent_ppo")
-    sys.path.remove(str(LAUNCH))
-    del sys.modules["train_recurrent_ppo"], sys.modules["train_ppo"]
+def recurrent() -> ModuleType:
+    return importlib.import_module("train_recurrent_ppo")
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,15 +25,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("train_ppo", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_ppo"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["train_ppo"]
+def script() -> ModuleType:
+    return importlib.import_module("train_ppo")
 
 
 def run(launcher: tuple[str, ...], *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from distcollect import arguments, recycler
 from distcollect.background import Background, RateLimited, ReplayBuffer, put
+from distcollect.config import Faults
 from distcollect.delivery import Delivery, WholeTrajectories
 from distcollect.engine import StepOptions
 from distcollect.errors import ArgumentError, CollectorStateError
@@ -80,6 +81,7 @@ class DataCollectorBase(ABC):
         total_frames: int,
         delivery: Delivery,
         replay_buffer: ReplayBuffer | None,
+        faults: Faults | None,
     ) -> None:
         """Check the sizes. Raises as :func:`~distcollect.arguments.total_batches` does."""
         arguments.positive("frames_per_batch", frames_per_batch)
@@ -92,6 +94,7 @@ class DataCollectorBase(ABC):
         self._seed: tuple[int, bool] | None = None
         self._closed = False
         self._lag: LagStats | None = None
+        self._faults = faults or Faults()
         self._delivery = delivery
         self._whole: WholeTrajectories | None = None
         if delivery.trajs_per_batch is not None:
@@ -185,10 +188,13 @@ class DataCollectorBase(ABC):
         """A batch as it was collected, in the shape that is wanted; its rollouts' headers."""
         if self.total_frames != -1 and self._frames >= self.total_frames:
             raise StopIteration
-        rows, headers = self._next(timeout_s)
+        rows, headers = self._next(self._limit_s(timeout_s))
         self._batches += 1
         self._frames += self.frames_per_batch
         return self._delivery.shaped(rows, self._layout), headers
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return self._faults.batch_timeout_s if timeout_s is None else timeout_s
 
     def start(self) -> None:
         """Fill the replay buffer in the background, until ``total_frames`` are collected.
@@ -285,7 +291,7 @@ class DataCollectorBase(ABC):
     def _layout(self) -> Layout: ...
 
     @abstractmethod
-    def _next(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
+    def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
         """Rows ``[W * n, T]`` of W rollouts, and their headers."""
 
     @abstractmethod
@@ -333,8 +339,7 @@ class DataCollectorBase(ABC):
         """Call a method of the envs between two of their steps; or read an attribute of theirs.
 
         A rollout under way is not ended (in this process and in the background, it is waited for).
-        Who takes a lost worker's place has new envs, which know
-        nothing of earlier calls.
+        Who takes a lost worker's place has new envs, which know nothing of earlier calls.
 
         Args:
             method: its name; wrappers around an env are looked into.
@@ -353,7 +358,7 @@ class DataCollectorBase(ABC):
             WorkerLost: one that was named is not there.
         """
         self._check_open()
-        return self._call(method, args, kwargs, worker_ids, timeout_s)
+        return self._call(method, args, kwargs, worker_ids, self._limit_s(timeout_s))
 
     @abstractmethod
     def _call(
@@ -362,7 +367,7 @@ class DataCollectorBase(ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         worker_ids: WorkerIds,
-        timeout_s: float | None,
+        timeout_s: float,
     ) -> dict[int, list[Any]]: ...
 
     def evaluate(
@@ -394,7 +399,8 @@ class DataCollectorBase(ABC):
         """
         self._check_open()
         arguments.positive("num_episodes", num_episodes)
-        return self._evaluate(num_episodes, worker_ids, deterministic, seed, timeout_s)
+        limit_s = self._limit_s(timeout_s)
+        return self._evaluate(num_episodes, worker_ids, deterministic, seed, limit_s)
 
     @abstractmethod
     def _evaluate(
@@ -403,7 +409,7 @@ class DataCollectorBase(ABC):
         worker_ids: WorkerIds,
         deterministic: bool,
         seed: int | None,
-        timeout_s: float | None,
+        timeout_s: float,
     ) -> Evaluation: ...
 
     def state_dict(self) -> dict[str, Any]:

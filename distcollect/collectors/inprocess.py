@@ -153,6 +153,7 @@ class SyncDataCollector(DataCollectorBase):
             total_frames=total_frames,
             delivery=delivery,
             replay_buffer=check_replay_buffer(replay_buffer),
+            faults=faults,
         )
         arguments.positive("envs_per_worker", envs_per_worker)
         arguments.policy(policy, policy_factory)
@@ -173,13 +174,12 @@ class SyncDataCollector(DataCollectorBase):
             info_keys=info_keys,
             options=step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
             models=arguments.models(models),
-            max_env_faults=(faults or Faults()).max_env_faults,
+            max_env_faults=self._faults.max_env_faults,
         )
         self._plan = plan = with_policy(plan)
         self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
         self._evaluator = build_evaluator(plan, shared=True)
         self._has_makers = not any(is_env(maker) for maker in makers)
-        self._batch_timeout_s = (faults or Faults()).batch_timeout_s
         try:
             num_envs = self._engine.layout.num_envs
             self._num_steps = arguments.num_steps(frames_per_batch, 1, num_envs)
@@ -197,7 +197,7 @@ class SyncDataCollector(DataCollectorBase):
     def _layout(self) -> Layout:
         return self._engine.layout
 
-    def _next(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
+    def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
         # A slab of its own for each batch: it becomes the batch.
         slab = Slab(self._engine.layout, self._num_steps)
         try:
@@ -251,15 +251,9 @@ class SyncDataCollector(DataCollectorBase):
         weights = self._engine.weights
         if weights.module is None:
             return
-        user_policy = self._plan.policy
-        own = published(
-            user_policy if isinstance(user_policy, nn.Module) else None, self._plan.models
-        )
+        own = published(self._plan.policy, self._plan.models)
         if policy_or_weights is not None and policy_or_weights is not own:
-            new, tensors = (weights.layout.select(s) for s in (policy_or_weights, own))
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    tensor.copy_(new[name])
+            weights.layout.load(policy_or_weights, own)
         self._version += 1
         if self._background is None:
             weights.version = self._version
@@ -295,11 +289,10 @@ class SyncDataCollector(DataCollectorBase):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         worker_ids: WorkerIds,
-        timeout_s: float | None,
+        timeout_s: float,
     ) -> dict[int, list[Any]]:
         arguments.worker_ids(worker_ids, [0])
-        limit_s = self._batch_timeout_s if timeout_s is None else timeout_s
-        with self._idle(limit_s):
+        with self._idle(timeout_s):
             return {0: self._engine.envs.call(method, args, kwargs)}
 
     def _evaluate(
@@ -308,7 +301,7 @@ class SyncDataCollector(DataCollectorBase):
         worker_ids: WorkerIds,
         deterministic: bool,
         seed: int | None,
-        timeout_s: float | None,
+        timeout_s: float,
     ) -> Evaluation:
         arguments.worker_ids(worker_ids, [0])
         if not self._has_makers:
@@ -316,14 +309,13 @@ class SyncDataCollector(DataCollectorBase):
                 "evaluate() needs envs of its own: pass the collector a callable that makes one "
                 "instead of an env"
             )
-        limit_s = self._batch_timeout_s if timeout_s is None else timeout_s
-        with self._idle(limit_s):
+        with self._idle(timeout_s):
             return self._evaluator.evaluate(
                 num_episodes,
                 version=self._version,
                 deterministic=deterministic,
                 seed=seed,
-                timeout_s=limit_s,
+                timeout_s=timeout_s,
             )
 
     def _idle(self, timeout_s: float) -> AbstractContextManager[None]:

@@ -207,6 +207,7 @@ class RPCDataCollector(DataCollectorBase):
             total_frames=total_frames,
             delivery=delivery,
             replay_buffer=check_replay_buffer(replay_buffer),
+            faults=faults,
         )
         arguments.positive("num_workers", num_workers, optional=True)
         arguments.positive("envs_per_worker", envs_per_worker)
@@ -223,7 +224,6 @@ class RPCDataCollector(DataCollectorBase):
         self._mask_above = staleness.max_policy_lag if staleness and masks else None
         preempts = preemptive_threshold is not None or batch_deadline_s is not None
         self._masks = masks or preempts
-        self._faults = faults or Faults()
         if reproducible and staleness is not None and not masks:
             raise ArgumentError(
                 f"reproducible=True and {staleness}: the lag is fixed then; mode='mask' would do"
@@ -317,7 +317,7 @@ class RPCDataCollector(DataCollectorBase):
         self._publisher = Publisher(
             self._pool,
             self._probe.weights,
-            published(policy if isinstance(policy, nn.Module) else None, models),
+            published(policy, models),
             updater=self._updater,
             options=self._weight_sync,
             max_interval=max_weight_update_interval,
@@ -386,15 +386,14 @@ class RPCDataCollector(DataCollectorBase):
         layout: Layout = self._probe.layout
         return layout
 
-    def _next(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
-        limit = self._faults.batch_timeout_s if timeout_s is None else timeout_s
+    def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
         try:
             if self._updates_itself and self._batches:
                 self._publisher.publish_own(sync=self._sync)
             if self._sync:
-                rollouts = self._pool.gather_all(limit)
+                rollouts = self._pool.gather_all(timeout_s)
             else:
-                rollouts = [self._pool.gather_next(limit)]
+                rollouts = [self._pool.gather_next(timeout_s)]
         except WorkerError:
             self.shutdown()
             raise
@@ -496,12 +495,12 @@ class RPCDataCollector(DataCollectorBase):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         worker_ids: WorkerIds,
-        timeout_s: float | None,
+        timeout_s: float,
     ) -> dict[int, list[Any]]:
-        limit_s = self._faults.batch_timeout_s if timeout_s is None else timeout_s
         selected = self._asked(worker_ids)
         answers = {w: self._pool.call(w, "call_envs", method, args, kwargs) for w in selected}
-        return _answers(f"call({method!r})", answers, limit_s, all_of_them=worker_ids is not None)
+        named = worker_ids is not None
+        return _answers(f"call({method!r})", answers, timeout_s, all_of_them=named)
 
     def _asked(self, worker_ids: WorkerIds) -> Sequence[int]:
         """Those that are named; else all that are there."""
@@ -513,10 +512,9 @@ class RPCDataCollector(DataCollectorBase):
         worker_ids: WorkerIds,
         deterministic: bool,
         seed: int | None,
-        timeout_s: float | None,
+        timeout_s: float,
     ) -> Evaluation:
-        limit_s = self._faults.batch_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + timeout_s
         parts: list[Evaluation] = []
         while owed := num_episodes - sum(len(part.returns) for part in parts):
             selected = self._asked(worker_ids)
@@ -579,11 +577,10 @@ def _answers(
     """What workers answered; those that were lost are left out, unless all have to be there."""
     if late := missing(answers, timeout_s):
         raise DeadlineError(f"workers {late} did not answer {what} within {timeout_s:g} s")
-    lost = [w for w, answer in answers.items() if isinstance(answer.exception(), WorkerLost)]
     return {
         worker_id: answer.result()
         for worker_id, answer in answers.items()
-        if all_of_them or worker_id not in lost
+        if all_of_them or not isinstance(answer.exception(), WorkerLost)
     }
 
 
