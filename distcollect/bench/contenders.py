@@ -16,7 +16,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from distcollect import RPCDataCollector, SyncDataCollector
+from distcollect import (
+    MultiaSyncDataCollector,
+    MultiSyncDataCollector,
+    RPCDataCollector,
+    SyncDataCollector,
+    aSyncDataCollector,
+)
 
 from . import peers
 from .bare import run_bare
@@ -77,6 +83,23 @@ def run_rpc(
         return {"frames_per_s": frames_per_s(_counted(collector, by_worker=not sync), seconds)}
 
 
+def run_local(
+    workload: Workload, seconds: float, *, kind: type[RPCDataCollector], num_workers: int = 1
+) -> Values:
+    """One of the collectors whose workers are local processes; the trainer only counts."""
+    together = num_workers if kind is MultiSyncDataCollector else 1
+    options: dict[str, Any] = {} if kind is aSyncDataCollector else {"num_workers": num_workers}
+    with kind(
+        workload.make_env,
+        workload.make_policy(),
+        frames_per_batch=workload.rollout_frames * together,
+        envs_per_worker=workload.num_envs,
+        **options,
+    ) as collector:
+        batches = _counted(collector, by_worker=together == 1)
+        return {"frames_per_s": frames_per_s(batches, seconds)}
+
+
 def make_rpc(
     workload: Workload, *, sync: bool, num_workers: int, **options: Any
 ) -> RPCDataCollector:
@@ -94,11 +117,13 @@ def make_rpc(
 
 def _counted(collector: Iterable[Any], *, by_worker: bool = False) -> Iterator[Batch]:
     for batch in collector:
-        source = int(batch["collector", "worker_id"][0, 0]) if by_worker else 0
+        source = int(batch["collector", "worker_id"].flatten()[0]) if by_worker else 0
         yield source, batch.numel()
 
 
 _TORCHRL = ("torchrl",)
+# They are RPCDataCollector with batches of another shape: what differs shows on these.
+_LOCAL = ("cartpole-1", "cartpole-16", "atari")
 
 CONTENDERS: dict[str, Contender] = {
     contender.name: contender
@@ -116,6 +141,26 @@ CONTENDERS: dict[str, Contender] = {
             "the same, policy compiled",
             partial(run_sync, compiled=True),
             only=("cartpole-1", "cartpole-16"),
+        ),
+        Contender(
+            "async",
+            "distcollect.aSyncDataCollector, 1 worker",
+            partial(run_local, kind=aSyncDataCollector),
+            only=_LOCAL,
+        ),
+        Contender(
+            "multi-sync-x2",
+            "distcollect.MultiSyncDataCollector",
+            partial(run_local, kind=MultiSyncDataCollector, num_workers=NUM_WORKERS),
+            "bare-x2",
+            only=_LOCAL,
+        ),
+        Contender(
+            "multi-async-x2",
+            "distcollect.MultiaSyncDataCollector",
+            partial(run_local, kind=MultiaSyncDataCollector, num_workers=NUM_WORKERS),
+            "bare-x2",
+            only=_LOCAL,
         ),
         Contender(
             "rpc-sync-x2",

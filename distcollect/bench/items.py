@@ -8,7 +8,7 @@ from functools import partial
 
 from distcollect import BroadcastUpdater
 
-from . import faults, fetch, figures, weights
+from . import faults, fetch, figures, replay, weights
 from .contenders import CONTENDERS, Contender, Values
 from .weights import MB
 from .workloads import WORKLOADS, Workload
@@ -165,6 +165,14 @@ _FIGURES = (
         "trainer",
         "the trainer's own cost",
         (Part("cartpole-16", "batches of 4096 frames, 2 workers", figures.run_trainer),),
+    ),
+    Item(
+        "replay",
+        "start() fills a replay buffer, CartPole-v1, 16 envs, 1 worker",
+        (
+            Part("idle", "while the trainer sleeps", replay.run_idle, needs=("torchrl",)),
+            Part("training", "while it trains", replay.run_training, needs=("torchrl",)),
+        ),
     ),
     Item(
         "memory",

@@ -109,6 +109,8 @@ TARGETS: tuple[Target, ...] = (
     _over("cartpole-64", "sync", "bare", 0.90),
     _over("cartpole-1", "sync", "bare", 0.75),
     _over("cartpole-16", "rpc-async-x2", "bare-x2", 0.85),
+    _over("cartpole-16", "async", "bare", 0.85),
+    _over("cartpole-16", "multi-async-x2", "bare-x2", 0.85),
     _over("spin-1ms", "rpc-async-x2", "bare-x2", 0.93),
     _over("mujoco", "rpc-async-x2", "bare-x2", 0.93),
     _over("atari", "rpc-async-x2", "bare-x2", 0.93),
@@ -132,6 +134,13 @@ TARGETS: tuple[Target, ...] = (
         ("wire", "atari", "bytes_of_one_copy"),
     ),
     _at_most("CPU of a waiting trainer / a core", 0.02, ("idle", "trainer", "core_share")),
+    _at_most("CPU of start()'s thread / a core", 0.05, ("replay", "training", "core_share")),
+    Target(
+        "frames/s into a replay buffer, while training / without",
+        _rate("replay", "training"),
+        (_rate("replay", "idle"),),
+        0.85,
+    ),
     _at_most("CPU of an idle worker / a core", 0.02, ("idle", "worker", "core_share")),
     _at_most(
         "trainer's CPU / time, 4096 CartPole frames",
