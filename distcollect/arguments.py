@@ -165,15 +165,24 @@ class Devices(NamedTuple):
     policy: torch.device | None
 
 
-def devices(device: object, storing: object, env: object, policy: object) -> Devices:
+def devices(device: object, storing_device: object, env: object, policy: object) -> Devices:
     """A collector's devices: ``device`` for each of the others that is None.
 
     Raises:
-        ArgumentError: torch knows no such device.
+        ArgumentError: torch knows no such device, or batches are wanted where this process has
+            none.
     """
     default = _device("device", device)
+    storing = _device("storing_device", storing_device) or default
+    if storing is not None and storing.type == "cuda":
+        num_gpus = torch.cuda.device_count()
+        if (storing.index or 0) >= num_gpus:
+            raise ArgumentError(
+                f"storing_device={str(storing)!r}: this process sees {num_gpus} GPU(s); name one "
+                "of these, or 'cpu'"
+            )
     return Devices(
-        _device("storing_device", storing) or default,
+        storing,
         _device("env_device", env) or default,
         _device("policy_device", policy) or default,
     )

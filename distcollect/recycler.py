@@ -23,8 +23,13 @@ _KEPT = 4  # unused blocks of a size
 _unused: dict[int, deque[np.ndarray]] = defaultdict(partial(deque, maxlen=_KEPT))
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """As ``torch.empty``."""
+def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+    """As ``torch.empty``; ``pinned``: from torch's own pool of page-locked memory.
+
+    That gives no memory out again while a copy to a GPU still reads it.
+    """
+    if pinned:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _SMALLEST_BYTES:
         return torch.empty(shape, dtype=dtype)

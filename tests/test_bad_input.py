@@ -90,6 +90,7 @@ class Unsendable(nn.Module):
         ({"cat_results": 3}, ValueError, "cat_results=3: use 0, -1 or 'stack'"),
         ({"cat_results": "stack"}, ValueError, "cat_results='stack' is for sync=True"),
         ({"storing_device": "toaster"}, ValueError, "storing_device='toaster'"),
+        ({"storing_device": "cuda:99"}, ValueError, "storing_device='cuda:99': this process sees"),
         ({"postproc": 5}, TypeError, "postproc=5: must be callable"),
         ({"trajs_per_batch": 0}, ValueError, "trajs_per_batch=0: must be at least 1"),
         ({"trajs_per_batch": 2, "split_trajs": True}, ValueError, "both given"),

@@ -123,6 +123,18 @@ def test_memory(num_workers: int) -> None:
         assert (batch == before).all()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_batches_on_a_gpu(num_workers: int) -> None:
+    """The same as here, however often the memory between is used again."""
+    gpu = torch.device("cuda")
+    slabs = [[filled([(0, 1)], first=100 * i + k) for k in range(num_workers)] for i in range(20)]
+    batches = [assemble(LAYOUT, [rollout(slab) for slab in s], device=gpu) for s in slabs]
+    for batch, s in zip(batches, slabs, strict=True):
+        assert batch["big"].device.type == "cuda"
+        assert (batch.cpu() == assemble(LAYOUT, [rollout(slab) for slab in s])).all()
+
+
 def test_a_slab_is_used_again() -> None:
     """Nothing of the rollout before is left."""
     slab = filled(FINALS[-1])
