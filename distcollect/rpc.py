@@ -101,7 +101,7 @@ class RpcTransport:
         dist.autograd._init(my_id)
         with _listening_on(interface):
             self._agent: Any = agent_class(self._store, _name(my_id), my_id, None, options, {}, [])
-        rpc.api._init_rpc_states(self._agent)
+            rpc.api._init_rpc_states(self._agent)  # starts it: now it looks for its address
         self.endpoint = self._store.get(_address_key(my_id)).decode()
 
     def connect(self, peer: int, endpoint: str, sample: Segment | None = None) -> None:
