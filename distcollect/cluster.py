@@ -16,8 +16,9 @@ from typing import Any
 
 from .errors import ArgumentError, DeadlineError, LaunchError
 from .link import Connection, Gate, GateEvents, Message
+from .network import LOOPBACK
 from .processes import End, LocalProcesses, ProcessEvents
-from .topology import LOOPBACK, num_cores
+from .topology import num_cores
 from .transport import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Cluster(GateEvents):
             trainer: which of the launch's trainers this is.
 
         Raises:
-            LaunchError: see :func:`~distcollect.topology.listen`.
+            LaunchError: see :func:`~distcollect.network.listen`.
         """
         self.address = address
         self.first_traj_id = trainer * TRAJ_IDS_PER_TRAINER
@@ -319,7 +320,7 @@ def open_cluster(
 
     Raises:
         ArgumentError: ``listen`` is no such thing, or there is no token for those who join.
-        LaunchError: see :func:`~distcollect.topology.listen`.
+        LaunchError: see :func:`~distcollect.network.listen`.
     """
     if _launched is not None and not local:
         if listen is not None:

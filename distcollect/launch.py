@@ -22,8 +22,9 @@ from . import arguments
 from .cluster import Cluster, current, listen_address, read_token, set_launched
 from .errors import ArgumentError, LaunchError
 from .link import Lifeline, Message, NoAnswer
+from .network import LOOPBACK, own_address_of, route_to, way_to
 from .processes import End, LocalProcesses, ProcessEvents
-from .topology import LOOPBACK, Launch, Launcher, num_cores, route_to
+from .topology import Launch, Launcher, num_cores
 from .workers import close_workers
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,8 @@ def num_workers(default: int) -> int:
 def _open_gate(launch: Launch) -> Cluster:
     assert launch.master is not None
     if launch.launcher is Launcher.SLURM:
-        host, port = launch.master
-        address = LOOPBACK if launch.num_hosts == 1 else _own_address(host)
+        _, port = launch.master
+        address = LOOPBACK if launch.num_hosts == 1 else own_address(launch)
         address, wanted_port = listen_address(default=address)
         return Cluster(
             address,
@@ -139,10 +140,7 @@ def _open_gate(launch: Launch) -> Cluster:
             trainer=launch.trainer,
         )
     store = _torchrun_store(launch)
-    address = LOOPBACK
-    if launch.num_hosts > 1:
-        # The way to a worker on another host: by it, workers will find the way here.
-        address = route_to(store.get(_address_key(launch.world_size - 1)).decode())
+    address = LOOPBACK if launch.num_hosts == 1 else _address_among_hosts(launch, store)
     address, port = listen_address(default=address)
     token = read_token() or secrets.token_hex(16)
     cluster = Cluster(
@@ -156,29 +154,68 @@ def _open_gate(launch: Launch) -> Cluster:
     return cluster
 
 
-def _own_address(name: str) -> str:
-    remedy = "set MASTER_ADDR to this host's address on the cluster's network"
-    try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        raise LaunchError(f"this host's name {name!r} has no address: {error}; {remedy}") from error
-    if address.startswith("127."):
-        raise LaunchError(
-            f"this host's name {name!r} resolves to {address}, which others can't reach; {remedy}"
-        )
-    return address
+def own_address(launch: Launch) -> str:
+    """The address under which the tasks of a SLURM step find the first of them, on this host.
+
+    Raises:
+        LaunchError: no way leads from here to the others.
+    """
+    assert launch.master is not None
+    name = launch.master[0]
+    if (address := own_address_of(name)) is not None:
+        return address
+    # What this host calls itself is no address on the network: 127.0.1.1, as Debian has it.
+    if launch.last_host and (address := way_to(launch.last_host)) is not None:
+        return address
+    raise LaunchError(
+        f"this host's name {name!r} stands for none of its addresses that others can reach; set "
+        "MASTER_ADDR to this host's address on the cluster's network"
+    )
+
+
+def _address_among_hosts(launch: Launch, store: Any) -> str:
+    """This host's address on the way to the launch's others, and so theirs to here."""
+    assert launch.master is not None
+    if (address := way_to(launch.master[0])) is not None:
+        return address
+    # Torchrun's meeting point is on this host, so only ranks elsewhere know which way they came.
+    for rank in range(launch.world_size - 1, 0, -1):
+        try:
+            theirs = store.get(_address_key(rank)).decode()
+        except dist.DistError as error:
+            raise LaunchError(
+                f"rank {rank} did not say where it is within {_MEET_TIMEOUT_S:g} s; does every "
+                "rank call distcollect.run(main)?"
+            ) from error
+        if theirs:
+            return route_to(theirs)
+    raise LaunchError(
+        f"the launch has {launch.num_hosts} hosts, but on all of them MASTER_ADDR, "
+        f"{launch.master[0]!r}, stands for the host itself; start torchrun with "
+        "--local-addr=ADDRESS, on each host its own address on the cluster's network"
+    )
 
 
 def _torchrun_store(launch: Launch) -> Any:
     assert launch.master is not None
     # The agent serves the store, except with static rendezvous, where rank 0 has to.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        *launch.master,
-        is_master=not served and launch.rank == launch.trainer == 0,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_MEET_TIMEOUT_S),
-    )
+    host, port = launch.master
+    try:
+        socket.getaddrinfo(host, port)  # else torch tries for minutes
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=not served and launch.rank == launch.trainer == 0,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_MEET_TIMEOUT_S),
+        )
+    except (OSError, dist.DistError) as error:
+        raise LaunchError(
+            f"torchrun's store at MASTER_ADDR={host!r}, port {port}, can't be reached from here: "
+            f"{error}; start torchrun with --local-addr=ADDRESS, on each host its own address on "
+            "the cluster's network"
+        ) from error
     return dist.PrefixStore(f"{launch.run_id}/{launch.trainer}", store)
 
 
@@ -342,10 +379,14 @@ def _supervise(launch: Launch) -> None:
     if launch.launcher is Launcher.TORCHRUN:
         store = _torchrun_store(launch)
         if launch.num_hosts > 1:
-            store.set(_address_key(launch.rank), route_to(launch.master[0]))
+            store.set(_address_key(launch.rank), way_to(launch.master[0]) or "")
         store.set_timeout(timedelta(seconds=1))
     host, port = launch.master
-    host, wanted_port = listen_address(default=LOOPBACK if launch.num_hosts == 1 else host)
+    if launch.num_hosts == 1:
+        host = LOOPBACK
+    elif store is None and way_to(host) is None:
+        host = own_address(launch)  # the trainer is on this host
+    host, wanted_port = listen_address(default=host)
     port = (wanted_port or port) + launch.trainer
     here = Meeting(host, port, read_token() or launch.run_id)
 

@@ -27,7 +27,7 @@ import tensordict
 import torch
 
 from .errors import LaunchError
-from .topology import listen
+from .network import listen
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class Gate:
         """Listen on ``address`` alone.
 
         Raises:
-            LaunchError: see :func:`~distcollect.topology.listen`.
+            LaunchError: see :func:`~distcollect.network.listen`.
         """
         self.events = events
         self._token = token

@@ -42,7 +42,6 @@ from .rollout import Header, Layout, Slab, Tensors
 from .rpc import RpcTransport
 from .shared import allocate
 from .threads import do_jobs
-from .topology import interface_of
 from .transport import NUM_SLABS, TRAJ_IDS_PER_PEER, CollectRequest
 from .updaters import Source, gpu_of
 
@@ -472,7 +471,7 @@ def main(boot: dict[str, Any]) -> None:
         counts=counts,
         first_traj_id=boot["first_traj_id"],
     )
-    transport = RpcTransport(welcome["peer"], interface=interface_of(address), service=worker)
+    transport = RpcTransport(welcome["peer"], address=address, service=worker)
     transport.connect(welcome["trainer_peer"], welcome["trainer_endpoint"])
 
     dismissed = threading.Event()
