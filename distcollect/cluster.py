@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
+import stat
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .errors import ArgumentError, DeadlineError, LaunchError
 from .link import Connection, Gate, GateEvents, Message
 from .network import LOOPBACK
+from .placement import Host, choose, may_pin, num_cores
 from .processes import End, LocalProcesses, ProcessEvents
-from .topology import num_cores
 from .transport import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
@@ -26,7 +29,7 @@ log = logging.getLogger(__name__)
 _FAREWELL_S = 20.0
 _LISTEN = "DISTCOLLECT_LISTEN"
 _SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
-_SECRET_FILE = "DISTCOLLECT_TOKEN_FILE"  # noqa: S105 - a name
+SECRET_FILE = "DISTCOLLECT_TOKEN_FILE"  # noqa: S105 - a name
 
 
 class ClusterEvents(GateEvents, ProcessEvents):
@@ -78,6 +81,8 @@ class Cluster(GateEvents):
         self._token = token
         self._num_ranks = num_ranks
         self._num_local = num_local
+        host, pin = Host.look(), may_pin(os.environ)
+        self._places = [choose(host, i, num_local, may_pin=pin) for i in range(num_local)]
         self._num_wanted = 0
         self._events = ClusterEvents()
         self._supervisors: dict[int, Connection] = {}
@@ -158,7 +163,7 @@ class Cluster(GateEvents):
                 "host": self.address,
                 "port": self.gate.port,
                 "token": self._token,
-                "num_threads": max(1, num_cores() // max(1, self._num_local)),
+                **asdict(self._places[worker_id]),
             }
             self._local.spawn(worker_id, incarnation, {**boot, **here}, env)
         else:
@@ -333,7 +338,7 @@ def open_cluster(
     if port and read_token() is None:
         raise ArgumentError(
             f"to let workers join at {address}:{port}, put a secret into a file that only you can "
-            f"read and name it by {_SECRET_FILE}, here and where they are started"
+            f"read and name it by {SECRET_FILE}, here and where they are started"
         )
     token = read_token() or secrets.token_hex(16)
     num_local = num_cores() if num_workers is None else num_workers
@@ -366,15 +371,24 @@ def read_token() -> str | None:
     """The secret that those who join have to show, as the user gave it; None: not at all.
 
     Raises:
-        LaunchError: the file can't be read, or is empty.
+        LaunchError: the file can't be read, is empty, or everybody may read it.
     """
-    path = os.environ.get(_SECRET_FILE)
+    path = os.environ.get(SECRET_FILE)
     if path is None:
         return os.environ.get(_SECRET) or None
     try:
-        token = Path(path).read_text().strip()
-    except OSError as error:
-        raise LaunchError(f"{_SECRET_FILE}={path}: {error}") from error
+        with Path(path).open() as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{SECRET_FILE}={path}: {error}") from error
     if not token:
-        raise LaunchError(f"{_SECRET_FILE}={path}: the file is empty")
+        raise LaunchError(f"{SECRET_FILE}={path}: the file is empty")
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise LaunchError(
+            f"{SECRET_FILE}={path}: others may read or change it ({stat.filemode(mode)}), so it is "
+            f"no secret; make a new one, chmod 600 {shlex.quote(path)}"
+        )
+    if mode & stat.S_IRGRP:
+        log.warning("%s=%s: its group may read it; is that meant?", SECRET_FILE, path)
     return token

@@ -12,19 +12,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed
 
 from . import arguments
-from .cluster import Cluster, current, listen_address, read_token, set_launched
+from .cluster import SECRET_FILE, Cluster, current, listen_address, read_token, set_launched
 from .errors import ArgumentError, LaunchError
 from .link import Lifeline, Message, NoAnswer
 from .network import LOOPBACK, own_address_of, route_to, way_to
+from .placement import Host, Place, choose, may_pin
 from .processes import End, LocalProcesses, ProcessEvents
-from .topology import Launch, Launcher, num_cores
+from .topology import Launch, Launcher
 from .workers import close_workers
 
 log = logging.getLogger(__name__)
@@ -132,9 +133,16 @@ def _open_gate(launch: Launch) -> Cluster:
         _, port = launch.master
         address = LOOPBACK if launch.num_hosts == 1 else own_address(launch)
         address, wanted_port = listen_address(default=address)
+        token = read_token()
+        if token is None and launch.num_hosts > 1:
+            log.warning(
+                "workers are known by the SLURM job's id, which every user of the cluster can see; "
+                "set %s to the name of a file that holds a secret of yours",
+                SECRET_FILE,
+            )
         return Cluster(
             address,
-            read_token() or launch.run_id,
+            token or launch.run_id,
             num_ranks=launch.num_workers,
             port=(wanted_port or port) + launch.trainer,
             trainer=launch.trainer,
@@ -142,7 +150,8 @@ def _open_gate(launch: Launch) -> Cluster:
     store = _torchrun_store(launch)
     address = LOOPBACK if launch.num_hosts == 1 else _address_among_hosts(launch, store)
     address, port = listen_address(default=address)
-    token = read_token() or secrets.token_hex(16)
+    given = read_token()
+    token = given or secrets.token_hex(16)
     cluster = Cluster(
         address,
         token,
@@ -150,7 +159,8 @@ def _open_gate(launch: Launch) -> Cluster:
         port=port + launch.trainer if port else 0,
         trainer=launch.trainer,
     )
-    store.set(_GATE_KEY, json.dumps(Meeting(address, cluster.gate.port, token)))
+    # Whoever reaches torchrun's store can read it: a secret of the user's stays out.
+    store.set(_GATE_KEY, json.dumps([address, cluster.gate.port, "" if given else token]))
     return cluster
 
 
@@ -242,16 +252,17 @@ class _Reports(ProcessEvents):
         self._lifeline.send({"bloated": num_bytes, "incarnation": incarnation})
 
 
-class Meeting(NamedTuple):
+@dataclass(frozen=True)
+class Meeting:
     """Where the trainer's gate is, and what to show there."""
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)  # it may be in an error's text
 
 
 def supervise(
-    find: Callable[[], Meeting], *, rank: int | None, num_threads: int, timeout_s: float
+    find: Callable[[], Meeting], *, rank: int | None, place: Place, timeout_s: float
 ) -> None:
     """Start and watch worker processes on the trainer's word, until it needs them no more.
 
@@ -261,7 +272,7 @@ def supervise(
     Args:
         find: tells where the trainer is; raises OSError or DistStoreError if that isn't known yet.
         rank: of this process in its launch; None: it just joins.
-        num_threads: torch's, in each worker process.
+        place: of its worker process on this host.
         timeout_s: for the trainer to be there.
 
     Raises:
@@ -273,7 +284,7 @@ def supervise(
         _arm()
         try:
             lifeline, meeting = _join(find, rank, timeout_s, give_up_if_refused=broken_off)
-            boot = {**meeting._asdict(), "num_threads": num_threads}
+            boot = {**asdict(meeting), **asdict(place)}
             if _serve(lifeline, boot):
                 return
         except _Terminated as error:
@@ -388,10 +399,20 @@ def _supervise(launch: Launch) -> None:
         host = own_address(launch)  # the trainer is on this host
     host, wanted_port = listen_address(default=host)
     port = (wanted_port or port) + launch.trainer
-    here = Meeting(host, port, read_token() or launch.run_id)
+    given = read_token()
+    here = Meeting(host, port, given or launch.run_id)
 
     def find() -> Meeting:
-        return here if store is None else Meeting(*json.loads(store.get(_GATE_KEY)))
+        if store is None:
+            return here
+        host, port, token = json.loads(store.get(_GATE_KEY))
+        return Meeting(host, port, token or given or "")
 
-    num_threads = max(1, num_cores() // launch.local_world_size)
-    supervise(find, rank=launch.rank, num_threads=num_threads, timeout_s=_MEET_TIMEOUT_S)
+    place = choose(
+        Host.look(),
+        launch.local_rank,
+        launch.local_world_size,
+        may_pin=may_pin(os.environ, threads_by_launcher=launch.launcher is Launcher.TORCHRUN),
+        cores=launch.cores_per_rank,
+    )
+    supervise(find, rank=launch.rank, place=place, timeout_s=_MEET_TIMEOUT_S)

@@ -347,10 +347,11 @@ class Gate:
             connection.send({"refused": reason})
             # What a stranger says of itself must not be acted upon.
             known = self._has_token(message)
-            self.events.refused(message if known else {"role": "stranger"}, reason)
+            self.events.refused(_without_token(message) if known else {"role": "stranger"}, reason)
             connection.close()
             return
-        connection.hello = message
+        # The token has done its work: what is kept may be logged.
+        connection.hello = _without_token(message)
         connection.send(self.events.admit(connection))
         self.events.admitted(connection)
 
@@ -362,7 +363,7 @@ class Gate:
 
     def _objection(self, hello: Message) -> str:
         if not self._has_token(hello):
-            return "it doesn't have this run's token"
+            return "it doesn't have this run's token (DISTCOLLECT_TOKEN_FILE names the file)"
         mine, theirs = versions(), hello.get("versions")
         theirs = theirs if isinstance(theirs, dict) else {}
         return ", ".join(
@@ -370,6 +371,10 @@ class Gate:
             for name, version in mine.items()
             if theirs.get(name) != version
         )
+
+
+def _without_token(hello: Message) -> Message:
+    return {key: value for key, value in hello.items() if key != "token"}
 
 
 def exit_now(code: int) -> NoReturn:

@@ -14,10 +14,17 @@ from dataclasses import dataclass, replace
 from .errors import LaunchError
 
 _VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "TORCHELASTIC_RUN_ID",
+    ),
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
     *("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-    "SLURM_STEP_TASKS_PER_NODE",
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_CPUS_PER_TASK"),
 )
 
 
@@ -42,6 +49,9 @@ class Launch:
         run_id: the same on all ranks, different from other launches on these hosts.
         master: host name and port where the ranks meet; None without a launcher.
         trainer: which of several trainers this part of the launch belongs to.
+        local_rank: of the ranks on this host.
+        cores_per_rank: CPU cores that the scheduler has set aside for each rank; None: it doesn't
+            say.
         last_host: the name of a host that isn't the trainer's, "" where it isn't known.
     """
 
@@ -53,6 +63,8 @@ class Launch:
     run_id: str = ""
     master: tuple[str, int] | None = None
     trainer: int = 0
+    local_rank: int = 0
+    cores_per_rank: int | None = None
     last_host: str = ""
 
     @classmethod
@@ -83,6 +95,7 @@ class Launch:
                 local_world_size=int(env["LOCAL_WORLD_SIZE"]),
                 run_id=env["TORCHELASTIC_RUN_ID"],
                 master=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+                local_rank=int(env["LOCAL_RANK"]),
             )
         if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
             return cls._from_slurm(env)
@@ -105,6 +118,10 @@ class Launch:
             local_world_size=_local_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", ""), tasks, hosts),
             run_id=f"slurm-{job}-{step}",
             master=(host, port),
+            local_rank=int(env.get("SLURM_LOCALID", "0")),
+            cores_per_rank=int(env["SLURM_CPUS_PER_TASK"])
+            if "SLURM_CPUS_PER_TASK" in env
+            else None,
             last_host=last_host(env["SLURM_STEP_NODELIST"]) if hosts > 1 else "",
         )
 
@@ -158,8 +175,3 @@ def _local_tasks(tasks_per_node: str, tasks: int, hosts: int) -> int:
     # "2(x3),1": two tasks on each of three hosts, one on the next. The largest is a safe guess.
     counts = [int(part.split("(")[0]) for part in tasks_per_node.split(",") if part]
     return max(counts, default=-(-tasks // hosts))
-
-
-def num_cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
