@@ -7,7 +7,8 @@ import os
 
 from .cluster import host_and_port, read_token
 from .errors import ArgumentError
-from .launch import Meeting, supervise
+from .launch import supervise
+from .meeting import Meeting
 from .placement import Place, num_cores
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import asdict
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed
 
 from . import arguments
-from .cluster import SECRET_FILE, Cluster, current, listen_address, read_token, set_launched
+from .cluster import Cluster, current, set_launched
 from .errors import ArgumentError, LaunchError
 from .link import Lifeline, Message, NoAnswer
-from .network import LOOPBACK, own_address_of, route_to, way_to
+from .meeting import MEET_TIMEOUT_S, Meeting, finder, gate_place
+from .network import LOOPBACK
 from .placement import Host, Place, choose, may_pin
 from .processes import End, LocalProcesses, ProcessEvents
 from .topology import Launch, Launcher
@@ -35,12 +32,10 @@ T = TypeVar("T")
 # Torch declares no types for its stores.
 dist: Any = torch.distributed
 
-_MEET_TIMEOUT_S = 300.0
 # After the connection broke off: a cable that is pulled and put back takes some time.
 _MEET_AGAIN_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 5.0
 _RETRY_S = 0.2
-_GATE_KEY = "distcollect/gate"
 
 
 def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
@@ -128,109 +123,16 @@ def num_workers(default: int) -> int:
 
 
 def _open_gate(launch: Launch) -> Cluster:
-    assert launch.master is not None
-    if launch.launcher is Launcher.SLURM:
-        _, port = launch.master
-        address = LOOPBACK if launch.num_hosts == 1 else own_address(launch)
-        address, wanted_port = listen_address(default=address)
-        token = read_token()
-        if token is None and launch.num_hosts > 1:
-            log.warning(
-                "workers are known by the SLURM job's id, which every user of the cluster can see; "
-                "set %s to the name of a file that holds a secret of yours",
-                SECRET_FILE,
-            )
-        return Cluster(
-            address,
-            token or launch.run_id,
-            num_ranks=launch.num_workers,
-            port=(wanted_port or port) + launch.trainer,
-            trainer=launch.trainer,
-        )
-    store = _torchrun_store(launch)
-    address = LOOPBACK if launch.num_hosts == 1 else _address_among_hosts(launch, store)
-    address, port = listen_address(default=address)
-    given = read_token()
-    token = given or secrets.token_hex(16)
+    place = gate_place(launch)
     cluster = Cluster(
-        address,
-        token,
+        place.address,
+        place.token,
         num_ranks=launch.num_workers,
-        port=port + launch.trainer if port else 0,
+        port=place.port,
         trainer=launch.trainer,
     )
-    # Whoever reaches torchrun's store can read it: a secret of the user's stays out.
-    store.set(_GATE_KEY, json.dumps([address, cluster.gate.port, "" if given else token]))
+    place.announce(cluster.gate.port)
     return cluster
-
-
-def own_address(launch: Launch) -> str:
-    """The address under which the tasks of a SLURM step find the first of them, on this host.
-
-    Raises:
-        LaunchError: no way leads from here to the others.
-    """
-    assert launch.master is not None
-    name = launch.master[0]
-    if (address := own_address_of(name)) is not None:
-        return address
-    # What this host calls itself is no address on the network: 127.0.1.1, as Debian has it.
-    if launch.last_host and (address := way_to(launch.last_host)) is not None:
-        return address
-    raise LaunchError(
-        f"this host's name {name!r} stands for none of its addresses that others can reach; set "
-        "MASTER_ADDR to this host's address on the cluster's network"
-    )
-
-
-def _address_among_hosts(launch: Launch, store: Any) -> str:
-    """This host's address on the way to the launch's others, and so theirs to here."""
-    assert launch.master is not None
-    if (address := way_to(launch.master[0])) is not None:
-        return address
-    # Torchrun's meeting point is on this host, so only ranks elsewhere know which way they came.
-    for rank in range(launch.world_size - 1, 0, -1):
-        try:
-            theirs = store.get(_address_key(rank)).decode()
-        except dist.DistError as error:
-            raise LaunchError(
-                f"rank {rank} did not say where it is within {_MEET_TIMEOUT_S:g} s; does every "
-                "rank call distcollect.run(main)?"
-            ) from error
-        if theirs:
-            return route_to(theirs)
-    raise LaunchError(
-        f"the launch has {launch.num_hosts} hosts, but on all of them MASTER_ADDR, "
-        f"{launch.master[0]!r}, stands for the host itself; start torchrun with "
-        "--local-addr=ADDRESS, on each host its own address on the cluster's network"
-    )
-
-
-def _torchrun_store(launch: Launch) -> Any:
-    assert launch.master is not None
-    # The agent serves the store, except with static rendezvous, where rank 0 has to.
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, port = launch.master
-    try:
-        socket.getaddrinfo(host, port)  # else torch tries for minutes
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=not served and launch.rank == launch.trainer == 0,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_MEET_TIMEOUT_S),
-        )
-    except (OSError, dist.DistError) as error:
-        raise LaunchError(
-            f"torchrun's store at MASTER_ADDR={host!r}, port {port}, can't be reached from here: "
-            f"{error}; start torchrun with --local-addr=ADDRESS, on each host its own address on "
-            "the cluster's network"
-        ) from error
-    return dist.PrefixStore(f"{launch.run_id}/{launch.trainer}", store)
-
-
-def _address_key(rank: int) -> str:
-    return f"distcollect/address/{rank}"
 
 
 class _Terminated(BaseException):
@@ -250,15 +152,6 @@ class _Reports(ProcessEvents):
     def bloated(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
         """See :class:`~distcollect.processes.ProcessEvents`."""
         self._lifeline.send({"bloated": num_bytes, "incarnation": incarnation})
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the trainer's gate is, and what to show there."""
-
-    host: str
-    port: int
-    token: str = field(repr=False)  # it may be in an error's text
 
 
 def supervise(
@@ -283,7 +176,7 @@ def supervise(
     while True:
         _arm()
         try:
-            lifeline, meeting = _join(find, rank, timeout_s, give_up_if_refused=broken_off)
+            lifeline, meeting = join(find, rank, timeout_s, give_up_if_refused=broken_off)
             boot = {**asdict(meeting), **asdict(place)}
             if _serve(lifeline, boot):
                 return
@@ -303,15 +196,26 @@ def _arm() -> None:
         signal.signal(number, terminate)
 
 
-def _join(
-    find: Callable[[], Meeting], rank: int | None, timeout_s: float, *, give_up_if_refused: bool
+def join(
+    find: Callable[[], Meeting],
+    rank: int | None,
+    timeout_s: float,
+    *,
+    give_up_if_refused: bool,
+    role: str = "supervisor",
 ) -> tuple[Lifeline, Meeting]:
+    """Introduce this process to the trainer; a lifeline, and where it leads.
+
+    Raises:
+        LaunchError: it can't be reached within ``timeout_s``, or refused.
+        SystemExit: nobody listens there any more, and ``give_up_if_refused``.
+    """
     deadline = time.monotonic() + timeout_s
     problem: Exception | None = None
     while time.monotonic() < deadline:
         try:
             meeting = find()
-            return _introduce(meeting, rank), meeting
+            return _introduce(meeting, rank, role), meeting
         except ConnectionRefusedError as error:
             if give_up_if_refused:
                 raise SystemExit("distcollect: the trainer is gone; this rank ends") from None
@@ -326,10 +230,10 @@ def _join(
     )
 
 
-def _introduce(meeting: Meeting, rank: int | None) -> Lifeline:
+def _introduce(meeting: Meeting, rank: int | None, role: str) -> Lifeline:
     lifeline = Lifeline(meeting.host, meeting.port, _TRY_TIMEOUT_S)
     try:
-        lifeline.join("supervisor", meeting.token, rank=rank)
+        lifeline.join(role, meeting.token, rank=rank)
     except BaseException:
         lifeline.close()
         raise
@@ -385,29 +289,7 @@ def _end_with(lifeline: Lifeline, processes: LocalProcesses) -> None:
 
 def _supervise(launch: Launch) -> None:
     """Hold a rank for the trainer."""
-    assert launch.master is not None
-    store: Any = None
-    if launch.launcher is Launcher.TORCHRUN:
-        store = _torchrun_store(launch)
-        if launch.num_hosts > 1:
-            store.set(_address_key(launch.rank), way_to(launch.master[0]) or "")
-        store.set_timeout(timedelta(seconds=1))
-    host, port = launch.master
-    if launch.num_hosts == 1:
-        host = LOOPBACK
-    elif store is None and way_to(host) is None:
-        host = own_address(launch)  # the trainer is on this host
-    host, wanted_port = listen_address(default=host)
-    port = (wanted_port or port) + launch.trainer
-    given = read_token()
-    here = Meeting(host, port, given or launch.run_id)
-
-    def find() -> Meeting:
-        if store is None:
-            return here
-        host, port, token = json.loads(store.get(_GATE_KEY))
-        return Meeting(host, port, token or given or "")
-
+    find = finder(launch)
     place = choose(
         Host.look(),
         launch.local_rank,
@@ -415,4 +297,4 @@ def _supervise(launch: Launch) -> None:
         may_pin=may_pin(os.environ, threads_by_launcher=launch.launcher is Launcher.TORCHRUN),
         cores=launch.cores_per_rank,
     )
-    supervise(find, rank=launch.rank, place=place, timeout_s=_MEET_TIMEOUT_S)
+    supervise(find, rank=launch.rank, place=place, timeout_s=MEET_TIMEOUT_S)

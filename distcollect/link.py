@@ -89,7 +89,11 @@ class NoAnswer(LaunchError):
 
 
 class Lifeline:
-    """A worker's or supervisor's end of the connection. Reads block."""
+    """A worker's or supervisor's end of the connection. Reads block.
+
+    Attributes:
+        welcome: the trainer's answer to :meth:`join`; empty before.
+    """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         """Connect.
@@ -101,6 +105,7 @@ class Lifeline:
         _configure(self._sock)
         self._lock = threading.Lock()
         self._decoder = _Decoder()
+        self.welcome: Message = {}
 
     @property
     def local_address(self) -> str:
@@ -130,6 +135,7 @@ class Lifeline:
         if "refused" in answer:
             raise LaunchError(f"the trainer refused this {role}: {answer['refused']}")
         self._sock.settimeout(None)
+        self.welcome = answer
         return answer
 
     def send(self, message: Message) -> None:

@@ -366,34 +366,39 @@ def address_of(endpoint: str) -> str:
     return endpoint.rsplit("//", maxsplit=1)[-1].rpartition(":")[0].strip("[]")
 
 
+def missing_symbols() -> list[str]:
+    """The private parts of torch that hub and spoke needs, and this one lacks."""
+    try:
+        # A torch that is built without RPC doesn't have the module.
+        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: F401, PLC0415
+    except ImportError:
+        return ["torch.distributed.rpc"]
+    return [
+        name
+        for owner, name in (
+            (TensorPipeAgent, "_update_group_membership"),
+            (rpc.api, "_init_rpc_states"),
+            (rpc.api, "_finalize_shutdown"),
+            (rpc.api, "_is_current_rpc_agent_set"),
+            (dist.autograd, "_init"),
+        )
+        if not hasattr(owner, name)
+    ]
+
+
 def _symbols() -> tuple[Any, Any]:
     """The private classes of torch that hub and spoke needs.
 
     Raises:
         LaunchError: this torch has them no more.
     """
-    try:
-        # A torch that is built without RPC doesn't have the module.
-        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: PLC0415
-
-        missing = [
-            name
-            for owner, name in (
-                (TensorPipeAgent, "_update_group_membership"),
-                (rpc.api, "_init_rpc_states"),
-                (rpc.api, "_finalize_shutdown"),
-                (rpc.api, "_is_current_rpc_agent_set"),
-                (dist.autograd, "_init"),
-            )
-            if not hasattr(owner, name)
-        ]
-    except ImportError as error:
-        raise LaunchError(f"this torch ({torch.__version__}) is built without RPC") from error
-    if missing:
+    if missing := missing_symbols():
         raise LaunchError(
             f"torch {torch.__version__} lacks {', '.join(missing)}, which workers that join and "
             "leave need; use a torch version that the constraints file names"
         )
+    from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: PLC0415
+
     return TensorPipeAgent, WorkerInfo
 
 

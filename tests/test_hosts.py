@@ -37,8 +37,8 @@ pytestmark = pytest.mark.skipif(
 class Network:
     """The hosts, and processes on them."""
 
-    def __init__(self, hosts: Hosts) -> None:
-        self.do = hosts.do
+    def __init__(self, hosts: Hosts, marked: Marked) -> None:
+        self._marked = marked
         self._on = hosts.on
         self._env = {**os.environ, **hosts.env}
         self._started: list[subprocess.Popen[str]] = []
@@ -62,6 +62,7 @@ class Network:
         return self.start(host, *command, *options, script, *arguments, **env)
 
     def end(self) -> None:
+        self._marked.kill()  # first what runs in the namespaces: it holds the pipes open
         for process in self._started:
             process.kill()
             process.communicate()
@@ -95,7 +96,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture
 def network(hosts: Hosts, marked: Marked) -> Iterator[Network]:
-    network = Network(hosts)
+    network = Network(hosts, marked)
     yield network
     network.end()
 
