@@ -204,19 +204,22 @@ class Cluster(GateEvents):
         if self._num_ranks is None:
             self._dismiss()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Send the supervisors home: the trainer is done.
 
         Ranks that are still on their way here are waited for a little: they would look for a
         trainer that is gone.
+
+        Args:
+            failed: whether it ends by an error; then its launch's ranks do so too.
         """
         with self._lock:
             self._changed.wait_for(lambda: len(self._seen) == self._num_ranks, _FAREWELL_S)
-        self._dismiss()
+        self._dismiss(failed=failed)
 
-    def _dismiss(self) -> None:
+    def _dismiss(self, *, failed: bool = False) -> None:
         for connection in list(self._supervisors.values()):
-            connection.send({"bye": True})
+            connection.send({"bye": True, "failed": failed})
         self.gate.close()
 
     def admit(self, connection: Connection) -> Message:

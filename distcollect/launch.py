@@ -36,6 +36,8 @@ dist: Any = torch.distributed
 _MEET_AGAIN_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 5.0
 _RETRY_S = 0.2
+# Ranks whose trainer has failed end so much later.
+_LAST_S = 3.0
 
 
 def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
@@ -74,14 +76,21 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
         return None
     cluster = _open_gate(launch)
     set_launched(cluster)
+    failed = True
     try:
         with _among_trainers(launch, num_trainers):
-            return main()
+            result = main()
+    except SystemExit as error:
+        failed = error.code not in (None, 0)
+        raise
+    else:
+        failed = False
+        return result
     finally:
         # While their supervisors are still there to end them.
         close_workers()
         set_launched(None)
-        cluster.close()
+        cluster.close(failed=failed)
 
 
 @contextlib.contextmanager
@@ -178,7 +187,10 @@ def supervise(
         try:
             lifeline, meeting = join(find, rank, timeout_s, give_up_if_refused=broken_off)
             boot = {**asdict(meeting), **asdict(place)}
-            if _serve(lifeline, boot):
+            goodbye = _serve(lifeline, boot)
+            if goodbye is not None:
+                if goodbye.get("failed") and rank is not None:
+                    _fail("the trainer failed")
                 return
         except _Terminated as error:
             raise SystemExit(128 + error.args[0]) from None
@@ -217,8 +229,10 @@ def join(
             meeting = find()
             return _introduce(meeting, rank, role), meeting
         except ConnectionRefusedError as error:
+            if give_up_if_refused and rank is not None:
+                _fail("the trainer is gone")
             if give_up_if_refused:
-                raise SystemExit("distcollect: the trainer is gone; this rank ends") from None
+                raise SystemExit("distcollect: the trainer is gone; this process ends") from None
             problem = error
         except (OSError, NoAnswer, dist.DistStoreError) as error:
             # Not there yet; or, after a restart by torchrun, the address of the last attempt.
@@ -240,8 +254,19 @@ def _introduce(meeting: Meeting, rank: int | None, role: str) -> Lifeline:
     return lifeline
 
 
-def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> bool:
-    """Obey one connection to its end; whether the trainer said goodbye."""
+def _fail(why: str) -> NoReturn:
+    """End this rank as failed, so that torchrun starts it again with the trainer, if it may.
+
+    But later than the trainer: the first rank that fails is what torchrun and SLURM name as the
+    cause, and on the trainer's host they end the others.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Event().wait(_LAST_S)
+    raise SystemExit(f"distcollect: {why}; this rank ends")
+
+
+def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> Message | None:
+    """Obey one connection to its end; the trainer's goodbye, if there was one."""
     processes = LocalProcesses(_Reports(lifeline))
     leave_timeout_s = grace_s = 0.0
     try:
@@ -265,7 +290,7 @@ def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> bool:
             signal.signal(number, signal.SIG_IGN)
         processes.close(grace_s)
         lifeline.close()
-    return message is not None
+    return message
 
 
 def _spawn(

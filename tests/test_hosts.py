@@ -245,13 +245,18 @@ def test_a_slow_link_and_cables_that_are_pulled(network: Network) -> None:
     network.cable(3, "up")
 
 
-def test_a_rank_is_killed(network: Network, marked: Marked) -> None:
-    """Torchrun starts all ranks again; nothing of the first attempt is in their way."""
-    options = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=1")
-    options = (*options, "--rdzv-endpoint=node1:29515")
-    ranks = [network.torchrun(h, *options, HOSTS, "restart") for h in (1, 2)]
-    said = ranks[0].output().splitlines()
-    assert [line for line in said if line in ("workers 1", "done")] == ["workers 1"] * 2 + ["done"]
+@pytest.mark.parametrize("who", ["a rank", "the trainer"])
+def test_restarts(network: Network, marked: Marked, who: str) -> None:
+    """One of them fails: torchrun starts all again, and nothing of before is in their way."""
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=node1:29515")
+    options = (*options, f"--rdzv-id={who[:3]}", "--max-restarts=1")
+    what, env = ("collect", {"DISTCOLLECT_TEST_DEADLY_ATTEMPT": "0"})
+    if who == "the trainer":
+        what, env = ("restart", {})
+    ranks = [network.torchrun(h, *options, HOSTS, what, **env) for h in (1, 2)]
+    said = [line for line in ranks[0].output().splitlines() if line in ("workers 1", "done")]
+    assert said[-2:] == ["workers 1", "done"]
+    assert said.count("workers 1") == 2
     ranks[1].output()
     assert marked.gone()
 

@@ -1,7 +1,8 @@
 """Collects over hosts that something happens to; see test_hosts.py.
 
 hosts.py cables     measures bytes on the wire; then somebody pulls cables
-hosts.py restart    a rank is killed in the first attempt
+hosts.py restart    fails in the first attempt
+hosts.py collect    merely collects
 hosts.py elastic    hosts come while it runs: collects until there are three workers
 """
 
@@ -36,13 +37,14 @@ class Noise(gym.Env):
 
 
 class Small(gym.Env):
-    """Takes its time, and kills the rank it runs on in the launch's first attempt."""
+    """Takes its time, and kills the rank that it runs on if told so."""
 
     observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
     def __init__(self):
-        self.deadly = sys.argv[1] == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        deadly = os.environ.get("DISTCOLLECT_TEST_DEADLY_ATTEMPT")
+        self.deadly = deadly == os.environ["TORCHELASTIC_RESTART_COUNT"]
         self.steps = 0
 
     def reset(self, *, seed=None, options=None):
@@ -118,6 +120,8 @@ def main():
         collect(3)
     else:
         collect(1)
+    if sys.argv[1] == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise RuntimeError("the first attempt fails")
 
 
 if __name__ == "__main__":
