@@ -50,7 +50,10 @@ class Cluster(GateEvents):
         address: this host's, on the interface by which they reach it.
         first_traj_id: no trajectory of this trainer's has a lower id, and none of another's one
             from here on, to the next trainer's.
+        store: torchrun's, which goes with its last mention where this process serves it.
     """
+
+    store: Any = None
 
     def __init__(
         self,

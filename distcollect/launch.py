@@ -141,6 +141,7 @@ def _open_gate(launch: Launch) -> Cluster:
         trainer=launch.trainer,
     )
     place.announce(cluster.gate.port)
+    cluster.store = place.store
     return cluster
 
 

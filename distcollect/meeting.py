@@ -174,9 +174,16 @@ def finder(launch: Launch) -> Callable[[], Meeting]:
         if launch.num_hosts > 1:
             store.set(_address_key(launch.rank), way_to(launch.master[0]) or "")
         store.set_timeout(timedelta(seconds=1))
+        last: list[Any] = []
 
         def find() -> Meeting:
-            host, port, token = json.loads(store.get(_GATE_KEY))
+            try:
+                last[:] = json.loads(store.get(_GATE_KEY))
+            except dist.DistNetworkError as error:
+                # The store's connection never comes back; a cable that was pulled may.
+                if not last:
+                    raise LaunchError(f"torchrun's store is gone: {error}") from error
+            host, port, token = last
             return Meeting(host, port, token or given or "")
 
         return find
