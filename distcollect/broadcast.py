@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -16,7 +17,7 @@ import torch
 import torch.distributed
 
 from .errors import ArgumentError
-from .topology import listen
+from .network import interface_of, listen
 from .updaters import SharedMemoryUpdater, Site, Source, WeightUpdaterBase, gpu_of
 
 # Torch declares no types for its stores and process groups.
@@ -73,6 +74,7 @@ class Groups:
         if group is None:
             prefixed = dist.PrefixStore(place.group, store)
             if place.on_gpu:
+                name_interface(address)
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = place.timeout  # noqa: SLF001 - there is no public way
                 group = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
@@ -164,6 +166,17 @@ def _gloo(store: Any, place: FromGroup, address: str) -> Any:
     ]
     options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)  # noqa: SLF001
     return dist.ProcessGroupGloo(store, place.rank, place.size, options)
+
+
+def name_interface(address: str) -> None:
+    """Have NCCL use the interface of ``address``: it takes it from the environment only.
+
+    Nothing where the user has named one. Nor for loopback: NCCL reads it once in a process, which
+    may need the network later on, for other groups.
+    """
+    interface = interface_of(address)
+    if interface not in (None, "lo"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .errors import DistCollectError
 # name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
 _COMMANDS = {
     "bench": ("distcollect.bench.command", "compare with a bare loop and with other collectors"),
+    "doctor": ("distcollect.doctor.command", "look for what keeps hosts from working together"),
     "worker": ("distcollect.join", "add a worker to a trainer that is running"),
 }
 

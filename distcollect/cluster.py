@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
+import stat
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .errors import ArgumentError, DeadlineError, LaunchError
 from .link import Connection, Gate, GateEvents, Message
+from .network import LOOPBACK
+from .placement import Host, choose, may_pin, num_cores
 from .processes import End, LocalProcesses, ProcessEvents
-from .topology import LOOPBACK, num_cores
 from .transport import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
@@ -25,7 +29,7 @@ log = logging.getLogger(__name__)
 _FAREWELL_S = 20.0
 _LISTEN = "DISTCOLLECT_LISTEN"
 _SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
-_SECRET_FILE = "DISTCOLLECT_TOKEN_FILE"  # noqa: S105 - a name
+SECRET_FILE = "DISTCOLLECT_TOKEN_FILE"  # noqa: S105 - a name
 
 
 class ClusterEvents(GateEvents, ProcessEvents):
@@ -46,7 +50,10 @@ class Cluster(GateEvents):
         address: this host's, on the interface by which they reach it.
         first_traj_id: no trajectory of this trainer's has a lower id, and none of another's one
             from here on, to the next trainer's.
+        store: torchrun's, which goes with its last mention where this process serves it.
     """
+
+    store: Any = None
 
     def __init__(
         self,
@@ -70,13 +77,15 @@ class Cluster(GateEvents):
             trainer: which of the launch's trainers this is.
 
         Raises:
-            LaunchError: see :func:`~distcollect.topology.listen`.
+            LaunchError: see :func:`~distcollect.network.listen`.
         """
         self.address = address
         self.first_traj_id = trainer * TRAJ_IDS_PER_TRAINER
         self._token = token
         self._num_ranks = num_ranks
         self._num_local = num_local
+        host, pin = Host.look(), may_pin(os.environ)
+        self._places = [choose(host, i, num_local, may_pin=pin) for i in range(num_local)]
         self._num_wanted = 0
         self._events = ClusterEvents()
         self._supervisors: dict[int, Connection] = {}
@@ -157,7 +166,7 @@ class Cluster(GateEvents):
                 "host": self.address,
                 "port": self.gate.port,
                 "token": self._token,
-                "num_threads": max(1, num_cores() // max(1, self._num_local)),
+                **asdict(self._places[worker_id]),
             }
             self._local.spawn(worker_id, incarnation, {**boot, **here}, env)
         else:
@@ -198,19 +207,22 @@ class Cluster(GateEvents):
         if self._num_ranks is None:
             self._dismiss()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Send the supervisors home: the trainer is done.
 
         Ranks that are still on their way here are waited for a little: they would look for a
         trainer that is gone.
+
+        Args:
+            failed: whether it ends by an error; then its launch's ranks do so too.
         """
         with self._lock:
             self._changed.wait_for(lambda: len(self._seen) == self._num_ranks, _FAREWELL_S)
-        self._dismiss()
+        self._dismiss(failed=failed)
 
-    def _dismiss(self) -> None:
+    def _dismiss(self, *, failed: bool = False) -> None:
         for connection in list(self._supervisors.values()):
-            connection.send({"bye": True})
+            connection.send({"bye": True, "failed": failed})
         self.gate.close()
 
     def admit(self, connection: Connection) -> Message:
@@ -319,7 +331,7 @@ def open_cluster(
 
     Raises:
         ArgumentError: ``listen`` is no such thing, or there is no token for those who join.
-        LaunchError: see :func:`~distcollect.topology.listen`.
+        LaunchError: see :func:`~distcollect.network.listen`.
     """
     if _launched is not None and not local:
         if listen is not None:
@@ -332,7 +344,7 @@ def open_cluster(
     if port and read_token() is None:
         raise ArgumentError(
             f"to let workers join at {address}:{port}, put a secret into a file that only you can "
-            f"read and name it by {_SECRET_FILE}, here and where they are started"
+            f"read and name it by {SECRET_FILE}, here and where they are started"
         )
     token = read_token() or secrets.token_hex(16)
     num_local = num_cores() if num_workers is None else num_workers
@@ -365,15 +377,24 @@ def read_token() -> str | None:
     """The secret that those who join have to show, as the user gave it; None: not at all.
 
     Raises:
-        LaunchError: the file can't be read, or is empty.
+        LaunchError: the file can't be read, is empty, or everybody may read it.
     """
-    path = os.environ.get(_SECRET_FILE)
+    path = os.environ.get(SECRET_FILE)
     if path is None:
         return os.environ.get(_SECRET) or None
     try:
-        token = Path(path).read_text().strip()
-    except OSError as error:
-        raise LaunchError(f"{_SECRET_FILE}={path}: {error}") from error
+        with Path(path).open() as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{SECRET_FILE}={path}: {error}") from error
     if not token:
-        raise LaunchError(f"{_SECRET_FILE}={path}: the file is empty")
+        raise LaunchError(f"{SECRET_FILE}={path}: the file is empty")
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise LaunchError(
+            f"{SECRET_FILE}={path}: others may read or change it ({stat.filemode(mode)}), so it is "
+            f"no secret; make a new one, chmod 600 {shlex.quote(path)}"
+        )
+    if mode & stat.S_IRGRP:
+        log.warning("%s=%s: its group may read it; is that meant?", SECRET_FILE, path)
     return token

@@ -7,8 +7,9 @@ import os
 
 from .cluster import host_and_port, read_token
 from .errors import ArgumentError
-from .launch import Meeting, supervise
-from .topology import num_cores
+from .launch import supervise
+from .meeting import Meeting
+from .placement import Place, num_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,5 +58,5 @@ def run(given: argparse.Namespace) -> int:
             "DISTCOLLECT_TOKEN_FILE"
         )
     meeting = Meeting(host, port, token)
-    supervise(lambda: meeting, rank=None, num_threads=given.threads, timeout_s=given.wait)
+    supervise(lambda: meeting, rank=None, place=Place(None, given.threads), timeout_s=given.wait)
     return 0

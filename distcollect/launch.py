@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed
 
 from . import arguments
-from .cluster import Cluster, current, listen_address, read_token, set_launched
+from .cluster import Cluster, current, set_launched
 from .errors import ArgumentError, LaunchError
 from .link import Lifeline, Message, NoAnswer
+from .meeting import MEET_TIMEOUT_S, Meeting, finder, gate_place
+from .network import LOOPBACK
+from .placement import Host, Place, choose, may_pin
 from .processes import End, LocalProcesses, ProcessEvents
-from .topology import LOOPBACK, Launch, Launcher, num_cores, route_to
+from .topology import Launch, Launcher
 from .workers import close_workers
 
 log = logging.getLogger(__name__)
@@ -33,12 +32,12 @@ T = TypeVar("T")
 # Torch declares no types for its stores.
 dist: Any = torch.distributed
 
-_MEET_TIMEOUT_S = 300.0
 # After the connection broke off: a cable that is pulled and put back takes some time.
 _MEET_AGAIN_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 5.0
 _RETRY_S = 0.2
-_GATE_KEY = "distcollect/gate"
+# Ranks whose trainer has failed end so much later.
+_LAST_S = 3.0
 
 
 def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
@@ -77,14 +76,21 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
         return None
     cluster = _open_gate(launch)
     set_launched(cluster)
+    failed = True
     try:
         with _among_trainers(launch, num_trainers):
-            return main()
+            result = main()
+    except SystemExit as error:
+        failed = error.code not in (None, 0)
+        raise
+    else:
+        failed = False
+        return result
     finally:
         # While their supervisors are still there to end them.
         close_workers()
         set_launched(None)
-        cluster.close()
+        cluster.close(failed=failed)
 
 
 @contextlib.contextmanager
@@ -126,64 +132,17 @@ def num_workers(default: int) -> int:
 
 
 def _open_gate(launch: Launch) -> Cluster:
-    assert launch.master is not None
-    if launch.launcher is Launcher.SLURM:
-        host, port = launch.master
-        address = LOOPBACK if launch.num_hosts == 1 else _own_address(host)
-        address, wanted_port = listen_address(default=address)
-        return Cluster(
-            address,
-            read_token() or launch.run_id,
-            num_ranks=launch.num_workers,
-            port=(wanted_port or port) + launch.trainer,
-            trainer=launch.trainer,
-        )
-    store = _torchrun_store(launch)
-    address = LOOPBACK
-    if launch.num_hosts > 1:
-        # The way to a worker on another host: by it, workers will find the way here.
-        address = route_to(store.get(_address_key(launch.world_size - 1)).decode())
-    address, port = listen_address(default=address)
-    token = read_token() or secrets.token_hex(16)
+    place = gate_place(launch)
     cluster = Cluster(
-        address,
-        token,
+        place.address,
+        place.token,
         num_ranks=launch.num_workers,
-        port=port + launch.trainer if port else 0,
+        port=place.port,
         trainer=launch.trainer,
     )
-    store.set(_GATE_KEY, json.dumps(Meeting(address, cluster.gate.port, token)))
+    place.announce(cluster.gate.port)
+    cluster.store = place.store
     return cluster
-
-
-def _own_address(name: str) -> str:
-    remedy = "set MASTER_ADDR to this host's address on the cluster's network"
-    try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        raise LaunchError(f"this host's name {name!r} has no address: {error}; {remedy}") from error
-    if address.startswith("127."):
-        raise LaunchError(
-            f"this host's name {name!r} resolves to {address}, which others can't reach; {remedy}"
-        )
-    return address
-
-
-def _torchrun_store(launch: Launch) -> Any:
-    assert launch.master is not None
-    # The agent serves the store, except with static rendezvous, where rank 0 has to.
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        *launch.master,
-        is_master=not served and launch.rank == launch.trainer == 0,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_MEET_TIMEOUT_S),
-    )
-    return dist.PrefixStore(f"{launch.run_id}/{launch.trainer}", store)
-
-
-def _address_key(rank: int) -> str:
-    return f"distcollect/address/{rank}"
 
 
 class _Terminated(BaseException):
@@ -205,16 +164,8 @@ class _Reports(ProcessEvents):
         self._lifeline.send({"bloated": num_bytes, "incarnation": incarnation})
 
 
-class Meeting(NamedTuple):
-    """Where the trainer's gate is, and what to show there."""
-
-    host: str
-    port: int
-    token: str
-
-
 def supervise(
-    find: Callable[[], Meeting], *, rank: int | None, num_threads: int, timeout_s: float
+    find: Callable[[], Meeting], *, rank: int | None, place: Place, timeout_s: float
 ) -> None:
     """Start and watch worker processes on the trainer's word, until it needs them no more.
 
@@ -224,7 +175,7 @@ def supervise(
     Args:
         find: tells where the trainer is; raises OSError or DistStoreError if that isn't known yet.
         rank: of this process in its launch; None: it just joins.
-        num_threads: torch's, in each worker process.
+        place: of its worker process on this host.
         timeout_s: for the trainer to be there.
 
     Raises:
@@ -235,9 +186,12 @@ def supervise(
     while True:
         _arm()
         try:
-            lifeline, meeting = _join(find, rank, timeout_s, give_up_if_refused=broken_off)
-            boot = {**meeting._asdict(), "num_threads": num_threads}
-            if _serve(lifeline, boot):
+            lifeline, meeting = join(find, rank, timeout_s, give_up_if_refused=broken_off)
+            boot = {**asdict(meeting), **asdict(place)}
+            goodbye = _serve(lifeline, boot)
+            if goodbye is not None:
+                if goodbye.get("failed") and rank is not None:
+                    _fail("the trainer failed")
                 return
         except _Terminated as error:
             raise SystemExit(128 + error.args[0]) from None
@@ -255,18 +209,31 @@ def _arm() -> None:
         signal.signal(number, terminate)
 
 
-def _join(
-    find: Callable[[], Meeting], rank: int | None, timeout_s: float, *, give_up_if_refused: bool
+def join(
+    find: Callable[[], Meeting],
+    rank: int | None,
+    timeout_s: float,
+    *,
+    give_up_if_refused: bool,
+    role: str = "supervisor",
 ) -> tuple[Lifeline, Meeting]:
+    """Introduce this process to the trainer; a lifeline, and where it leads.
+
+    Raises:
+        LaunchError: it can't be reached within ``timeout_s``, or refused.
+        SystemExit: nobody listens there any more, and ``give_up_if_refused``.
+    """
     deadline = time.monotonic() + timeout_s
     problem: Exception | None = None
     while time.monotonic() < deadline:
         try:
             meeting = find()
-            return _introduce(meeting, rank), meeting
+            return _introduce(meeting, rank, role), meeting
         except ConnectionRefusedError as error:
+            if give_up_if_refused and rank is not None:
+                _fail("the trainer is gone")
             if give_up_if_refused:
-                raise SystemExit("distcollect: the trainer is gone; this rank ends") from None
+                raise SystemExit("distcollect: the trainer is gone; this process ends") from None
             problem = error
         except (OSError, NoAnswer, dist.DistStoreError) as error:
             # Not there yet; or, after a restart by torchrun, the address of the last attempt.
@@ -278,18 +245,29 @@ def _join(
     )
 
 
-def _introduce(meeting: Meeting, rank: int | None) -> Lifeline:
+def _introduce(meeting: Meeting, rank: int | None, role: str) -> Lifeline:
     lifeline = Lifeline(meeting.host, meeting.port, _TRY_TIMEOUT_S)
     try:
-        lifeline.join("supervisor", meeting.token, rank=rank)
+        lifeline.join(role, meeting.token, rank=rank)
     except BaseException:
         lifeline.close()
         raise
     return lifeline
 
 
-def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> bool:
-    """Obey one connection to its end; whether the trainer said goodbye."""
+def _fail(why: str) -> NoReturn:
+    """End this rank as failed, so that torchrun starts it again with the trainer, if it may.
+
+    But later than the trainer: the first rank that fails is what torchrun and SLURM name as the
+    cause, and on the trainer's host they end the others.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Event().wait(_LAST_S)
+    raise SystemExit(f"distcollect: {why}; this rank ends")
+
+
+def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> Message | None:
+    """Obey one connection to its end; the trainer's goodbye, if there was one."""
     processes = LocalProcesses(_Reports(lifeline))
     leave_timeout_s = grace_s = 0.0
     try:
@@ -313,7 +291,7 @@ def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> bool:
             signal.signal(number, signal.SIG_IGN)
         processes.close(grace_s)
         lifeline.close()
-    return message is not None
+    return message
 
 
 def _spawn(
@@ -337,20 +315,12 @@ def _end_with(lifeline: Lifeline, processes: LocalProcesses) -> None:
 
 def _supervise(launch: Launch) -> None:
     """Hold a rank for the trainer."""
-    assert launch.master is not None
-    store: Any = None
-    if launch.launcher is Launcher.TORCHRUN:
-        store = _torchrun_store(launch)
-        if launch.num_hosts > 1:
-            store.set(_address_key(launch.rank), route_to(launch.master[0]))
-        store.set_timeout(timedelta(seconds=1))
-    host, port = launch.master
-    host, wanted_port = listen_address(default=LOOPBACK if launch.num_hosts == 1 else host)
-    port = (wanted_port or port) + launch.trainer
-    here = Meeting(host, port, read_token() or launch.run_id)
-
-    def find() -> Meeting:
-        return here if store is None else Meeting(*json.loads(store.get(_GATE_KEY)))
-
-    num_threads = max(1, num_cores() // launch.local_world_size)
-    supervise(find, rank=launch.rank, num_threads=num_threads, timeout_s=_MEET_TIMEOUT_S)
+    find = finder(launch)
+    place = choose(
+        Host.look(),
+        launch.local_rank,
+        launch.local_world_size,
+        may_pin=may_pin(os.environ, threads_by_launcher=launch.launcher is Launcher.TORCHRUN),
+        cores=launch.cores_per_rank,
+    )
+    supervise(find, rank=launch.rank, place=place, timeout_s=MEET_TIMEOUT_S)

@@ -27,7 +27,7 @@ import tensordict
 import torch
 
 from .errors import LaunchError
-from .topology import listen
+from .network import listen
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,11 @@ class NoAnswer(LaunchError):
 
 
 class Lifeline:
-    """A worker's or supervisor's end of the connection. Reads block."""
+    """A worker's or supervisor's end of the connection. Reads block.
+
+    Attributes:
+        welcome: the trainer's answer to :meth:`join`; empty before.
+    """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         """Connect.
@@ -101,6 +105,7 @@ class Lifeline:
         _configure(self._sock)
         self._lock = threading.Lock()
         self._decoder = _Decoder()
+        self.welcome: Message = {}
 
     @property
     def local_address(self) -> str:
@@ -130,6 +135,7 @@ class Lifeline:
         if "refused" in answer:
             raise LaunchError(f"the trainer refused this {role}: {answer['refused']}")
         self._sock.settimeout(None)
+        self.welcome = answer
         return answer
 
     def send(self, message: Message) -> None:
@@ -253,7 +259,7 @@ class Gate:
         """Listen on ``address`` alone.
 
         Raises:
-            LaunchError: see :func:`~distcollect.topology.listen`.
+            LaunchError: see :func:`~distcollect.network.listen`.
         """
         self.events = events
         self._token = token
@@ -347,10 +353,11 @@ class Gate:
             connection.send({"refused": reason})
             # What a stranger says of itself must not be acted upon.
             known = self._has_token(message)
-            self.events.refused(message if known else {"role": "stranger"}, reason)
+            self.events.refused(_without_token(message) if known else {"role": "stranger"}, reason)
             connection.close()
             return
-        connection.hello = message
+        # The token has done its work: what is kept may be logged.
+        connection.hello = _without_token(message)
         connection.send(self.events.admit(connection))
         self.events.admitted(connection)
 
@@ -362,7 +369,7 @@ class Gate:
 
     def _objection(self, hello: Message) -> str:
         if not self._has_token(hello):
-            return "it doesn't have this run's token"
+            return "it doesn't have this run's token (DISTCOLLECT_TOKEN_FILE names the file)"
         mine, theirs = versions(), hello.get("versions")
         theirs = theirs if isinstance(theirs, dict) else {}
         return ", ".join(
@@ -370,6 +377,10 @@ class Gate:
             for name, version in mine.items()
             if theirs.get(name) != version
         )
+
+
+def _without_token(hello: Message) -> Message:
+    return {key: value for key, value in hello.items() if key != "token"}
 
 
 def exit_now(code: int) -> NoReturn:

@@ -32,8 +32,11 @@ _WATCHDOG_PERIOD_S = 1.0
 
 # sys.path comes first: it may be what makes distcollect importable.
 _BOOT = """
-import json, sys
+import json, os, sys
 boot = json.loads(sys.stdin.readline())
+# Before anything makes threads.
+if boot.get("cores"):
+    os.sched_setaffinity(0, boot["cores"])
 sys.path[:] = boot["sys_path"]
 from distcollect.worker import main
 main(boot)
@@ -136,7 +139,7 @@ class LocalProcesses:
             incarnation: the how-manieth process in it.
             boot: what :func:`distcollect.worker.main` needs, as JSON on its standard input, where
                 no ``ps`` can see the token. Its "step_timeout_s" and "max_bytes" are for the
-                watchdog.
+                watchdog; "cores" are those that it is to run on, None: any.
             env: environment variables beside this process's own.
 
         Raises:

@@ -26,6 +26,7 @@ import torch.distributed.rpc
 
 from . import recycler
 from .errors import CollectorStateError, LaunchError
+from .network import check_not_public, interface_of, same_address
 from .rollout import Header, Tensors
 from .shared import Segment, SharedTensor
 from .threads import SerialThread
@@ -44,6 +45,7 @@ from .transport import (
 dist: Any = torch.distributed
 rpc: Any = torch.distributed.rpc
 
+_INTERFACE = "TP_SOCKET_IFNAME"
 _TRANSPORTS = ["uv"]
 _CHANNELS = ["cma", "mpt_uv", "basic"]
 _NUM_THREADS = 4
@@ -66,17 +68,16 @@ class RpcTransport:
 
     Raises:
         CollectorStateError: this process already runs an RPC agent that is not ours.
-        LaunchError: this torch lacks a private symbol that is needed.
+        LaunchError: this torch lacks a private symbol that is needed, or would listen on a public
+            address.
     """
 
-    def __init__(
-        self, my_id: int, *, interface: str | None = None, service: Service | None = None
-    ) -> None:
+    def __init__(self, my_id: int, *, address: str, service: Service | None = None) -> None:
         """Start the agent.
 
         Args:
             my_id: this process's id, unique in the run and the same for the process's whole life.
-            interface: network interface to listen on; None: as the host's name resolves.
+            address: this host's, on the interface to listen on.
             service: what answers calls from others.
         """
         global _service  # noqa: PLW0603 - see above
@@ -99,10 +100,25 @@ class RpcTransport:
             _channels=_CHANNELS,
         )
         dist.autograd._init(my_id)
-        with _listening_on(interface):
+        with _listening_on(interface_of(address)):
             self._agent: Any = agent_class(self._store, _name(my_id), my_id, None, options, {}, [])
-        rpc.api._init_rpc_states(self._agent)
-        self.endpoint = self._store.get(_address_key(my_id)).decode()
+            rpc.api._init_rpc_states(self._agent)  # starts it: now it looks for its address
+        self.endpoint: str = self._store.get(_address_key(my_id)).decode()
+        self._check_listens_on(address)
+
+    def _check_listens_on(self, address: str) -> None:
+        got = address_of(self.endpoint)
+        try:
+            check_not_public(got)
+        except LaunchError:
+            self.close()
+            raise
+        if not same_address(got, address):
+            log.warning(
+                "torch RPC listens on %s, not on %s by which others come: it was told so by %s, or "
+                "takes the interface's first address; they may not get there",
+                *(got, address, _INTERFACE),
+            )
 
     def connect(self, peer: int, endpoint: str, sample: Segment | None = None) -> None:
         """Make ``peer``, whose agent listens at ``endpoint``, reachable from here.
@@ -345,46 +361,55 @@ def _address_key(peer: int) -> str:
     return f"addrs/{_name(peer)}"
 
 
+def address_of(endpoint: str) -> str:
+    """The IP address in an agent's endpoint: "uv://[fd00::5]:4711" gives "fd00::5"."""
+    return endpoint.rsplit("//", maxsplit=1)[-1].rpartition(":")[0].strip("[]")
+
+
+def missing_symbols() -> list[str]:
+    """The private parts of torch that hub and spoke needs, and this one lacks."""
+    try:
+        # A torch that is built without RPC doesn't have the module.
+        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: F401, PLC0415
+    except ImportError:
+        return ["torch.distributed.rpc"]
+    return [
+        name
+        for owner, name in (
+            (TensorPipeAgent, "_update_group_membership"),
+            (rpc.api, "_init_rpc_states"),
+            (rpc.api, "_finalize_shutdown"),
+            (rpc.api, "_is_current_rpc_agent_set"),
+            (dist.autograd, "_init"),
+        )
+        if not hasattr(owner, name)
+    ]
+
+
 def _symbols() -> tuple[Any, Any]:
     """The private classes of torch that hub and spoke needs.
 
     Raises:
         LaunchError: this torch has them no more.
     """
-    try:
-        # A torch that is built without RPC doesn't have the module.
-        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: PLC0415
-
-        missing = [
-            name
-            for owner, name in (
-                (TensorPipeAgent, "_update_group_membership"),
-                (rpc.api, "_init_rpc_states"),
-                (rpc.api, "_finalize_shutdown"),
-                (rpc.api, "_is_current_rpc_agent_set"),
-                (dist.autograd, "_init"),
-            )
-            if not hasattr(owner, name)
-        ]
-    except ImportError as error:
-        raise LaunchError(f"this torch ({torch.__version__}) is built without RPC") from error
-    if missing:
+    if missing := missing_symbols():
         raise LaunchError(
             f"torch {torch.__version__} lacks {', '.join(missing)}, which workers that join and "
             "leave need; use a torch version that the constraints file names"
         )
+    from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: PLC0415
+
     return TensorPipeAgent, WorkerInfo
 
 
 @contextmanager
 def _listening_on(interface: str | None) -> Iterator[None]:
     """TensorPipe takes its interface from the environment only; the user's own setting wins."""
-    variable = "TP_SOCKET_IFNAME"
-    if interface is None or variable in os.environ:
+    if interface is None or _INTERFACE in os.environ:
         yield
         return
-    os.environ[variable] = interface
+    os.environ[_INTERFACE] = interface
     try:
         yield
     finally:
-        del os.environ[variable]
+        del os.environ[_INTERFACE]

@@ -7,14 +7,18 @@ it ends, the memory is gone.
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,3 +95,12 @@ def allocate(num_bytes: int) -> tuple[torch.Tensor, Segment]:
 
 def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+
+
+def sample_of_memory() -> dict[str, Any] | None:
+    """A little shared memory: if the trainer can map it, rollouts needn't be sent."""
+    try:
+        return asdict(allocate(mmap.PAGESIZE)[1])
+    except OSError as error:
+        log.info("no shared memory here (%s): rollouts will be sent", error)
+        return None

@@ -1,4 +1,4 @@
-"""Who am I in this launch, and by which address do the others reach me.
+"""Who am I in this launch.
 
 The only reader of the launchers' environment variables.
 """
@@ -6,25 +6,26 @@ The only reader of the launchers' environment variables.
 from __future__ import annotations
 
 import enum
-import fcntl
-import ipaddress
 import os
 import re
-import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .errors import LaunchError
 
-LOOPBACK = "127.0.0.1"
 _VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "TORCHELASTIC_RUN_ID",
+    ),
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
     *("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-    "SLURM_STEP_TASKS_PER_NODE",
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_CPUS_PER_TASK"),
 )
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class Launcher(enum.Enum):
@@ -48,6 +49,10 @@ class Launch:
         run_id: the same on all ranks, different from other launches on these hosts.
         master: host name and port where the ranks meet; None without a launcher.
         trainer: which of several trainers this part of the launch belongs to.
+        local_rank: of the ranks on this host.
+        cores_per_rank: CPU cores that the scheduler has set aside for each rank; None: it doesn't
+            say.
+        last_host: the name of a host that isn't the trainer's, "" where it isn't known.
     """
 
     launcher: Launcher = Launcher.NONE
@@ -58,6 +63,9 @@ class Launch:
     run_id: str = ""
     master: tuple[str, int] | None = None
     trainer: int = 0
+    local_rank: int = 0
+    cores_per_rank: int | None = None
+    last_host: str = ""
 
     @classmethod
     def detect(cls, env: Mapping[str, str] | None = None) -> Launch:
@@ -87,6 +95,7 @@ class Launch:
                 local_world_size=int(env["LOCAL_WORLD_SIZE"]),
                 run_id=env["TORCHELASTIC_RUN_ID"],
                 master=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+                local_rank=int(env["LOCAL_RANK"]),
             )
         if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
             return cls._from_slurm(env)
@@ -109,6 +118,11 @@ class Launch:
             local_world_size=_local_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", ""), tasks, hosts),
             run_id=f"slurm-{job}-{step}",
             master=(host, port),
+            local_rank=int(env.get("SLURM_LOCALID", "0")),
+            cores_per_rank=int(env["SLURM_CPUS_PER_TASK"])
+            if "SLURM_CPUS_PER_TASK" in env
+            else None,
+            last_host=last_host(env["SLURM_STEP_NODELIST"]) if hosts > 1 else "",
         )
 
     @property
@@ -151,72 +165,13 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
+def last_host(nodelist: str) -> str:
+    """The last name of a SLURM node list: "gpu1,node[03-05,9]" gives "node9"."""
+    last = re.split(r",(?![^\[]*\])", nodelist)[-1]
+    return re.sub(r"\[(?:[^\]]*[,-])?([^\]]*)\]", r"\1", last)
+
+
 def _local_tasks(tasks_per_node: str, tasks: int, hosts: int) -> int:
     # "2(x3),1": two tasks on each of three hosts, one on the next. The largest is a safe guess.
     counts = [int(part.split("(")[0]) for part in tasks_per_node.split(",") if part]
     return max(counts, default=-(-tasks // hosts))
-
-
-def route_to(host: str, port: int = 9) -> str:
-    """This host's address on the way to ``host``; nothing is sent.
-
-    Raises:
-        LaunchError: ``host`` has no address, or no route leads to it.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise LaunchError(
-            f"no route to {host!r} ({error}); check the name, or set MASTER_ADDR to an address "
-            "that every host can reach"
-        ) from error
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has ``address``; None if it can't be found."""
-    if ipaddress.ip_address(address).is_loopback:
-        return "lo"
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # it has no IPv4 address
-        if socket.inet_ntoa(answer[20:24]) == address:
-            return name
-    return None
-
-
-def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on ``address`` alone.
-
-    Raises:
-        LaunchError: the address isn't this host's, is public, or the port is taken.
-    """
-    if ipaddress.ip_address(address).is_unspecified:
-        raise LaunchError(f"refusing to listen on every interface ({address}): name one address")
-    if ipaddress.ip_address(address).is_global and not os.environ.get("DISTCOLLECT_ALLOW_PUBLIC"):
-        raise LaunchError(
-            f"refusing to listen on the public address {address}: whoever reaches it could run "
-            "code here. Use a private network's address, or set DISTCOLLECT_ALLOW_PUBLIC=1 if a "
-            "firewall keeps others out"
-        )
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise LaunchError(f"can't listen on {address} port {port}: {error}") from error
-    return listener
-
-
-def num_cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import itertools
 import logging
-import mmap
 import os
 import pickle
 import queue
@@ -20,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,8 @@ from .policy import Exploration, Policy, RandomPolicy, UserPolicy
 from .receiver import Push, WeightReceiver
 from .rollout import Header, Layout, Slab, Tensors
 from .rpc import RpcTransport
-from .shared import allocate
+from .shared import sample_of_memory
 from .threads import do_jobs
-from .topology import interface_of
 from .transport import NUM_SLABS, TRAJ_IDS_PER_PEER, CollectRequest
 from .updaters import Source, gpu_of
 
@@ -434,15 +432,6 @@ class Worker:
         return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)
 
 
-def _sample_of_memory() -> dict[str, Any] | None:
-    """A little shared memory: if the trainer can map it, rollouts needn't be sent."""
-    try:
-        return asdict(allocate(mmap.PAGESIZE)[1])
-    except OSError as error:
-        log.info("no shared memory here (%s): rollouts will be sent", error)
-        return None
-
-
 def main(boot: dict[str, Any]) -> None:
     """Run a worker process from its boot message until its trainer ends it or is gone.
 
@@ -472,7 +461,7 @@ def main(boot: dict[str, Any]) -> None:
         counts=counts,
         first_traj_id=boot["first_traj_id"],
     )
-    transport = RpcTransport(welcome["peer"], interface=interface_of(address), service=worker)
+    transport = RpcTransport(welcome["peer"], address=address, service=worker)
     transport.connect(welcome["trainer_peer"], welcome["trainer_endpoint"])
 
     dismissed = threading.Event()
@@ -496,7 +485,7 @@ def main(boot: dict[str, Any]) -> None:
     # Not in the handler itself: what it interrupts may be sending something.
     threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: told_to_leave.set())
-    lifeline.send({"endpoint": transport.endpoint, "segment": _sample_of_memory()})
+    lifeline.send({"endpoint": transport.endpoint, "segment": sample_of_memory()})
     worker.run()
     dismissed.wait()  # ends with the trainer at the latest: see above
     sys.stdout.flush()

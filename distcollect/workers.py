@@ -40,7 +40,6 @@ from .processes import End
 from .rpc import RpcTransport
 from .shared import Segment
 from .threads import LOOK_UP_S
-from .topology import interface_of
 from .transport import TRAINER_PEER, new_peer
 from .worker import Probe
 
@@ -130,7 +129,7 @@ class Workers(ClusterEvents):
             count = self._num_first = self._cluster.num_workers(num_workers)
             self.address = self._cluster.address
             self.first_traj_id = self._cluster.first_traj_id
-            self.transport = RpcTransport(TRAINER_PEER, interface=interface_of(self.address))
+            self.transport = RpcTransport(TRAINER_PEER, address=self.address)
             undo.callback(self.transport.close)
             undo.callback(self._end_thread)
             for worker_id in range(count):

@@ -20,8 +20,9 @@ import pytest
 from scripts.marked import Marked
 
 import distcollect as dc
-from distcollect.launch import Meeting, _join
+from distcollect.launch import join
 from distcollect.link import Connection, Gate, GateEvents, Lifeline, Message, versions
+from distcollect.meeting import Meeting
 
 SOON_S = 5
 TOKEN = "a token"
@@ -131,7 +132,7 @@ def test_a_supervisor_tries_again_when_the_handshake_breaks_off(
             breaks_off.accept()[0].close()
 
         threading.Thread(target=break_off, daemon=True).start()
-        lifeline, meeting = _join(lambda: meetings.pop(0), None, 20, give_up_if_refused=True)
+        lifeline, meeting = join(lambda: meetings.pop(0), None, 20, give_up_if_refused=True)
         assert meeting.port == gate.port
         lifeline.close()
 

@@ -341,6 +341,7 @@ def test_sigterm_is_notice_enough_to_leave_without_losing_a_frame(marked: Marked
 @pytest.fixture
 def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "token"
+    path.touch(mode=0o600)
     path.write_text("a secret of ours\n")
     monkeypatch.setenv("DISTCOLLECT_TOKEN_FILE", str(path))
     return path

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 import distcollect as dc
-from distcollect.topology import Launch, Launcher, first_host, interface_of, listen, route_to
+from distcollect.network import interface_of, listen, route_to
+from distcollect.topology import Launch, Launcher, first_host
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run",
@@ -28,7 +29,7 @@ SLURM = {
     "SLURM_STEP_NUM_NODES": "3",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
 }
-FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234))
+FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), local_rank=1)
 
 
 @pytest.mark.parametrize(

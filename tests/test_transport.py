@@ -44,7 +44,7 @@ class Rpc:
     """A transport and a peer of it in a process of its own."""
 
     def __init__(self, channels: list[str] | None = None) -> None:
-        self.transport = RpcTransport(TRAINER_PEER, interface="lo")
+        self.transport = RpcTransport(TRAINER_PEER, address="127.0.0.1")
         self.processes: list[subprocess.Popen[str]] = []
         self.peer = self.add_peer(channels or rpc._CHANNELS)
 
@@ -253,7 +253,7 @@ def test_one_agent_at_a_time_but_one_after_the_other() -> None:
         world = Rpc()
         try:
             with pytest.raises(dc.CollectorStateError, match="shut it down first"):
-                RpcTransport(TRAINER_PEER, interface="lo")
+                RpcTransport(TRAINER_PEER, address="127.0.0.1")
             assert world.transport.call(world.peer, "echo", 5).result(SOON_S) == (5,)
         finally:
             world.close()

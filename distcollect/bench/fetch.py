@@ -26,7 +26,6 @@ from distcollect.rollout import Header, Layout, Slab, Tensors
 from distcollect.rpc import RpcTransport
 from distcollect.shared import allocate
 from distcollect.spaces import Leaf
-from distcollect.topology import interface_of
 from distcollect.transport import CollectRequest
 
 # Torch declares no types for much of what is used here.
@@ -65,7 +64,7 @@ def pieces() -> Tensors:
 def run_distcollect(seconds: float, *, mapped: bool) -> Values:
     """``Offer.fetch`` of our transport; ``mapped``: from memory that both map, else over RPC."""
     with other_process(_serve_distcollect) as pipe:
-        transport = RpcTransport(0, interface=interface_of(LOOPBACK))
+        transport = RpcTransport(0, address=LOOPBACK)
         pipe.send(transport.endpoint)
         endpoint, sample = received(pipe)
         transport.connect(1, endpoint, sample if mapped else None)
@@ -198,7 +197,7 @@ class _Source:
 
 
 def _serve_distcollect(pipe: Any) -> None:
-    transport = RpcTransport(1, interface=interface_of(LOOPBACK), service=_Source())
+    transport = RpcTransport(1, address=LOOPBACK, service=_Source())
     transport.connect(0, received(pipe))
     pipe.send((transport.endpoint, allocate(mmap.PAGESIZE)[1]))
     pipe.recv()

@@ -99,6 +99,7 @@ class _Run:
         self._hosts = hosts
         self._folder = folder
         self._token_file = folder / "token"
+        self._token_file.touch(mode=0o600)
         self._token_file.write_text(secrets.token_hex(16))
         os.environ["DISTCOLLECT_TOKEN_FILE"] = str(self._token_file)
         self.failures: list[str] = []

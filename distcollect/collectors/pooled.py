@@ -34,6 +34,7 @@ from distcollect.flat import published
 from distcollect.handle import PushHandle
 from distcollect.ledger import LedgerReport
 from distcollect.membership import State
+from distcollect.placement import num_cores
 from distcollect.policy import Exploration
 from distcollect.pool import Pool
 from distcollect.publisher import Publisher, Weights, WorkerIds
@@ -41,7 +42,6 @@ from distcollect.rollout import Header, Layout, Rollout, assemble
 from distcollect.seats import BatchPlan, Pace
 from distcollect.seeds import Stream, env_seed
 from distcollect.threads import missing
-from distcollect.topology import num_cores
 from distcollect.transport import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, new_peer
 from distcollect.updaters import Site, WeightUpdaterBase
 from distcollect.weights import WeightSender

@@ -101,7 +101,7 @@ def main() -> None:
     """Serve until standard input ends."""
     boot = json.loads(sys.stdin.readline())
     rpc._CHANNELS = boot["channels"]
-    transport = rpc.RpcTransport(boot["id"], interface="lo", service=Service())
+    transport = rpc.RpcTransport(boot["id"], address="127.0.0.1", service=Service())
     transport.connect(0, boot["endpoint"])
     print(transport.endpoint, flush=True)
     sys.stdin.read()

@@ -1,0 +1,1 @@
+"""``distcollect doctor``: what is wrong with these hosts and their network, and what to do."""
