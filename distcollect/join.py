@@ -9,7 +9,7 @@ from .cluster import host_and_port, read_token
 from .errors import ArgumentError
 from .launch import supervise
 from .meeting import Meeting
-from .placement import Place, num_cores
+from .placement import Place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         metavar="N",
         type=int,
-        default=num_cores(),
-        help="torch's threads in the worker (default: this machine's %(default)d cores)",
+        default=1,
+        help="torch's threads in the worker (default: %(default)d)",
     )
 
 

@@ -73,10 +73,13 @@ def choose(host: Host, index: int, count: int, *, may_pin: bool, cores: int | No
         index: which of them, from 0.
         count: how many there are.
         may_pin: whether it may be kept to some of the cores.
-        cores: what the scheduler has set aside for each of them; None: an equal share of all.
+        cores: what the scheduler has set aside for each of them; None: nothing.
     """
-    share = cores or host.num_cores // count
-    threads = max(1, min(share, host.num_cores))
+    # One thread each unless cores are a worker's own: policies see few envs at a time, and a second
+    # thread that has to wait for a core, as the trainer computes too, holds the first one up at
+    # every operation. With one worker beside a training trainer on two cores, two threads cost nine
+    # tenths of the frames and more.
+    threads = min(cores or 1, host.num_cores)
     # Somebody has chosen cores already; or has less to give than there are, wherever that is.
     chosen = len(host.cores) < host.online or host.num_cores < len(host.cores)
     if not may_pin or chosen or count > len(host.cores):

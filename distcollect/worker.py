@@ -437,8 +437,7 @@ def main(boot: dict[str, Any]) -> None:
 
     Args:
         boot: "host" and "port" of the trainer's gate, "token", "worker_id", "incarnation",
-            "num_threads" (torch's, 0: leave as it is), "vitals" (a descriptor, see
-            :mod:`.vitals`), "first_traj_id".
+            "num_threads" (torch's), "vitals" (a descriptor, see :mod:`.vitals`), "first_traj_id".
     """
     # Ctrl-C is the trainer's business: a terminal, or torchrun, may send it to all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -447,7 +446,7 @@ def main(boot: dict[str, Any]) -> None:
     counts = Counts(vitals.mapped(boot["vitals"]))
     os.close(boot["vitals"])
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    if boot["num_threads"] and "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(boot["num_threads"])
     lifeline = Lifeline(boot["host"], boot["port"], _JOIN_TIMEOUT_S)
     about = {key: boot[key] for key in ("worker_id", "incarnation")}

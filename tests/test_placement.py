@@ -36,7 +36,7 @@ def places(host: Host, count: int, **kwargs: bool) -> list[Place]:
 def test_workers_are_kept_to_numa_nodes(count: int) -> None:
     got = places(TWO_NODES, count)
     assert [place.cores for place in got] == [NODES[0]] * (count // 2) + [NODES[1]] * (count // 2)
-    assert {place.num_threads for place in got} == {16 // count}
+    assert {place.num_threads for place in got} == {1}
 
 
 def test_a_worker_between_two_nodes_is_free() -> None:
@@ -47,26 +47,27 @@ def test_a_worker_between_two_nodes_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "count", "num_threads"),
+    ("host", "count"),
     [
-        (Host(cores=(0, 1), nodes=((0, 1),), online=2), 2, 1),  # one node
-        (Host(cores=tuple(range(16)), online=16), 4, 4),  # unknown nodes
-        (TWO_NODES, 1, 16),  # one worker has all
-        (TWO_NODES, 17, 1),  # more workers than cores
-        (Host(cores=tuple(range(4, 12)), nodes=NODES, online=16), 2, 4),  # somebody chose these
-        (Host(cores=tuple(range(16)), quota=6.0, nodes=NODES, online=16), 2, 3),  # a quota
-        (Host(cores=tuple(range(16)), quota=0.5, nodes=NODES, online=16), 1, 1),
-        (Host(cores=tuple(range(16)), quota=99.0, nodes=NODES, online=16), 1, 16),
+        (Host(cores=(0, 1), nodes=((0, 1),), online=2), 2),  # one node
+        (Host(cores=tuple(range(16)), online=16), 4),  # unknown nodes
+        (TWO_NODES, 1),  # one worker has all
+        (TWO_NODES, 17),  # more workers than cores
+        (Host(cores=tuple(range(4, 12)), nodes=NODES, online=16), 2),  # somebody chose these
+        (Host(cores=tuple(range(16)), quota=6.0, nodes=NODES, online=16), 2),
+        (Host(cores=tuple(range(16)), quota=99.0, nodes=NODES, online=16), 1),
     ],
 )
-def test_left_alone(host: Host, count: int, num_threads: int) -> None:
-    assert places(host, count) == [Place(None, num_threads)] * count
+def test_left_alone(host: Host, count: int) -> None:
+    assert places(host, count) == [Place(None, 1)] * count
 
 
 def test_what_the_scheduler_set_aside() -> None:
     mine = Host(cores=(4, 5, 6, 7), nodes=NODES, online=16)
     assert choose(mine, 3, 4, may_pin=True, cores=4) == Place(None, 4)
     assert choose(TWO_NODES, 0, 2, may_pin=False, cores=3) == Place(None, 3)
+    small = Host(cores=tuple(range(16)), quota=2.5, online=16)
+    assert choose(small, 0, 2, may_pin=True, cores=4) == Place(None, 2)
 
 
 def test_the_user_comes_first() -> None:
