@@ -36,7 +36,8 @@ def interfaces() -> dict[str, list[str]]:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:  # a kernel without IPv6
         lines = []
-    for line in lines:
+    # As the kernel lists them for others: global ones before link-local ones.
+    for line in sorted(lines, key=lambda line: line.split()[3]):
         packed, *_, name = line.split()
         address6 = str(ipaddress.IPv6Address(bytes.fromhex(packed)))
         found.setdefault(name, []).append(address6)

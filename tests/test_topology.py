@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 import distcollect as dc
-from distcollect.network import interface_of, listen, route_to
-from distcollect.topology import Launch, Launcher, first_host
+from distcollect.topology import Launch, Launcher, first_host, last_host
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run",
@@ -116,47 +113,29 @@ def test_first_host(nodelist: str, expected: str) -> None:
     assert first_host(nodelist) == expected
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_the_way_to_oneself(host: str) -> None:
-    assert interface_of(route_to(host)) == "lo"
+@pytest.mark.parametrize(
+    ("nodelist", "expected"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node2"),
+        ("node[03-05,9],gpu1", "gpu1"),
+        ("gpu1,node[03-05]", "node05"),
+        ("node[03-05,9]", "node9"),
+        ("node[7,9]", "node9"),
+        ("rack[1-2]n[3-4]", "rack2n4"),
+        ("node[08-10].cluster", "node10.cluster"),
+    ],
+)
+def test_last_host(nodelist: str, expected: str) -> None:
+    assert last_host(nodelist) == expected
 
 
-def test_interface_of() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("127.5.5.5") == "lo"
-    assert interface_of("203.0.113.1") is None  # set aside for documentation: nobody has it
-
-
-def test_no_route() -> None:
-    with pytest.raises(dc.LaunchError, match=r"no-such-host\.invalid.*MASTER_ADDR"):
-        route_to("no-such-host.invalid")
-
-
-def test_listens_on_one_address_alone() -> None:
-    with listen("127.0.0.1") as listener:
-        port = listener.getsockname()[1]
-        socket.create_connection(("127.0.0.1", port), 5).close()
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.2", port), 5)
-        with pytest.raises(dc.LaunchError, match=f"port {port}"):
-            listen("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888"])
-def test_refuses_public_addresses(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DISTCOLLECT_ALLOW_PUBLIC", raising=False)
-    with pytest.raises(dc.LaunchError, match=f"public address {address}.*ALLOW_PUBLIC"):
-        listen(address)
-    monkeypatch.setenv("DISTCOLLECT_ALLOW_PUBLIC", "1")
-    with pytest.raises(dc.LaunchError, match="can't listen"):  # allowed, but it isn't ours
-        listen(address)
-
-
-@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
-def test_refuses_to_listen_everywhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DISTCOLLECT_ALLOW_PUBLIC", raising=False)
-    with pytest.raises(dc.LaunchError):
-        listen(address)
+def test_what_the_scheduler_says_of_a_rank() -> None:
+    assert Launch.detect({**SLURM, "SLURM_LOCALID": "1"}).local_rank == 1
+    assert Launch.detect(SLURM).last_host == "node05"
+    assert Launch.detect({**SLURM, "SLURM_STEP_NUM_NODES": "1"}).last_host == ""
+    assert Launch.detect(SLURM).cores_per_rank is None
+    assert Launch.detect({**SLURM, "SLURM_CPUS_PER_TASK": "4"}).cores_per_rank == 4
 
 
 def test_parts_of_several_trainers() -> None:

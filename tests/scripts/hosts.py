@@ -2,6 +2,7 @@
 
 hosts.py cables     measures bytes on the wire; then somebody pulls cables
 hosts.py restart    fails in the first attempt
+hosts.py rate       measures bytes on the wire
 hosts.py collect    merely collects
 hosts.py elastic    hosts come while it runs: collects until there are three workers
 """
@@ -20,6 +21,7 @@ import distcollect as dc
 
 SHAPE = (64, 1024)
 FRAMES = 40
+NUM_BATCHES = 8
 
 
 class Noise(gym.Env):
@@ -69,17 +71,21 @@ def say(text):
     print(text, flush=True)
 
 
+def measure(collector):
+    """Say how many bytes of observations come in a second, and how many each is on the wire."""
+    for _ in range(4):
+        collector.next()
+    before, began = received_bytes(), time.monotonic()
+    for _ in range(NUM_BATCHES):
+        collector.next()
+    took_s, got = time.monotonic() - began, received_bytes() - before
+    payload = NUM_BATCHES * FRAMES * SHAPE[0] * SHAPE[1]
+    say(json.dumps({"wire": got / payload, "payload_bytes_per_s": payload / took_s}))
+
+
 def cables():
     with dc.RPCDataCollector(Noise, frames_per_batch=FRAMES) as collector:
-        for _ in range(4):
-            collector.next()
-        before, began = received_bytes(), time.monotonic()
-        num_batches = 8
-        for _ in range(num_batches):
-            collector.next()
-        took_s, got = time.monotonic() - began, received_bytes() - before
-        payload = num_batches * FRAMES * SHAPE[0] * SHAPE[1]
-        say(json.dumps({"wire": got / payload, "payload_bytes_per_s": payload / took_s}))
+        measure(collector)
 
         def until(num_workers, worker_id):
             """There are so many, and this one has delivered."""
@@ -98,7 +104,7 @@ def cables():
         until(1, 0)
         say("lost")
         until(1, 0)
-        report = collector.ledger
+    report = collector.ledger
     assert report.total.open == 0, report
     say("done")
 
@@ -116,6 +122,9 @@ def collect(num_workers):
 def main():
     if sys.argv[1] == "cables":
         cables()
+    elif sys.argv[1] == "rate":
+        with dc.RPCDataCollector(Noise, frames_per_batch=FRAMES) as collector:
+            measure(collector)
     elif sys.argv[1] == "elastic":
         collect(3)
     else:
