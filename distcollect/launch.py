@@ -24,6 +24,7 @@ from .errors import ArgumentError, LaunchError
 from .link import Lifeline, Message, NoAnswer
 from .processes import End, LocalProcesses, ProcessEvents
 from .topology import LOOPBACK, Launch, Launcher, num_cores, route_to
+from .transport import take_place
 from .workers import close_workers
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     if launch.rank > 0:
         _supervise(launch)
         return None
+    take_place(launch.run_id, launch.trainer, num_trainers)
     cluster = _open_gate(launch)
     set_launched(cluster)
     try:
