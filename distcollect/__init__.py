@@ -34,6 +34,7 @@ from .errors import (
     LaunchError,
     PolicyError,
     PolicyNotSendable,
+    RolloutGone,
     SpaceError,
     WeightsError,
     WeightsTimeout,
@@ -43,6 +44,7 @@ from .errors import (
 )
 from .evaluation import Evaluation
 from .handle import PushHandle
+from .handover import RolloutReference
 from .launch import num_workers, run
 from .ledger import Frames, LedgerReport
 from .membership import State as WorkerState
@@ -87,6 +89,8 @@ __all__ = [
     "RPCUpdater",
     "RateLimited",
     "ReplayBuffer",
+    "RolloutGone",
+    "RolloutReference",
     "SharedMemoryUpdater",
     "Source",
     "SpaceError",

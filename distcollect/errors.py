@@ -14,7 +14,8 @@
     │   ├── EnvError                      an env, or the callable that makes one, raised
     │   ├── PolicyError                   the policy raised, or its output doesn't fit
     │   ├── WorkerMismatch                its Python, torch or protocol version differs
-    │   └── WorkerLost                    its process ended, or its host went away
+    │   ├── WorkerLost                    its process ended, or its host went away
+    │   └── RolloutGone                   what it kept for another trainer can't be had any more
     └── DeadlineError (TimeoutError)      waited for someone; says for whom and how long
         ├── BatchTimeout
         └── WeightsTimeout
@@ -89,6 +90,10 @@ class WorkerMismatch(WorkerError):
 
 class WorkerLost(WorkerError):
     """A worker's process ended or its host can't be reached any more."""
+
+
+class RolloutGone(WorkerError):
+    """A rollout that was handed over can't be had: taken before, too late, or its worker died."""
 
 
 class DeadlineError(DistCollectError, TimeoutError):

@@ -23,6 +23,7 @@ from .network import LOOPBACK
 from .placement import Host, Place, choose, may_pin
 from .processes import End, LocalProcesses, ProcessEvents
 from .topology import Launch, Launcher
+from .transport import take_place
 from .workers import close_workers
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     if launch.rank > 0:
         _supervise(launch)
         return None
+    take_place(launch.run_id, launch.trainer, num_trainers)
     cluster = _open_gate(launch)
     set_launched(cluster)
     failed = True

@@ -54,6 +54,30 @@ class LoopbackTransport:
         self.call(peer, "collect", request).add_done_callback(deliver)
         return offer
 
+    def contact(self, peer: int) -> Service | None:
+        """See :class:`~distcollect.transport.Transport`."""
+        return self._services.get(peer)
+
+    def meet(self, peer: int, contact: Service) -> None:
+        """See :class:`~distcollect.transport.Transport`."""
+        self._services.setdefault(peer, contact)
+
+    def take(self, peer: int, key: str) -> Future[Tensors]:
+        """See :class:`~distcollect.transport.Transport`."""
+        taken: Future[Tensors] = Future()
+
+        def arrived(done: Future[Tensors]) -> None:
+            error = done.exception()
+            if error is None:
+                copies = [tensor.clone() for tensor in done.result()]
+                self.bytes_fetched += sum(tensor.nbytes for tensor in copies)
+                taken.set_result(copies)
+            else:
+                taken.set_exception(error)
+
+        self.call(peer, "take_over", key, False).add_done_callback(arrived)
+        return taken
+
     def ping(self, peer: int) -> Future[Any]:
         """See :class:`~distcollect.transport.Transport`."""
         answer = self._pending.open(peer)

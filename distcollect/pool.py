@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from .errors import (
 )
 from .handle import PushHandle
 from .ledger import Ledger, LedgerReport
-from .rollout import Rollout, Tensors
+from .rollout import Header, Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
 from .seats import Asked, BatchPlan, Pace, Seat
 from .seeds import Stream, env_seed, policy_seed
@@ -49,6 +50,8 @@ T = TypeVar("T")
 # Rollouts that lie fetched, or are being fetched, before the user asks: one is on its way while
 # the user works on another. More would only make them older.
 _PREFETCH = 2
+# At the end, for workers to say which of the rollouts that they keep were taken after all.
+_TAKE_BACK_S = 2.0
 
 
 class Pool:
@@ -101,7 +104,10 @@ class Pool:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._arrived: list[Asked] = []  # those that lie ready, there or here, in that order
-        self._max_fetched = plan.num_rollouts if plan.sync else _PREFETCH
+        # Nothing before the user asks: it may be for a rollout to hand over.
+        self._max_fetched = plan.num_rollouts if plan.sync else 0
+        self._handed_over: dict[Asked, str] = {}  # those that may still be taken, and their keys
+        self._untaken = "not_taken"  # the cause for one that nobody took
         self._frames_asked = 0
         self._requests = 0
         self._epoch = 0  # how often all that was asked for was given up
@@ -272,6 +278,7 @@ class Pool:
             self._check()
             if self._pacer is not None:
                 self._pacer.awaited()
+            self._max_fetched = _PREFETCH
             self._awaiting = True
             try:
                 self._ask()
@@ -287,6 +294,79 @@ class Pool:
             self._fetch_offers()
             self._ask()
         return chosen.rollout
+
+    def hand_over(self, timeout_s: float, keep_s: float) -> tuple[Header, int, str]:
+        """The next rollout of whichever worker, for another trainer to take; async mode only.
+
+        Its worker keeps it for ``keep_s``. It counts as delivered once it was taken, else as lost:
+        by "not_taken", "worker_lost" or "shut_down".
+
+        Returns:
+            Its header, its worker's peer, and the key that opens it there.
+
+        Raises: as :meth:`gather_all`.
+        """
+        handed: tuple[Asked, str] | None = None
+
+        def kept() -> tuple[Asked, str] | None:
+            nonlocal handed
+            if handed is None or (handed[0].failed and not handed[0].kept):
+                handed = self._hand_over(keep_s)
+            return handed if handed is not None and handed[0].kept else None
+
+        with self._lock:
+            self._check()
+            if self._pacer is not None:
+                self._pacer.awaited()
+            self._max_fetched = 0  # what is fetched can't be handed over any more
+            self._ask()
+            asked, key = self._wait(kept, timeout_s)
+            asked.referred = True
+        assert asked.offer is not None
+        return asked.offer.header, asked.seat.peer, key
+
+    def _hand_over(self, keep_s: float) -> tuple[Asked, str] | None:
+        """Have a worker keep what lies there, if anything does; with its key."""
+        self._give_up_stale()
+        lying = [asked for asked in self._arrived if asked.lies_there]
+        if not lying:
+            return None
+        asked = lying[0]
+        if self._pacer is not None:
+            asked = max(lying, key=lambda a: self.lag(a.ticket.worker_id, a.ticket.version))
+            self._pacer.delivered(asked.ticket)
+        seat, offer, key = asked.seat, asked.offer, secrets.token_hex(8)
+        assert offer is not None
+        self._arrived.remove(asked)
+        self._handed_over[asked] = key
+        asked.fetching = True
+        offer.decline()
+
+        def settle(cause: str | None) -> None:
+            asked.fetching, asked.failed = False, cause is not None
+            self._handed_over.pop(asked, None)
+            seat.unsettled.discard(asked.number)
+            seat.open.discard(asked)
+            origin = seat.worker_id, seat.incarnation, offer.header.sequence
+            if cause is None:
+                self._ledger.deliver(*origin)
+            else:
+                self._ledger.lose(*origin, cause)
+                if not asked.referred:
+                    self._frames_asked -= self._plan.rollout_frames
+            self._check_drained(seat)
+
+        def over(taken: bool) -> None:
+            settle(None if taken else self._untaken)
+
+        def kept(_: None) -> None:
+            asked.kept = True
+            self._then(seat, ask(seat.peer, "handed_over", key), over, lost)
+
+        lost = partial(settle, "worker_lost")
+        ask = self._transport.call
+        self._then(seat, ask(seat.peer, "hand_over", asked.number, key, keep_s), kept, lost)
+        return asked, key
 
     def _deliver(self, rollout: Rollout) -> None:
         self._ledger.deliver(*_origin(rollout))
@@ -497,6 +577,7 @@ class Pool:
     def close(self) -> None:
         """Ask for nothing more; who waits is woken with an error."""
         with self._lock:
+            self._take_back()
             self._closed = True
             # Those that are on their way here as well, though nobody may want them any more.
             self._ledger.lose_waiting("shut_down")
@@ -505,6 +586,15 @@ class Pool:
             self._arrived.clear()
             self._changed.notify_all()
         self._sender.close()
+
+    def _take_back(self) -> None:
+        """Learn for certain which of the rollouts that may still be taken were."""
+        self._untaken = "shut_down"
+        for asked, key in list(self._handed_over.items()):
+            self._transport.call(asked.seat.peer, "take_back", key)
+        deadline = time.monotonic() + _TAKE_BACK_S
+        while self._handed_over and (remaining := deadline - time.monotonic()) > 0:
+            self._changed.wait(min(remaining, LOOK_UP_S))
 
     def _check(self) -> None:
         if self._closed:
@@ -547,6 +637,8 @@ class Pool:
             parts.append(f"workers {late}")
         if behind and (self._plan.sync or not late):
             parts.append(f"workers {behind} to acknowledge the newest weights sent to them")
+        if self._handed_over:
+            parts.append(f"other trainers to take {len(self._handed_over)} rollout(s)")
         if self._coming:
             parts.append(f"workers {sorted(self._coming)} to be replaced")
         return " and for ".join(parts)

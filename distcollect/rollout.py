@@ -269,16 +269,19 @@ class Slab:
             self.policy_version[row, length:] = version
         self.num_frames = int(lengths.sum())
 
-    def tensors(self) -> list[Any]:
+    def tensors(self, *, mapped: bool = True) -> list[Any]:
         """The rollout as it travels: tensors, or SharedTensors in place of all but the first.
 
         They are this slab's memory: valid until it is used again.
+
+        Args:
+            mapped: whoever gets them can map shared memory; False: tensors in any case.
         """
         packed, *large = self._memory
         if self._final_at:
             final = (kept[: len(self._final_at)] for kept in self._final.values())
             packed = self._wire.with_final(packed, self._final_at, final)
-        return [packed, *(self._stand_ins or large)]
+        return [packed, *(self._stand_ins if mapped and self._stand_ins else large)]
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class RpcTransport:
             )
         _service = service
         self._pending = Pending()
-        self._peers: set[int] = set()
+        self._peers: dict[int, tuple[str, Segment | None]] = {}  # and how they are reached
         self._mapped: dict[int, dict[Segment, torch.Tensor]] = {}
         self._copier = SerialThread("distcollect-copy")
         self._store = dist.HashStore()
@@ -131,7 +131,7 @@ class RpcTransport:
         """
         self._store.set(_address_key(peer), endpoint)
         self._set_member(peer, present=True)
-        self._peers.add(peer)
+        self._peers[peer] = (endpoint, sample)
         if sample is not None:
             try:
                 sample.map()
@@ -159,6 +159,32 @@ class RpcTransport:
         self._ask(peer, _serve_collect, request).add_done_callback(deliver)
         return offer
 
+    def contact(self, peer: int) -> tuple[str, Segment | None] | None:
+        """See :class:`~distcollect.transport.Transport`."""
+        return self._peers.get(peer)
+
+    def meet(self, peer: int, contact: tuple[str, Segment | None]) -> None:
+        """See :class:`~distcollect.transport.Transport`.
+
+        The peer needn't know of us to answer.
+        """
+        if peer not in self._peers:
+            self.connect(peer, *contact)
+
+    def take(self, peer: int, key: str) -> Future[Tensors]:
+        """See :class:`~distcollect.transport.Transport`."""
+        taken: Future[Tensors] = Future()
+
+        def arrived(sent: Future[list[Any]]) -> None:
+            error = sent.exception()
+            if error is not None:
+                taken.set_exception(error)
+            else:
+                self.complete(peer, sent.result(), taken)
+
+        self.call(peer, "take_over", key, peer in self._mapped).add_done_callback(arrived)
+        return taken
+
     def ping(self, peer: int) -> Future[Any]:
         """See :class:`~distcollect.transport.Transport`.
 
@@ -175,14 +201,14 @@ class RpcTransport:
         """See :class:`~distcollect.transport.Transport`."""
         self._mapped.pop(peer, None)
         if peer in self._peers:
-            self._peers.discard(peer)
+            del self._peers[peer]
             self._set_member(peer, present=False)
         self._pending.fail(peer)
 
     def close(self, grace_s: float = 0) -> None:
         """See :class:`~distcollect.transport.Transport`."""
         global _service  # noqa: PLW0603
-        peers, self._peers = self._peers, set()
+        peers, self._peers = self._peers, {}
         self._copier.close()
         if rpc.api._is_current_rpc_agent_set():
             if self._pending.settled(grace_s):
@@ -198,8 +224,11 @@ class RpcTransport:
         for peer in peers:
             self._pending.fail(peer)
 
-    def copy_shared(self, peer: int, sent: list[Any], fetched: Future[Tensors]) -> None:
-        """Complete ``fetched`` with tensors of our own for those that ``peer`` shares."""
+    def complete(self, peer: int, sent: list[Any], fetched: Future[Tensors]) -> None:
+        """Complete ``fetched`` with what came, and tensors of our own for those ``peer`` shares."""
+        if not any(isinstance(tensor, SharedTensor) for tensor in sent):
+            fetched.set_result(sent)
+            return
 
         def copy(tensor: Any) -> torch.Tensor:
             if not isinstance(tensor, SharedTensor):
@@ -279,7 +308,7 @@ class _RpcOffer:
         data, self._data = self._data, None
         fetched: Future[Tensors] = Future()
         if isinstance(data, list):
-            self._complete(fetched, data)
+            self._transport.complete(self._peer, data, fetched)
             return fetched
 
         # The worker may use the memory again once the RRef is gone, so it has to live until then.
@@ -288,16 +317,10 @@ class _RpcOffer:
             if error is not None:
                 fetched.set_exception(error)
             else:
-                self._complete(fetched, sent.result())
+                self._transport.complete(self._peer, sent.result(), fetched)
 
         self._transport._ask(self._peer, _serve_value, data).add_done_callback(arrived)
         return fetched
-
-    def _complete(self, fetched: Future[Tensors], sent: list[Any]) -> None:
-        if any(isinstance(tensor, SharedTensor) for tensor in sent):
-            self._transport.copy_shared(self._peer, sent, fetched)
-        else:
-            fetched.set_result(sent)
 
     def decline(self) -> None:
         self._data = None

@@ -132,6 +132,8 @@ class Asked:
         failed: it can't be fetched.
         rollout: once it is here.
         preempted: its worker was told to end it early.
+        kept: its worker keeps it for another trainer; it counts as being fetched.
+        referred: the user has its reference.
     """
 
     seat: Seat
@@ -144,3 +146,10 @@ class Asked:
     failed: bool = False
     rollout: Rollout | None = None
     preempted: bool = False
+    kept: bool = False
+    referred: bool = False
+
+    @property
+    def lies_there(self) -> bool:
+        """Whether it lies ready on its worker, and is not on its way here."""
+        return not (self.offer is None or self.fetching or self.failed or self.rollout is not None)

@@ -7,6 +7,7 @@ comes as a future, so nobody's thread waits for a rollout that is still being co
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import traceback
 from concurrent.futures import Future
@@ -32,28 +33,73 @@ INLINE_BYTES = 64 * 1024
 # A worker's n-th rollout lies in slab n modulo this: while one is being fetched the next is being
 # written. To ask for a rollout is to permit that its slab is written over.
 NUM_SLABS = 2
-TRAINER_PEER = 0
 _MAX_PEER = 2**15 - 1  # ids are 16-bit on torch's wire
-# One allocator for the whole life of this process: ids are never used twice, as torch caches
-# connections by id.
-_peers = itertools.count(TRAINER_PEER + 1)
 # A process numbers its trajectories from its id times this: unique over the run, below 2**63.
 TRAJ_IDS_PER_PEER = 1 << 40
 TRAJ_IDS_PER_TRAINER = (_MAX_PEER + 1) * TRAJ_IDS_PER_PEER
 
 
-def new_peer() -> int:
-    """An id for a process that is to join.
+class Place:
+    """A trainer's place among those of its run, and the ids that it deals out there.
+
+    Of k trainers, number t has the id t and deals out t + k, t + 2k, …: all are unique over the
+    run, and none is dealt out twice, as torch caches connections by id.
+
+    Attributes:
+        run_id: the same for all trainers of a run.
+        trainer: this one's number among them, and its id.
+        num_trainers: how many there are.
+        has_dealt: whether an id was dealt out.
+    """
+
+    def __init__(self, run_id: str, trainer: int = 0, num_trainers: int = 1) -> None:
+        self.run_id = run_id
+        self.trainer = trainer
+        self.num_trainers = num_trainers
+        self.has_dealt = False
+        self._peers = itertools.count(trainer + num_trainers, num_trainers)
+
+    def new_peer(self) -> int:
+        """An id for a process that is to join.
+
+        Raises:
+            LaunchError: all have been used.
+        """
+        self.has_dealt = True
+        peer = next(self._peers)
+        if peer > _MAX_PEER:
+            raise LaunchError(
+                f"all {_MAX_PEER // self.num_trainers} ids for worker processes are used up; "
+                "restart the trainer"
+            )
+        return peer
+
+
+# One for the whole life of this process, see above.
+_place = Place(secrets.token_hex(8))
+
+
+def place() -> Place:
+    """This process's, for as long as it is a trainer."""
+    return _place
+
+
+def take_place(run_id: str, trainer: int, num_trainers: int) -> None:
+    """Make this process one of a run's trainers; once it has a collector, it remains the same.
 
     Raises:
-        LaunchError: all have been used.
+        LaunchError: it was another one.
     """
-    peer = next(_peers)
-    if peer > _MAX_PEER:
+    global _place  # noqa: PLW0603 - a process has one place in its run
+    if (_place.trainer, _place.num_trainers) == (trainer, num_trainers):
+        _place.run_id = run_id
+    elif not _place.has_dealt:
+        _place = Place(run_id, trainer, num_trainers)
+    else:
         raise LaunchError(
-            f"all {_MAX_PEER} ids for worker processes are used up; restart the trainer"
+            f"this process had a collector before it became trainer {trainer} of {num_trainers}: "
+            "call distcollect.run(main) first"
         )
-    return peer
 
 
 @dataclass(frozen=True)
@@ -121,6 +167,15 @@ class Transport(Protocol):
 
     def ping(self, peer: int) -> Future[Any]:
         """Completes when ``peer``'s process gives a sign of life, whatever its Python code does."""
+
+    def contact(self, peer: int) -> Any:
+        """How another process can :meth:`meet` the peer; None if it is gone."""
+
+    def meet(self, peer: int, contact: Any) -> None:
+        """Make a peer of another process reachable from here; nothing if it is already."""
+
+    def take(self, peer: int, key: str) -> Future[Tensors]:
+        """Move a rollout here that another trainer handed over, see :mod:`.handover`."""
 
     def is_near(self, peer: int) -> bool:
         """Whether ``peer`` is on this host, and each of us can map the other's memory."""

@@ -31,9 +31,10 @@ from . import vitals
 from .counts import Counts
 from .engine import Engine, StepOptions
 from .envs import EnvBatch, EnvContext, make_envs
-from .errors import EnvError, PolicyError, WorkerError
+from .errors import EnvError, PolicyError, RolloutGone, WorkerError
 from .evaluation import Evaluation, Evaluator
 from .flat import LiveWeights, WeightLayout, published
+from .handover import Keeper
 from .link import Lifeline, exit_now
 from .policy import Exploration, Policy, RandomPolicy, UserPolicy
 from .receiver import Push, WeightReceiver
@@ -254,6 +255,8 @@ class Worker:
         self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
         self._slabs: list[Slab] = []
+        self._lying: dict[int, Slab] = {}  # by the number of the rollout that lies there
+        self._keeper = Keeper()
         self._sequence = 0
         self._preempted = -1  # the rollout that is to end early
         self._stopping = False
@@ -261,6 +264,7 @@ class Worker:
     def run(self) -> None:
         """Do jobs until :meth:`stop`; then close the envs."""
         do_jobs(self._jobs)
+        self._keeper.close()
         if self._receiver is not None:
             self._receiver.close()
         if self._evaluator is not None:
@@ -291,6 +295,29 @@ class Worker:
         self._preempted = sequence
         if self._engine is not None and sequence == self._sequence:
             self._engine.preempt()
+
+    def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
+        """Keep this rollout for another trainer: see :class:`Keeper`."""
+        slab = self._lying.get(sequence)
+        if slab is None:
+            raise RolloutGone(f"rollout {sequence} lies here no more")
+        self._keeper.keep(key, slab, keep_s)
+
+    def handed_over(self, key: str) -> Future[bool]:
+        """Whether it was taken, once that is certain."""
+        return self._keeper.outcome(key)
+
+    def take_over(self, key: str, mapped: bool) -> list[Any]:
+        """A rollout that is kept; ``mapped``: as :meth:`Slab.tensors` has it."""
+        return self._keeper.read(key).tensors(mapped=mapped)
+
+    def confirm(self, key: str) -> None:
+        """Whoever has read it has all of it."""
+        self._keeper.confirm(key)
+
+    def take_back(self, key: str) -> None:
+        """Give it to nobody any more."""
+        self._keeper.give_up(key, "the trainer that handed it over took it back")
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> Future[None]:
         """Start over: see :meth:`Engine.seed`. Torch and numpy get the first policy seed."""
@@ -381,6 +408,7 @@ class Worker:
                 for _ in range(NUM_SLABS)
             ]
         slab = self._slabs[self._sequence % NUM_SLABS]
+        self._lying.pop(self._sequence - NUM_SLABS, None)
         brief = self._preempted == self._sequence
         version = request.version if engine.options.exact_version else None
         engine.collect(
@@ -400,6 +428,7 @@ class Worker:
             lost=dict(engine.counts.lost),
             env_faults=engine.counts.env_faults,
         )
+        self._lying[self._sequence] = slab
         self._sequence += 1
         return header, tensors
 

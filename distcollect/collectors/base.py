@@ -152,12 +152,7 @@ class DataCollectorBase(ABC):
             WorkerLost: fewer workers are left than ``Faults.min_workers``; says why.
             CollectorStateError: after :meth:`shutdown`, or while it runs in the background.
         """
-        self._check_open()
-        if self._background is not None:
-            raise CollectorStateError(
-                "the collector fills its replay buffer in the background since start(): sample "
-                "from that, or end it by async_shutdown()"
-            )
+        self._check_may_take()
         return self._take(timeout_s)
 
     def _take(self, timeout_s: float | None) -> TensorDict:
@@ -165,6 +160,9 @@ class DataCollectorBase(ABC):
             batch = self._collect(timeout_s)[0]
         else:
             batch = self._whole_trajectories(self._whole, timeout_s)
+        return self._handed_on(batch)
+
+    def _handed_on(self, batch: TensorDict) -> TensorDict:
         batch = self._delivery.processed(batch)
         if self._replay_buffer is None:
             return batch
@@ -186,12 +184,18 @@ class DataCollectorBase(ABC):
 
     def _collect(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
         """A batch as it was collected, in the shape that is wanted; its rollouts' headers."""
+        self._check_not_over()
+        rows, headers = self._next(self._limit_s(timeout_s))
+        self._note_batch()
+        return self._delivery.shaped(rows, self._layout), headers
+
+    def _check_not_over(self) -> None:
         if self.total_frames != -1 and self._frames >= self.total_frames:
             raise StopIteration
-        rows, headers = self._next(self._limit_s(timeout_s))
+
+    def _note_batch(self) -> None:
         self._batches += 1
         self._frames += self.frames_per_batch
-        return self._delivery.shaped(rows, self._layout), headers
 
     def _limit_s(self, timeout_s: float | None) -> float:
         return self._faults.batch_timeout_s if timeout_s is None else timeout_s
@@ -285,6 +289,14 @@ class DataCollectorBase(ABC):
             raise copy.copy(self._background.error) from self._background.error
         if self._closed:
             raise CollectorStateError("the collector was shut down: make a new one")
+
+    def _check_may_take(self) -> None:
+        self._check_open()
+        if self._background is not None:
+            raise CollectorStateError(
+                "the collector fills its replay buffer in the background since start(): sample "
+                "from that, or end it by async_shutdown()"
+            )
 
     @property
     @abstractmethod

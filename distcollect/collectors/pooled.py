@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ from distcollect.delivery import Delivery, PostProcess
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CollectorStateError,
     DeadlineError,
     WorkerError,
     WorkerLost,
@@ -32,6 +34,7 @@ from distcollect.errors import (
 from distcollect.evaluation import Evaluation, Evaluators, shares
 from distcollect.flat import published
 from distcollect.handle import PushHandle
+from distcollect.handover import RolloutReference, Taker
 from distcollect.ledger import LedgerReport
 from distcollect.membership import State
 from distcollect.placement import num_cores
@@ -42,7 +45,7 @@ from distcollect.rollout import Header, Layout, Rollout, assemble
 from distcollect.seats import BatchPlan, Pace
 from distcollect.seeds import Stream, env_seed
 from distcollect.threads import missing
-from distcollect.transport import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, new_peer
+from distcollect.transport import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, place
 from distcollect.updaters import Site, WeightUpdaterBase
 from distcollect.weights import WeightSender
 from distcollect.worker import WorkerPlan
@@ -313,6 +316,8 @@ class RPCDataCollector(DataCollectorBase):
             workers.close()
             raise
         self._workers = workers
+        self._taker = Taker(workers.transport)
+        self._reproducible = reproducible
         self._first_traj_id = workers.first_traj_id
         self._publisher = Publisher(
             self._pool,
@@ -388,8 +393,7 @@ class RPCDataCollector(DataCollectorBase):
 
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
         try:
-            if self._updates_itself and self._batches:
-                self._publisher.publish_own(sync=self._sync)
+            self._publish_itself()
             if self._sync:
                 rollouts = self._pool.gather_all(timeout_s)
             else:
@@ -398,40 +402,145 @@ class RPCDataCollector(DataCollectorBase):
             self.shutdown()
             raise
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
-        batch = assemble(
-            self._layout,
+        batch = self._assembled(self._layout, rollouts)
+        stale = self._note_lag(batch, rollouts, self._pool.lag)
+        for worker_id, num_frames in stale:
+            self._pool.stale_frames[worker_id] += num_frames
+        return batch, [rollout.header for rollout in rollouts]
+
+    def _publish_itself(self) -> None:
+        if self._updates_itself and self._batches:
+            self._publisher.publish_own(sync=self._sync)
+
+    def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
+        return assemble(
+            layout,
             rollouts,
             mask=self._masks,
             compact=self._delivery.compact_obs,
             device=self._storing_device,
         )
-        self._note_lag(batch, rollouts)
-        return batch, [rollout.header for rollout in rollouts]
 
-    def _note_lag(self, batch: TensorDict, rollouts: Sequence[Rollout]) -> None:
-        """Work out the lags of a batch's frames, and its mask where that is wanted."""
+    def hand_over(
+        self, timeout_s: float | None = None, *, keep_s: float = 60.0
+    ) -> RolloutReference:
+        """Give the next rollout to another trainer of the launch, without fetching it.
+
+        Send the reference as you like (a queue, ``torch.distributed.send_object_list``); the other
+        trainer's :meth:`take_over` gets the frames straight from the worker. In the
+        :attr:`ledger` they are delivered once it has them, and else lost: by "not_taken" after
+        ``keep_s``, "worker_lost", or "shut_down" if this collector ends before. Until then the
+        rollout's memory on its worker is in use: of every two only one can wait to be taken while
+        the worker goes on. They count towards ``total_frames`` here, whatever becomes of them, and
+        :class:`Staleness` bounds their lag now, not when they are taken. What :meth:`next` has
+        had fetched ahead is for the next :meth:`next`.
+
+        Args:
+            timeout_s: for the rollout, instead of ``Faults.batch_timeout_s``.
+            keep_s: so long its worker keeps it, from now on.
+
+        Raises:
+            StopIteration: ``total_frames`` are collected.
+            ArgumentError: ``keep_s`` is no positive, finite number.
+            CollectorStateError: in sync mode, with ``reproducible`` or ``trajs_per_batch``.
+            BatchTimeout, EnvError, PolicyError, WorkerLost: as :meth:`next`.
+        """
+        self._check_hands_over("hand_over")
+        if not 0 < keep_s <= threading.TIMEOUT_MAX:
+            raise ArgumentError(f"keep_s={keep_s!r}: must be a number of seconds above 0")
+        self._check_not_over()
+        try:
+            self._publish_itself()
+            header, peer, key = self._pool.hand_over(self._limit_s(timeout_s), keep_s)
+        except WorkerError:
+            self.shutdown()
+            raise
+        self._publisher.last = [header.worker_id]
+        self._note_batch()
+        here = place()
+        contact = self._workers.transport.contact(peer)
+        return RolloutReference(here.trainer, here.run_id, header, self._layout, peer, contact, key)
+
+    def take_over(self, reference: RolloutReference, timeout_s: float | None = None) -> TensorDict:
+        """A rollout that another trainer handed over, fetched straight from its worker.
+
+        This process has to reach the worker at the address on its route to its own trainer. The
+        frames keep their ids and versions; ``("collector", "worker_id")`` is the worker's with the
+        other trainer. Their lag is taken against all versions of this trainer. They don't count
+        towards ``total_frames`` here, and stand in the other trainer's ledger. A reference can be
+        taken once, and is spent if that fails.
+
+        Args:
+            reference: what :meth:`hand_over` gave.
+            timeout_s: for the worker to give it, instead of ``Faults.batch_timeout_s``.
+
+        Returns:
+            The batch ``[n, T]``, as :meth:`next` gives it.
+
+        Raises:
+            RolloutGone: it was taken before, or too late, or its worker is gone; names the worker.
+            DeadlineError: its worker didn't answer in time; names it.
+            ArgumentError, ArgumentTypeError: this is no reference of this launch.
+            CollectorStateError: as :meth:`hand_over`.
+        """
+        self._check_hands_over("take_over")
+        if not isinstance(reference, RolloutReference):
+            raise ArgumentTypeError(
+                f"take_over({reference!r}): must be what another trainer's hand_over() gave"
+            )
+        rollouts = [self._taker.take(reference, self._limit_s(timeout_s))]
+        batch = self._assembled(reference.layout, rollouts)
+        newest = self._pool.version
+        self._note_lag(batch, rollouts, lambda _, version: max(0, newest - version))
+        return self._handed_on(self._delivery.shaped(batch, reference.layout))
+
+    def _check_hands_over(self, method: str) -> None:
+        self._check_may_take()
+        for is_so, reason in (
+            (self._sync, "is for sync=False: a batch of sync mode is a rollout of every worker"),
+            (self._reproducible, "is not for reproducible=True: it depends on who comes when"),
+            (self._whole is not None, "is not for trajs_per_batch: those span rollouts"),
+        ):
+            if is_so:
+                raise CollectorStateError(f"{method}() {reason}")
+
+    def _note_lag(
+        self, batch: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
+    ) -> list[tuple[int, int]]:
+        """Work out the lags of a batch's frames, and its mask where that is wanted.
+
+        Args:
+            batch: of these rollouts.
+            rollouts: in their order.
+            lag_of: of a worker's frames of a version.
+
+        Returns:
+            (worker_id, frames of it that are masked).
+        """
         versions = batch["collector", "policy_version"]
         by_rollout = versions.reshape(len(rollouts), -1)
         traj_ids = batch["collector", "traj_ids"].reshape(len(rollouts), -1)
         limit = self._mask_above
         counts: list[tuple[int, int]] = []
         stale: list[tuple[int, int]] = []
+        masked: list[tuple[int, int]] = []
         for index, rollout in enumerate(rollouts):
             worker_id = rollout.header.worker_id
             for version, num_frames in _versions(
                 rollout.header, by_rollout[index], traj_ids[index]
             ):
-                lag = self._pool.lag(worker_id, version)
+                lag = lag_of(worker_id, version)
                 counts.append((lag, num_frames))
                 if limit is not None and lag > limit:
                     stale.append((index, version))
-                    self._pool.stale_frames[worker_id] += num_frames
+                    masked.append((worker_id, num_frames))
         if limit is not None:
             fresh = torch.ones_like(by_rollout, dtype=torch.bool)
             for index, version in stale:
                 fresh[index][by_rollout[index] == version] = False
             batch["collector", "mask"] &= fresh.reshape(versions.shape)
         self._lag = LagStats.of(counts)
+        return masked
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Hand arguments to the weight updater's ``init``."""
@@ -548,7 +657,7 @@ class RPCDataCollector(DataCollectorBase):
         return [] if self._evaluators is None else list(self._evaluators.results)
 
     def _next_traj_id(self) -> int:
-        return self._first_traj_id + new_peer() * TRAJ_IDS_PER_PEER
+        return self._first_traj_id + place().new_peer() * TRAJ_IDS_PER_PEER
 
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
         # All trainers may go on from the state of one.

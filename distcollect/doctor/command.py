@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from distcollect import transport as wire
 from distcollect.cluster import host_and_port, read_token
 from distcollect.errors import DistCollectError
 from distcollect.launch import join
@@ -19,7 +20,6 @@ from distcollect.meeting import GatePlace, Meeting, finder, gate_place
 from distcollect.network import LOOPBACK
 from distcollect.rpc import RpcTransport
 from distcollect.topology import Launch, Launcher
-from distcollect.transport import TRAINER_PEER
 
 from . import checks, report
 from .checks import Finding
@@ -112,7 +112,7 @@ def _look_at(
     others: Callable[[int], contextlib.AbstractContextManager[None]],
 ) -> int:
     with contextlib.ExitStack() as undo:
-        transport = RpcTransport(TRAINER_PEER, address=place.address)
+        transport = RpcTransport(wire.place().trainer, address=place.address)
         undo.callback(transport.close)
         links = Links(transport, place.address)
         undo.callback(links.close)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from distcollect.link import Connection, GateEvents, Lifeline, Message
 from distcollect.rpc import RpcTransport
 from distcollect.shared import Segment, sample_of_memory
-from distcollect.transport import TRAINER_PEER, new_peer
+from distcollect.transport import place
 
 from .links import Rank
 from .survey import Survey, look
@@ -57,11 +57,11 @@ class Ward(GateEvents):
         """See :class:`~distcollect.link.GateEvents`."""
         if connection.hello.get("role") != ROLE:
             return {"refused": "this is distcollect doctor, which has no work for it"}
-        peer = new_peer()
+        peer = place().new_peer()
         self._connections[connection] = peer
         return {
             "peer": peer,
-            "trainer_peer": TRAINER_PEER,
+            "trainer_peer": place().trainer,
             "trainer_endpoint": self._transport.endpoint,
         }
 
