@@ -12,6 +12,7 @@
 
 from .background import RateLimited, ReplayBuffer
 from .broadcast import AutoUpdater, BroadcastUpdater
+from .checkpoint import Checkpoint
 from .collectors import (
     DataCollectorBase,
     LagStats,
@@ -62,6 +63,7 @@ __all__ = [
     "AutoUpdater",
     "BatchTimeout",
     "BroadcastUpdater",
+    "Checkpoint",
     "CollectorStateError",
     "DataCollectorBase",
     "DeadlineError",

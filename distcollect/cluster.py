@@ -46,6 +46,7 @@ class Cluster(GateEvents):
         address: this host's, on the interface by which they reach it.
         first_traj_id: no trajectory of this trainer's has a lower id, and none of another's one
             from here on, to the next trainer's.
+        patience_s: see :attr:`gathers`.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Cluster(GateEvents):
         *,
         num_ranks: int | None = None,
         num_local: int = 0,
+        num_expected: int | None = None,
+        patience_s: float = 0.0,
         port: int = 0,
         trainer: int = 0,
     ) -> None:
@@ -66,6 +69,8 @@ class Cluster(GateEvents):
             num_ranks: worker ranks of the launch: rank r's supervisor has slot r - 1. None: there
                 is no launch.
             num_local: slots, from 0, whose processes this process starts itself.
+            num_expected: so many workers join by themselves, some time; None: nobody need come.
+            patience_s: how long to wait for enough of these to be there.
             port: to listen on; 0: any that is free.
             trainer: which of the launch's trainers this is.
 
@@ -74,6 +79,8 @@ class Cluster(GateEvents):
         """
         self.address = address
         self.first_traj_id = trainer * TRAJ_IDS_PER_TRAINER
+        self.patience_s = patience_s
+        self._num_expected = num_expected
         self._token = token
         self._num_ranks = num_ranks
         self._num_local = num_local
@@ -90,12 +97,19 @@ class Cluster(GateEvents):
         self._changed = threading.Condition(self._lock)
         self.gate = Gate(address, token, self, port)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether workers come and go by themselves, so that too few are waited for."""
+        return self._num_expected is not None
+
     def num_workers(self, wanted: int | None) -> int:
         """How many workers a collector gets that asks for ``wanted`` (None: all there are).
 
         Raises:
             ArgumentError: more than there are.
         """
+        if self._num_expected is not None:
+            return self._num_expected if wanted is None else wanted
         if self._num_ranks is None:
             return self._num_local
         if wanted is not None and wanted > self._num_ranks:
@@ -195,22 +209,27 @@ class Cluster(GateEvents):
         self._local = None
         with self._lock:
             self._remote.clear()
-        if self._num_ranks is None:
+        if self._num_ranks is None and not self.gathers:
             self._dismiss()
 
-    def close(self) -> None:
+    def close(self, *, resumes: bool = False) -> None:
         """Send the supervisors home: the trainer is done.
 
         Ranks that are still on their way here are waited for a little: they would look for a
         trainer that is gone.
+
+        Args:
+            resumes: it will be started again, and those who joined by themselves are to wait.
         """
         with self._lock:
-            self._changed.wait_for(lambda: len(self._seen) == self._num_ranks, _FAREWELL_S)
-        self._dismiss()
+            if self._num_ranks is not None:
+                self._changed.wait_for(lambda: len(self._seen) == self._num_ranks, _FAREWELL_S)
+        self._dismiss(resumes=resumes)
 
-    def _dismiss(self) -> None:
+    def _dismiss(self, *, resumes: bool = False) -> None:
         for connection in list(self._supervisors.values()):
-            connection.send({"bye": True})
+            waits = resumes and not connection.hello.get("rank")
+            connection.send({"bye": True, "wait": waits})
         self.gate.close()
 
     def admit(self, connection: Connection) -> Message:

@@ -22,7 +22,9 @@ from . import arguments
 from .cluster import Cluster, current, listen_address, read_token, set_launched
 from .errors import ArgumentError, LaunchError
 from .link import Lifeline, Message, NoAnswer
+from .notice import Interrupted
 from .processes import End, LocalProcesses, ProcessEvents
+from .run_folder import LISTENING, RunFolder
 from .topology import LOOPBACK, Launch, Launcher, num_cores, route_to
 from .workers import close_workers
 
@@ -37,7 +39,8 @@ _MEET_TIMEOUT_S = 300.0
 # After the connection broke off: a cable that is pulled and put back takes some time.
 _MEET_AGAIN_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 5.0
-_RETRY_S = 0.2
+# Hundreds may wait for hours.
+_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
 _GATE_KEY = "distcollect/gate"
 
 
@@ -45,8 +48,9 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     """Call ``main`` on the trainer and serve on all other ranks of the launch.
 
     Under ``torchrun`` and ``srun``, rank 0 calls ``main`` and every other rank serves as a worker
-    of the collectors that ``main`` makes, until it returns. Under no launcher ``main`` is called
-    right here, and collectors start local workers of their own.
+    of the collectors that ``main`` makes, until it returns. In a job of ``distcollect submit`` that
+    has its workers in jobs apart, these are its workers. Under no launcher ``main`` is called right
+    here, and collectors start local workers of their own.
 
     Args:
         main: the training.
@@ -65,26 +69,36 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     """
     arguments.positive("num_trainers", num_trainers)
     launch = Launch.detect()
+    folder = RunFolder.here()
     if launch.launcher is Launcher.NONE:
         if num_trainers > 1:
             raise ArgumentError(
                 f"num_trainers={num_trainers} needs a launcher: start the script by torchrun"
             )
-        return main()
-    launch = launch.part(num_trainers)
-    if launch.rank > 0:
-        _supervise(launch)
-        return None
-    cluster = _open_gate(launch)
+        if folder is None or not folder.num_workers:
+            return main()
+        cluster = _open_to_all(folder)
+    else:
+        launch = launch.part(num_trainers)
+        if launch.rank > 0:
+            _supervise(launch)
+            return None
+        cluster = _open_gate(launch)
     set_launched(cluster)
+    if folder is not None and launch.trainer == 0:
+        folder.tell(LISTENING, host=cluster.address, port=cluster.gate.port, pid=os.getpid())
+    resumes = False
     try:
         with _among_trainers(launch, num_trainers):
             return main()
+    except Interrupted:
+        resumes = folder is not None
+        raise
     finally:
         # While their supervisors are still there to end them.
         close_workers()
         set_launched(None)
-        cluster.close()
+        cluster.close(resumes=resumes)
 
 
 @contextlib.contextmanager
@@ -156,6 +170,23 @@ def _open_gate(launch: Launch) -> Cluster:
     return cluster
 
 
+def _open_to_all(folder: RunFolder) -> Cluster:
+    """The trainer's side of a run whose workers are in jobs of their own."""
+    token = read_token()
+    if token is None:
+        raise LaunchError(f"{folder.token_file} is not named by DISTCOLLECT_TOKEN_FILE")
+    address, port = listen_address()
+    if not port:
+        address = _own_address(socket.gethostname())
+    return Cluster(
+        address,
+        token,
+        num_expected=folder.num_workers,
+        patience_s=folder.patience_s,
+        port=port,
+    )
+
+
 def _own_address(name: str) -> str:
     remedy = "set MASTER_ADDR to this host's address on the cluster's network"
     try:
@@ -214,7 +245,12 @@ class Meeting(NamedTuple):
 
 
 def supervise(
-    find: Callable[[], Meeting], *, rank: int | None, num_threads: int, timeout_s: float
+    find: Callable[[], Meeting],
+    *,
+    rank: int | None,
+    num_threads: int,
+    timeout_s: float,
+    patience_s: float | None = None,
 ) -> None:
     """Start and watch worker processes on the trainer's word, until it needs them no more.
 
@@ -226,6 +262,8 @@ def supervise(
         rank: of this process in its launch; None: it just joins.
         num_threads: torch's, in each worker process.
         timeout_s: for the trainer to be there.
+        patience_s: for it to come back, if it was lost or said that it would; None: a minute, and
+            not if nobody listens where it was.
 
     Raises:
         LaunchError: the trainer can't be reached, or refused.
@@ -235,14 +273,17 @@ def supervise(
     while True:
         _arm()
         try:
-            lifeline, meeting = _join(find, rank, timeout_s, give_up_if_refused=broken_off)
+            lifeline, meeting = _join(
+                find, rank, timeout_s, give_up_if_refused=broken_off and patience_s is None
+            )
             boot = {**meeting._asdict(), "num_threads": num_threads}
             if _serve(lifeline, boot):
                 return
         except _Terminated as error:
             raise SystemExit(128 + error.args[0]) from None
-        log.warning("the connection to the trainer broke off; looking for it again")
-        broken_off, timeout_s = True, _MEET_AGAIN_TIMEOUT_S
+        log.warning("the trainer is gone, or was cut off; looking for it again")
+        broken_off = True
+        timeout_s = _MEET_AGAIN_TIMEOUT_S if patience_s is None else patience_s
 
 
 def _arm() -> None:
@@ -253,6 +294,8 @@ def _arm() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, terminate)
+    # Batch systems tell every process of a job that it will end. The trainer decides what follows.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _join(
@@ -260,6 +303,7 @@ def _join(
 ) -> tuple[Lifeline, Meeting]:
     deadline = time.monotonic() + timeout_s
     problem: Exception | None = None
+    pause_s = _RETRY_S
     while time.monotonic() < deadline:
         try:
             meeting = find()
@@ -271,7 +315,8 @@ def _join(
         except (OSError, NoAnswer, dist.DistStoreError) as error:
             # Not there yet; or, after a restart by torchrun, the address of the last attempt.
             problem = error
-        time.sleep(_RETRY_S)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, _LONGEST_RETRY_S)
     who = "this process" if rank is None else f"rank {rank}"
     raise LaunchError(
         f"{who} could not reach the trainer within {timeout_s:g} s; the last try said: {problem}"
@@ -313,7 +358,7 @@ def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> bool:
             signal.signal(number, signal.SIG_IGN)
         processes.close(grace_s)
         lifeline.close()
-    return message is not None
+    return message is not None and not message.get("wait")
 
 
 def _spawn(

@@ -25,6 +25,7 @@ from distcollect.delivery import Delivery, PostProcess
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
+    BatchTimeout,
     DeadlineError,
     WorkerError,
     WorkerLost,
@@ -34,6 +35,7 @@ from distcollect.flat import published
 from distcollect.handle import PushHandle
 from distcollect.ledger import LedgerReport
 from distcollect.membership import State
+from distcollect.notice import heed
 from distcollect.policy import Exploration
 from distcollect.pool import Pool
 from distcollect.publisher import Publisher, Weights, WorkerIds
@@ -271,7 +273,7 @@ class RPCDataCollector(DataCollectorBase):
             local=self._is_local,
         )
         try:
-            self._probe = workers.probes[0]
+            self._probe = next(iter(workers.probes.values()))
             self._updater.attach(
                 Site(
                     workers.address,
@@ -391,11 +393,11 @@ class RPCDataCollector(DataCollectorBase):
         try:
             if self._updates_itself and self._batches:
                 self._publisher.publish_own(sync=self._sync)
-            if self._sync:
-                rollouts = self._pool.gather_all(limit)
-            else:
-                rollouts = [self._pool.gather_next(limit)]
+            rollouts = self._gather(limit)
+            while rollouts is None:
+                rollouts = self._gather(limit)
         except WorkerError:
+            heed()  # who tells this process to end tells the workers as well
             self.shutdown()
             raise
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
@@ -408,6 +410,18 @@ class RPCDataCollector(DataCollectorBase):
         )
         self._note_lag(batch, rollouts)
         return batch, [rollout.header for rollout in rollouts]
+
+    def _gather(self, limit_s: float) -> list[Rollout] | None:
+        """What a batch is made of; None if all workers left meanwhile, and others may come."""
+        self._workers.await_enough()
+        try:
+            if self._sync:
+                return self._pool.gather_all(limit_s)
+            return [self._pool.gather_next(limit_s)]
+        except BatchTimeout:
+            if self._workers.gathers and not self._workers.num_present:
+                return None
+            raise
 
     def _note_lag(self, batch: TensorDict, rollouts: Sequence[Rollout]) -> None:
         """Work out the lags of a batch's frames, and its mask where that is wanted."""
@@ -477,10 +491,21 @@ class RPCDataCollector(DataCollectorBase):
             WorkerError: nobody could receive them.
         """
         self._check_open()
+        # Of what is published to nobody, those who come later would not know.
+        self._workers.await_enough()
         handle = self._publisher.publish(policy_or_weights, worker_ids)
         if wait and handle is not None:
-            handle.wait()
+            self._wait_for(handle)
         return handle
+
+    def _wait_for(self, handle: PushHandle) -> None:
+        try:
+            handle.wait()
+        except WorkerLost:
+            heed()
+            # All left meanwhile; who comes next begins with these weights.
+            if not self._workers.gathers:
+                raise
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """See :class:`DataCollectorBase`."""
