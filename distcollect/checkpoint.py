@@ -43,10 +43,10 @@ class Checkpoint:
             collector.update_policy_weights_(policy)
 
     A job is told by SIGTERM or SIGUSR2: clusters send these before they take a job's nodes away or
-    its time is up, torchrun to its ranks when it is ended itself. Then the next :meth:`step`, or the
-    collector if it is waiting for frames, saves and ends the process: collectors are shut down as by
-    Ctrl-C, and the exit code is 75. Started again, it goes on from there. Under ``distcollect
-    submit`` that happens by itself.
+    its time is up, torchrun to its ranks when it is ended itself. Then the next :meth:`step`, or
+    the collector if it is waiting for frames, saves and ends the process: collectors are shut down
+    as by Ctrl-C, and the exit code is 75. Started again, it goes on from there. Under
+    ``distcollect submit`` that happens by itself.
 
     With several trainers the first one saves, and all load.
 
@@ -189,17 +189,11 @@ class Checkpoint:
     def _read(self) -> dict[str, Any]:
         try:
             saved = torch.load(self.path, map_location="cpu", weights_only=True)
-            if saved["format"] != _FORMAT:
-                raise ArgumentError(
-                    f"{self.path} has format {saved['format']}, this version reads {_FORMAT}"
-                )
-            states: dict[str, Any] = saved["parts"]
-        except ArgumentError:
-            raise
+            kind, states = saved["format"], dict(saved["parts"])
         except Exception as error:
-            raise ArgumentError(
-                f"{self.path} is no checkpoint that can be read: {error}"
-            ) from error
+            raise ArgumentError(f"{self.path} can't be read as a checkpoint: {error}") from error
+        if kind != _FORMAT:
+            raise ArgumentError(f"{self.path} has format {kind}, this version reads {_FORMAT}")
         return states
 
     def _prove(self, draft: Path) -> None:

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--run",
+        dest="run_folder",
         metavar="FOLDER",
         type=Path,
         help="of a run of 'distcollect submit', on a disk that this host shares: the trainer's "
@@ -61,8 +62,8 @@ def run(given: argparse.Namespace) -> int:
         ArgumentError: no address, or no token.
         LaunchError: the trainer can't be reached, or refused.
     """
-    if given.run is not None:
-        return _join_run(RunFolder(given.run), given)
+    if given.run_folder is not None:
+        return _join_run(RunFolder(given.run_folder), given)
     host, port = host_and_port("--join", given.join)
     meeting = Meeting(host, port, _token(given.token_file))
     _serve(lambda: meeting, given.threads, _WAIT_S if given.wait is None else given.wait, None)

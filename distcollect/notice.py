@@ -63,7 +63,7 @@ def heed() -> None:
 
 def forget() -> None:
     """Give the signals back their meaning."""
-    global _leave, _told  # noqa: PLW0603 - signals concern the process
+    global _leave, _told
     _leave, _told = None, ""
     for number, handler in _previous.items():
         signal.signal(number, handler)

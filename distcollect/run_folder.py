@@ -7,6 +7,7 @@
     RUN/trainer.json        where the trainer is, or what has become of it
     RUN/jobs/ID.json        its jobs
     RUN/failed/ID_RANK.json tasks that failed
+    RUN/history/            what else became of jobs
     RUN/logs/               what the tasks said, and submitit's files
     RUN/checkpoint.pt       where a :class:`~distcollect.Checkpoint` saves by default
 
@@ -72,7 +73,7 @@ class RunFolder:
         descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(16) + "\n")
-        for name in ("logs", "jobs", "failed"):
+        for name in ("logs", "jobs", "failed", "history"):
             (self.path / name).mkdir(exist_ok=True)
         self.write("run.json", settings)
 
@@ -112,6 +113,18 @@ class RunFolder:
         jobs = [job for name in names if (job := self.read(str(name))) is not None]
         return sorted(jobs, key=lambda job: float(job["submitted"]))
 
+    def note(self, job_id: str, what: str) -> None:
+        """Let the user know what became of a job."""
+        now = time.time()
+        self.write(f"history/{job_id}-{now:.3f}.json", {"at": now, "job": job_id, "what": what})
+
+    def history(self) -> list[str]:
+        """What was noted, in order, with its time."""
+        files = (path.relative_to(self.path) for path in (self.path / "history").glob("[0-9]*"))
+        notes = [note for file in files if (note := self.read(str(file))) is not None]
+        notes.sort(key=lambda note: float(note["at"]))
+        return [f"{_clock(note['at'])} job {note['job']} {note['what']}" for note in notes]
+
     def tell(self, state: str, **about: Any) -> None:
         """Let the others know what the trainer does.
 
@@ -119,8 +132,7 @@ class RunFolder:
             state: one of those above.
             about: what else to say of it.
         """
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.write("trainer.json", {"state": state, "since": now, **about})
+        self.write("trainer.json", {"state": state, "since": _clock(time.time()), **about})
 
     def address(self) -> tuple[str, int]:
         """Where the trainer listens: host and port.
@@ -137,3 +149,7 @@ class RunFolder:
         if said["state"] != LISTENING:
             raise NotYet(f"the trainer is {said['state']}, since {said['since']}")
         return str(said["host"]), int(said["port"])
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

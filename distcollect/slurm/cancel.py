@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 from pathlib import Path
 
 from distcollect.errors import LaunchError
 from distcollect.run_folder import ENDED
 
-from .jobs import check_slurm
+from .jobs import check_slurm, run_command
 from .status import run_in
-
-_TIMEOUT_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +27,7 @@ def run(given: argparse.Namespace) -> int:
     folder = run_in(given.run_folder)
     check_slurm()
     ids = [str(job["id"]) for job in folder.jobs()]
-    done = subprocess.run(
-        ["scancel", *ids], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    )
+    done = run_command(["scancel", *ids])
     if done.returncode:
         raise LaunchError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")
     folder.tell(ENDED, why="it was cancelled")

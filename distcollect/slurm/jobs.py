@@ -114,7 +114,7 @@ class Submitter:
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
             file.write(self.sbatch_file(job))
             file.flush()
-            done = _run(["sbatch", "--test-only", file.name])
+            done = run_command(["sbatch", "--test-only", file.name])
         return "" if done.returncode == 0 else done.stderr.strip()
 
     def submit(self, job: Job) -> str:
@@ -176,7 +176,7 @@ class Submitter:
             "additional_parameters": further,
             # srun doesn't take over what sbatch was told of CPUs, from SLURM 22.05 on.
             "srun_args": [
-                *("--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
+                *("--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--open-mode=append"),
                 f"--cpus-per-task={asked.cpus_per_task}",
             ],
             "wckey": None,
@@ -196,10 +196,11 @@ def partitions() -> dict[str, str]:
     """
     check_slurm()
     form = "%R|%D node(s) with up to %c CPUs, %m MB of memory, %G for at most %l"
-    done = _run(["sinfo", "--noheader", "--format", form])
+    done = run_command(["sinfo", "--noheader", "--format", form])
     if done.returncode:
         raise LaunchError(
-            f"SLURM doesn't answer: {done.stderr.strip()}; is this a login node, and is the cluster up?"
+            f"SLURM doesn't answer: {done.stderr.strip()}; is this a login node, and is the "
+            "cluster up?"
         )
     found: dict[str, str] = {}
     for line in done.stdout.splitlines():
@@ -219,7 +220,12 @@ def check_slurm() -> None:
         )
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run one of SLURM's commands.
+
+    Raises:
+        LaunchError: no answer in time.
+    """
     try:
         return subprocess.run(
             list(command),
@@ -230,7 +236,8 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         )
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
-            f"{command[0]} did not answer within {_COMMAND_TIMEOUT_S:g} s; is SLURM's controller up?"
+            f"{command[0]} did not answer within {_COMMAND_TIMEOUT_S:g} s; is SLURM's controller "
+            "up?"
         ) from error
 
 

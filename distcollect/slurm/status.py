@@ -96,7 +96,8 @@ class Report:
         if self._said:
             lines.append(f"the trainer {self._trainer_says()}")
         restarted = [s.job_id for _, found in self._jobs for s in found if s.restarts]
-        lines += [f"before that, {life}" for life in states.lives(restarted)]
+        lines += [f"an earlier life of job {life}" for life in states.lives(restarted)]
+        lines += self._folder.history()
         return "\n".join([*lines, *self._failures()])
 
     def _trainer_says(self) -> str:

@@ -37,6 +37,7 @@ from submitit.helpers import DelayedSubmission
 from distcollect.run_folder import ENDED, REQUEUED, STARTING, RunFolder
 
 _POLL_S = 0.05
+_SAVED = 75  # the exit code of a script whose Checkpoint has saved
 _COMMAND_TIMEOUT_S = 20.0
 
 
@@ -96,7 +97,8 @@ class Task:
 
     def checkpoint(self) -> DelayedSubmission:
         """Have the script save and end; what is to be run when the job starts again."""
-        _say("telling the script to save and end")
+        why = self._why()
+        _say(f"this job {why}: telling the script to save and end")
         for number in (self._notice, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         self._forward()
@@ -104,9 +106,11 @@ class Task:
             code = self._reap()
             if code == 0:
                 raise _Finished
-            _say(f"the script ended ({code}); the job is requeued")
+            how = "saved and ended" if code == _SAVED else f"ended ({_how(code)})"
         else:
-            _say(f"the script did not end within {self.grace_s:g} s; the job is requeued anyhow")
+            how = f"did not end within {self.grace_s:g} s and is killed"
+        RunFolder(Path(self.run)).note(self._job.job_id, f"{why}: its script {how}; requeued")
+        _say(f"the script {how}; the job is requeued")
         if self._is_trainer:
             self._tell(REQUEUED)
         return DelayedSubmission(self)
@@ -126,7 +130,7 @@ class Task:
             if not self.trains:
                 self._forward()
             return
-        if self._state_of_job() == "RUNNING":
+        if self._about_job().get("JobState") == "RUNNING":
             os.kill(os.getpid(), self._notice)
             return
         self._cancelled = True
@@ -134,13 +138,19 @@ class Task:
             self._tell(ENDED, why="its job was cancelled, or out of time")
         self._forward()
 
-    def _state_of_job(self) -> str:
+    def _about_job(self) -> dict[str, str]:
         command = ["scontrol", "show", "job", "--oneliner", self._job.raw_job_id]
-        for word in _output_of(command).split():
-            name, _, value = word.partition("=")
-            if name == "JobState":
-                return value
-        return "UNKNOWN"
+        pairs = (word.partition("=") for word in _output_of(command).split())
+        return {name: value for name, _, value in pairs}
+
+    def _why(self) -> str:
+        """Why the job is told to end, in words."""
+        about = self._about_job()
+        # Both as in 2026-11-22T01:55:45; it may have been preempted in an earlier life too.
+        if about.get("StartTime", "~") <= about.get("PreemptTime", "") < "A":
+            return "is preempted"
+        ran = f"after {about.get('RunTime')} of {about.get('TimeLimit')}"
+        return f"was told to end {ran}"
 
     def _start(self) -> subprocess.Popen[bytes]:
         notice = self._notice
@@ -197,7 +207,7 @@ class Task:
     def _settle(self, code: int) -> None:
         """Let the others know how it ended."""
         folder = RunFolder(Path(self.run))
-        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        how = _how(code)
         name = f"{self._job.job_id}_{self._job.global_rank}.json"
         if code != 0 and not self._told:
             about = {"how": how, "host": socket.gethostname(), "at": time.time()}
@@ -220,6 +230,10 @@ class Task:
     def _tell(self, state: str, **about: str) -> None:
         host = socket.gethostname()
         RunFolder(Path(self.run)).tell(state, job=self._job.job_id, on=host, **about)
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def _output_of(command: list[str]) -> str:

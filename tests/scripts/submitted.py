@@ -68,7 +68,9 @@ def main():
         )
         resumed = checkpoint.load()
         say(event="start", resumed=resumed, batches=round(policy.batches.item()))
-        while policy.batches.item() < args.batches or not (args.until is None or args.until.exists()):
+        while policy.batches.item() < args.batches or not (
+            args.until is None or args.until.exists()
+        ):
             batch = collector.next()
             if policy.batches.item() == args.fail_at:
                 raise RuntimeError("as it was told to")
