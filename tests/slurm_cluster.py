@@ -159,4 +159,5 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         subprocess.run([TESTBED / "slurm_down.sh"], timeout=60, check=False, capture_output=True)
         shutil.rmtree(runs, ignore_errors=True)
         notes.unlink()
+        Path(env["DC_STATE"] + ".lock").unlink(missing_ok=True)
         patch.undo()
