@@ -12,6 +12,7 @@
 
 from .background import RateLimited, ReplayBuffer
 from .broadcast import AutoUpdater, BroadcastUpdater
+from .checkpoint import Checkpoint
 from .collectors import (
     DataCollectorBase,
     LagStats,
@@ -64,6 +65,7 @@ __all__ = [
     "AutoUpdater",
     "BatchTimeout",
     "BroadcastUpdater",
+    "Checkpoint",
     "CollectorStateError",
     "DataCollectorBase",
     "DeadlineError",

@@ -16,7 +16,10 @@ from .errors import DistCollectError
 # name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
 _COMMANDS = {
     "bench": ("distcollect.bench.command", "compare with a bare loop and with other collectors"),
+    "cancel": ("distcollect.slurm.cancel", "end the jobs of a run on a SLURM cluster"),
     "doctor": ("distcollect.doctor.command", "look for what keeps hosts from working together"),
+    "status": ("distcollect.slurm.status", "what becomes of a run on a SLURM cluster"),
+    "submit": ("distcollect.slurm.submit", "a training script to a SLURM cluster"),
     "worker": ("distcollect.join", "add a worker to a trainer that is running"),
 }
 

@@ -22,6 +22,7 @@ from .link import Connection, Gate, GateEvents, Message
 from .network import LOOPBACK
 from .placement import Host, choose, may_pin, num_cores
 from .processes import End, LocalProcesses, ProcessEvents
+from .run_folder import TOKEN_VARIABLE
 from .transport import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 _FAREWELL_S = 20.0
 _LISTEN = "DISTCOLLECT_LISTEN"
 _SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
-SECRET_FILE = "DISTCOLLECT_TOKEN_FILE"  # noqa: S105 - a name
 
 
 class ClusterEvents(GateEvents, ProcessEvents):
@@ -51,6 +51,7 @@ class Cluster(GateEvents):
         first_traj_id: no trajectory of this trainer's has a lower id, and none of another's one
             from here on, to the next trainer's.
         store: torchrun's, which goes with its last mention where this process serves it.
+        patience_s: see :attr:`gathers`.
     """
 
     store: Any = None
@@ -62,6 +63,8 @@ class Cluster(GateEvents):
         *,
         num_ranks: int | None = None,
         num_local: int = 0,
+        num_expected: int | None = None,
+        patience_s: float = 0.0,
         port: int = 0,
         trainer: int = 0,
     ) -> None:
@@ -73,6 +76,8 @@ class Cluster(GateEvents):
             num_ranks: worker ranks of the launch: rank r's supervisor has slot r - 1. None: there
                 is no launch.
             num_local: slots, from 0, whose processes this process starts itself.
+            num_expected: so many workers join by themselves, some time; None: nobody need come.
+            patience_s: how long to wait for enough of these to be there.
             port: to listen on; 0: any that is free.
             trainer: which of the launch's trainers this is.
 
@@ -81,6 +86,8 @@ class Cluster(GateEvents):
         """
         self.address = address
         self.first_traj_id = trainer * TRAJ_IDS_PER_TRAINER
+        self.patience_s = patience_s
+        self._num_expected = num_expected
         self._token = token
         self._num_ranks = num_ranks
         self._num_local = num_local
@@ -99,12 +106,19 @@ class Cluster(GateEvents):
         self._changed = threading.Condition(self._lock)
         self.gate = Gate(address, token, self, port)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether workers come and go by themselves, so that too few are waited for."""
+        return self._num_expected is not None
+
     def num_workers(self, wanted: int | None) -> int:
         """How many workers a collector gets that asks for ``wanted`` (None: all there are).
 
         Raises:
             ArgumentError: more than there are.
         """
+        if self._num_expected is not None:
+            return self._num_expected if wanted is None else wanted
         if self._num_ranks is None:
             return self._num_local
         if wanted is not None and wanted > self._num_ranks:
@@ -204,10 +218,10 @@ class Cluster(GateEvents):
         self._local = None
         with self._lock:
             self._remote.clear()
-        if self._num_ranks is None:
+        if self._num_ranks is None and not self.gathers:
             self._dismiss()
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool = False, resumes: bool = False) -> None:
         """Send the supervisors home: the trainer is done.
 
         Ranks that are still on their way here are waited for a little: they would look for a
@@ -215,14 +229,17 @@ class Cluster(GateEvents):
 
         Args:
             failed: whether it ends by an error; then its launch's ranks do so too.
+            resumes: it will be started again, and those who joined by themselves are to wait.
         """
         with self._lock:
-            self._changed.wait_for(lambda: len(self._seen) == self._num_ranks, _FAREWELL_S)
-        self._dismiss(failed=failed)
+            if self._num_ranks is not None:
+                self._changed.wait_for(lambda: len(self._seen) == self._num_ranks, _FAREWELL_S)
+        self._dismiss(failed=failed, resumes=resumes)
 
-    def _dismiss(self, *, failed: bool = False) -> None:
+    def _dismiss(self, *, failed: bool = False, resumes: bool = False) -> None:
         for connection in list(self._supervisors.values()):
-            connection.send({"bye": True, "failed": failed})
+            waits = resumes and not connection.hello.get("rank")
+            connection.send({"bye": True, "failed": failed, "wait": waits})
         self.gate.close()
 
     def admit(self, connection: Connection) -> Message:
@@ -344,7 +361,7 @@ def open_cluster(
     if port and read_token() is None:
         raise ArgumentError(
             f"to let workers join at {address}:{port}, put a secret into a file that only you can "
-            f"read and name it by {SECRET_FILE}, here and where they are started"
+            f"read and name it by {TOKEN_VARIABLE}, here and where they are started"
         )
     token = read_token() or secrets.token_hex(16)
     num_local = num_cores() if num_workers is None else num_workers
@@ -379,7 +396,7 @@ def read_token() -> str | None:
     Raises:
         LaunchError: the file can't be read, is empty, or everybody may read it.
     """
-    path = os.environ.get(SECRET_FILE)
+    path = os.environ.get(TOKEN_VARIABLE)
     if path is None:
         return os.environ.get(_SECRET) or None
     try:
@@ -387,14 +404,14 @@ def read_token() -> str | None:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"{SECRET_FILE}={path}: {error}") from error
+        raise LaunchError(f"{TOKEN_VARIABLE}={path}: {error}") from error
     if not token:
-        raise LaunchError(f"{SECRET_FILE}={path}: the file is empty")
+        raise LaunchError(f"{TOKEN_VARIABLE}={path}: the file is empty")
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise LaunchError(
-            f"{SECRET_FILE}={path}: others may read or change it ({stat.filemode(mode)}), so it is "
+            f"{TOKEN_VARIABLE}={path}: others may read or change it ({stat.filemode(mode)}), so it is "
             f"no secret; make a new one, chmod 600 {shlex.quote(path)}"
         )
     if mode & stat.S_IRGRP:
-        log.warning("%s=%s: its group may read it; is that meant?", SECRET_FILE, path)
+        log.warning("%s=%s: its group may read it; is that meant?", TOKEN_VARIABLE, path)
     return token

@@ -1,24 +1,40 @@
-"""``distcollect worker --join``: a worker for a trainer that is running, from any host."""
+"""``distcollect worker``: a worker for a trainer that runs or will run, from any host."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 from .cluster import host_and_port, read_token
-from .errors import ArgumentError
+from .errors import ArgumentError, LaunchError
 from .launch import supervise
 from .meeting import Meeting
 from .placement import Place
+from .run_folder import TOKEN_VARIABLE, RunFolder, RunOver
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be typed after ``distcollect worker``."""
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
         "--join",
         metavar="HOST:PORT",
-        required=True,
         help="where the trainer listens: its listen= argument, or its DISTCOLLECT_LISTEN",
+    )
+    where.add_argument(
+        "--run",
+        dest="run_folder",
+        metavar="FOLDER",
+        type=Path,
+        help="of a run of 'distcollect submit', on a disk that this host shares: the trainer's "
+        "address and token are read there, and read again when it was requeued",
     )
     parser.add_argument(
         "--token-file",
@@ -29,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wait",
         metavar="SECONDS",
         type=float,
-        default=300.0,
-        help="for the trainer to be there (default: %(default)g)",
+        help=f"for the trainer to be there (default: {_WAIT_S:g}; with --run what the run says)",
     )
     parser.add_argument(
         "--threads",
@@ -48,15 +63,56 @@ def run(given: argparse.Namespace) -> int:
         ArgumentError: no address, or no token.
         LaunchError: the trainer can't be reached, or refused.
     """
+    if given.run_folder is not None:
+        return _join_run(RunFolder(given.run_folder), given)
     host, port = host_and_port("--join", given.join)
-    if given.token_file is not None:
-        os.environ["DISTCOLLECT_TOKEN_FILE"] = given.token_file
+    meeting = Meeting(host, port, _token(given.token_file))
+    _serve(lambda: meeting, given.threads, _WAIT_S if given.wait is None else given.wait, None)
+    return 0
+
+
+def _token(file: str | os.PathLike[str] | None) -> str:
+    if file is not None:
+        os.environ[TOKEN_VARIABLE] = str(file)
     token = read_token()
     if token is None:
         raise ArgumentError(
             "the trainer's token is missing: name the file that holds it by --token-file or "
             "DISTCOLLECT_TOKEN_FILE"
         )
-    meeting = Meeting(host, port, token)
-    supervise(lambda: meeting, rank=None, place=Place(None, given.threads), timeout_s=given.wait)
+    return token
+
+
+def _serve(
+    find: Callable[[], Meeting], num_threads: int, timeout_s: float, patience_s: float | None
+) -> None:
+    place = Place(None, num_threads)
+    supervise(find, rank=None, place=place, timeout_s=timeout_s, patience_s=patience_s)
+
+
+def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
+    if not folder.settings:
+        raise ArgumentError(
+            f"--run {folder.path}: no run of 'distcollect submit' is there, as seen from this host"
+        )
+    token = _token(given.token_file or folder.token_file)
+    wait_s = folder.patience_s if given.wait is None else given.wait
+
+    def find() -> Meeting:
+        host, port = folder.address()
+        return Meeting(host, port, token)
+
+    log.warning("waiting up to %g s for the trainer of %s", wait_s, folder.path)
+    try:
+        _serve(find, given.threads, wait_s, wait_s)
+    except RunOver as error:
+        log.warning("the run is over: %s", error)
+    except LaunchError as error:
+        said = folder.read("trainer.json")
+        raise LaunchError(
+            f"{error}\n{folder.path}/trainer.json says: {said}. If the trainer that wrote this is "
+            "long gone, the address is stale: 'distcollect status' tells what became of its job, "
+            "'distcollect cancel' ends the rest. If it runs, can this host reach that address, and "
+            f"is {folder.token_file} the run's own?"
+        ) from error
     return 0

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +16,15 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed
 
 from . import arguments
-from .cluster import Cluster, current, set_launched
+from .cluster import Cluster, current, listen_address, read_token, set_launched
 from .errors import ArgumentError, LaunchError
 from .link import Lifeline, Message, NoAnswer
 from .meeting import MEET_TIMEOUT_S, Meeting, finder, gate_place
-from .network import LOOPBACK
+from .network import LOOPBACK, own_address_of
+from .notice import Interrupted
 from .placement import Host, Place, choose, may_pin
 from .processes import End, LocalProcesses, ProcessEvents
+from .run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
 from .topology import Launch, Launcher
 from .transport import take_place
 from .workers import close_workers
@@ -36,7 +39,8 @@ dist: Any = torch.distributed
 # After the connection broke off: a cable that is pulled and put back takes some time.
 _MEET_AGAIN_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 5.0
-_RETRY_S = 0.2
+# Hundreds may wait for hours.
+_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
 # Ranks whose trainer has failed end so much later.
 _LAST_S = 3.0
 
@@ -45,8 +49,9 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     """Call ``main`` on the trainer and serve on all other ranks of the launch.
 
     Under ``torchrun`` and ``srun``, rank 0 calls ``main`` and every other rank serves as a worker
-    of the collectors that ``main`` makes, until it returns. Under no launcher ``main`` is called
-    right here, and collectors start local workers of their own.
+    of the collectors that ``main`` makes, until it returns. In a job of ``distcollect submit`` that
+    has its workers in jobs apart, these are its workers. Under no launcher ``main`` is called right
+    here, and collectors start local workers of their own.
 
     Args:
         main: the training.
@@ -65,23 +70,32 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     """
     arguments.positive("num_trainers", num_trainers)
     launch = Launch.detect()
+    folder = RunFolder.here()
     if launch.launcher is Launcher.NONE:
         if num_trainers > 1:
             raise ArgumentError(
                 f"num_trainers={num_trainers} needs a launcher: start the script by torchrun"
             )
-        return main()
-    launch = launch.part(num_trainers)
-    if launch.rank > 0:
-        _supervise(launch)
-        return None
-    take_place(launch.run_id, launch.trainer, num_trainers)
-    cluster = _open_gate(launch)
+        if folder is None or not folder.num_workers:
+            return main()
+        cluster = _open_to_all(folder)
+    else:
+        launch = launch.part(num_trainers)
+        if launch.rank > 0:
+            _supervise(launch)
+            return None
+        take_place(launch.run_id, launch.trainer, num_trainers)
+        cluster = _open_gate(launch)
     set_launched(cluster)
-    failed = True
+    if folder is not None and launch.trainer == 0:
+        folder.tell(LISTENING, host=cluster.address, port=cluster.gate.port, pid=os.getpid())
+    failed, resumes = True, False
     try:
         with _among_trainers(launch, num_trainers):
             result = main()
+    except Interrupted:
+        failed, resumes = False, folder is not None
+        raise
     except SystemExit as error:
         failed = error.code not in (None, 0)
         raise
@@ -92,7 +106,7 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
         # While their supervisors are still there to end them.
         close_workers()
         set_launched(None)
-        cluster.close(failed=failed)
+        cluster.close(failed=failed, resumes=resumes)
 
 
 @contextlib.contextmanager
@@ -147,6 +161,29 @@ def _open_gate(launch: Launch) -> Cluster:
     return cluster
 
 
+def _open_to_all(folder: RunFolder) -> Cluster:
+    """The trainer's side of a run whose workers are in jobs of their own."""
+    token = read_token()
+    if token is None:
+        raise LaunchError(f"{folder.token_file} is not named by {TOKEN_VARIABLE}")
+    address, port = listen_address()
+    if not port:
+        address = own_address_of(socket.gethostname()) or ""
+    if not address:
+        raise LaunchError(
+            f"this host's name {socket.gethostname()!r} stands for none of its addresses that "
+            "others can reach; set DISTCOLLECT_LISTEN to one of them and a free port, as in "
+            "10.0.0.5:29600"
+        )
+    return Cluster(
+        address,
+        token,
+        num_expected=folder.num_workers,
+        patience_s=folder.patience_s,
+        port=port,
+    )
+
+
 class _Terminated(BaseException):
     """SIGTERM or SIGINT reached a supervisor."""
 
@@ -167,7 +204,12 @@ class _Reports(ProcessEvents):
 
 
 def supervise(
-    find: Callable[[], Meeting], *, rank: int | None, place: Place, timeout_s: float
+    find: Callable[[], Meeting],
+    *,
+    rank: int | None,
+    place: Place,
+    timeout_s: float,
+    patience_s: float | None = None,
 ) -> None:
     """Start and watch worker processes on the trainer's word, until it needs them no more.
 
@@ -179,6 +221,8 @@ def supervise(
         rank: of this process in its launch; None: it just joins.
         place: of its worker process on this host.
         timeout_s: for the trainer to be there.
+        patience_s: for it to come back, if it was lost or said that it would; None: a minute, and
+            not if nobody listens where it was.
 
     Raises:
         LaunchError: the trainer can't be reached, or refused.
@@ -188,17 +232,20 @@ def supervise(
     while True:
         _arm()
         try:
-            lifeline, meeting = join(find, rank, timeout_s, give_up_if_refused=broken_off)
+            lifeline, meeting = join(
+                find, rank, timeout_s, give_up_if_refused=broken_off and patience_s is None
+            )
             boot = {**asdict(meeting), **asdict(place)}
             goodbye = _serve(lifeline, boot)
-            if goodbye is not None:
+            if goodbye is not None and not goodbye.get("wait"):
                 if goodbye.get("failed") and rank is not None:
                     _fail("the trainer failed")
                 return
         except _Terminated as error:
             raise SystemExit(128 + error.args[0]) from None
-        log.warning("the connection to the trainer broke off; looking for it again")
-        broken_off, timeout_s = True, _MEET_AGAIN_TIMEOUT_S
+        log.warning("the trainer is gone, or was cut off; looking for it again")
+        broken_off = True
+        timeout_s = _MEET_AGAIN_TIMEOUT_S if patience_s is None else patience_s
 
 
 def _arm() -> None:
@@ -209,6 +256,8 @@ def _arm() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, terminate)
+    # Batch systems tell every process of a job that it will end. The trainer decides what follows.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def join(
@@ -227,6 +276,7 @@ def join(
     """
     deadline = time.monotonic() + timeout_s
     problem: Exception | None = None
+    pause_s = _RETRY_S
     while time.monotonic() < deadline:
         try:
             meeting = find()
@@ -240,7 +290,8 @@ def join(
         except (OSError, NoAnswer, dist.DistStoreError) as error:
             # Not there yet; or, after a restart by torchrun, the address of the last attempt.
             problem = error
-        time.sleep(_RETRY_S)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, _LONGEST_RETRY_S)
     who = "this process" if rank is None else f"rank {rank}"
     raise LaunchError(
         f"{who} could not reach the trainer within {timeout_s:g} s; the last try said: {problem}"

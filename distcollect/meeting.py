@@ -14,9 +14,10 @@ from typing import Any
 
 import torch.distributed
 
-from .cluster import SECRET_FILE, listen_address, read_token
+from .cluster import listen_address, read_token
 from .errors import LaunchError
 from .network import LOOPBACK, own_address_of, route_to, way_to
+from .run_folder import TOKEN_VARIABLE
 from .topology import Launch, Launcher
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def gate_place(launch: Launch) -> GatePlace:
                 log.warning(
                     "workers are known by the SLURM job's id, which every user of the cluster can "
                     "see; set %s to the name of a file that holds a secret of yours",
-                    SECRET_FILE,
+                    TOKEN_VARIABLE,
                 )
         address, wanted_port = listen_address(default=address)
         port = (wanted_port or port) + launch.trainer

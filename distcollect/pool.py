@@ -35,6 +35,7 @@ from .errors import (
 )
 from .handle import PushHandle
 from .ledger import Ledger, LedgerReport
+from .notice import heed
 from .rollout import Header, Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
 from .seats import Asked, BatchPlan, Pace, Seat
@@ -616,6 +617,7 @@ class Pool:
     def _wait_for(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
         deadline = time.monotonic() + timeout_s
         while not (result := ready()):
+            heed()
             self._check()
             remaining = deadline - time.monotonic()
             if remaining <= 0:

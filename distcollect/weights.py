@@ -106,6 +106,7 @@ class WeightSender:
         self._slots: dict[int, _Slot] = {}
         self._first = 0  # the version that workers start with
         self._newest: dict[int, _Publication] = {}  # for each slot, for whoever comes into it
+        self._vacated: set[int] = set()  # slots that nobody was to come back to
         self._last: _Publication | None = None  # what acknowledged versions are compared with
         self._thread = SerialThread("distcollect-weights")
         self._closed = False
@@ -146,15 +147,17 @@ class WeightSender:
     def welcome(self, worker_id: int, peer: int) -> int:
         """A new process is in a slot: it gets the newest version that its slot was to have.
 
-        In a slot that is new, too, that is the newest of all.
+        In a slot that is new, or that nobody was to come back to, that is the newest of all.
 
         Returns:
             The version; 0: what it has is the newest.
         """
         with self._lock:
-            newest = self._newest.get(worker_id) or max(
+            newest = None if worker_id in self._vacated else self._newest.get(worker_id)
+            newest = newest or max(
                 self._newest.values(), key=lambda publication: publication.version, default=None
             )
+            self._vacated.discard(worker_id)
             before = self._slots.get(worker_id)
             handles = before.handles if before is not None else []
             self._slots[worker_id] = _Slot(peer, newest, self._first, handles=handles)
@@ -183,6 +186,8 @@ class WeightSender:
                 return
             if replaced:
                 self._slots[worker_id] = _Slot(None, handles=slot.handles)
+            else:
+                self._vacated.add(worker_id)
         if slot.peer is not None:
             self._updater.forget(slot.peer)
         gone = _replaced(worker_id) if replaced else WorkerLost("is gone", worker_id=worker_id)

@@ -36,6 +36,7 @@ from .errors import (
 )
 from .link import Connection, Message
 from .membership import PRESENT, Command, Membership, Overdue, Ping, Start, State
+from .notice import heed
 from .processes import End
 from .rpc import RpcTransport
 from .shared import Segment
@@ -126,7 +127,9 @@ class Workers(ClusterEvents):
             undo.callback(_in_use.release)
             self._cluster: Cluster = open_cluster(num_workers, listen, local=local)
             undo.callback(self._cluster.release)
-            count = self._num_first = self._cluster.num_workers(num_workers)
+            # Nobody in particular has to come where all come by themselves.
+            count = 0 if self._cluster.gathers else self._cluster.num_workers(num_workers)
+            self._num_first = count
             self.address = self._cluster.address
             self.first_traj_id = self._cluster.first_traj_id
             self.transport = RpcTransport(place().trainer, address=self.address)
@@ -569,7 +572,7 @@ class Workers(ClusterEvents):
         if isinstance(failure, EnvError) and (not present or hopeful < least):
             self._fail(failure)
             return
-        if hopeful < least:
+        if hopeful < least and not self._cluster.gathers:
             others = [f"worker {w}: {d}" for w, d in sorted(self._deaths.items()) if w != worker_id]
             before = f"; before that {'; '.join(others)}" if others else ""
             self._fail(
@@ -591,6 +594,9 @@ class Workers(ClusterEvents):
 
     def _wait_ready(self) -> None:
         """Wait for the first process in every slot; at least one in all."""
+        if self._cluster.gathers:
+            self.await_enough()
+            return
         limit_s = self._faults.start_timeout_s
         deadline = time.monotonic() + limit_s + _EXIT_TIMEOUT_S
         with self._lock:
@@ -603,6 +609,39 @@ class Workers(ClusterEvents):
                     whom = f"workers {missing}" if missing else "a worker"
                     raise DeadlineError(f"waited {limit_s:g} s for {whom} to join, in vain")
                 self._changed.wait(min(remaining, LOOK_UP_S))
+
+    def await_enough(self) -> None:
+        """Where workers come and go by themselves, wait until enough are there.
+
+        Raises:
+            DeadlineError: they didn't come in time.
+            DistCollectError: the run can't go on.
+        """
+        least, limit_s = self._faults.min_workers, self._cluster.patience_s
+        if not self._cluster.gathers or self.num_present >= least:
+            return
+        log.warning(
+            "waiting up to %g s for workers: %d there, %d wanted", limit_s, self.num_present, least
+        )
+        deadline = time.monotonic() + limit_s
+        with self._lock:
+            while self.num_present < least:
+                if self._failure is not None:
+                    raise self._failure
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise DeadlineError(
+                        f"waited {limit_s:g} s for workers to join at {self.address}: "
+                        f"{self.num_present} of at least {least} (Faults.min_workers) are there; "
+                        "are their jobs still queued? 'distcollect status' tells"
+                    )
+                heed()
+                self._changed.wait(min(remaining, LOOK_UP_S))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether workers come and go by themselves, so that too few are waited for."""
+        return self._cluster.gathers
 
     def _stop(self) -> None:
         """Have all stop stepping and close their envs."""

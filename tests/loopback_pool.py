@@ -52,6 +52,10 @@ class LoopbackWorkers:
         self.gpus = {worker_id: probe.gpu for worker_id, probe in self.probes.items()}
         self.states = dict.fromkeys(self.probes, State.READY)
         self.num_present = num_workers
+        self.gathers = False
+
+    def await_enough(self) -> None:
+        assert self.num_present
 
     def attach(self, crew: Crew) -> None:
         self._crew = crew

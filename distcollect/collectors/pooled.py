@@ -26,6 +26,7 @@ from distcollect.delivery import Delivery, PostProcess
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
+    BatchTimeout,
     CollectorStateError,
     DeadlineError,
     WorkerError,
@@ -37,6 +38,7 @@ from distcollect.handle import PushHandle
 from distcollect.handover import RolloutReference, Taker
 from distcollect.ledger import LedgerReport
 from distcollect.membership import State
+from distcollect.notice import heed
 from distcollect.placement import num_cores
 from distcollect.policy import Exploration
 from distcollect.pool import Pool
@@ -274,7 +276,7 @@ class RPCDataCollector(DataCollectorBase):
             local=self._is_local,
         )
         try:
-            self._probe = workers.probes[0]
+            self._probe = next(iter(workers.probes.values()))
             self._updater.attach(
                 Site(
                     workers.address,
@@ -394,11 +396,11 @@ class RPCDataCollector(DataCollectorBase):
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
         try:
             self._publish_itself()
-            if self._sync:
-                rollouts = self._pool.gather_all(timeout_s)
-            else:
-                rollouts = [self._pool.gather_next(timeout_s)]
+            rollouts = self._gather(timeout_s)
+            while rollouts is None:
+                rollouts = self._gather(timeout_s)
         except WorkerError:
+            heed()  # who tells this process to end tells the workers as well
             self.shutdown()
             raise
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
@@ -504,6 +506,18 @@ class RPCDataCollector(DataCollectorBase):
             if is_so:
                 raise CollectorStateError(f"{method}() {reason}")
 
+    def _gather(self, limit_s: float) -> list[Rollout] | None:
+        """What a batch is made of; None if all workers left meanwhile, and others may come."""
+        self._workers.await_enough()
+        try:
+            if self._sync:
+                return self._pool.gather_all(limit_s)
+            return [self._pool.gather_next(limit_s)]
+        except BatchTimeout:
+            if self._workers.gathers and not self._workers.num_present:
+                return None
+            raise
+
     def _note_lag(
         self, batch: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
     ) -> list[tuple[int, int]]:
@@ -585,10 +599,21 @@ class RPCDataCollector(DataCollectorBase):
             WorkerError: nobody could receive them.
         """
         self._check_open()
+        # Of what is published to nobody, those who come later would not know.
+        self._workers.await_enough()
         handle = self._publisher.publish(policy_or_weights, worker_ids)
         if wait and handle is not None:
-            handle.wait()
+            self._wait_for(handle)
         return handle
+
+    def _wait_for(self, handle: PushHandle) -> None:
+        try:
+            handle.wait()
+        except WorkerLost:
+            heed()
+            # All left meanwhile; who comes next begins with these weights.
+            if not self._workers.gathers:
+                raise
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """See :class:`DataCollectorBase`."""
