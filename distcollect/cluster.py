@@ -409,8 +409,8 @@ def read_token() -> str | None:
         raise LaunchError(f"{TOKEN_VARIABLE}={path}: the file is empty")
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise LaunchError(
-            f"{TOKEN_VARIABLE}={path}: others may read or change it ({stat.filemode(mode)}), so it is "
-            f"no secret; make a new one, chmod 600 {shlex.quote(path)}"
+            f"{TOKEN_VARIABLE}={path}: others may read or change it ({stat.filemode(mode)}), so it "
+            f"is no secret; make a new one, chmod 600 {shlex.quote(path)}"
         )
     if mode & stat.S_IRGRP:
         log.warning("%s=%s: its group may read it; is that meant?", TOKEN_VARIABLE, path)
