@@ -21,7 +21,7 @@ from .collectors import (
     SyncDataCollector,
     aSyncDataCollector,
 )
-from .config import EvaluationWorkers, Faults, Staleness, WeightSync
+from .config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from .envs import EnvContext, PettingZooEnv
 from .errors import (
     ArgumentError,
@@ -48,12 +48,14 @@ from .ledger import Frames, LedgerReport
 from .membership import State as WorkerState
 from .policy import Exploration
 from .seats import Pace
+from .stats import EpisodeStats, Lags, Stats, TrainerTimes, WorkerStats, WorkerTimes
 from .updaters import (
     RPCUpdater,
     SharedMemoryUpdater,
     Source,
     WeightUpdaterBase,
 )
+from .verdict import Verdict
 from .version import __version__
 
 __all__ = [
@@ -68,14 +70,17 @@ __all__ = [
     "DistCollectError",
     "EnvContext",
     "EnvError",
+    "EpisodeStats",
     "Evaluation",
     "EvaluationWorkers",
     "Exploration",
     "Faults",
     "Frames",
     "LagStats",
+    "Lags",
     "LaunchError",
     "LedgerReport",
+    "Monitor",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
     "Pace",
@@ -91,7 +96,10 @@ __all__ = [
     "Source",
     "SpaceError",
     "Staleness",
+    "Stats",
     "SyncDataCollector",
+    "TrainerTimes",
+    "Verdict",
     "WeightSync",
     "WeightUpdaterBase",
     "WeightsError",
@@ -100,6 +108,8 @@ __all__ = [
     "WorkerLost",
     "WorkerMismatch",
     "WorkerState",
+    "WorkerStats",
+    "WorkerTimes",
     "__version__",
     "aSyncDataCollector",
     "num_workers",

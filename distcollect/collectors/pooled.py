@@ -20,7 +20,7 @@ from distcollect import arguments
 from distcollect.background import ReplayBuffer, check_replay_buffer
 from distcollect.broadcast import default_updater
 from distcollect.cluster import current
-from distcollect.config import EvaluationWorkers, Faults, Staleness, WeightSync
+from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from distcollect.delivery import Delivery, PostProcess
 from distcollect.errors import (
     ArgumentError,
@@ -40,6 +40,7 @@ from distcollect.publisher import Publisher, Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, assemble
 from distcollect.seats import BatchPlan, Pace
 from distcollect.seeds import Stream, env_seed
+from distcollect.stats import Stats
 from distcollect.threads import missing
 from distcollect.topology import num_cores
 from distcollect.transport import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, new_peer
@@ -114,6 +115,7 @@ class RPCDataCollector(DataCollectorBase):
         evaluation: EvaluationWorkers | None = None,
         reproducible: bool = False,
         listen: str | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         """Start the workers, and have each try out its envs and the policy.
 
@@ -185,6 +187,7 @@ class RPCDataCollector(DataCollectorBase):
             evaluation: how many of the workers evaluate the policy instead of collecting.
             listen: "HOST:PORT", this host's, where ``distcollect worker --join`` may add workers
                 at any time; None: what DISTCOLLECT_LISTEN says, else nowhere.
+            monitor: what is told of the run while it goes on.
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong; nothing was started.
@@ -207,6 +210,7 @@ class RPCDataCollector(DataCollectorBase):
             total_frames=total_frames,
             delivery=delivery,
             replay_buffer=check_replay_buffer(replay_buffer),
+            monitor=monitor,
         )
         arguments.positive("num_workers", num_workers, optional=True)
         arguments.positive("envs_per_worker", envs_per_worker)
@@ -306,6 +310,7 @@ class RPCDataCollector(DataCollectorBase):
                 ),
                 staleness=staleness,
                 reports=workers,
+                book=self._book,
             )
             self._evaluators = _evaluators(self._pool, evaluation, range(num_collecting, count))
             workers.attach(self._pool)
@@ -376,6 +381,18 @@ class RPCDataCollector(DataCollectorBase):
         selected = arguments.worker_ids(worker_ids, self._pool.worker_ids)
         self._workers.release(selected or ())
 
+    def _snapshot(self, about: Stats) -> Stats:
+        workers = self._workers
+        states = {worker_id: state.value for worker_id, state in workers.states.items()}
+        if about.ended:
+            states = dict.fromkeys(states, State.LEFT.value)
+        return self._book.snapshot(
+            replace(about, sync=self._sync, num_cores=num_cores() if workers.are_near else 0),
+            states=states,
+            ready=self._pool.num_ready,
+            ledger=self._pool.ledger,
+        )
+
     @property
     def stale_frames(self) -> dict[int, int]:
         """worker_id to frames that were not delivered, or masked, as too stale."""
@@ -390,7 +407,8 @@ class RPCDataCollector(DataCollectorBase):
         limit = self._faults.batch_timeout_s if timeout_s is None else timeout_s
         try:
             if self._updates_itself and self._batches:
-                self._publisher.publish_own(sync=self._sync)
+                with self._book.publishing():
+                    self._publisher.publish_own(sync=self._sync)
             if self._sync:
                 rollouts = self._pool.gather_all(limit)
             else:
@@ -418,7 +436,7 @@ class RPCDataCollector(DataCollectorBase):
         counts: list[tuple[int, int]] = []
         stale: list[tuple[int, int]] = []
         for index, rollout in enumerate(rollouts):
-            worker_id = rollout.header.worker_id
+            worker_id, num_before = rollout.header.worker_id, len(counts)
             for version, num_frames in _versions(
                 rollout.header, by_rollout[index], traj_ids[index]
             ):
@@ -427,6 +445,7 @@ class RPCDataCollector(DataCollectorBase):
                 if limit is not None and lag > limit:
                     stale.append((index, version))
                     self._pool.stale_frames[worker_id] += num_frames
+            self._book.delivered(worker_id, counts[num_before:])
         if limit is not None:
             fresh = torch.ones_like(by_rollout, dtype=torch.bool)
             for index, version in stale:
@@ -477,9 +496,10 @@ class RPCDataCollector(DataCollectorBase):
             WorkerError: nobody could receive them.
         """
         self._check_open()
-        handle = self._publisher.publish(policy_or_weights, worker_ids)
-        if wait and handle is not None:
-            handle.wait()
+        with self._book.publishing():
+            handle = self._publisher.publish(policy_or_weights, worker_ids)
+            if wait and handle is not None:
+                handle.wait()
         return handle
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -562,7 +582,10 @@ class RPCDataCollector(DataCollectorBase):
     def shutdown(self) -> None:
         """End the workers and reap them; takes at most ``Faults.stop_timeout_s`` and a little."""
         super().shutdown()
-        self._finalizer()
+        try:
+            self._finalizer()
+        finally:
+            self._end_watch()
 
 
 def _close(pool: Pool, workers: Workers) -> None:
