@@ -8,7 +8,7 @@ from functools import partial
 
 from distcollect import BroadcastUpdater
 
-from . import faults, fetch, figures, weights
+from . import counting, faults, fetch, figures, weights
 from .contenders import CONTENDERS, Contender, Values
 from .weights import MB
 from .workloads import WORKLOADS, Workload
@@ -165,6 +165,17 @@ _FIGURES = (
         "trainer",
         "the trainer's own cost",
         (Part("cartpole-16", "batches of 4096 frames, 2 workers", figures.run_trainer),),
+    ),
+    Item(
+        "counting",
+        "what statistics cost",
+        (
+            *(
+                Part(name, name, partial(counting.run_counting, name=name))
+                for name in ("cartpole-1", "cartpole-16", "cartpole-64")
+            ),
+            Part("telling", "the display and the JSON lines", counting.run_telling),
+        ),
     ),
     Item(
         "memory",
