@@ -48,14 +48,14 @@ def verdict(stats: Stats) -> Verdict:
         return Verdict("unknown", {}, 0, "Nothing was delivered yet: nothing can be said.")
     shares = _shares(stats)
     bound: Bound = max(shares, key=lambda name: shares[name])  # type: ignore[arg-type]
-    more = _more_workers(stats)
+    more = _more_workers(stats, shares["env"] + shares["policy"])
     parts = ", ".join(
         f"{name} {share:.0%}"
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= 0.005
     )
     sentence = f"{_BOUND_BY[bound]} (of the time: {parts}). {_advice(bound, stats)} "
-    return Verdict(bound, shares, more, sentence + _on_workers(more, bound, stats))
+    return Verdict(bound, shares, more, sentence + _on_workers(more, stats))
 
 
 _BOUND_BY = {
@@ -99,13 +99,12 @@ def _idle_while_wanted(stats: Stats) -> float:
     return max(0.0, wait)
 
 
-def _more_workers(stats: Stats) -> float:
-    """How many more would still help."""
+def _more_workers(stats: Stats, waits: float) -> float:
+    """How many more would still help, if the trainer ``waits`` for envs and policies."""
     # Not those that are set aside, nor those that are gone, unless the run is over.
     collecting = [w.state for w in stats.workers.values() if w.frames]
     num_present = sum(state in ("ready", "suspected") for state in collecting)
     num_workers = max(1, num_present or len(collecting))
-    waits = stats.trainer.collect
     if waits <= _WORTHWHILE:
         return 0
     others = 1 - waits
@@ -178,17 +177,15 @@ def _straggler(stats: Stats) -> int | None:
     return slowest
 
 
-def _on_workers(more: float, bound: Bound, stats: Stats) -> str:
+def _on_workers(more: float, stats: Stats) -> str:
     if not more:
         return "More workers would not help."
-    count = "Many more" if more == math.inf else f"About {more:.0f} more"
+    count = "many" if more == math.inf else f"about {more:.0f}"
+    num_running = 0 if stats.in_process else len(stats.workers)
+    taken = stats.times.cpu * num_running >= _FULL * stats.num_cores
+    where = ""
+    if stats.num_cores and stats.times.cpu >= _BUSY_CPU and (taken or more > stats.num_cores):
+        where = f", as far as there are cores for them (this host has {stats.num_cores})"
     if stats.in_process:
-        return f"A collector with workers would help: {count.lower()} would be of use."
-    if bound == "network" and not stats.trainer.collect:
-        return "More workers would not help."
-    if stats.num_cores and stats.times.cpu * len(stats.workers) >= _FULL * stats.num_cores:
-        return (
-            f"{count} workers would still help, on other hosts: the {stats.num_cores} cores of "
-            "this one are taken."
-        )
-    return f"{count} workers would still help."
+        return f"Of a collector with workers, {count} would be of use{where}."
+    return f"{count.capitalize()} more workers would still help{where}."

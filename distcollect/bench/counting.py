@@ -8,6 +8,7 @@ import statistics
 import time
 
 import torch
+from torch import nn
 
 from distcollect import Monitor, SyncDataCollector
 from distcollect.book import Book
@@ -56,7 +57,9 @@ def run_counting(seconds: float, *, name: str) -> Values:
     """
     torch.set_num_threads(1)
     workload = WORKLOADS[name]
-    with _collector(workload) as counting, _collector(workload) as other:
+    # Another one would choose other actions, and so have episodes of another length.
+    policy = workload.make_policy()
+    with _collector(workload, policy) as counting, _collector(workload, policy) as other:
         other._book = _NoBook()  # noqa: SLF001 - users can't turn it off
         other._engine.meter = _NoMeter(workload.num_envs)  # noqa: SLF001
         with_s: list[float] = []
@@ -73,10 +76,10 @@ def run_counting(seconds: float, *, name: str) -> Values:
     return {"cpu_ratio": statistics.median(ratios), "batches": float(len(ratios))}
 
 
-def _collector(workload: Workload) -> SyncDataCollector:
+def _collector(workload: Workload, policy: nn.Module) -> SyncDataCollector:
     return SyncDataCollector(
         workload.make_env,
-        workload.make_policy(),
+        policy,
         frames_per_batch=workload.rollout_frames,
         envs_per_worker=workload.num_envs,
         monitor=Monitor(view=False),
@@ -89,7 +92,8 @@ def run_telling(seconds: float) -> Values:
 
     from distcollect.view import rendered  # noqa: PLC0415
 
-    with _collector(WORKLOADS["cartpole-16"]) as collector:
+    workload = WORKLOADS["cartpole-16"]
+    with _collector(workload, workload.make_policy()) as collector:
         collector.next()
         console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
         costs = []
