@@ -16,6 +16,7 @@ from .errors import DistCollectError
 # name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
 _COMMANDS = {
     "bench": ("distcollect.bench.command", "compare with a bare loop and with other collectors"),
+    "top": ("distcollect.top", "show how a run goes, from the folder that it writes to"),
     "worker": ("distcollect.join", "add a worker to a trainer that is running"),
 }
 

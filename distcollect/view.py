@@ -53,9 +53,12 @@ def rendered(stats: Stats, height: int) -> RenderableType:
             ]
         ),
     ]
+    num_rows = max(1, height - _OTHER_LINES)
+    left = len(stats.workers) - num_rows
     return Group(
         *(Text(line, overflow="ellipsis", no_wrap=True) for line in lines),
-        _table(stats, max(1, height - _OTHER_LINES)),
+        _table(list(stats.workers.items())[:num_rows]),
+        *([Text(f"and {left} more")] if left > 0 else []),
         Text(str(verdict(stats))),
     )
 
@@ -111,7 +114,7 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _table(stats: Stats, num_rows: int) -> RenderableType:
+def _table(workers: Iterable[tuple[int, WorkerStats]]) -> RenderableType:
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, pad_edge=False)
@@ -119,11 +122,8 @@ def _table(stats: Stats, num_rows: int) -> RenderableType:
         table.add_column(name)
     for name in ("frames/s", "lag", "env", "policy", "waits", "restarts", "lost"):
         table.add_column(name, justify="right")
-    for worker_id, worker in list(stats.workers.items())[:num_rows]:
+    for worker_id, worker in workers:
         table.add_row(str(worker_id), *_cells(worker))
-    left = len(stats.workers) - num_rows
-    if left > 0:
-        table.add_row("...", f"and {left} more")
     return table
 
 
