@@ -22,7 +22,7 @@ from .collectors import (
     SyncDataCollector,
     aSyncDataCollector,
 )
-from .config import EvaluationWorkers, Faults, Staleness, WeightSync
+from .config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from .envs import EnvContext, PettingZooEnv
 from .errors import (
     ArgumentError,
@@ -51,12 +51,14 @@ from .ledger import Frames, LedgerReport
 from .membership import State as WorkerState
 from .policy import Exploration
 from .seats import Pace
+from .stats import EpisodeStats, Lags, Stats, TrainerTimes, WorkerStats, WorkerTimes
 from .updaters import (
     RPCUpdater,
     SharedMemoryUpdater,
     Source,
     WeightUpdaterBase,
 )
+from .verdict import Verdict
 from .version import __version__
 
 __all__ = [
@@ -72,14 +74,17 @@ __all__ = [
     "DistCollectError",
     "EnvContext",
     "EnvError",
+    "EpisodeStats",
     "Evaluation",
     "EvaluationWorkers",
     "Exploration",
     "Faults",
     "Frames",
     "LagStats",
+    "Lags",
     "LaunchError",
     "LedgerReport",
+    "Monitor",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
     "Pace",
@@ -97,7 +102,10 @@ __all__ = [
     "Source",
     "SpaceError",
     "Staleness",
+    "Stats",
     "SyncDataCollector",
+    "TrainerTimes",
+    "Verdict",
     "WeightSync",
     "WeightUpdaterBase",
     "WeightsError",
@@ -106,6 +114,8 @@ __all__ = [
     "WorkerLost",
     "WorkerMismatch",
     "WorkerState",
+    "WorkerStats",
+    "WorkerTimes",
     "__version__",
     "aSyncDataCollector",
     "num_workers",

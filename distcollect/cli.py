@@ -20,6 +20,7 @@ _COMMANDS = {
     "doctor": ("distcollect.doctor.command", "look for what keeps hosts from working together"),
     "status": ("distcollect.slurm.status", "what becomes of a run on a SLURM cluster"),
     "submit": ("distcollect.slurm.submit", "a training script to a SLURM cluster"),
+    "top": ("distcollect.top", "show how a run goes, from the folder that it writes to"),
     "worker": ("distcollect.join", "add a worker to a trainer that is running"),
 }
 

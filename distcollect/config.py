@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 
 from .errors import ArgumentError, ArgumentTypeError
+from .stats import Stats
 
 _OPTIONAL = {"step_timeout_s", "max_worker_bytes"}
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -187,3 +190,44 @@ class EvaluationWorkers:
             raise ArgumentError(
                 f"EvaluationWorkers(timeout_s={self.timeout_s!r}): must be above 0 seconds"
             )
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """What is told of a collector while it runs; ``collector.stats()`` tells at any time.
+
+    Attributes:
+        view: show how it goes: on a terminal (standard error) in a display at its bottom, elsewhere
+            as lines of the logger ``distcollect`` at level INFO. None: unless the environment
+            variable DISTCOLLECT_VIEW is 0.
+        run_dir: a folder, made if it isn't there: a line of JSON goes to ``stats.jsonl`` there
+            every ``every_s``, for ``distcollect top`` and for you (``Stats.from_dict``).
+        tensorboard: write TensorBoard's events to ``run_dir`` too; needs tensorboard.
+        prometheus_port: serve the newest figures to Prometheus at this port of 127.0.0.1, under
+            ``/metrics``; 0: any free one, which is logged.
+        callback: called with them every ``every_s`` and at the end, on a thread of its own. If it
+            raises that is logged, and it is called no more.
+        every_s: seconds between two lines, events, calls.
+    """
+
+    view: bool | None = None
+    run_dir: str | os.PathLike[str] | None = None
+    tensorboard: bool = False
+    prometheus_port: int | None = None
+    callback: Callable[[Stats], object] | None = None
+    every_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every_s, int | float) or not self.every_s > 0:
+            raise ArgumentError(f"Monitor(every_s={self.every_s!r}): must be above 0 seconds")
+        if self.callback is not None and not callable(self.callback):
+            raise ArgumentTypeError(f"Monitor(callback={self.callback!r}): must be callable")
+        if self.tensorboard and self.run_dir is None:
+            raise ArgumentError("Monitor(tensorboard=True): say where, by run_dir")
+        port = self.prometheus_port
+        if port is not None and (isinstance(port, bool) or not isinstance(port, int)):
+            raise ArgumentTypeError(f"Monitor(prometheus_port={port!r}): must be a whole number")
+        if port is not None and not 0 <= port < 1 << 16:
+            raise ArgumentError(f"Monitor(prometheus_port={port!r}): must be from 0 to 65535")
+        if self.run_dir is not None and Path(self.run_dir).is_file():
+            raise ArgumentError(f"Monitor(run_dir={self.run_dir!r}): is a file, not a folder")

@@ -16,6 +16,7 @@ from .counts import Counts
 from .envs import EnvBatch, Faulted, Step
 from .errors import ArgumentError, PolicyError
 from .flat import LiveWeights
+from .meter import Meter, clock_ns
 from .policy import Policy, RandomPolicy
 from .rebuilder import Rebuilder, Stopped
 from .rollout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout, Slab
@@ -59,7 +60,8 @@ class Engine:
         envs: what it steps.
         options: how.
         weights: the policy's.
-        counts: what it counts in.
+        counts: what it counts frames in.
+        meter: what it counts its time and episodes in.
         layout: of the frames.
     """
 
@@ -95,6 +97,7 @@ class Engine:
             _refuse_cuts(self.options)
         self.weights = weights
         self.counts = counts or Counts()
+        self.meter = Meter(envs.num_envs)
         self.envs = envs
         self._policy = policy
         self._random = RandomPolicy(envs.action_space, envs.num_envs, policy.state)
@@ -212,8 +215,9 @@ class Engine:
             self._ending |= brief
             self._interrupt |= brief
         cells[1] = 1
+        self.meter.begin()
         try:
-            self.weights.apply(version)
+            self._swap(version)
             self._collect(slab, random=random, fresh=fresh)
         except BaseException as error:
             # The frames so far are in no rollout, so what follows starts new trajectories.
@@ -221,6 +225,7 @@ class Engine:
             raise
         finally:
             cells[1] = 0
+            self.meter.end()
             with self._lock:
                 self._collecting = self._ending = False
                 self._interrupt = self._stopped or bool(self._jobs)
@@ -258,13 +263,21 @@ class Engine:
                 self._fill(slab, policy)
             else:
                 self._fill_skewed(slab, policy, fresh)
+        self.meter.collected(slab)
+
+    def _swap(self, up_to: int | None = None) -> None:
+        begin = clock_ns()
+        self.weights.apply(up_to)
+        self.meter.swap_ns += clock_ns() - begin
 
     def _reset(self) -> None:
+        begin = clock_ns()
         try:
             self.envs.reset(self._seeds)
         except Faulted as faulted:
             for fault in faulted.faults:
                 self._rebuilder.rebuild(fault)
+        self.meter.env_ns += clock_ns() - begin
         self._seeds = None
         self._reset_due = False
         if self._strip is not None:
@@ -299,10 +312,10 @@ class Engine:
         if self._ending and self.counts.stepped > self._begun_at:
             return True
         if self.options.swap_within_rollouts:
-            self.weights.apply()
+            self._swap()
         return False
 
-    def _fill(self, slab: Slab, policy: Policy) -> None:  # noqa: C901, PLR0912 - see below
+    def _fill(self, slab: Slab, policy: Policy) -> None:  # noqa: C901, PLR0912, PLR0915 - see below
         """The hot loop: every env makes one transition in each step.
 
         In one piece, as calls of its own would cost more than what they do.
@@ -317,6 +330,7 @@ class Engine:
         slab.traj_ids[:] = self._traj_ids[:, None]
         cells, stepped, num_envs = self.counts.cells, self.counts.stepped, envs.num_envs
         streaks = self._rebuilder.streaks
+        meter, due, begin, middle = self.meter, self.meter.due, 0, 0
         action: Arrays = {}
         cut = None
         for step in range(slab.num_steps):
@@ -325,9 +339,12 @@ class Engine:
                     slab.pad(np.full(num_envs, step), self._now)
                     return
                 slab.policy_version[:, step:] = weights.version
+            timed = step >= due
             # Before the policy sees it, which may change its input in place.
             for column, now in starts:
                 column[:, step] = now
+            if timed:
+                begin = clock_ns()
             chosen, written = policy()
             for (key, column), tensor in zip(actions, chosen, strict=True):
                 value = tensor.numpy()
@@ -341,12 +358,17 @@ class Engine:
             if longest is not None:
                 lengths += 1
                 cut = lengths >= longest
+            if timed:
+                middle = clock_ns()
             try:
                 out = envs.step(action, cut)
             except Faulted as faulted:
                 self._mend(slab, step, policy, faulted)
                 stepped = cells[0]
                 continue
+            if timed:
+                meter.timed(begin, middle, clock_ns())
+                due = meter.due = step + meter.stride
             stepped += num_envs
             cells[0] = stepped
             rewards[:, step] = out.reward
@@ -452,6 +474,7 @@ class Engine:
             if (self._interrupt or (weights.pending and swaps)) and self._between_steps():
                 break
             before = {key: array.copy() for key, array in self._now.items()}
+            begin = clock_ns()
             chosen, written = policy()
             action = {
                 leaf.key: tensor.numpy()
@@ -459,11 +482,15 @@ class Engine:
             }
             given = dict(action)
             self._clip(given)
+            middle = clock_ns()
             try:
                 out = envs.step(given)
             except Faulted as faulted:
                 self._mend_skewed(strip, before, faulted)
                 continue
+            end = clock_ns()
+            self.meter.policy_ns += middle - begin
+            self.meter.env_ns += end - middle
             if out.ended and self._rebuilder.streaks:
                 self._rebuilder.finished(out.ended)
             real = np.ones(envs.num_envs, bool) if out.real is None else out.real

@@ -16,6 +16,7 @@ import math
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .book import Activity, Book
 from .config import Staleness
 from .crew import Reports
 from .errors import (
@@ -35,6 +37,7 @@ from .errors import (
 )
 from .handle import PushHandle
 from .ledger import Ledger, LedgerReport
+from .meter import clock_ns
 from .notice import heed
 from .rollout import Header, Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
@@ -73,6 +76,7 @@ class Pool:
         *,
         reports: Reports,
         staleness: Staleness | None = None,
+        book: Book | None = None,
     ) -> None:
         """Gather what ``plan`` says from whoever :meth:`join` names.
 
@@ -82,6 +86,7 @@ class Pool:
             plan: see there.
             reports: is told of workers that fail or have nothing more to give.
             staleness: which frames are too old, and what becomes of them.
+            book: what to count in; None: where nobody looks.
         """
         self.version = 0
         self.stale_frames: dict[int, int] = {}
@@ -90,6 +95,7 @@ class Pool:
         self._sender = sender
         self._plan = plan
         self._reports = reports
+        self._book = book or Book()
         self._seats: dict[int, Seat] = {}
         self._coming: set[int] = set()  # slots whose worker is being replaced
         self._ledger = Ledger()
@@ -152,6 +158,12 @@ class Pool:
         with self._lock:
             return dict(sorted(self._paces.items()))
 
+    @property
+    def num_ready(self) -> dict[int, int]:
+        """worker_id to how many of its rollouts lie ready, there or here; none if it has none."""
+        with self._lock:
+            return dict(Counter(asked.ticket.worker_id for asked in self._arrived))
+
     def lag(self, worker_id: int, version: int) -> int:
         """How many versions newer than ``version`` were sent to a worker."""
         return self._sent.lag(worker_id, version)
@@ -166,6 +178,7 @@ class Pool:
             turn = min((other.turn for other in self._collecting()), default=0)
             seat = self._seats[worker_id] = Seat(worker_id, incarnation, peer, turn=turn)
             self._coming.discard(worker_id)
+            self._book.joined(worker_id, incarnation)
             self.stale_frames.setdefault(worker_id, 0)
             version = self._sender.welcome(worker_id, peer)
             if version:
@@ -250,6 +263,7 @@ class Pool:
         with self._lock:
             self._check()
             self._batch += 1
+            self._book.found(len(self._arrived))
             self._wanted = self._plan.num_rollouts
             self._ask()
             try:
@@ -277,6 +291,7 @@ class Pool:
         """
         with self._lock:
             self._check()
+            self._book.found(len(self._arrived))
             if self._pacer is not None:
                 self._pacer.awaited()
             self._max_fetched = _PREFETCH
@@ -563,6 +578,7 @@ class Pool:
             if self._closed or self._failed is not None:
                 return
             self._ask()
+            self._changed.notify_all()
         self.on_weights(worker_id, version)
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:
@@ -622,8 +638,21 @@ class Pool:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return None
+            self._book.does(self._waits_for())
             self._changed.wait(min(remaining, LOOK_UP_S))
+        self._book.does("assemble")
         return result
+
+    def _waits_for(self) -> Activity:
+        """What stands between the user's thread and its batch."""
+        collecting = any(seat.collecting for seat in self._seats.values())
+        # In async mode the first that arrives will do.
+        if any(asked.fetching for asked in self._arrived) and not (self._plan.sync and collecting):
+            return "transfer"
+        seats = self._collecting()
+        if collecting or not seats or all(self._is_up_to_date(seat.worker_id) for seat in seats):
+            return "collect"
+        return "weights"
 
     def _awaited(self) -> str:
         """Whom we wait for, in words."""
@@ -748,6 +777,7 @@ class Pool:
             stepped=header.stepped,
             lost=header.lost,
         )
+        self._book.collected(header)
         asked.offer = offer
         pace = self._paces.get(seat.worker_id, Pace())
         took_s = time.monotonic() - asked.asked_at
@@ -790,9 +820,12 @@ class Pool:
         if offer is None or asked.fetching or asked.failed or asked.rollout is not None:
             return
         asked.fetching = True
+        begin = clock_ns()
 
         def arrived(tensors: Tensors) -> None:
             asked.fetching = False
+            header = offer.header
+            self._book.fetched(header.worker_id, header.num_bytes, clock_ns() - begin)
             if asked.epoch == self._epoch:
                 asked.seat.unsettled.discard(asked.number)
                 asked.seat.open.discard(asked)

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from . import recycler
 from .shared import SharedTensor, allocate
 from .spaces import Arrays, Key, Leaf, nested
+from .stats import NO_WORK, Work
 
 Tensors = list[torch.Tensor]
 
@@ -299,6 +300,7 @@ class Header:
         stepped: frames its process has stepped in all.
         lost: of these, the frames that are in no rollout, by cause.
         env_faults: how often an env of its process raised.
+        work: what its process has done.
     """
 
     worker_id: int
@@ -311,6 +313,7 @@ class Header:
     stepped: int = 0
     lost: dict[str, int] = field(default_factory=dict)
     env_faults: int = 0
+    work: Work = NO_WORK
 
 
 @dataclass(frozen=True)

@@ -427,6 +427,7 @@ class Worker:
             stepped=engine.counts.stepped,
             lost=dict(engine.counts.lost),
             env_faults=engine.counts.env_faults,
+            work=engine.meter.work(),
         )
         self._lying[self._sequence] = slab
         self._sequence += 1
@@ -435,16 +436,19 @@ class Worker:
     def _evaluate(
         self, num_episodes: int, deterministic: bool, seed: int | None, timeout_s: float
     ) -> Evaluation:
-        weights = self._configured.weights
-        weights.apply()
+        engine = self._configured
+        engine.weights.apply()
         assert self._evaluator is not None
-        return self._evaluator.evaluate(
-            num_episodes,
-            version=weights.version,
-            deterministic=deterministic,
-            seed=seed,
-            timeout_s=timeout_s,
-        )
+        try:
+            return self._evaluator.evaluate(
+                num_episodes,
+                version=engine.weights.version,
+                deterministic=deterministic,
+                seed=seed,
+                timeout_s=timeout_s,
+            )
+        finally:
+            engine.meter.excuse()
 
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._configured.seed(env_seeds, policy_seeds)

@@ -72,6 +72,7 @@ class Workers(ClusterEvents):
         gpus: worker_id to a name of the GPU that has its policy, "" for the CPU; kept up to date.
         address: this host's, on the interface by which they reach it.
         first_traj_id: of this trainer's trajectories.
+        are_near: whether all that ever came are on this host.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Workers(ClusterEvents):
         self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.probes: dict[int, Probe] = {}
         self.gpus: dict[int, str] = {}
+        self.are_near = True
         with contextlib.ExitStack() as undo:
             undo.callback(_in_use.release)
             self._cluster: Cluster = open_cluster(num_workers, listen, local=local)
@@ -388,6 +390,7 @@ class Workers(ClusterEvents):
             process.peer, message["endpoint"], Segment(**segment) if segment else None
         )
         process.reachable = True
+        self.are_near &= self.transport.is_near(process.peer)
         answer: Future[Probe] = self.transport.call(
             process.peer, "configure", self._plan_for(process.worker_id)
         )

@@ -52,6 +52,7 @@ class LoopbackWorkers:
         self.gpus = {worker_id: probe.gpu for worker_id, probe in self.probes.items()}
         self.states = dict.fromkeys(self.probes, State.READY)
         self.num_present = num_workers
+        self.are_near = False
         self.gathers = False
 
     def await_enough(self) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 from distcollect import BroadcastUpdater
 
-from . import faults, fetch, figures, replay, weights
+from . import counting, faults, fetch, figures, replay, weights
 from .contenders import CONTENDERS, Contender, Values
 from .weights import MB
 from .workloads import WORKLOADS, Workload
@@ -172,6 +172,17 @@ _FIGURES = (
         (
             Part("idle", "while the trainer sleeps", replay.run_idle, needs=("torchrl",)),
             Part("training", "while it trains", replay.run_training, needs=("torchrl",)),
+        ),
+    ),
+    Item(
+        "counting",
+        "what statistics cost",
+        (
+            *(
+                Part(name, name, partial(counting.run_counting, name=name))
+                for name in ("cartpole-1", "cartpole-16", "cartpole-64")
+            ),
+            Part("telling", "the display and the JSON lines", counting.run_telling),
         ),
     ),
     Item(

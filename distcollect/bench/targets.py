@@ -148,6 +148,11 @@ TARGETS: tuple[Target, ...] = (
         ("trainer", "cartpole-16", "cpu_s_per_batch"),
         ("trainer", "cartpole-16", "s_per_batch"),
     ),
+    *(
+        _at_most(f"CPU with statistics / without, {name}", 1.01, ("counting", name, "cpu_ratio"))
+        for name in ("cartpole-1", "cartpole-16", "cartpole-64")
+    ),
+    _at_most("CPU of the display / a core", 0.01, ("counting", "telling", "core_share")),
     _at_most(
         "worker's memory / slabs x rollout, idle trainer",
         1.10,

@@ -15,15 +15,19 @@ from tensordict import TensorDict
 
 from distcollect import arguments, recycler
 from distcollect.background import Background, RateLimited, ReplayBuffer, put
-from distcollect.config import Faults
+from distcollect.book import Book
+from distcollect.config import Faults, Monitor
 from distcollect.delivery import Delivery, WholeTrajectories
 from distcollect.engine import StepOptions
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.evaluation import Evaluation
 from distcollect.handle import PushHandle
+from distcollect.monitor import Watch
 from distcollect.publisher import Weights, WorkerIds
 from distcollect.rollout import Header, Layout
 from distcollect.seeds import Stream, env_seed
+from distcollect.stats import Stats
+from distcollect.verdict import Verdict, verdict
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
@@ -82,6 +86,7 @@ class DataCollectorBase(ABC):
         delivery: Delivery,
         replay_buffer: ReplayBuffer | None,
         faults: Faults | None,
+        monitor: Monitor | None,
     ) -> None:
         """Check the sizes. Raises as :func:`~distcollect.arguments.total_batches` does."""
         arguments.positive("frames_per_batch", frames_per_batch)
@@ -102,6 +107,10 @@ class DataCollectorBase(ABC):
         self._replay_buffer = replay_buffer
         self._background: Background | None = None
         self._close_env = True
+        self._book = Book()
+        self._watch = Watch(monitor)
+        # For a collector that nobody shuts down.
+        self._unwatch = weakref.finalize(self, self._watch.close, None)
 
     @property
     @abstractmethod
@@ -156,6 +165,17 @@ class DataCollectorBase(ABC):
         return self._take(timeout_s)
 
     def _take(self, timeout_s: float | None) -> TensorDict:
+        self._book.does("assemble")
+        self._watch.begin(_weakly(self.stats))
+        try:
+            return self._take_batch(timeout_s)
+        except StopIteration:
+            self._book.end()
+            raise
+        finally:
+            self._book.does("train")
+
+    def _take_batch(self, timeout_s: float | None) -> TensorDict:
         if self._whole is None:
             batch = self._collect(timeout_s)[0]
         else:
@@ -315,6 +335,29 @@ class DataCollectorBase(ABC):
         wait: bool = True,
     ) -> PushHandle | None:
         """Publish new weights; see the classes."""
+
+    def stats(self) -> Stats:
+        """What was done so far, and where the time went; also after :meth:`shutdown`.
+
+        Counting goes on for as long as batches are asked for. What a worker did becomes known with
+        its next rollout.
+        """
+        about = Stats(
+            collector=type(self).__name__,
+            frames=self._frames,
+            total_frames=self.total_frames,
+            policy_version=self.policy_version,
+            ended=self._closed,
+        )
+        return self._snapshot(about)
+
+    @abstractmethod
+    def _snapshot(self, about: Stats) -> Stats:
+        """``about``, and what is known beside it."""
+
+    def verdict(self) -> Verdict:
+        """What the run so far is bound by, and what would help most; ``str()`` is a sentence."""
+        return verdict(self.stats())
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - nothing to do
         """Hand arguments to the weight updater; does nothing where there is none."""
@@ -484,7 +527,12 @@ class DataCollectorBase(ABC):
         if self._background is not None:
             self._background.stop()
         self._closed = True
+        self._book.end()
         recycler.forget()
+
+    def _end_watch(self) -> None:
+        """Tell of the run for the last time."""
+        self._watch.close(self.stats())
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -498,6 +546,17 @@ class DataCollectorBase(ABC):
         self.shutdown()
         if kind is None:
             self._raise_from_background()
+
+
+def _weakly(method: Callable[[], Stats]) -> Callable[[], Stats | None]:
+    """None once the method's object is gone."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> Stats | None:
+        found = weak()
+        return None if found is None else found()
+
+    return call
 
 
 def check_random_frames(value: int | None) -> int:

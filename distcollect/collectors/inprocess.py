@@ -17,7 +17,7 @@ from torch import nn
 
 from distcollect import arguments
 from distcollect.background import ReplayBuffer, check_replay_buffer
-from distcollect.config import Faults
+from distcollect.config import Faults, Monitor
 from distcollect.delivery import Delivery, PostProcess
 from distcollect.envs import is_env
 from distcollect.errors import (
@@ -27,11 +27,15 @@ from distcollect.errors import (
 )
 from distcollect.evaluation import Evaluation
 from distcollect.flat import published
+from distcollect.ledger import Frames, LedgerReport
+from distcollect.membership import State
+from distcollect.placement import num_cores
 from distcollect.policy import Exploration
 from distcollect.publisher import Weights, WorkerIds
 from distcollect.rebuilder import Stopped
 from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
 from distcollect.seeds import Stream, env_seed, policy_seed
+from distcollect.stats import Stats
 from distcollect.worker import (
     WorkerPlan,
     build_engine,
@@ -97,6 +101,7 @@ class SyncDataCollector(DataCollectorBase):
         clip_actions: bool = False,
         models: Mapping[str, nn.Module] | None = None,
         faults: Faults | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         """Make the envs and try out env and policy.
 
@@ -135,6 +140,7 @@ class SyncDataCollector(DataCollectorBase):
             clip_actions: clip what goes to the envs to the bounds of a Box action space.
             models: further modules, by name, whose weights are published with the policy's.
             faults: how often an env may raise; its deadlines concern workers only.
+            monitor: what is told of the run while it goes on.
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong.
@@ -154,6 +160,7 @@ class SyncDataCollector(DataCollectorBase):
             delivery=delivery,
             replay_buffer=check_replay_buffer(replay_buffer),
             faults=faults,
+            monitor=monitor,
         )
         arguments.positive("envs_per_worker", envs_per_worker)
         arguments.policy(policy, policy_factory)
@@ -197,9 +204,20 @@ class SyncDataCollector(DataCollectorBase):
     def _layout(self) -> Layout:
         return self._engine.layout
 
+    def _snapshot(self, about: Stats) -> Stats:
+        counts = self._engine.counts
+        frames = Frames(counts.stepped, lost=dict(counts.lost))
+        return self._book.snapshot(
+            replace(about, sync=True, in_process=True, num_cores=num_cores()),
+            states={0: State.READY.value if not about.ended else State.LEFT.value},
+            ready={},
+            ledger=LedgerReport({0: frames}, frames),
+        )
+
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
         # A slab of its own for each batch: it becomes the batch.
         slab = Slab(self._engine.layout, self._num_steps)
+        self._book.does("collect")
         try:
             self._engine.collect(slab, random=self.frames < self._random_frames, fresh=True)
         except Stopped:
@@ -212,7 +230,12 @@ class SyncDataCollector(DataCollectorBase):
             num_steps=slab.num_steps,
             num_bytes=0,
             policy_version=(self._version, self._version),
+            env_faults=self._engine.counts.env_faults,
+            work=self._engine.meter.work(),
         )
+        self._book.does("assemble")
+        self._book.collected(header)
+        self._book.delivered(0, [(0, slab.num_frames)])
         rollout = Rollout(header, slab.tensors())
         self._lag = LagStats(0, 0.0, 0)
         rows = assemble(
@@ -248,9 +271,13 @@ class SyncDataCollector(DataCollectorBase):
                 "worker_ids is given, but this collector has no weight updater and no workers: it "
                 "steps its envs itself"
             )
-        weights = self._engine.weights
-        if weights.module is None:
+        if self._engine.weights.module is None:
             return
+        with self._book.publishing():
+            self._publish(policy_or_weights)
+
+    def _publish(self, policy_or_weights: Weights | None) -> None:
+        weights = self._engine.weights
         own = published(self._plan.policy, self._plan.models)
         if policy_or_weights is not None and policy_or_weights is not own:
             weights.layout.load(policy_or_weights, own)
@@ -341,6 +368,9 @@ class SyncDataCollector(DataCollectorBase):
         if self._background is not None:
             self._engine.stop()
             self._background.join(JOIN_TIMEOUT_S)
-        self._evaluator.close()
-        if self._close_env:
-            self._engine.close()
+        try:
+            self._evaluator.close()
+            if self._close_env:
+                self._engine.close()
+        finally:
+            self._end_watch()

@@ -21,7 +21,7 @@ from distcollect import arguments
 from distcollect.background import ReplayBuffer, check_replay_buffer
 from distcollect.broadcast import default_updater
 from distcollect.cluster import current
-from distcollect.config import EvaluationWorkers, Faults, Staleness, WeightSync
+from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from distcollect.delivery import Delivery, PostProcess
 from distcollect.errors import (
     ArgumentError,
@@ -46,6 +46,7 @@ from distcollect.publisher import Publisher, Weights, WorkerIds
 from distcollect.rollout import Header, Layout, Rollout, assemble
 from distcollect.seats import BatchPlan, Pace
 from distcollect.seeds import Stream, env_seed
+from distcollect.stats import Stats
 from distcollect.threads import missing
 from distcollect.transport import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, place
 from distcollect.updaters import Site, WeightUpdaterBase
@@ -119,6 +120,7 @@ class RPCDataCollector(DataCollectorBase):
         evaluation: EvaluationWorkers | None = None,
         reproducible: bool = False,
         listen: str | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         """Start the workers, and have each try out its envs and the policy.
 
@@ -190,6 +192,7 @@ class RPCDataCollector(DataCollectorBase):
             evaluation: how many of the workers evaluate the policy instead of collecting.
             listen: "HOST:PORT", this host's, where ``distcollect worker --join`` may add workers
                 at any time; None: what DISTCOLLECT_LISTEN says, else nowhere.
+            monitor: what is told of the run while it goes on.
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong; nothing was started.
@@ -213,6 +216,7 @@ class RPCDataCollector(DataCollectorBase):
             delivery=delivery,
             replay_buffer=check_replay_buffer(replay_buffer),
             faults=faults,
+            monitor=monitor,
         )
         arguments.positive("num_workers", num_workers, optional=True)
         arguments.positive("envs_per_worker", envs_per_worker)
@@ -311,6 +315,7 @@ class RPCDataCollector(DataCollectorBase):
                 ),
                 staleness=staleness,
                 reports=workers,
+                book=self._book,
             )
             self._evaluators = _evaluators(self._pool, evaluation, range(num_collecting, count))
             workers.attach(self._pool)
@@ -383,6 +388,18 @@ class RPCDataCollector(DataCollectorBase):
         selected = arguments.worker_ids(worker_ids, self._pool.worker_ids)
         self._workers.release(selected or ())
 
+    def _snapshot(self, about: Stats) -> Stats:
+        workers = self._workers
+        states = {worker_id: state.value for worker_id, state in workers.states.items()}
+        if about.ended:
+            states = dict.fromkeys(states, State.LEFT.value)
+        return self._book.snapshot(
+            replace(about, sync=self._sync, num_cores=num_cores() if workers.are_near else 0),
+            states=states,
+            ready=self._pool.num_ready,
+            ledger=self._pool.ledger,
+        )
+
     @property
     def stale_frames(self) -> dict[int, int]:
         """worker_id to frames that were not delivered, or masked, as too stale."""
@@ -405,14 +422,19 @@ class RPCDataCollector(DataCollectorBase):
             raise
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
         batch = self._assembled(self._layout, rollouts)
-        stale = self._note_lag(batch, rollouts, self._pool.lag)
-        for worker_id, num_frames in stale:
-            self._pool.stale_frames[worker_id] += num_frames
-        return batch, [rollout.header for rollout in rollouts]
+        headers = [rollout.header for rollout in rollouts]
+        lags = self._note_lag(batch, rollouts, self._pool.lag)
+        for header, counts in zip(headers, lags, strict=True):
+            self._book.delivered(header.worker_id, counts)
+            if (limit := self._mask_above) is not None:
+                masked = sum(num_frames for lag, num_frames in counts if lag > limit)
+                self._pool.stale_frames[header.worker_id] += masked
+        return batch, headers
 
     def _publish_itself(self) -> None:
         if self._updates_itself and self._batches:
-            self._publisher.publish_own(sync=self._sync)
+            with self._book.publishing():
+                self._publisher.publish_own(sync=self._sync)
 
     def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
         return assemble(
@@ -520,7 +542,7 @@ class RPCDataCollector(DataCollectorBase):
 
     def _note_lag(
         self, batch: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
-    ) -> list[tuple[int, int]]:
+    ) -> list[list[tuple[int, int]]]:
         """Work out the lags of a batch's frames, and its mask where that is wanted.
 
         Args:
@@ -529,32 +551,29 @@ class RPCDataCollector(DataCollectorBase):
             lag_of: of a worker's frames of a version.
 
         Returns:
-            (worker_id, frames of it that are masked).
+            (lag, frames that have it) of each rollout.
         """
         versions = batch["collector", "policy_version"]
         by_rollout = versions.reshape(len(rollouts), -1)
         traj_ids = batch["collector", "traj_ids"].reshape(len(rollouts), -1)
         limit = self._mask_above
-        counts: list[tuple[int, int]] = []
+        lags: list[list[tuple[int, int]]] = [[] for _ in rollouts]
         stale: list[tuple[int, int]] = []
-        masked: list[tuple[int, int]] = []
         for index, rollout in enumerate(rollouts):
-            worker_id = rollout.header.worker_id
             for version, num_frames in _versions(
                 rollout.header, by_rollout[index], traj_ids[index]
             ):
-                lag = lag_of(worker_id, version)
-                counts.append((lag, num_frames))
+                lag = lag_of(rollout.header.worker_id, version)
+                lags[index].append((lag, num_frames))
                 if limit is not None and lag > limit:
                     stale.append((index, version))
-                    masked.append((worker_id, num_frames))
         if limit is not None:
             fresh = torch.ones_like(by_rollout, dtype=torch.bool)
             for index, version in stale:
                 fresh[index][by_rollout[index] == version] = False
             batch["collector", "mask"] &= fresh.reshape(versions.shape)
-        self._lag = LagStats.of(counts)
-        return masked
+        self._lag = LagStats.of([count for counts in lags for count in counts])
+        return lags
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Hand arguments to the weight updater's ``init``."""
@@ -601,9 +620,10 @@ class RPCDataCollector(DataCollectorBase):
         self._check_open()
         # Of what is published to nobody, those who come later would not know.
         self._workers.await_enough()
-        handle = self._publisher.publish(policy_or_weights, worker_ids)
-        if wait and handle is not None:
-            self._wait_for(handle)
+        with self._book.publishing():
+            handle = self._publisher.publish(policy_or_weights, worker_ids)
+            if wait and handle is not None:
+                self._wait_for(handle)
         return handle
 
     def _wait_for(self, handle: PushHandle) -> None:
@@ -694,7 +714,10 @@ class RPCDataCollector(DataCollectorBase):
     def shutdown(self) -> None:
         """End the workers and reap them; takes at most ``Faults.stop_timeout_s`` and a little."""
         super().shutdown()
-        self._finalizer()
+        try:
+            self._finalizer()
+        finally:
+            self._end_watch()
 
 
 def _close(pool: Pool, workers: Workers) -> None:

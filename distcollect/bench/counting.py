@@ -1,0 +1,107 @@
+"""What it costs to count where the time goes, and to tell of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from distcollect import Monitor, SyncDataCollector
+from distcollect.book import Book
+from distcollect.meter import Meter
+from distcollect.rollout import Slab
+from distcollect.verdict import verdict
+
+from .contenders import Values
+from .workloads import WORKLOADS, Workload
+
+_NEVER = 1 << 62
+_DISPLAY_EVERY_S = 2.0
+
+
+class _NoMeter(Meter):
+    """Counts nothing."""
+
+    def begin(self) -> None:
+        self.due = _NEVER
+
+    def end(self) -> None:
+        """Nothing."""
+
+    def collected(self, slab: Slab) -> None:
+        """Nothing."""
+
+
+class _NoBook(Book):
+    """Counts nothing but what batches it was told of, which is next to nothing."""
+
+    def does(self, activity: object) -> None:
+        """Nothing."""
+
+    def collected(self, header: object) -> None:
+        """Nothing."""
+
+    def delivered(self, worker_id: int, lags: object) -> None:
+        """Nothing."""
+
+
+def run_counting(seconds: float, *, name: str) -> Values:
+    """CPU of a batch with all that is counted, and without: alternating batches, the median.
+
+    The noise of a busy machine is in its time, far less in its CPU, and least in the difference of
+    two batches that follow each other.
+    """
+    torch.set_num_threads(1)
+    workload = WORKLOADS[name]
+    # Another one would choose other actions, and so have episodes of another length.
+    policy = workload.make_policy()
+    with _collector(workload, policy) as counting, _collector(workload, policy) as other:
+        other._book = _NoBook()  # noqa: SLF001 - users can't turn it off
+        other._engine.meter = _NoMeter(workload.num_envs)  # noqa: SLF001
+        with_s: list[float] = []
+        without_s: list[float] = []
+        end = time.monotonic() + 1.4 * seconds
+        while time.monotonic() < end or len(with_s) < 8:
+            pair = [(counting, with_s), (other, without_s)]
+            for collector, times in pair if len(with_s) % 2 else reversed(pair):
+                begin = time.thread_time()
+                collector.next()
+                times.append(time.thread_time() - begin)
+    warm = len(with_s) // 4
+    ratios = [a / b for a, b in zip(with_s[warm:], without_s[warm:], strict=True)]
+    return {"cpu_ratio": statistics.median(ratios), "batches": float(len(ratios))}
+
+
+def _collector(workload: Workload, policy: nn.Module) -> SyncDataCollector:
+    return SyncDataCollector(
+        workload.make_env,
+        policy,
+        frames_per_batch=workload.rollout_frames,
+        envs_per_worker=workload.num_envs,
+        monitor=Monitor(view=False),
+    )
+
+
+def run_telling(seconds: float) -> Values:
+    """CPU of the thread that draws the display and writes a line of JSON, as a share of a core."""
+    from rich.console import Console  # noqa: PLC0415 - not needed by others
+
+    from distcollect.view import rendered  # noqa: PLC0415
+
+    workload = WORKLOADS["cartpole-16"]
+    with _collector(workload, workload.make_policy()) as collector:
+        collector.next()
+        console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
+        costs = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            begin = time.thread_time()
+            stats = collector.stats()
+            console.print(rendered(stats, 40))
+            json.dumps({**stats.as_dict(), "verdict": str(verdict(stats))})
+            costs.append(time.thread_time() - begin)
+    return {"core_share": statistics.median(costs) / _DISPLAY_EVERY_S}

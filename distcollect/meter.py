@@ -1,0 +1,142 @@
+"""Counters of a process that steps envs: where its time went, and which episodes it finished.
+
+They cost next to nothing: in the hot loop the clock is looked at for every few steps only.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from .rollout import Slab
+from .stats import Work
+
+# So many steps between two that are timed, where a step is short; each stands for all of them.
+# A prime, as envs may do something every so many steps themselves.
+_STRIDE = 7
+# Where steps take longer each is timed: looking at the clock takes some 0.2 us.
+_SHORT_NS = 200_000
+
+clock_ns = time.perf_counter_ns
+
+
+class Meter:
+    """What an engine counts in.
+
+    Attributes:
+        env_ns, policy_ns, swap_ns: see :class:`Work`.
+        due: the step of the rollout under way that is to be timed next.
+        stride: how many steps a timed one stands for.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.env_ns = 0
+        self.policy_ns = 0
+        self.swap_ns = 0
+        self.due = 0
+        self.stride = 1
+        self._busy_ns = 0
+        self._wait_ns = 0
+        self._cpu_ns = 0
+        self._began_at = 0
+        self._cpu_at = 0
+        self._ended_at: int | None = None
+        self._episodes = Episodes(num_envs)
+        self._finished: tuple[list[float], list[int]] = ([], [])
+
+    def begin(self) -> None:
+        """A rollout begins."""
+        if self.due > _STRIDE:
+            self.due = 0  # the last one was broken off
+        now = self._began_at = clock_ns()
+        self._cpu_at = time.thread_time_ns()
+        if self._ended_at is not None:
+            self._wait_ns += now - self._ended_at
+
+    def end(self) -> None:
+        """It is over, however it ended."""
+        now = self._ended_at = clock_ns()
+        self._busy_ns += now - self._began_at
+        self._cpu_ns += time.thread_time_ns() - self._cpu_at
+
+    def excuse(self) -> None:
+        """What was done since the last rollout was no waiting for a request."""
+        if self._ended_at is not None:
+            self._ended_at = clock_ns()
+
+    def timed(self, begin: int, middle: int, end: int) -> None:
+        """A step was timed: the policy's part, then the envs'."""
+        stride = self.stride
+        self.policy_ns += (middle - begin) * stride
+        self.env_ns += (end - middle) * stride
+
+    def collected(self, slab: Slab) -> None:
+        """A rollout is complete."""
+        self.due = max(0, self.due - slab.num_steps)
+        # Not by the last step: after a slow one, the next would count for less than it stands for.
+        took_ns = clock_ns() - self._began_at
+        self.stride = 1 if took_ns > _SHORT_NS * slab.num_steps else _STRIDE
+        self._finished = self._episodes.add(slab)
+
+    def work(self) -> Work:
+        """All of it, as of the last rollout."""
+        returns, lengths = self._finished
+        return Work(
+            self._busy_ns,
+            self.env_ns,
+            self.policy_ns,
+            self.swap_ns,
+            self._wait_ns,
+            self._cpu_ns,
+            tuple(returns),
+            tuple(lengths),
+        )
+
+
+class Episodes:
+    """Returns and lengths of episodes that may span rollouts of n envs."""
+
+    def __init__(self, num_envs: int) -> None:
+        # Of the trajectory that each row's last frame belongs to.
+        self._ids = np.full(num_envs, -1, np.int64)
+        self._returns = np.zeros(num_envs)
+        self._lengths = np.zeros(num_envs, np.int64)
+
+    def add(self, slab: Slab) -> tuple[list[float], list[int]]:
+        """Returns and lengths of the episodes that end in the next rollout.
+
+        Those that end because their env raised are left out, as those that are cut off by a reset.
+        """
+        ids = slab.traj_ids.reshape(-1)
+        num_steps = slab.num_steps
+        ended = slab.terminated | slab.truncated
+        if slab.faulted.any():
+            ended &= ~slab.faulted
+        begins = np.empty(len(ids), bool)
+        np.not_equal(ids[1:], ids[:-1], out=begins[1:])
+        begins[::num_steps] = True
+        first = np.flatnonzero(begins)
+        returns = np.add.reduceat(slab.reward.reshape(-1), first, dtype=np.float64)
+        lengths = np.diff(first, append=len(ids))
+        parts = ids[first]
+        rows = first // num_steps
+        is_end = ended.reshape(-1)[first + lengths - 1]
+        if slab.num_frames < len(ids):
+            real = parts >= 0
+            returns, lengths, parts = returns[real], lengths[real], parts[real]
+            rows, is_end = rows[real], is_end[real]
+            if not len(rows):
+                return [], []
+        changes = rows[1:] != rows[:-1]
+        heads = np.flatnonzero(np.concatenate([[True], changes]))
+        tails = np.flatnonzero(np.concatenate([changes, [True]]))
+        # What began in an earlier rollout.
+        going_on = heads[parts[heads] == self._ids[rows[heads]]]
+        returns[going_on] += self._returns[rows[going_on]]
+        lengths[going_on] += self._lengths[rows[going_on]]
+        of = rows[tails]
+        self._ids[of] = parts[tails]
+        self._returns[of] = returns[tails]
+        self._lengths[of] = lengths[tails]
+        return returns[is_end].tolist(), lengths[is_end].tolist()

@@ -1,0 +1,320 @@
+"""Tells how a collector goes while it runs: a thread that hands snapshots to whoever wants them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+from .config import Monitor
+from .errors import ArgumentError, ArgumentTypeError
+from .stats import Stats
+from .verdict import verdict
+from .view import Display, log_line
+
+log = logging.getLogger("distcollect")
+
+STATS_FILE = "stats.jsonl"
+VIEW_VARIABLE = "DISTCOLLECT_VIEW"
+_LOG_EVERY_S = 30.0
+_JOIN_TIMEOUT_S = 5.0
+
+
+class Writer(Protocol):
+    """Takes snapshots, from one thread at a time.
+
+    Attributes:
+        every_s: how often it wants one.
+    """
+
+    every_s: float
+
+    def write(self, stats: Stats) -> None:
+        """Take one; the last has ``stats.ended``."""
+
+    def close(self) -> None:
+        """Give back what it holds; nothing more comes."""
+
+
+class Watch:
+    """The thread of one collector that hands out snapshots; none while nobody wants any."""
+
+    def __init__(self, options: Monitor | None) -> None:
+        """Open what ``options`` name.
+
+        Raises:
+            ArgumentError: a file or a port can't be opened, or a package is missing.
+            ArgumentTypeError: ``options`` are none.
+        """
+        options = Monitor() if options is None else options
+        if not isinstance(options, Monitor):
+            raise ArgumentTypeError(f"monitor={options!r}: must be a distcollect.Monitor")
+        self._writers: list[Writer] = []
+        self._latest: Callable[[], Stats | None] = lambda: None
+        self._last: Stats | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._begun = False
+        self._closed = False
+        try:
+            self._open(options)
+        except (OSError, ModuleNotFoundError) as error:
+            for writer in self._writers:
+                writer.close()
+            missing = isinstance(error, ModuleNotFoundError)
+            hint = "; pip install 'distcollect[tensorboard]' brings it" if missing else ""
+            raise ArgumentError(f"{options}: {error}{hint}") from error
+
+    def _open(self, options: Monitor) -> None:
+        add = self._writers.append
+        if options.run_dir is not None:
+            folder = Path(options.run_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            add(JsonLines(folder / STATS_FILE, options.every_s))
+            if options.tensorboard:
+                add(TensorBoard(folder, options.every_s))
+        if options.prometheus_port is not None:
+            add(Prometheus(options.prometheus_port, self._now))
+        if options.callback is not None:
+            add(_Callback(options.callback, options.every_s))
+        if _wants_view(options):
+            if sys.stderr is not None and sys.stderr.isatty():
+                add(Display())
+            elif log.isEnabledFor(logging.INFO):
+                add(LogLines())
+
+    def _now(self) -> Stats | None:
+        return self._latest()
+
+    def begin(self, latest: Callable[[], Stats | None]) -> None:
+        """Batches are asked for from now on; ``latest`` gives snapshots, None if there are none."""
+        if self._begun:
+            return
+        self._begun = True
+        self._latest = latest
+        if self._writers and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="distcollect-monitor")
+            self._thread.daemon = True
+            self._thread.start()
+
+    def close(self, last: Stats | None) -> None:
+        """Hand out the last snapshot, if there is one, and end. Again is no error."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._end.set()
+        thread = self._thread
+        # A collector that nobody holds any more may be finalized on that very thread.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_TIMEOUT_S)
+        last = self._last if last is None else last
+        if last is not None and self._begun:
+            last = replace(last, ended=True)
+            for writer in list(self._writers):
+                self._write(writer, last)
+            if last.delivered:
+                log.info("%s", verdict(last))
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    def _run(self) -> None:
+        due = {id(writer): time.monotonic() + writer.every_s for writer in self._writers}
+        while self._writers:
+            pause_s = min(due[id(writer)] for writer in self._writers) - time.monotonic()
+            if self._end.wait(max(0.0, pause_s)):
+                return
+            stats = self._latest()
+            if stats is None:
+                return
+            self._last = stats
+            for writer in list(self._writers):
+                if due[id(writer)] <= time.monotonic():
+                    self._write(writer, stats)
+                    due[id(writer)] = time.monotonic() + writer.every_s
+
+    def _write(self, writer: Writer, stats: Stats) -> None:
+        try:
+            writer.write(stats)
+        except Exception:
+            # What is told of a run must never end it.
+            log.exception("%s failed, and is told nothing more", type(writer).__name__)
+            self._writers.remove(writer)
+            writer.close()
+
+
+def _wants_view(options: Monitor) -> bool:
+    if options.view is not None:
+        return options.view
+    return os.environ.get(VIEW_VARIABLE, "1").lower() not in ("0", "off", "false", "no")
+
+
+class JsonLines:
+    """One line of JSON for each snapshot, with its "time" (seconds since 1970) and "verdict"."""
+
+    def __init__(self, path: Path, every_s: float) -> None:
+        """Append to ``path``."""
+        self.every_s = every_s
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, stats: Stats) -> None:
+        """A line, visible to others at once."""
+        line = {"time": time.time(), **stats.as_dict(), "verdict": str(verdict(stats))}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, by frames."""
+
+    def __init__(self, folder: Path, every_s: float) -> None:
+        """Write events to ``folder``. Raises ModuleNotFoundError without tensorboard."""
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+
+        self.every_s = every_s
+        self._events: Any = SummaryWriter(str(folder))
+
+    def write(self, stats: Stats) -> None:
+        """All that changes with time, but for single workers."""
+        for name, value in figures(stats).items():
+            self._events.add_scalar(f"collector/{name}", value, stats.frames)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._events.close()
+
+
+def figures(stats: Stats) -> dict[str, float]:
+    """The numbers of a snapshot that are drawn over time; those that are unknown left out."""
+    values: dict[str, float] = {
+        "frames": stats.frames,
+        "frames_per_s": stats.frames_per_s,
+        "policy_version": stats.policy_version,
+        "lag_mean": stats.lag.mean,
+        "lag_max": stats.lag.max,
+        "episodes": stats.episodes.count,
+        "episode_return": stats.episodes.mean_return,
+        "episode_length": stats.episodes.mean_length,
+        "bytes": stats.num_bytes,
+        "ready_rollouts": stats.num_ready,
+        "restarts": stats.num_restarts,
+        "workers": sum(w.state == "ready" for w in stats.workers.values()),
+        "lost_frames": sum(stats.lost.values()),
+    }
+    for who, times in (("trainer", stats.trainer), ("worker", stats.times)):
+        values.update((f"{who}_share_{name}", value) for name, value in vars(times).items())
+    return {name: value for name, value in values.items() if value == value}  # noqa: PLR0124 - NaN
+
+
+def exposition(stats: Stats) -> str:
+    """A snapshot in Prometheus's text format."""
+    counters = {"frames", "episodes", "bytes", "restarts", "lost_frames", "policy_version"}
+    lines: list[str] = []
+    for name, value in figures(stats).items():
+        metric = f"distcollect_{name}" + ("_total" if name in counters else "")
+        lines += [f"# TYPE {metric} {'counter' if name in counters else 'gauge'}"]
+        lines += [f"{metric} {value:.17g}"]
+    of_workers: dict[str, Callable[[Any], float]] = {
+        "frames_total": lambda w: w.frames,
+        "frames_per_s": lambda w: w.frames_per_s,
+        "lag_mean": lambda w: w.lag.mean,
+        "restarts_total": lambda w: w.num_restarts,
+        "up": lambda w: w.state == "ready",
+        "share_wait": lambda w: w.times.wait,
+    }
+    for name, of in of_workers.items():
+        metric = f"distcollect_worker_{name}"
+        lines.append(f"# TYPE {metric} {'counter' if name.endswith('_total') else 'gauge'}")
+        lines += [f'{metric}{{worker="{w}"}} {of(s):.17g}' for w, s in stats.workers.items()]
+    return "\n".join(lines) + "\n"
+
+
+class Prometheus:
+    """Serves the newest snapshot on 127.0.0.1, to whoever asks for ``/metrics``.
+
+    Attributes:
+        port: where.
+    """
+
+    every_s = 3600.0  # it asks for them itself
+
+    def __init__(self, port: int, latest: Callable[[], Stats | None]) -> None:
+        """Listen at ``port``; 0: a free one. Raises OSError if it is taken."""
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 5.0
+
+            def do_GET(self) -> None:
+                stats = latest()
+                if self.path != "/metrics" or stats is None:
+                    self.send_error(404 if stats is not None else 503)
+                    return
+                body = exposition(stats).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing: a scrape is no news."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="distcollect-prometheus", daemon=True
+        )
+        self._thread.start()
+        log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self.port)
+
+    def write(self, stats: Stats) -> None:
+        """Nothing to do: see :attr:`every_s`."""
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+
+class _Callback:
+    """The user's function."""
+
+    def __init__(self, function: Callable[[Stats], object], every_s: float) -> None:
+        self.every_s = every_s
+        self._function = function
+
+    def write(self, stats: Stats) -> None:
+        self._function(stats)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class LogLines:
+    """A line of the log every half minute."""
+
+    every_s = _LOG_EVERY_S
+
+    def write(self, stats: Stats) -> None:
+        """One line."""
+        log.info("%s", log_line(stats))
+
+    def close(self) -> None:
+        """Nothing to do."""
