@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import platform
 import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from distcollect.cluster import host_and_port, read_token
-from distcollect.errors import DistCollectError
+from distcollect.cluster import SECRET_FILE, host_and_port, read_token
+from distcollect.errors import DistCollectError, LaunchError
 from distcollect.launch import join
 from distcollect.link import Gate
 from distcollect.meeting import GatePlace, Meeting, finder, gate_place
@@ -68,11 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Look at all ranks; 0 if nothing is wrong.
+    """Look at all ranks; 0 if nothing is wrong, else 1."""
+    try:
+        return _run(given)
+    except LaunchError as error:
+        _say(f"distcollect doctor on {platform.node()}: {error}")
+        return 1
 
-    Raises:
-        LaunchError: the ranks can't find each other.
-    """
+
+def _run(given: argparse.Namespace) -> int:
     if given.join is not None:
         meeting = Meeting(*host_and_port("--join", given.join), read_token() or "")
         return _be_looked_at(lambda: meeting, 1, given.wait)
@@ -88,9 +93,10 @@ def run(given: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _second_process(place: GatePlace, port: int) -> Iterator[None]:
+    without_file = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
     process = subprocess.Popen(
         [sys.executable, "-m", "distcollect", "doctor", "--join", f"{place.address}:{port}"],
-        env={**os.environ, "DISTCOLLECT_TOKEN": place.token},
+        env={**without_file, "DISTCOLLECT_TOKEN": place.token},
     )
     try:
         yield
