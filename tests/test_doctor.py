@@ -19,6 +19,7 @@ from distcollect.doctor import checks, report
 from distcollect.doctor.checks import Finding
 from distcollect.doctor.links import Link, idle_cores, skew
 from distcollect.doctor.survey import Survey, addresses_of, look
+from distcollect.network import listen
 from distcollect.rpc import missing_symbols
 
 HERE = look(0, "127.0.0.1")
@@ -194,6 +195,22 @@ def test_a_report_is_aligned() -> None:
     assert said == ["names  3 PROBLEMS  are there", "ports  ok          are open"]
 
 
+def test_a_rank_that_finds_nobody() -> None:
+    """It says so itself, and what was tried."""
+    with listen("127.0.0.1") as taken:  # a port that nobody answers at
+        port = taken.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "distcollect", "doctor", "--wait", "0.5", "--join", f"[::1]:{port}"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "rank 1 could not reach the trainer within 0.5 s" in done.stdout, done.stderr
+
+
 def test_alone_with_few_files_and_a_wrong_interface() -> None:
     """The command itself, on one machine: what is wrong, and that all else works."""
 
@@ -203,7 +220,11 @@ def test_alone_with_few_files_and_a_wrong_interface() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "distcollect", "doctor"],
         cwd=Path(__file__).parents[1],
-        env={**os.environ, "NCCL_SOCKET_IFNAME": "nosuch0"},
+        env={
+            **os.environ,
+            "NCCL_SOCKET_IFNAME": "nosuch0",
+            "DISTCOLLECT_TOKEN_FILE": "/nonexistent",  # here nobody joins from outside
+        },
         preexec_fn=few_files,
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import platform
 import secrets
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from dataclasses import replace
 
 from distcollect import transport as wire
 from distcollect.cluster import host_and_port, read_token
-from distcollect.errors import DistCollectError
+from distcollect.errors import DistCollectError, LaunchError
 from distcollect.launch import join
 from distcollect.link import Gate
 from distcollect.meeting import GatePlace, Meeting, finder, gate_place
 from distcollect.network import LOOPBACK
 from distcollect.rpc import RpcTransport
+from distcollect.run_folder import TOKEN_VARIABLE
 from distcollect.topology import Launch, Launcher
 
 from . import checks, report
@@ -68,11 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Look at all ranks; 0 if nothing is wrong.
+    """Look at all ranks; 0 if nothing is wrong, else 1."""
+    try:
+        return _run(given)
+    except LaunchError as error:
+        _say(f"distcollect doctor on {platform.node()}: {error}")
+        return 1
 
-    Raises:
-        LaunchError: the ranks can't find each other.
-    """
+
+def _run(given: argparse.Namespace) -> int:
     if given.join is not None:
         meeting = Meeting(*host_and_port("--join", given.join), read_token() or "")
         return _be_looked_at(lambda: meeting, 1, given.wait)
@@ -88,9 +94,10 @@ def run(given: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _second_process(place: GatePlace, port: int) -> Iterator[None]:
+    without_file = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     process = subprocess.Popen(
         [sys.executable, "-m", "distcollect", "doctor", "--join", f"{place.address}:{port}"],
-        env={**os.environ, "DISTCOLLECT_TOKEN": place.token},
+        env={**without_file, "DISTCOLLECT_TOKEN": place.token},
     )
     try:
         yield
