@@ -49,6 +49,7 @@ class RolloutReference:
         peer: its worker's id on the wire.
         contact: where that is reached; None: it is gone.
         key: whoever shows it gets the rollout.
+        tensors: the rollout itself, if it had left its worker.
     """
 
     trainer: int
@@ -58,6 +59,7 @@ class RolloutReference:
     peer: int = field(repr=False)
     contact: Any = field(repr=False)
     key: str = field(repr=False)
+    tensors: Tensors | None = field(default=None, repr=False)
 
     @property
     def worker_id(self) -> int:
@@ -195,17 +197,9 @@ class Taker:
             RolloutGone: it can't be had; names the worker, and says why.
             DeadlineError: the worker did not answer in time; names it.
         """
-        here, peer = place(), reference.peer
-        if reference.run_id != here.run_id:
-            raise ArgumentError(
-                f"{reference} is of another run (this is {here.run_id!r}): rollouts are handed "
-                "over between the trainers of one launch (run(main, num_trainers=...))"
-            )
-        if reference.contact is None:
-            raise _gone(reference, _ENDED)
-        is_own = reference.trainer == here.trainer
-        if not is_own:
-            self._meet(reference)
+        if reference.tensors is not None:
+            return Rollout(reference.header, reference.tensors)
+        self._meet(reference)
         deadline = time.monotonic() + timeout_s
 
         def answer(future: Future[T]) -> T:
@@ -216,26 +210,47 @@ class Taker:
                 "answer in time"
             )
 
+        peer, key = reference.peer, reference.key
         try:
-            tensors: Tensors = answer(self._transport.take(peer, reference.key))
-            answer(self._transport.call(peer, "confirm", reference.key))
-        except (DeadlineError, WorkerLost) as error:
-            if not is_own:
-                self._transport.evict(peer)
-            if isinstance(error, DeadlineError):
-                raise
+            tensors: Tensors = answer(self._transport.take(peer, key))
+            answer(self._transport.call(peer, "confirm", key))
+        except DeadlineError:
+            self._leave(reference)
+            raise
+        except WorkerLost as error:
+            self._leave(reference)
             raise _gone(reference, _ENDED) from error
         except WorkerError as error:
             raise _gone(reference, error.message) from error
         return Rollout(reference.header, tensors)
 
     def _meet(self, reference: RolloutReference) -> None:
+        """Make its worker reachable from here."""
+        run_id = place().run_id
+        if reference.run_id != run_id:
+            raise ArgumentError(
+                f"{reference} is of another run (this is {run_id!r}): rollouts are handed over "
+                "between the trainers of one launch (run(main, num_trainers=...))"
+            )
+        if reference.contact is None:
+            raise _gone(reference, _ENDED)
+        if _is_own(reference):
+            return
         slot = (reference.trainer, reference.worker_id)
         before = self._peers.get(slot, reference.peer)
         if before != reference.peer:
             self._transport.evict(before)
         self._peers[slot] = reference.peer
         self._transport.meet(reference.peer, reference.contact)
+
+    def _leave(self, reference: RolloutReference) -> None:
+        """What its worker still owes fails, and so nothing of it comes later."""
+        if not _is_own(reference):
+            self._transport.evict(reference.peer)
+
+
+def _is_own(reference: RolloutReference) -> bool:
+    return reference.trainer == place().trainer
 
 
 def _name(reference: RolloutReference) -> str:

@@ -39,7 +39,7 @@ from .handle import PushHandle
 from .ledger import Ledger, LedgerReport
 from .meter import clock_ns
 from .notice import heed
-from .rollout import Header, Rollout, Tensors
+from .rollout import Rollout, Tensors
 from .schedule import Pacer, SentVersions, Ticket
 from .seats import Asked, BatchPlan, Pace, Seat
 from .seeds import Stream, env_seed, policy_seed
@@ -113,6 +113,7 @@ class Pool:
         self._arrived: list[Asked] = []  # those that lie ready, there or here, in that order
         # Nothing before the user asks: it may be for a rollout to hand over.
         self._max_fetched = plan.num_rollouts if plan.sync else 0
+        self._hands_over = False  # that is what the user last asked for
         self._handed_over: dict[Asked, str] = {}  # those that may still be taken, and their keys
         self._untaken = "not_taken"  # the cause for one that nobody took
         self._frames_asked = 0
@@ -294,7 +295,7 @@ class Pool:
             self._book.found(len(self._arrived))
             if self._pacer is not None:
                 self._pacer.awaited()
-            self._max_fetched = _PREFETCH
+            self._max_fetched, self._hands_over = _PREFETCH, False
             self._awaiting = True
             try:
                 self._ask()
@@ -311,57 +312,73 @@ class Pool:
             self._ask()
         return chosen.rollout
 
-    def hand_over(self, timeout_s: float, keep_s: float) -> tuple[Header, int, str]:
+    def hand_over(self, timeout_s: float, keep_s: float) -> tuple[Asked, str]:
         """The next rollout of whichever worker, for another trainer to take; async mode only.
 
         Its worker keeps it for ``keep_s``. It counts as delivered once it was taken, else as lost:
-        by "not_taken", "worker_lost" or "shut_down".
+        by "not_taken", "worker_lost" or "shut_down". Where there are only rollouts that came here
+        while the user still asked for such, it is one of these, and delivered.
 
         Returns:
-            Its header, its worker's peer, and the key that opens it there.
+            The rollout, and the key that opens it on its worker.
 
         Raises: as :meth:`gather_all`.
         """
         handed: tuple[Asked, str] | None = None
 
-        def kept() -> tuple[Asked, str] | None:
+        def ready() -> tuple[Asked, str] | None:
             nonlocal handed
-            if handed is None or (handed[0].failed and not handed[0].kept):
+            if handed is None or handed[0].failed:
                 handed = self._hand_over(keep_s)
-            return handed if handed is not None and handed[0].kept else None
+            if handed is None:
+                return None
+            asked, _ = handed
+            return handed if asked.kept or asked.rollout is not None else None
 
         with self._lock:
             self._check()
             if self._pacer is not None:
                 self._pacer.awaited()
-            self._max_fetched = 0  # what is fetched can't be handed over any more
+            self._max_fetched, self._hands_over = 0, True
             self._ask()
-            asked, key = self._wait(kept, timeout_s)
-            asked.referred = True
-        assert asked.offer is not None
-        return asked.offer.header, asked.seat.peer, key
+            handed = self._wait(ready, timeout_s)
+            handed[0].referred = True
+        return handed
 
     def _hand_over(self, keep_s: float) -> tuple[Asked, str] | None:
         """Have a worker keep what lies there, if anything does; with its key."""
         self._give_up_stale()
-        lying = [asked for asked in self._arrived if asked.lies_there]
-        if not lying:
+        able = [asked for asked in self._arrived if asked.lies_there]
+        if not able and not any(seat.collecting for seat in self._collecting()):
+            able = [asked for asked in self._arrived if asked.rollout is not None]
+        if not able:
             return None
-        asked = lying[0]
+        asked = able[0]
         if self._pacer is not None:
-            asked = max(lying, key=lambda a: self.lag(a.ticket.worker_id, a.ticket.version))
+            asked = max(able, key=lambda a: self.lag(a.ticket.worker_id, a.ticket.version))
             self._pacer.delivered(asked.ticket)
-        seat, offer, key = asked.seat, asked.offer, secrets.token_hex(8)
-        assert offer is not None
         self._arrived.remove(asked)
+        key = secrets.token_hex(8)
+        if asked.rollout is not None:
+            self._deliver(asked.rollout)
+            self._ask()
+        else:
+            self._keep(asked, key, keep_s)
+        return asked, key
+
+    def _keep(self, asked: Asked, key: str, keep_s: float) -> None:
+        """Have its worker keep a rollout, and account for it."""
+        seat, offer = asked.seat, asked.offer
+        assert offer is not None
         self._handed_over[asked] = key
         asked.fetching = True
         offer.decline()
 
         def settle(cause: str | None) -> None:
-            asked.fetching, asked.failed = False, cause is not None
+            asked.fetching, asked.failed = False, not asked.kept
             self._handed_over.pop(asked, None)
-            seat.unsettled.discard(asked.number)
+            if cause != "worker_lost":  # else its memory is of no use any more
+                seat.unsettled.discard(asked.number)
             seat.open.discard(asked)
             origin = seat.worker_id, seat.incarnation, offer.header.sequence
             if cause is None:
@@ -382,7 +399,6 @@ class Pool:
         lost = partial(settle, "worker_lost")
         ask = self._transport.call
         self._then(seat, ask(seat.peer, "hand_over", asked.number, key, keep_s), kept, lost)
-        return asked, key
 
     def _deliver(self, rollout: Rollout) -> None:
         self._ledger.deliver(*_origin(rollout))
@@ -811,14 +827,19 @@ class Pool:
             if asked.rollout is not None or asked.fetching:
                 room -= 1
             # Meanwhile it may have been given up: a fetch may be over at once, and lead to more.
-            elif (room > 0 or asked.seat.leaving) and asked in self._arrived:
+            elif (room > 0 or self._drains(asked)) and asked in self._arrived:
                 self._fetch(asked)
                 room -= 1
 
+    def _drains(self, asked: Asked) -> bool:
+        """Whether it is to come here lest its worker, which is to leave, takes it along."""
+        return asked.seat.leaving and not self._hands_over
+
     def _fetch(self, asked: Asked) -> None:
-        offer = asked.offer
-        if offer is None or asked.fetching or asked.failed or asked.rollout is not None:
+        if not asked.lies_there:
             return
+        offer = asked.offer
+        assert offer is not None
         asked.fetching = True
         begin = clock_ns()
 

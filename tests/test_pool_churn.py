@@ -40,6 +40,10 @@ class Asked:
         self.declined = False
         self.read = False  # its slab is not needed any more
         self.header: Header
+        self.keeping: Future[None] | None = None
+        self.outcome: Future[bool] | None = None  # whether another trainer took it
+        self.refused = False
+        self.referred = False
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -62,6 +66,25 @@ class Asked:
         assert self.fetched is None or self.fetched.done(), "declined while it is fetched"
         self.declined = self.read = True
 
+    def keep(self) -> Future[None]:
+        """Its worker is asked to keep it for another trainer."""
+        assert self.keeping is None, "handed over twice"
+        assert self.fetched is None, "handed over after it was fetched"
+        self.read = False
+        self.keeping = Future()
+        return self.keeping
+
+    def settle(self) -> None:
+        """It is taken, if that can be, or not."""
+        assert self.outcome is not None
+        run = self.process.run
+        taken = self.referred and not self.refused and run.rng.random() < 0.7
+        self.read = True
+        run.counts["taken" if taken else "not taken"] += 1
+        if taken:
+            run.check_rollout(self.header, was_handed_over=True)
+        self.outcome.set_result(taken)
+
 
 class Process:
     """A simulated worker process."""
@@ -78,6 +101,7 @@ class Process:
         self.pending = 0  # a version on its way to it
         self.stepped = 0
         self.lost: Counter[str] = Counter()
+        self.kept: dict[str, Asked] = {}
         self.told_to_leave = False
         self.retiring = False
         self.drained = False
@@ -110,6 +134,7 @@ class Run:
         num_workers: int = 2,
         faults: float = 0.0,
         inline: float = 0.3,
+        hands: float = 0.0,
     ) -> None:
         self.rng = random.Random(seed)
         self.about = f"seed {seed}, {plan}, {staleness}, {num_workers} workers"
@@ -117,6 +142,7 @@ class Run:
         self.staleness = staleness
         self.faults = faults
         self.inline = inline  # this share of rollouts comes along with its header
+        self.hands = hands  # this share of rollouts is handed over to another trainer
         self.num_workers = num_workers
         self.clock = Clock()
         self.num_peers = 0
@@ -182,6 +208,16 @@ class Run:
             answer.set_result(None)
         elif method == "seed":
             process.seeding, process.seeded = answer, False
+        elif method == "hand_over":
+            number, key, _ = args
+            asked = process.asked[number]
+            self.check_lag(asked.header)
+            process.kept[key] = asked
+            return asked.keep()
+        elif method == "handed_over":
+            process.kept[args[0]].outcome = answer
+        elif method == "take_back":
+            process.kept[args[0]].refused |= self.rng.random() < 0.7  # else it was taken before
         else:
             assert method == "preempt"
             assert process.collecting is not None or process.doomed
@@ -275,6 +311,11 @@ class Run:
             for asked in process.asked[-5:]
             if asked.fetched is not None and not asked.fetched.done()
         ]
+        for asked in process.asked[-5:]:
+            if asked.keeping is not None and not asked.keeping.done():
+                due.append(partial(asked.keeping.set_result, None))
+            elif asked.outcome is not None and not asked.outcome.done():
+                due.append(asked.settle)
         if process.collecting is not None:
             due.append(lambda: self.answer(process))
         if process.pending:
@@ -385,9 +426,12 @@ class Run:
     def evict(self, process: Process) -> None:
         """What it owes fails."""
         for asked in process.asked[-5:]:
-            for owed in (asked.answer, asked.fetched):
+            answers: tuple[Future[Any] | None, ...]
+            answers = (asked.answer, asked.fetched, asked.keeping, asked.outcome)
+            for owed in answers:
                 if owed is not None and not owed.done():
                     self.counts["died while fetched"] += owed is asked.fetched
+                    self.counts["died while kept"] += owed is asked.outcome
                     owed.set_exception(WorkerLost("it is gone"))
         if process.seeding is not None:
             process.seeding.set_exception(WorkerLost("it is gone"))
@@ -425,6 +469,7 @@ class Run:
             return
         owed = [
             *(asked.fetched for asked in process.asked[-5:]),
+            *(asked.outcome for asked in process.asked[-5:]),
             process.collecting and process.collecting.answer,
         ]
         still_owed = [answer for answer in owed if answer is not None and not answer.done()]
@@ -470,6 +515,9 @@ class Run:
     def gather(self, timeout_s: float = 1e6) -> list[Rollout]:
         self.batch += 1
         self.deadline = self.clock.now + timeout_s
+        if self.rng.random() < self.hands:
+            self.hand_over(timeout_s)
+            return []
         if self.plan.sync:
             rollouts = self.pool.gather_all(timeout_s)
             self.check_batch(rollouts)
@@ -479,25 +527,42 @@ class Run:
             self.check_rollout(rollout.header)
         return rollouts
 
+    def hand_over(self, timeout_s: float) -> None:
+        asked, _ = self.pool.hand_over(timeout_s, 60)
+        offer = asked.offer
+        assert isinstance(offer, Asked)
+        if asked.rollout is not None:
+            assert not offer.keeping
+            self.counts["sent along"] += 1
+            self.check_rollout(asked.rollout.header)
+        else:
+            offer.referred = True
+
     def check_batch(self, rollouts: list[Rollout]) -> None:
         headers = [rollout.header for rollout in rollouts]
         assert len(headers) == self.plan.num_rollouts, self.about
         order = [(h.worker_id, h.incarnation, h.sequence) for h in headers]
         assert order == sorted(order), self.about
 
-    def check_rollout(self, header: Header) -> None:
+    def check_rollout(self, header: Header, *, was_handed_over: bool = False) -> None:
         key = (header.worker_id, header.incarnation, header.sequence)
         assert key not in self.seen, f"{key} twice: {self.about}"
         self.seen.add(key)
         self.delivered[header.worker_id] += header.num_frames
+        asked = self.offers.pop(key)
+        if was_handed_over:
+            return
+        self.check_lag(header)
+        assert asked.seeds == self.seeds, f"{key} is from before the seed: {self.about}"
+        if self.plan.sync:
+            assert asked.batch == self.batch, f"{key} is from before the batch: {self.about}"
+
+    def check_lag(self, header: Header) -> None:
+        key = (header.worker_id, header.incarnation, header.sequence)
         if self.staleness is not None:
             lowest = header.policy_version[0]
             lag = sum(version > lowest for version in self.sent[header.worker_id])
             assert lag <= self.staleness.max_policy_lag, f"{key} lags {lag}: {self.about}"
-        asked = self.offers.pop(key)
-        assert asked.seeds == self.seeds, f"{key} is from before the seed: {self.about}"
-        if self.plan.sync:
-            assert asked.batch == self.batch, f"{key} is from before the batch: {self.about}"
 
     def check_ledger(self) -> None:
         report = self.pool.ledger
@@ -543,8 +608,10 @@ class Run:
         """All ends, and every frame is accounted for."""
         total_frames = self.plan.num_frames
         if total_frames is not None:
-            assert sum(self.delivered.values()) == total_frames, self.about
+            if not self.hands:
+                assert sum(self.delivered.values()) == total_frames, self.about
             assert not any(p.collecting for p in self.present.values()), f"asked: {self.about}"
+        self.faults = 0
         self.pool.close()
         for process in list(self.present.values()):
             if self.rng.random() < 0.5:
@@ -720,17 +787,20 @@ def test_what_is_on_its_way_at_the_end_is_accounted_for(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("seed", "plan", "staleness"),
+    ("seed", "plan", "staleness", "hands"),
     [
-        (0, SYNC, None),
-        (1, replace(SYNC, waits_for_missing=True), None),
-        (2, replace(SYNC, num_frames=None, deadline_s=0.7, preemptive_threshold=0.6), None),
-        (3, replace(SYNC, waits_for_missing=True, num_rollouts=3, num_frames=None), DROP_NONE),
-        (4, ASYNC, None),
-        (5, replace(ASYNC, num_frames=None), None),
-        (6, ASYNC, Staleness(0)),
-        (7, replace(ASYNC, num_frames=None), Staleness(2)),
-        (8, ASYNC, Staleness(1, mode="drop")),
+        (0, SYNC, None, 0),
+        (1, replace(SYNC, waits_for_missing=True), None, 0),
+        (2, replace(SYNC, num_frames=None, deadline_s=0.7, preemptive_threshold=0.6), None, 0),
+        (3, replace(SYNC, waits_for_missing=True, num_rollouts=3, num_frames=None), DROP_NONE, 0),
+        (4, ASYNC, None, 0),
+        (5, replace(ASYNC, num_frames=None), None, 0),
+        (6, ASYNC, Staleness(0), 0),
+        (7, replace(ASYNC, num_frames=None), Staleness(2), 0),
+        (8, ASYNC, Staleness(1, mode="drop"), 0),
+        (9, ASYNC, None, 1.0),
+        (10, ASYNC, Staleness(0), 0.5),
+        (11, replace(ASYNC, num_frames=None), Staleness(1, mode="drop"), 0.5),
     ],
     ids=[
         "sync",
@@ -742,13 +812,29 @@ def test_what_is_on_its_way_at_the_end_is_accounted_for(monkeypatch: pytest.Monk
         "async-pace-0",
         "async-pace-2",
         "async-drop",
+        "async-all-handed-over",
+        "async-pace-0-half-handed-over",
+        "async-drop-half-handed-over",
     ],
 )
 def test_churn(
-    seed: int, plan: BatchPlan, staleness: Staleness | None, monkeypatch: pytest.MonkeyPatch
+    seed: int,
+    plan: BatchPlan,
+    staleness: Staleness | None,
+    hands: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(monkeypatch, seed, plan, staleness=staleness, num_workers=4, faults=0.08)
+    run = Run(monkeypatch, seed, plan, staleness=staleness, num_workers=4, faults=0.08, hands=hands)
     run.run(NUM_BATCHES)
     run.finish()
-    for kind in ("died while fetched", "died collecting", "failed", "given up", "drained"):
+    kinds = ["died collecting", "failed", "given up", "drained"]
+    if hands < 1:
+        kinds += ["died while fetched"]
+    else:
+        assert not run.counts["sent along"], "nothing may come here"
+        assert not run.counts["died while fetched"], "nothing may come here"
+    if hands:
+        kinds += ["taken", "not taken", "died while kept"]
+        kinds += ["sent along"] if hands < 1 else []
+    for kind in kinds:
         assert run.counts[kind] > 3, f"no {kind}, {run.counts}: {run.about}"

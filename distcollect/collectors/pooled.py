@@ -456,8 +456,11 @@ class RPCDataCollector(DataCollectorBase):
         ``keep_s``, "worker_lost", or "shut_down" if this collector ends before. Until then the
         rollout's memory on its worker is in use: of every two only one can wait to be taken while
         the worker goes on. They count towards ``total_frames`` here, whatever becomes of them, and
-        :class:`Staleness` bounds their lag now, not when they are taken. What :meth:`next` has
-        had fetched ahead is for the next :meth:`next`.
+        :class:`Staleness` bounds their lag now, not when they are taken.
+
+        Where :meth:`next` is called as well, rollouts may have been fetched ahead for it. These are
+        left for it, unless none else is being collected: then the frames travel with the reference,
+        and are delivered when it is made.
 
         Args:
             timeout_s: for the rollout, instead of ``Faults.batch_timeout_s``.
@@ -475,15 +478,23 @@ class RPCDataCollector(DataCollectorBase):
         self._check_not_over()
         try:
             self._publish_itself()
-            header, peer, key = self._pool.hand_over(self._limit_s(timeout_s), keep_s)
+            asked, key = self._pool.hand_over(self._limit_s(timeout_s), keep_s)
         except WorkerError:
             self.shutdown()
             raise
-        self._publisher.last = [header.worker_id]
+        assert asked.offer is not None
+        self._publisher.last = [asked.seat.worker_id]
         self._note_batch()
-        here = place()
-        contact = self._workers.transport.contact(peer)
-        return RolloutReference(here.trainer, here.run_id, header, self._layout, peer, contact, key)
+        return RolloutReference(
+            place().trainer,
+            place().run_id,
+            asked.offer.header,
+            self._layout,
+            asked.seat.peer,
+            self._workers.transport.contact(asked.seat.peer),
+            key,
+            None if asked.rollout is None else asked.rollout.tensors,
+        )
 
     def take_over(self, reference: RolloutReference, timeout_s: float | None = None) -> TensorDict:
         """A rollout that another trainer handed over, fetched straight from its worker.
