@@ -16,8 +16,11 @@ from .errors import DistCollectError
 # name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
 _COMMANDS = {
     "bench": ("distcollect.bench.command", "compare with a bare loop and with other collectors"),
+    "collect": ("distcollect.collect", "write frames of an env to disk"),
     "worker": ("distcollect.join", "add a worker to a trainer that is running"),
 }
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,4 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DistCollectError as error:
         print(f"distcollect: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return status
