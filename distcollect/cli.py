@@ -17,6 +17,7 @@ from .errors import DistCollectError
 _COMMANDS = {
     "bench": ("distcollect.bench.command", "compare with a bare loop and with other collectors"),
     "collect": ("distcollect.collect", "write frames of an env to disk"),
+    "report": ("distcollect.report.command", "make a page about a run from its statistics"),
     "worker": ("distcollect.join", "add a worker to a trainer that is running"),
 }
 

@@ -202,9 +202,13 @@ class DataCollectorBase(ABC):
         """
         self._check_open()
         if self._replay_buffer is None:
-            raise CollectorStateError("start() needs a replay_buffer at the collector's making")
+            raise CollectorStateError(
+                "start() needs a replay_buffer to fill: pass replay_buffer= to the collector"
+            )
         if self._background is not None:
-            raise CollectorStateError("the collector was started already")
+            raise CollectorStateError(
+                "the collector was started already: end that by async_shutdown(), or use pause()"
+            )
         self._before_start()
         limit = self._replay_buffer if isinstance(self._replay_buffer, RateLimited) else None
         # Not the collector itself, whose workers end when the user drops it.
@@ -436,10 +440,14 @@ class DataCollectorBase(ABC):
         """
         self._check_open()
         if self._batches:
-            raise CollectorStateError("load_state_dict must come before the first batch")
+            raise CollectorStateError(
+                f"this collector has delivered {self._frames:,} frames: call load_state_dict() "
+                "on a new one, before its first batch"
+            )
         if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT:
             raise ArgumentError(
-                f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}"
+                f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}; "
+                "give what state_dict() returned"
             )
         if state["policy_version"] < self.policy_version:
             raise ArgumentError(

@@ -187,6 +187,7 @@ def _with_kwargs(makers: Any, kwargs: Any) -> Any:
         return [partial(maker, **kwargs) for maker in each]
     if each is None or len(kwargs) != len(each):
         raise ArgumentError(
-            "create_env_kwargs is a list: it needs one dict for each maker in create_env_fn"
+            f"create_env_kwargs={kwargs!r}: a list needs one dict for each maker in the list that "
+            "create_env_fn is then"
         )
     return [partial(maker, **own) for maker, own in zip(each, kwargs, strict=True)]
