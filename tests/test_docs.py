@@ -130,6 +130,32 @@ def test_pages_of_contributing_exist() -> None:
             assert any(place.exists() for place in places), name
 
 
+def public() -> list[tuple[str, Any]]:
+    """All that ``import distcollect as dc`` gives, with the public methods of classes."""
+    found = []
+    for name in set(dc.__all__) - {"__version__"}:
+        value = getattr(dc, name)
+        found.append((name, value))
+        if inspect.isclass(value):
+            own = (part for part in dir(value) if not part.startswith("_"))
+            members = ((f"{name}.{part}", inspect.getattr_static(value, part)) for part in own)
+            found += [
+                each
+                for each in members
+                if inspect.isroutine(each[1]) or isinstance(each[1], property | classmethod)
+            ]
+    return found  # fmt: skip
+
+
+def test_help_is_enough() -> None:
+    """Nothing public is without a docstring, or has one that merely points elsewhere."""
+    for name, value in public():
+        if getattr(value, "__module__", "distcollect").startswith("distcollect"):
+            text = inspect.getdoc(value) or ""
+            assert text, name
+            assert not text.startswith("See :"), name
+
+
 def section(title: str) -> str:
     """A section of migrating.md."""
     found = re.search(

@@ -35,7 +35,13 @@ _Self = TypeVar("_Self", bound="DataCollectorBase")
 
 
 class LagStats(NamedTuple):
-    """Lags of a batch's frames: versions sent to their worker that are newer than their own."""
+    """Lags of a batch's frames: versions sent to their worker that are newer than their own.
+
+    Attributes:
+        min: the lowest.
+        mean: over the frames.
+        max: the highest.
+    """
 
     min: int
     mean: float
@@ -105,7 +111,8 @@ class DataCollectorBase(ABC):
     def policy_version(self) -> int:
         """Version of the newest published weights; 0: those the policy started with.
 
-        A frame's policy lag is this minus its ``("collector", "policy_version")``.
+        A frame's lag is the number of versions that were sent to its worker and are newer than the
+        frame's ``("collector", "policy_version")``.
         """
 
     @property
@@ -300,7 +307,20 @@ class DataCollectorBase(ABC):
         worker_ids: WorkerIds = None,
         wait: bool = True,
     ) -> PushHandle | None:
-        """Publish new weights; see the classes."""
+        """Publish new weights as the next ``policy_version``.
+
+        Args:
+            policy_or_weights: module, TensorDict of parameters or state dict; None: the collector's
+                own policy.
+            worker_ids: to whom, where there are workers; None: to all.
+            wait: return when it is known who has them.
+
+        Returns:
+            What tells who has them; None where there are no workers, or nothing was published.
+
+        Raises:
+            WeightsError: they don't fit the policy; nothing was sent.
+        """
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - nothing to do
         """Hand arguments to the weight updater; does nothing where there is none."""
@@ -322,8 +342,16 @@ class DataCollectorBase(ABC):
         calls: with 16 CartPole envs and a small network 1.6 times as long for a frame, and less so
         the longer envs and network take.
 
+        Args:
+            seed: any whole number.
+            static_seed: all envs get the same seed, instead of one each.
+
         Returns:
             A seed that none of the envs uses, for another collector.
+
+        Raises:
+            CollectorStateError: it was shut down.
+            DeadlineError, WorkerError: the workers did not take it.
         """
 
     def call(
@@ -337,8 +365,7 @@ class DataCollectorBase(ABC):
         """Call a method of the envs between two of their steps; or read an attribute of theirs.
 
         A rollout under way is not ended (in this process and in the background, it is waited for).
-        Who takes a lost worker's place has new envs, which know
-        nothing of earlier calls.
+        Who takes a lost worker's place has new envs, which know nothing of earlier calls.
 
         Args:
             method: its name; wrappers around an env are looked into.
