@@ -151,10 +151,21 @@ def policy(given: object, factory: object) -> None:
         ArgumentTypeError: one can't be called.
     """
     if given is not None and factory is not None:
-        raise ArgumentError("policy and policy_factory are both given: one of them makes no sense")
-    for name, value in (("policy", given), ("policy_factory", factory)):
+        raise ArgumentError(
+            f"policy={_short(given)} and policy_factory={_short(factory)} are both given: leave "
+            "one out"
+        )
+    for name, value, wanted in (
+        ("policy", given, "a module or function from observations to actions, or None: random"),
+        ("policy_factory", factory, "a callable without parameters that makes the policy"),
+    ):
         if value is not None and not callable(value):
-            raise ArgumentTypeError(f"{name}={value!r}: must be callable")
+            raise ArgumentTypeError(f"{name}={value!r}: must be {wanted}")
+
+
+def _short(value: object) -> str:
+    """It in a few words; a large module's repr has thousands of lines."""
+    return str(getattr(value, "__name__", None) or f"{type(value).__name__}(...)")
 
 
 class Devices(NamedTuple):

@@ -281,7 +281,8 @@ class Background:
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         raise DeadlineError(
-                            f"pause() waited {timeout_s:g} s for the batch under way to be finished"
+                            f"pause() waited {timeout_s:g} s for the batch under way to be "
+                            "finished; give it a longer timeout_s"
                         )
                     self._changed.wait(min(remaining, LOOK_UP_S))
             yield

@@ -207,7 +207,6 @@ class FromGroup(Source):
         return timedelta(seconds=self.timeout_s)
 
     def join(self, keep: dict[str, Any]) -> None:
-        """See :class:`Source`."""
         if "store" not in keep:
             host, port = self.store
             keep["store"] = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
@@ -216,7 +215,6 @@ class FromGroup(Source):
         keep["groups"].join(self, keep["store"], keep["address"])
 
     def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
-        """See :class:`Source`."""
         keep["groups"].broadcast(self, target)
 
 
@@ -237,7 +235,6 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._staging: torch.Tensor | None = None
 
     def attach(self, site: Site) -> None:
-        """See :class:`WeightUpdaterBase`."""
         self._site = site
         listener = listen(site.address)
         self._endpoint = (site.address, listener.getsockname()[1])
@@ -251,7 +248,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         )
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
-        """See :class:`WeightUpdaterBase`: NCCL may be impossible."""
+        """Raise ArgumentError if NCCL is wanted, and trainer and workers have no GPU each."""
         self._backend_for(device, worker_ids)
 
     def _backend_for(self, device: torch.device, worker_ids: Sequence[int]) -> str:
@@ -259,7 +256,6 @@ class BroadcastUpdater(WeightUpdaterBase):
         return choose_backend(self._backend, gpus)
 
     def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
-        """See :class:`WeightUpdaterBase`."""
         on_gpu = self._backend_for(payload.device, list(peers)) == "nccl"
         members = (on_gpu, *peers.values())
         existing = self._groups.names
@@ -288,7 +284,6 @@ class BroadcastUpdater(WeightUpdaterBase):
                 self._store.delete_key(f"{name}/0/{rank}")
 
     def send(self, payload: torch.Tensor) -> None:
-        """See :class:`WeightUpdaterBase`."""
         assert self._current is not None
         if payload.is_cuda and not self._current.on_gpu:
             if self._staging is None or len(self._staging) != len(payload):
@@ -297,13 +292,12 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._groups.broadcast(self._current, payload)
 
     def forget(self, peer: int) -> None:
-        """See :class:`WeightUpdaterBase`: its groups are of no use any more."""
+        """A receiver is gone, or failed: its groups are of no use any more."""
         for (_, *members), name in list(self._names.items()):
             if peer in members:
                 self._groups.drop(name)
 
     def close(self) -> None:
-        """See :class:`WeightUpdaterBase`."""
         self._groups.close()
         self._store = None
 
@@ -319,12 +313,10 @@ class AutoUpdater(WeightUpdaterBase):
         self._far = BroadcastUpdater()
 
     def attach(self, site: Site) -> None:
-        """See :class:`WeightUpdaterBase`."""
         self._site = site
         self._far.attach(site)
 
     def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
-        """See :class:`WeightUpdaterBase`."""
         near = {w: peer for w, peer in peers.items() if self._is_near(payload, w, peer)}
         far = {w: peer for w, peer in peers.items() if w not in near}
         self.together = bool(far)
@@ -338,16 +330,13 @@ class AutoUpdater(WeightUpdaterBase):
         return not on_gpu and self._site.is_near(peer)
 
     def send(self, payload: torch.Tensor) -> None:
-        """See :class:`WeightUpdaterBase`."""
         if self.together:
             self._far.send(payload)
 
     def forget(self, peer: int) -> None:
-        """See :class:`WeightUpdaterBase`."""
         self._far.forget(peer)
 
     def close(self) -> None:
-        """See :class:`WeightUpdaterBase`."""
         self._near.close()
         self._far.close()
 

@@ -17,12 +17,16 @@ from .errors import DistCollectError
 _COMMANDS = {
     "bench": ("distcollect.bench.command", "compare with a bare loop and with other collectors"),
     "cancel": ("distcollect.slurm.cancel", "end the jobs of a run on a SLURM cluster"),
+    "collect": ("distcollect.collect", "write frames of an env to disk"),
     "doctor": ("distcollect.doctor.command", "look for what keeps hosts from working together"),
+    "report": ("distcollect.report.command", "make a page about a run from its statistics"),
     "status": ("distcollect.slurm.status", "what becomes of a run on a SLURM cluster"),
     "submit": ("distcollect.slurm.submit", "a training script to a SLURM cluster"),
     "top": ("distcollect.top", "show how a run goes, from the folder that it writes to"),
     "worker": ("distcollect.join", "add a worker to a trainer that is running"),
 }
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,4 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DistCollectError as error:
         print(f"distcollect: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return status

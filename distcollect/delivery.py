@@ -45,7 +45,9 @@ class Delivery:
         if self.cat_results not in (0, -1, "stack") or isinstance(self.cat_results, bool):
             raise ArgumentError(f"cat_results={self.cat_results!r}: use 0, -1 or 'stack'")
         if self.postproc is not None and not callable(self.postproc):
-            raise ArgumentTypeError(f"postproc={self.postproc!r}: must be callable")
+            raise ArgumentTypeError(
+                f"postproc={self.postproc!r}: must be a callable that takes a batch and returns one"
+            )
         arguments.positive("trajs_per_batch", self.trajs_per_batch, optional=True)
         if self.trajs_per_batch is not None and self.set_truncated:
             raise ArgumentError(

@@ -96,7 +96,7 @@ class PushHandle:
                 if remaining <= 0:
                     raise WeightsTimeout(
                         f"version {self.version} is not acknowledged by workers {waited_for} "
-                        f"after {limit:g} s"
+                        f"after {limit:g} s; Faults(weights_timeout_s=...) gives them longer"
                     )
                 self._changed.wait(min(remaining, LOOK_UP_S))
             if self.worker_ids and not self._acknowledged:

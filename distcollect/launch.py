@@ -140,6 +140,12 @@ def num_workers(default: int) -> int:
 
     For sizes that depend on it, such as ``frames_per_batch``. With several trainers each has its
     own: call it within ``main``.
+
+    Args:
+        default: for a script that was started by plain python.
+
+    Raises:
+        LaunchError: the launcher's variables can't be used.
     """
     if (launched := current()) is not None:
         return launched.num_workers(None)

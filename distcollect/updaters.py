@@ -138,7 +138,6 @@ class Carried(Source):
     payload: torch.Tensor
 
     def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
-        """See :class:`Source`."""
         target.copy_(self.payload)
 
 
@@ -146,7 +145,6 @@ class RPCUpdater(WeightUpdaterBase):
     """Sends the weights to each receiver in an RPC of its own: simple, and slow for many."""
 
     def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
-        """See :class:`WeightUpdaterBase`."""
         return dict.fromkeys(peers, Carried(payload.cpu()))
 
 
@@ -157,7 +155,6 @@ class FromMemory(Source):
     payload: SharedTensor
 
     def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
-        """See :class:`Source`."""
         segment = self.payload.segment
         mapped: dict[Segment, torch.Tensor] = keep.setdefault("segments", {})
         if segment not in mapped:
@@ -176,7 +173,6 @@ class SharedMemoryUpdater(WeightUpdaterBase):
         self._lock = threading.Lock()  # a push may be under way when it is closed
 
     def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
-        """See :class:`WeightUpdaterBase`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("closed")
@@ -196,7 +192,6 @@ class SharedMemoryUpdater(WeightUpdaterBase):
             self._memory = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """See :class:`WeightUpdaterBase`."""
         with self._lock:
             self._closed = True
             self._give_back()

@@ -9,9 +9,11 @@ Where one process steps the envs, torch computes on one thread there, as in each
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +25,7 @@ from distcollect import (
     SyncDataCollector,
     aSyncDataCollector,
 )
+from distcollect.saved import SavedFrames
 
 from . import peers
 from .bare import run_bare
@@ -100,6 +103,28 @@ def run_local(
         return {"frames_per_s": frames_per_s(batches, seconds)}
 
 
+_SAVED_ROLLOUTS = 50  # in a folder
+
+
+def run_saved(workload: Workload, seconds: float) -> Values:
+    """RPCDataCollector(sync=False) as ``distcollect collect`` has it: frames go to disk."""
+    with make_rpc(workload, sync=False, num_workers=NUM_WORKERS) as collector:
+        return {"frames_per_s": frames_per_s(_saved(collector, workload), seconds)}
+
+
+def _saved(collector: RPCDataCollector, workload: Workload) -> Iterator[Batch]:
+    while True:
+        num_frames = _SAVED_ROLLOUTS * workload.rollout_frames
+        with (
+            tempfile.TemporaryDirectory(dir=".") as folder,
+            SavedFrames(Path(folder), num_frames, {}) as saved,
+        ):
+            saved.begin()
+            while not saved.is_complete:
+                batch = collector.next()
+                yield int(batch["collector", "worker_id"][0, 0]), saved.add(batch)
+
+
 def make_rpc(
     workload: Workload, *, sync: bool, num_workers: int, **options: Any
 ) -> RPCDataCollector:
@@ -173,6 +198,13 @@ CONTENDERS: dict[str, Contender] = {
             "distcollect.RPCDataCollector(sync=False)",
             partial(run_rpc, sync=False),
             "bare-x2",
+        ),
+        Contender(
+            "rpc-async-x2-disk",
+            "the same, frames written to this folder's disk",
+            run_saved,
+            "rpc-async-x2",
+            only=("cartpole-16", "atari"),
         ),
         Contender("torchrl", "torchrl Collector", peers.run_torchrl, needs=_TORCHRL),
         Contender(

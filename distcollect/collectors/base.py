@@ -40,7 +40,13 @@ _Self = TypeVar("_Self", bound="DataCollectorBase")
 
 
 class LagStats(NamedTuple):
-    """Lags of a batch's frames: versions sent to their worker that are newer than their own."""
+    """Lags of a batch's frames: versions sent to their worker that are newer than their own.
+
+    Attributes:
+        min: the lowest.
+        mean: over the frames.
+        max: the highest.
+    """
 
     min: int
     mean: float
@@ -117,7 +123,8 @@ class DataCollectorBase(ABC):
     def policy_version(self) -> int:
         """Version of the newest published weights; 0: those the policy started with.
 
-        A frame's policy lag is this minus its ``("collector", "policy_version")``.
+        A frame's lag is the number of versions that were sent to its worker and are newer than the
+        frame's ``("collector", "policy_version")``.
         """
 
     @property
@@ -232,9 +239,13 @@ class DataCollectorBase(ABC):
         """
         self._check_open()
         if self._replay_buffer is None:
-            raise CollectorStateError("start() needs a replay_buffer at the collector's making")
+            raise CollectorStateError(
+                "start() needs a replay_buffer to fill: pass replay_buffer= to the collector"
+            )
         if self._background is not None:
-            raise CollectorStateError("the collector was started already")
+            raise CollectorStateError(
+                "the collector was started already: end that by async_shutdown(), or use pause()"
+            )
         self._before_start()
         limit = self._replay_buffer if isinstance(self._replay_buffer, RateLimited) else None
         # Not the collector itself, whose workers end when the user drops it.
@@ -334,7 +345,20 @@ class DataCollectorBase(ABC):
         worker_ids: WorkerIds = None,
         wait: bool = True,
     ) -> PushHandle | None:
-        """Publish new weights; see the classes."""
+        """Publish new weights as the next ``policy_version``.
+
+        Args:
+            policy_or_weights: module, TensorDict of parameters or state dict; None: the collector's
+                own policy.
+            worker_ids: to whom, where there are workers; None: to all.
+            wait: return when it is known who has them.
+
+        Returns:
+            What tells who has them; None where there are no workers, or nothing was published.
+
+        Raises:
+            WeightsError: they don't fit the policy; nothing was sent.
+        """
 
     def stats(self) -> Stats:
         """What was done so far, and where the time went; also after :meth:`shutdown`.
@@ -379,8 +403,16 @@ class DataCollectorBase(ABC):
         calls: with 16 CartPole envs and a small network 1.6 times as long for a frame, and less so
         the longer envs and network take.
 
+        Args:
+            seed: any whole number.
+            static_seed: all envs get the same seed, instead of one each.
+
         Returns:
             A seed that none of the envs uses, for another collector.
+
+        Raises:
+            CollectorStateError: it was shut down.
+            DeadlineError, WorkerError: the workers did not take it.
         """
 
     def call(
@@ -497,10 +529,14 @@ class DataCollectorBase(ABC):
         """
         self._check_open()
         if self._batches:
-            raise CollectorStateError("load_state_dict must come before the first batch")
+            raise CollectorStateError(
+                f"this collector has delivered {self._frames:,} frames: call load_state_dict() "
+                "on a new one, before its first batch"
+            )
         if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT:
             raise ArgumentError(
-                f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}"
+                f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}; "
+                "give what state_dict() returned"
             )
         if state["policy_version"] < self.policy_version:
             raise ArgumentError(

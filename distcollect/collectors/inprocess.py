@@ -197,7 +197,6 @@ class SyncDataCollector(DataCollectorBase):
 
     @property
     def policy_version(self) -> int:
-        """See :class:`DataCollectorBase`."""
         return self._version
 
     @property
@@ -298,7 +297,20 @@ class SyncDataCollector(DataCollectorBase):
             self.set_seed(*self._seed)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """See :class:`DataCollectorBase`; seeds torch's global generator too."""
+        """Seed all envs, the policy's randomness, and torch's global generator.
+
+        The next batch starts with a reset. See :meth:`DataCollectorBase.set_seed`.
+
+        Args:
+            seed: any whole number.
+            static_seed: all envs get the same seed, instead of one each.
+
+        Returns:
+            A seed that none of the envs uses, for another collector.
+
+        Raises:
+            CollectorStateError: it was shut down, or collects in the background.
+        """
         self._check_open()
         if self._background is not None:
             raise CollectorStateError("set_seed() must come before start()")

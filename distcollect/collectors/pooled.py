@@ -347,7 +347,6 @@ class RPCDataCollector(DataCollectorBase):
 
     @property
     def policy_version(self) -> int:
-        """See :class:`DataCollectorBase`."""
         return self._pool.version
 
     @property
@@ -647,7 +646,6 @@ class RPCDataCollector(DataCollectorBase):
                 raise
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """See :class:`DataCollectorBase`."""
         self._check_open()
         self._seed = seed, static_seed
         self._pool.seed(seed, static_seed=static_seed, timeout_s=self._faults.batch_timeout_s)

@@ -13,32 +13,45 @@ from distcollect.errors import ArgumentError, ArgumentTypeError
 
 _NO_EFFECT = frozenset(
     {
+        "auto_register_policy_transforms",  # recurrent policies need none
         "extend_buffer",  # whole batches always
         "no_cuda_sync",
         "replay_buffer_chunk",
         "return_same_td",
         "tcp_port",  # ports are the system's to choose
+        "track_traj_ids",  # always
         "trust_policy",  # the policy is always tried out
         "use_buffers",  # a delivered batch is never written to again
+        "use_env_creator",
     }
 )
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 _WITHOUT_COLLECTOR = "one collector with several workers does what nested ones did"
 _REFUSED: dict[str, str] = {
+    "backend_options": "pass these to the collector itself",
     "compile_policy": "compile the policy yourself: policy_factory=lambda: torch.compile(...)",
     "cudagraph_policy": "wrap the policy yourself, with tensordict.nn.CudaGraphModule",
+    "init_fn": "do it in the env maker, or in policy_factory: both run in the worker",
     "interruptor": "use preemptive_threshold or batch_deadline_s",
     "local_init_rb": "workers don't write to the replay buffer: the trainer does, in start()",
+    "num_collectors": "use num_workers",
     "num_sub_threads": "each worker gets its share of the cores; set OMP_NUM_THREADS otherwise",
     "num_threads": "call torch.set_num_threads() in the trainer",
+    "post_collect_hook": "use postproc, which gets each batch",
+    "pre_collect_hook": "do it between two batches, in your loop",
+    "ray_init_config": "there is no Ray here: start the ranks by torchrun or SLURM",
+    "remote_configs": "there is no Ray here: start the ranks by torchrun or SLURM",
     "slurm_kwargs": "start the ranks by SLURM and call distcollect.run(main)",
     "tensorpipe_options": "Faults(...) has the deadlines; the rest is chosen here",
     "track_policy_version": "every frame has its ('collector', 'policy_version')",
     "traj_format": "batches of whole trajectories are padded, with ('collector', 'mask')",
+    "trajs_per_write": "a batch goes to the replay buffer as a whole; see trajs_per_batch",
+    "update_interval": "use update_at_each_batch, or call update_policy_weights_ when you want",
     "visible_devices": "set policy_device, and storing_device for where batches are wanted",
     "weight_recv_schemes": "pass weight_updater",
     "weight_sync_schemes": "pass weight_updater",
+    "worker_idx": "worker_ids are given out by the collector",
 }
 
 
@@ -83,6 +96,8 @@ def _translated(
         merged["update_at_each_batch"] = True
     if not names.pop("reset_when_done", True):
         raise ArgumentError("reset_when_done=False: envs are always reset when their episode ends")
+    if names.get("traj_format") == "padded":
+        del names["traj_format"]
     _read_launcher(names)
     _read_backend(names, merged)
     _read_nested(names, merged)
@@ -172,6 +187,7 @@ def _with_kwargs(makers: Any, kwargs: Any) -> Any:
         return [partial(maker, **kwargs) for maker in each]
     if each is None or len(kwargs) != len(each):
         raise ArgumentError(
-            "create_env_kwargs is a list: it needs one dict for each maker in create_env_fn"
+            f"create_env_kwargs={kwargs!r}: a list needs one dict for each maker in the list that "
+            "create_env_fn is then"
         )
     return [partial(maker, **own) for maker, own in zip(each, kwargs, strict=True)]

@@ -34,7 +34,10 @@ def space_of_info(
 ) -> spaces.Dict:
     """The space of the info entries that frames carry, as far as need be found out by trying."""
     if isinstance(info_keys, str):
-        raise ArgumentTypeError(f"info_keys must be a sequence or a mapping, not {info_keys!r}")
+        raise ArgumentTypeError(
+            f"info_keys={info_keys!r}: must be a list of names, as ['success'], or a dict of "
+            "their spaces by name"
+        )
     declared = info_keys if isinstance(info_keys, Mapping) else dict.fromkeys(info_keys or ())
     observed = {leaf.key[0] for leaf in leaves_of(observation_space, "observation")}
     for name in declared:

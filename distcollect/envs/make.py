@@ -96,7 +96,9 @@ def make_envs(
         else [cast("Maker", create_env)] * num_envs
     )
     if len(makers) != num_envs:
-        raise ArgumentError(f"{len(makers)} envs are listed, but there are to be {num_envs}")
+        raise ArgumentError(
+            f"{len(makers)} envs are listed, but there are to be {num_envs}: list as many"
+        )
     given = list(zip(makers, contexts, strict=True))
     envs: list[Any] = []
     opened: list[Any] = []
@@ -149,7 +151,10 @@ def _batch(
     _check_distinct(envs)
     if any(map(_is_torchrl, envs)):
         if not all(map(_is_torchrl, envs)):
-            raise ArgumentError("TorchRL envs and others can't be listed together")
+            raise ArgumentError(
+                "TorchRL envs and others can't be listed together: use envs of one kind, such as "
+                "TorchRL's GymEnv for those of Gymnasium"
+            )
         if info_keys:
             raise ArgumentError(
                 "info_keys: a TorchRL env brings them along itself, see its set_info_dict_reader"
@@ -220,7 +225,9 @@ def _takes_context(maker: Callable[..., Any]) -> bool:
 
 def _check_rows(env: Any, num_rows: int, num_envs: int, *, alone: bool) -> None:
     if not alone:
-        raise ArgumentError(f"{env} is a vector env, but each env of a list must be a plain one")
+        raise ArgumentError(
+            f"{env} is a vector env, but each env of a list must be a plain one: give it alone"
+        )
     if num_envs not in (1, num_rows):
         raise ArgumentError(
             f"{env} has {num_rows} envs, but there are to be {num_envs}: ask for "
@@ -248,5 +255,6 @@ def _check_alike(envs: Sequence[Env]) -> None:
             if not same or (role == "action" and mine != theirs):
                 raise SpaceError(
                     f"env {row} ({name_of(env)}) has another {role} space than env 0 "
-                    f"({name_of(first)}): {mine} instead of {theirs}"
+                    f"({name_of(first)}): {mine} instead of {theirs}; all envs of a worker must "
+                    "have the same spaces"
                 )

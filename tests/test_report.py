@@ -1,0 +1,190 @@
+"""The page about a run: what is read from its statistics, and that it shows that."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcollect import cli
+from distcollect.report.charts import duration, short, ticks
+from distcollect.report.history import Event, Span, history_of, read
+
+BEGUN_AT = 1_700_000_000.0
+
+
+def snapshot(elapsed_s: float, **given: Any) -> dict[str, Any]:
+    """A line of ``stats.jsonl``, ``elapsed_s`` after the begin."""
+    worker = {"state": "ready", "frames": 10, "num_restarts": 0, "lost": {}}
+    return {
+        "time": BEGUN_AT + elapsed_s,
+        "collector": "RPCDataCollector",
+        "elapsed_s": elapsed_s,
+        "frames_per_s": 5.0,
+        "lag": {"frames": {}},
+        "episodes": {"count": 0, "mean_return": None, "mean_length": None},
+        "num_restarts": 0,
+        "ended": False,
+        "verdict": "Bound by <nothing> & nobody.",
+        **given,
+        "workers": {w: {**worker, **each} for w, each in given.get("workers", {"0": {}}).items()},
+    }
+
+
+def run_of_two() -> list[dict[str, Any]]:
+    """Worker 1 is lost and replaced, worker 2 comes later, 0 leaves."""
+    episodes = {"count": 7, "mean_return": 2.5, "mean_length": 20.0}
+    return [
+        snapshot(1, workers={"0": {}, "1": {}}, lag={"frames": {"0": 20}}),
+        snapshot(
+            2, workers={"0": {}, "1": {"state": "joining"}}, lag={"frames": {"0": 30, "2": 10}}
+        ),
+        snapshot(3, workers={"0": {"state": "left"}, "1": {"num_restarts": 1}, "2": {}}),
+        snapshot(4, workers={"0": {"state": "left"}, "1": {"num_restarts": 2}, "2": {}}),
+        snapshot(
+            5,
+            workers={
+                "0": {"state": "left", "frames": 100},
+                "1": {"state": "left", "frames": 50, "lost": {"worker_lost": 9, "stale": 0}},
+                "2": {"state": "left", "frames": 30, "lost": {"shut_down": 4}},
+            },
+            lag={"frames": {"0": 30, "2": 50}},
+            episodes=episodes,
+            num_restarts=2,
+            ended=True,
+        ),
+    ]
+
+
+def test_what_happened_to_workers() -> None:
+    history = history_of(run_of_two())
+    assert history.events == [
+        Event(2, 1, "lost"),
+        Event(3, 0, "left"),
+        Event(3, 1, "joined"),
+        Event(3, 2, "joined"),
+        Event(4, 1, "lost"),  # and replaced between two snapshots
+        Event(4, 1, "joined"),
+    ]
+    assert history.spans[1] == [
+        Span(0, 1, "ready"),
+        Span(1, 2, "joining"),
+        Span(2, 4, "ready"),
+        Span(4, 5, "left"),
+    ]
+    assert history.spans[2][0] == Span(2, 4, "ready")
+
+
+def test_lags_are_of_the_frames_in_between() -> None:
+    history = history_of(run_of_two())
+    assert [(p.lag_mean, p.lag_max) for p in history.points] == [
+        (0, 0),
+        (1, 2),  # ten frames of lag 0, ten of lag 2
+        (None, None),
+        (None, None),
+        (80 * 2 / 80 * 50 / 80, 2),
+    ]
+    assert history.lags == {0: 30, 2: 50}
+
+
+def test_several_snapshots_make_a_point() -> None:
+    rates = [2.0, 4.0, 9.0]
+    history = history_of([snapshot(t, frames_per_s=r) for t, r in enumerate(rates)], per_point=2)
+    assert [(p.t_s, p.frames_per_s) for p in history.points] == [(1, 3.0), (2, 9.0)]
+
+
+def test_another_collector_writes_on() -> None:
+    first = snapshot(9, lag={"frames": {"1": 4}})
+    second = snapshot(2, time=BEGUN_AT + 30, lag={"frames": {"1": 3}})
+    history = history_of([first, second])
+    assert [point and point.t_s for point in history.points] == [9, None, 30]
+    assert history.lags == {1: 7}
+    assert history.delivered == {0: 20}
+    assert history.elapsed_s == 11
+    assert history.spans[0] == [Span(0, 9, "ready"), Span(28, 30, "ready")]
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order, and notes what would be loaded."""
+
+    VOID = frozenset({"meta", "link", "img", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.shown = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [value for name, value in attrs if name in ("src", "href") and value]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None: ...
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.shown += data
+
+
+def test_the_page(tmp_path: Path) -> None:
+    lines = [json.dumps(line) for line in run_of_two()]
+    (tmp_path / "stats.jsonl").write_text("\n".join(lines) + '\n{"time": 1, "fra')
+    assert cli.main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert page.loads == []
+    assert not re.search(r"<script|@import|url\(", text)
+    assert "Bound by <nothing> & nobody." in page.shown
+    assert "3 joined, 1 left, 2 lost" in page.shown
+    assert "lag 2: 50 frames, 62.5%" in page.shown
+    cells = re.findall(r"<t[dh]>(.*?)</t[dh]>", text)
+    assert cells[-4:] == ["all", "180", "4", "9"]
+    assert cells[:4] == ["worker", "delivered", "lost: shut_down", "lost: worker_lost"]
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text() == text
+
+
+def test_of_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
+    (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(0, workers={})) + "\n")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert Page((tmp_path / "report.html").read_text()).shown.count("Nothing was measured.") == 4
+
+
+def test_a_long_run_is_thinned_out(tmp_path: Path) -> None:
+    file = tmp_path / "stats.jsonl"
+    file.write_text("".join(json.dumps(snapshot(t)) + "\n" for t in range(5000)))
+    assert 300 <= len(read(file).points) <= 400
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "there is no stats.jsonl; name the folder" in capsys.readouterr().err
+    (tmp_path / "stats.jsonl").write_text("noise\n")
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "holds no snapshots of a collector" in capsys.readouterr().err
+    (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(1)) + "\n")
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "Is a directory; name another file" in capsys.readouterr().err
+
+
+def test_numbers_in_a_few_characters() -> None:
+    assert [short(v) for v in (0, 0.1234, 12, 12345, 2.5e6)] == [
+        "0",
+        "0.123",
+        "12",
+        "12.3k",
+        "2.5M",
+    ]
+    assert [duration(s) for s in (5, 90, 7300)] == ["5 s", "1:30 min", "2:01 h"]
+    assert ticks(0, 10, 4) == [0, 5, 10]
+    assert ticks(3, 3, 4) == [3]
+    assert len(ticks(-0.013, 0.17, 4)) in (3, 4, 5)
