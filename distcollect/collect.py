@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gymnasium as gym
-from tqdm import tqdm
 
 from .arguments import positive
 from .cli import INTERRUPTED
@@ -135,9 +131,8 @@ def _fill(saved: SavedFrames, given: argparse.Namespace, policy: NamedPolicy) ->
         reproducible=given.seed is not None,
     ) as collector:
         _go_on(collector, saved, given.seed)
-        with _progress(saved) as progress:
-            while not saved.is_complete:
-                progress.update(saved.add(collector.next()))
+        while not saved.is_complete:
+            saved.add(collector.next())
 
 
 def _go_on(collector: RPCDataCollector, saved: SavedFrames, seed: int | None) -> None:
@@ -152,20 +147,6 @@ def _go_on(collector: RPCDataCollector, saved: SavedFrames, seed: int | None) ->
         "resumes": saved.resumes - 1,
     }
     collector.load_state_dict({**collector.state_dict(), **earlier})
-
-
-@contextlib.contextmanager
-def _progress(saved: SavedFrames) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere."""
-    with tqdm(
-        total=saved.num_frames,
-        initial=saved.frames,
-        unit=" frames",
-        unit_scale=True,
-        dynamic_ncols=True,
-        disable=None,
-    ) as bar:
-        yield bar
 
 
 def _tell(message: str) -> None:
