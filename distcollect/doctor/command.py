@@ -141,7 +141,7 @@ def _examine(
     by = {Launcher.NONE: "on this machine"}.get(launch.launcher, f"by {launch.launcher.value}")
     hosts = {survey.host_id: survey for survey in reversed(surveys.values())}
     _say(f"distcollect doctor: {launch.world_size} process(es) {by}, rank 0 is the trainer", "")
-    why = "the route to rank 0's workers" if len(hosts) > 1 else "all ranks are on one host"
+    why = "the route to the other hosts" if len(hosts) > 1 else "all ranks are on one host"
     whys = {0: why} | {rank: why for rank in surveys if len(hosts) == 1}
     _say(*report.ranks(surveys.values(), whys), "")
 

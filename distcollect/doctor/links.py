@@ -240,4 +240,5 @@ def skew(round_trips: list[float], offsets: list[float]) -> float:
 
 def link_problem(error: BaseException) -> str:
     """What is wrong with a link, by the error that it ended in."""
-    return str(error.__cause__ or error).partition("\n")[0]
+    # What torch said, where it said something.
+    return (str(error.__cause__ or "") or str(error)).partition("\n")[0]
