@@ -28,7 +28,7 @@ from .transport import TRAJ_IDS_PER_TRAINER
 log = logging.getLogger(__name__)
 
 _FAREWELL_S = 20.0
-_LISTEN = "DISTCOLLECT_LISTEN"
+LISTEN = "DISTCOLLECTLISTEN"
 _SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
 
 
@@ -343,7 +343,7 @@ def open_cluster(
 
     Args:
         num_workers: local ones to be started, where there is no launch; None: one for each core.
-        listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
+        listen: "HOST:PORT" where others may join; None: what DISTCOLLECTLISTEN says.
         local: this host in any case.
 
     Raises:
@@ -354,7 +354,7 @@ def open_cluster(
         if listen is not None:
             raise ArgumentError(
                 f"listen={listen!r}: under a launcher others join where its trainer listens; set "
-                f"{_LISTEN} for it instead"
+                f"{LISTEN} for it instead"
             )
         return _launched
     address, port = listen_address(listen)
@@ -369,12 +369,12 @@ def open_cluster(
 
 
 def listen_address(listen: str | None = None, default: str = LOOPBACK) -> tuple[str, int]:
-    """Where to listen: by argument, by DISTCOLLECT_LISTEN, else ``default`` and any port (0).
+    """Where to listen: by argument, by DISTCOLLECTLISTEN, else ``default`` and any port (0).
 
     Raises:
         ArgumentError: it isn't "HOST:PORT".
     """
-    wanted = listen or os.environ.get(_LISTEN)
+    wanted = listen or os.environ.get(LISTEN)
     return (default, 0) if not wanted else host_and_port("listen", wanted)
 
 

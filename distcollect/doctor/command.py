@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from distcollect import transport as wire
-from distcollect.cluster import host_and_port, read_token
+from distcollect.cluster import LISTEN, host_and_port, read_token
 from distcollect.errors import DistCollectError, LaunchError
 from distcollect.launch import join
 from distcollect.link import Gate
@@ -101,7 +101,8 @@ def _second_process(place: GatePlace, port: int) -> Iterator[None]:
     )
     try:
         yield
-        process.wait(5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
     finally:
         process.kill()
         process.wait()
@@ -142,8 +143,7 @@ def _examine(
     by = {Launcher.NONE: "on this machine"}.get(launch.launcher, f"by {launch.launcher.value}")
     hosts = {survey.host_id: survey for survey in reversed(surveys.values())}
     _say(f"distcollect doctor: {launch.world_size} process(es) {by}, rank 0 is the trainer", "")
-    why = "the route to rank 0's workers" if len(hosts) > 1 else "all ranks are on one host"
-    whys = {0: why} | {rank: why for rank in surveys if len(hosts) == 1}
+    whys = {rank: _why(survey, len(hosts)) for rank, survey in surveys.items()}
     _say(*report.ranks(surveys.values(), whys), "")
 
     findings = _of_absent(ward, missing, timeout_s)
@@ -156,16 +156,15 @@ def _examine(
         findings += checks.check_files(survey, launch.num_workers)
         findings += checks.check_memory(survey)
 
-    measured, wrong = _measure(ward, surveys, links)
+    measured, reached, wrong = _measure(ward, surveys, links)
     findings += wrong
     if measured:
         _say("between the trainer and each worker, where rollouts go")
         _say(*report.links(surveys, measured), "")
-    well = {rank: ward.peers[rank] for rank in measured}
-    if len(well) > 1:
-        findings += _among_workers(surveys, well, links)
+    if len(reached) > 1:
+        findings += _among_workers(surveys, reached, links)
     try:
-        for rank, cores in links.idle(well, _IDLE_S).items():
+        for rank, cores in links.idle(reached, _IDLE_S).items():
             findings += checks.check_idle(surveys[rank].where, cores)
     except DistCollectError as error:
         findings.append(Finding("links", "", link_problem(error), _OPEN_PORTS))
@@ -175,6 +174,17 @@ def _examine(
     else:
         _say("nothing is wrong")
     return findings
+
+
+def _why(survey: Survey, num_hosts: int) -> str:
+    """What has decided a rank's interface."""
+    if "TP_SOCKET_IFNAME" in survey.variables:
+        return "TP_SOCKET_IFNAME"
+    if survey.rank == 0 and LISTEN in os.environ:
+        return LISTEN
+    if num_hosts == 1:
+        return "all ranks are on one host"
+    return "the route to the other hosts" if survey.rank == 0 else "the route to the trainer"
 
 
 def _of_absent(ward: Ward, missing: list[int], timeout_s: float) -> list[Finding]:
@@ -198,13 +208,22 @@ def _of_absent(ward: Ward, missing: list[int], timeout_s: float) -> list[Finding
 
 def _measure(
     ward: Ward, surveys: dict[int, Survey], links: Links
-) -> tuple[dict[int, Link], list[Finding]]:
+) -> tuple[dict[int, Link], dict[int, int], list[Finding]]:
+    """One rank of each host, and whether the others can be reached: those, and who answered."""
     measured: dict[int, Link] = {}
+    reached: dict[int, int] = {}
     findings: list[Finding] = []
+    hosts: set[str] = set()
     for rank, peer in sorted(ward.peers.items()):
         where = surveys[rank].where
         try:
+            if surveys[rank].host_id in hosts:
+                links.reach(peer)
+                reached[rank] = peer
+                continue
             link = measured[rank] = links.measure(rank, peer)
+            reached[rank] = peer
+            hosts.add(surveys[rank].host_id)
         except (DistCollectError, RuntimeError) as error:
             findings.append(
                 Finding("links", f"trainer and {where}", link_problem(error), _OPEN_PORTS)
@@ -212,7 +231,7 @@ def _measure(
             continue
         findings += checks.check_clock(where, link.skew_s)
         findings += checks.check_near(surveys[0], surveys[rank], is_near=link.is_near)
-    return measured, findings
+    return measured, reached, findings
 
 
 def _among_workers(

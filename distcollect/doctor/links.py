@@ -143,6 +143,10 @@ class Links:
         """Leave all groups."""
         self._weights.close()
 
+    def reach(self, peer: int) -> None:
+        """Call a rank; raises as :meth:`measure` does."""
+        self._call(peer, "clock")
+
     def measure(self, rank: int, peer: int) -> Link:
         """Measure the link with a rank.
 
@@ -150,7 +154,7 @@ class Links:
             DistCollectError: it doesn't answer, or not in time.
             RuntimeError: the broadcast failed.
         """
-        self._call(peer, "clock")  # opens the connection
+        self.reach(peer)  # opens the connection
         round_trips, offsets = [], []
         for _ in range(_ROUND_TRIPS):
             sent = time.time()
@@ -240,4 +244,5 @@ def skew(round_trips: list[float], offsets: list[float]) -> float:
 
 def link_problem(error: BaseException) -> str:
     """What is wrong with a link, by the error that it ended in."""
-    return str(error.__cause__ or error).partition("\n")[0]
+    # What torch said, where it said something.
+    return (str(error.__cause__ or "") or str(error)).partition("\n")[0]

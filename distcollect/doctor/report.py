@@ -22,7 +22,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def ranks(surveys: Iterable[Survey], whys: Mapping[int, str]) -> list[str]:
-    """Where all ranks are."""
+    """Where all ranks are, and what has decided that."""
     heading = ("rank", "host", "address", "interface", "cores", "files", "chosen by")
     rows = [
         (
@@ -32,7 +32,7 @@ def ranks(surveys: Iterable[Survey], whys: Mapping[int, str]) -> list[str]:
             survey.interface or "none",
             str(survey.num_cores),
             str(survey.max_files),
-            whys.get(survey.rank, "the route to the trainer"),
+            whys[survey.rank],
         )
         for survey in surveys
     ]

@@ -21,7 +21,6 @@ import distcollect as dc
 
 SHAPE = (64, 1024)
 FRAMES = 40
-NUM_BATCHES = 8
 
 
 class Noise(gym.Env):
@@ -71,15 +70,15 @@ def say(text):
     print(text, flush=True)
 
 
-def measure(collector):
+def measure(collector, num_batches=8):
     """Say how many bytes of observations come in a second, and how many each is on the wire."""
     for _ in range(4):
         collector.next()
     before, began = received_bytes(), time.monotonic()
-    for _ in range(NUM_BATCHES):
+    for _ in range(num_batches):
         collector.next()
     took_s, got = time.monotonic() - began, received_bytes() - before
-    payload = NUM_BATCHES * FRAMES * SHAPE[0] * SHAPE[1]
+    payload = num_batches * FRAMES * SHAPE[0] * SHAPE[1]
     say(json.dumps({"wire": got / payload, "payload_bytes_per_s": payload / took_s}))
 
 
@@ -124,7 +123,7 @@ def main():
         cables()
     elif sys.argv[1] == "rate":
         with dc.RPCDataCollector(Noise, frames_per_batch=FRAMES) as collector:
-            measure(collector)
+            measure(collector, num_batches=32)
     elif sys.argv[1] == "elastic":
         collect(3)
     else:

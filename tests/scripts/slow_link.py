@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 REPEATS = 3
 PORT = 4711
 # What hosts.py delivers.
-PAYLOAD = 8 * 40 * 64 * 1024
+PAYLOAD = 32 * 40 * 64 * 1024
 
 RECEIVE = f"""
 import socket, time
