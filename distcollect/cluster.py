@@ -17,6 +17,7 @@ from typing import Any
 from .errors import ArgumentError, DeadlineError, LaunchError
 from .link import Connection, Gate, GateEvents, Message
 from .processes import End, LocalProcesses, ProcessEvents
+from .run_folder import RunFolder
 from .topology import LOOPBACK, num_cores
 from .transport import TRAJ_IDS_PER_TRAINER
 
@@ -338,7 +339,8 @@ def open_cluster(
 
     Raises:
         ArgumentError: ``listen`` is no such thing, or there is no token for those who join.
-        LaunchError: see :func:`~distcollect.topology.listen`.
+        LaunchError: see :func:`~distcollect.topology.listen`; or there are workers that would
+            never be found.
     """
     if _launched is not None and not local:
         if listen is not None:
@@ -347,6 +349,12 @@ def open_cluster(
                 f"{_LISTEN} for it instead"
             )
         return _launched
+    folder = RunFolder.here()
+    if folder is not None and folder.num_workers and not local:
+        raise LaunchError(
+            f"the workers of the run in {folder.path} are in jobs apart, and join a script that "
+            "calls distcollect.run(main); or submit it without --worker-jobs"
+        )
     address, port = listen_address(listen)
     if port and read_token() is None:
         raise ArgumentError(

@@ -136,14 +136,17 @@ def num_workers(default: int) -> int:
     if (launched := current()) is not None:
         return launched.num_workers(None)
     launch = Launch.detect()
-    return default if launch.launcher is Launcher.NONE else launch.num_workers
+    if launch.launcher is Launcher.NONE:
+        folder = RunFolder.here()
+        return default if folder is None else folder.num_workers or default
+    return launch.num_workers
 
 
 def _open_gate(launch: Launch) -> Cluster:
     assert launch.master is not None
     if launch.launcher is Launcher.SLURM:
         host, port = launch.master
-        address = LOOPBACK if launch.num_hosts == 1 else _own_address(host)
+        address = LOOPBACK if _is_on_one_host(launch) else _own_address(host)
         address, wanted_port = listen_address(default=address)
         return Cluster(
             address,
@@ -168,6 +171,11 @@ def _open_gate(launch: Launch) -> Cluster:
     )
     store.set(_GATE_KEY, json.dumps(Meeting(address, cluster.gate.port, token)))
     return cluster
+
+
+def _is_on_one_host(launch: Launch) -> bool:
+    """Whether nobody comes from elsewhere, as jobs of workers may that are added to a run."""
+    return launch.num_hosts == 1 and RunFolder.here() is None
 
 
 def _open_to_all(folder: RunFolder) -> Cluster:
@@ -390,7 +398,7 @@ def _supervise(launch: Launch) -> None:
             store.set(_address_key(launch.rank), route_to(launch.master[0]))
         store.set_timeout(timedelta(seconds=1))
     host, port = launch.master
-    host, wanted_port = listen_address(default=LOOPBACK if launch.num_hosts == 1 else host)
+    host, wanted_port = listen_address(default=LOOPBACK if _is_on_one_host(launch) else host)
     port = (wanted_port or port) + launch.trainer
     here = Meeting(host, port, read_token() or launch.run_id)
 
