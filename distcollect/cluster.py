@@ -22,7 +22,7 @@ from .link import Connection, Gate, GateEvents, Message
 from .network import LOOPBACK
 from .placement import Host, choose, may_pin, num_cores
 from .processes import End, LocalProcesses, ProcessEvents
-from .run_folder import TOKEN_VARIABLE
+from .run_folder import TOKEN_VARIABLE, RunFolder
 from .transport import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
@@ -348,7 +348,8 @@ def open_cluster(
 
     Raises:
         ArgumentError: ``listen`` is no such thing, or there is no token for those who join.
-        LaunchError: see :func:`~distcollect.network.listen`.
+        LaunchError: see :func:`~distcollect.network.listen`; or there are workers that would
+            never be found.
     """
     if _launched is not None and not local:
         if listen is not None:
@@ -357,6 +358,12 @@ def open_cluster(
                 f"{LISTEN} for it instead"
             )
         return _launched
+    folder = RunFolder.here()
+    if folder is not None and folder.num_workers and not local:
+        raise LaunchError(
+            f"the workers of the run in {folder.path} are in jobs apart, and join a script that "
+            "calls distcollect.run(main); or submit it without --worker-jobs"
+        )
     address, port = listen_address(listen)
     if port and read_token() is None:
         raise ArgumentError(

@@ -113,6 +113,8 @@ class Faults:
             growing pauses.
         restart_pause_s: the longest of these pauses.
         min_workers: with fewer workers, those on their way included, the run ends with an error.
+            In a run whose workers are in jobs apart (``distcollect submit``) it waits for them,
+            at the start as well.
         missing_share: what becomes of a lost worker's share of a sync batch: "survivors" collect it
             as further rollouts; "replacement": it is waited for who takes its place.
         max_worker_bytes: a worker that takes more memory than this finishes its rollout and is

@@ -150,7 +150,10 @@ def num_workers(default: int) -> int:
     if (launched := current()) is not None:
         return launched.num_workers(None)
     launch = Launch.detect()
-    return default if launch.launcher is Launcher.NONE else launch.num_workers
+    if launch.launcher is Launcher.NONE:
+        folder = RunFolder.here()
+        return default if folder is None else folder.num_workers or default
+    return launch.num_workers
 
 
 def _open_gate(launch: Launch) -> Cluster:

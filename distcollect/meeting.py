@@ -17,7 +17,7 @@ import torch.distributed
 from .cluster import listen_address, read_token
 from .errors import LaunchError
 from .network import LOOPBACK, own_address_of, route_to, way_to
-from .run_folder import TOKEN_VARIABLE
+from .run_folder import TOKEN_VARIABLE, RunFolder
 from .topology import Launch, Launcher
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def gate_place(launch: Launch) -> GatePlace:
     address, given = LOOPBACK, read_token()
     if launch.launcher is Launcher.SLURM:
         name, port = launch.master
-        if launch.num_hosts > 1:
+        if not _is_on_one_host(launch):
             address = own_address(name, launch.last_host)
             if given is None:
                 log.warning(
@@ -93,6 +93,11 @@ def gate_place(launch: Launch) -> GatePlace:
     port = port + launch.trainer if port else 0
     token = given or secrets.token_hex(16)
     return GatePlace(address, port, token, store, is_own_token=given is not None)
+
+
+def _is_on_one_host(launch: Launch) -> bool:
+    """Whether nobody comes from elsewhere, as jobs of workers may that are added to a run."""
+    return launch.num_hosts == 1 and RunFolder.here() is None
 
 
 def own_address(name: str, other: str = "") -> str:
@@ -185,7 +190,7 @@ def finder(launch: Launch) -> Callable[[], Meeting]:
 
         return find
     host, port = launch.master
-    if launch.num_hosts == 1:
+    if _is_on_one_host(launch):
         host = LOOPBACK
     elif way_to(host) is None:  # the trainer is on this host
         host = own_address(host, launch.last_host)

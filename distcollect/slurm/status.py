@@ -105,7 +105,7 @@ class Report:
         words = f"is {said['state']} since {said['since']}"
         if said["state"] == LISTENING:
             words += f", at {said['host']}:{said['port']}"
-            if self.trainer.state not in states.ALIVE:
+            if self.trainer.state != "RUNNING":
                 words += "; but its job isn't running: that address is stale"
         return words + (f": {said['why']}" if "why" in said else "")
 

@@ -12,6 +12,7 @@ preempted, where the site asks  then has the job requeued: see :meth:`Task.check
 for it)
 SIGTERM while the job runs      Preempted, where the site sends nothing else: the same.
 SIGTERM otherwise               Cancelled, or out of time: the script is told to end, that's all.
+The trainer's node goes down    SLURM requeues its job, or with others' nodes in it: one of them.
 ==============================  ================================================================
 
 SLURM sends signals to all processes of a step, and SIGUSR2 ends a process that doesn't care: so the
@@ -37,6 +38,7 @@ from submitit.helpers import DelayedSubmission
 from distcollect.run_folder import ENDED, REQUEUED, STARTING, RunFolder
 
 _POLL_S = 0.05
+_LOST_POLL_S = 5.0
 _SAVED = 75  # the exit code of a script whose Checkpoint has saved
 _COMMAND_TIMEOUT_S = 20.0
 
@@ -80,6 +82,8 @@ class Task:
         self._told = self._cancelled = False
         if self._is_trainer:
             self._tell(STARTING)
+        self._failed = Path(self.run, "failed", f"{self._job.job_id}_{self._job.global_rank}.json")
+        self._failed.unlink(missing_ok=True)  # of an earlier life
         self._arm()
         try:
             self._child = self._start()
@@ -208,18 +212,35 @@ class Task:
         """Let the others know how it ended."""
         folder = RunFolder(Path(self.run))
         how = _how(code)
-        name = f"{self._job.job_id}_{self._job.global_rank}.json"
         if code != 0 and not self._told:
             about = {"how": how, "host": socket.gethostname(), "at": time.time()}
-            folder.write(f"failed/{name}", about)
-        else:
-            (folder.path / "failed" / name).unlink(missing_ok=True)
+            folder.write(f"failed/{self._failed.name}", about)
         if self._is_trainer and not self._cancelled:
             self._tell(ENDED, why="it is done" if code == 0 else f"it failed: {how}")
             self._cancel_waiting(folder)
         if code != 0:
             _say(f"the script ended: {how}")
+            if self.trains and not self._is_trainer:
+                self._requeue_if_the_trainer_is_lost(folder)
             raise SystemExit(code if code > 0 else 128 - code)
+
+    def _requeue_if_the_trainer_is_lost(self, folder: RunFolder) -> None:
+        """Have the job start again when the node of task 0 went down.
+
+        A job with --no-kill goes on without it, though nothing is left that could end it.
+        """
+        while not self._told:
+            said = folder.read("trainer.json") or {}
+            about = self._about_job()
+            if said.get("state") in (ENDED, REQUEUED) or about.get("JobState") != "RUNNING":
+                return
+            nodes = _output_of(["scontrol", "show", "hostnames", about.get("NodeList", "")])
+            if nodes and about.get("BatchHost") not in nodes.split():
+                folder.note(self._job.job_id, "lost the trainer's node; requeued")
+                _say("the trainer's node is lost; the job is requeued")
+                _output_of(["scontrol", "requeue", self._job.job_id])
+                return
+            time.sleep(_LOST_POLL_S)
 
     def _cancel_waiting(self, folder: RunFolder) -> None:
         """Workers that still queue have nobody to work for."""
