@@ -14,7 +14,7 @@ from .collectors import RPCDataCollector
 from .envs import check_env_id
 from .errors import ArgumentError
 from .launch import run as launch
-from .policy_file import NamedPolicy, named_policy
+from .policy_file import NamedPolicy, import_from_here, named_policy
 from .saved import SavedFrames, frame_bytes
 
 _STEPS = 256  # of each env in a rollout, unless asked otherwise
@@ -79,6 +79,7 @@ def _collect(given: argparse.Namespace) -> int:
         positive(f"--{name.replace('_', '-')}", getattr(given, name))
     for name in ("num_workers", "frames_per_batch"):
         positive(f"--{name.replace('_', '-')}", getattr(given, name), optional=True)
+    import_from_here()  # for --env module:ID as well
     policy = named_policy(given.policy, given.weights, trust=given.trust_policy)
     bytes_per_frame = _frame_bytes(given.env)
     names = ("env", "deterministic", "num_workers", "envs_per_worker", "frames_per_batch", "seed")

@@ -35,7 +35,15 @@ _PINGS_PER_SILENCE = 4
 
 
 class State(enum.Enum):
-    """What a slot's worker is to the trainer."""
+    """What a slot's worker is to the trainer.
+
+    Attributes:
+        JOINING: a process is on its way, the first or one that replaces another.
+        READY: it is there.
+        SUSPECTED: it has given no sign of life for a while; it is still counted.
+        LOST: it is gone, and nobody takes its place any more.
+        LEFT: it left for good, as it was told to.
+    """
 
     JOINING = "joining"
     READY = "ready"

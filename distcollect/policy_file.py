@@ -129,7 +129,7 @@ def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
             f"--policy {file} is a pickle, which may run any code when it is loaded: add "
             "--trust-policy if you know where it comes from, or save the policy by torch.jit.save"
         )
-    _import_from_here()
+    import_from_here()
     try:
         policy = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     except Exception as error:
@@ -149,7 +149,7 @@ def _imported(given: str) -> Any:
             f"--policy {given}: there is no such file; give one, or MODULE:NAME for what a module "
             "defines"
         )
-    _import_from_here()
+    import_from_here()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -164,8 +164,11 @@ def _imported(given: str) -> Any:
     return getattr(module, name)
 
 
-def _import_from_here() -> None:
-    # As `python -m` does; a console script has its own folder there instead.
+def import_from_here() -> None:
+    """Let modules in the working folder be imported.
+
+    As ``python -m`` does; a console script has its own folder there instead.
+    """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 

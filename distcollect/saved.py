@@ -125,6 +125,13 @@ class SavedFrames:
             )
         if found["frames"]:
             self._record = found
+        else:
+            self._discard()  # what was cut off before its first record
+
+    def _discard(self) -> None:
+        """Give the room back that was taken for frames of which none is there."""
+        for file in self.folder.rglob("*.memmap"):
+            file.unlink()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -210,6 +217,8 @@ class SavedFrames:
                 # Else a disk that gets full kills who writes to the map.
                 os.posix_fallocate(self._files[-1], 0, file.stat().st_size)
         except OSError as error:
+            if not self.frames:
+                self._discard()
             raise ArgumentError(
                 f"--out {self.folder}: no room for {self.num_frames:,} frames ({error.strerror}): "
                 "take fewer, or another disk"

@@ -246,6 +246,16 @@ def test_what_is_written_is_what_is_read(space: gym.Space[Any], tmp_path: Path) 
     assert frame_bytes(Sampled(space)) == whole[:1].bytes()
 
 
+def test_room_that_was_taken_in_vain_is_given_back(tmp_path: Path) -> None:
+    with SavedFrames(tmp_path, 30, {}) as saved:
+        saved.begin()
+    left = tmp_path / "next" / "observation.memmap"
+    left.parent.mkdir()
+    left.write_bytes(b"x" * 100)
+    with SavedFrames(tmp_path, 30, {}):
+        assert not left.exists()
+
+
 def test_frames_of_another_kind_are_not_mixed_in(tmp_path: Path) -> None:
     def batch(action: gym.Space[Any]) -> TensorDict:
         env = Sampled(spaces.Discrete(3))

@@ -310,7 +310,7 @@ def test_declared_info_spaces_are_taken() -> None:
         (["observation"], ArgumentError, "'observation' is the name of something else"),
         (["text"], ArgumentError, "'text'.*entries seen: .*flag.*lap.*info_keys={'text'"),
         (["nowhere"], ArgumentError, "nothing under 'nowhere'"),
-        ("lap", ArgumentTypeError, "not 'lap'"),
+        ("lap", ArgumentTypeError, "info_keys='lap': must be a list"),
         ({"lap": spaces.Text(3)}, SpaceError, "lap: a Text space"),
         ({"lap": spaces.Tuple([spaces.Discrete(3)])}, SpaceError, "'lap' is a Tuple"),
     ],

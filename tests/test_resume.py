@@ -114,5 +114,5 @@ def test_bad_states_are_refused() -> None:
                 fresh.load_state_dict(bad)  # type: ignore[arg-type]
         state = fresh.state_dict()
         fresh.next()
-        with pytest.raises(dc.CollectorStateError, match="before the first batch"):
+        with pytest.raises(dc.CollectorStateError, match="before its first batch"):
             fresh.load_state_dict(state)
