@@ -14,7 +14,7 @@ from distcollect.transport import place
 from .links import Rank
 from .survey import Survey, look
 
-ROLE = "patient"
+ROLE = "rank of the doctor"
 
 
 class Ward(GateEvents):
