@@ -25,7 +25,7 @@ from .link import Lifeline, Message, NoAnswer
 from .notice import Interrupted
 from .processes import End, LocalProcesses, ProcessEvents
 from .run_folder import LISTENING, RunFolder
-from .topology import LOOPBACK, Launch, Launcher, num_cores, route_to
+from .topology import LOOPBACK, Launch, Launcher, num_cores, own_name, route_to
 from .workers import close_workers
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _open_to_all(folder: RunFolder) -> Cluster:
         raise LaunchError(f"{folder.token_file} is not named by DISTCOLLECT_TOKEN_FILE")
     address, port = listen_address()
     if not port:
-        address = _own_address(socket.gethostname())
+        address = _own_address(own_name())
     return Cluster(
         address,
         token,

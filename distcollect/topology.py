@@ -157,6 +157,12 @@ def _local_tasks(tasks_per_node: str, tasks: int, hosts: int) -> int:
     return max(counts, default=-(-tasks // hosts))
 
 
+def own_name(env: Mapping[str, str] | None = None) -> str:
+    """What this host is called on the cluster's network."""
+    env = os.environ if env is None else env
+    return env.get("MASTER_ADDR") or socket.gethostname()
+
+
 def route_to(host: str, port: int = 9) -> str:
     """This host's address on the way to ``host``; nothing is sent.
 
