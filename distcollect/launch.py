@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +18,13 @@ from . import arguments
 from .cluster import Cluster, current, listen_address, read_token, set_launched
 from .errors import ArgumentError, LaunchError
 from .link import Lifeline, Message, NoAnswer
-from .meeting import MEET_TIMEOUT_S, Meeting, finder, gate_place
-from .network import LOOPBACK, own_address_of
+from .meeting import MEET_TIMEOUT_S, Meeting, finder, gate_place, own_address
+from .network import LOOPBACK
 from .notice import Interrupted
 from .placement import Host, Place, choose, may_pin
 from .processes import End, LocalProcesses, ProcessEvents
 from .run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
-from .topology import Launch, Launcher
+from .topology import Launch, Launcher, own_name
 from .transport import take_place
 from .workers import close_workers
 
@@ -177,13 +176,7 @@ def _open_to_all(folder: RunFolder) -> Cluster:
         raise LaunchError(f"{folder.token_file} is not named by {TOKEN_VARIABLE}")
     address, port = listen_address()
     if not port:
-        address = own_address_of(socket.gethostname()) or ""
-    if not address:
-        raise LaunchError(
-            f"this host's name {socket.gethostname()!r} stands for none of its addresses that "
-            "others can reach; set DISTCOLLECT_LISTEN to one of them and a free port, as in "
-            "10.0.0.5:29600"
-        )
+        address = own_address(own_name())
     return Cluster(
         address,
         token,

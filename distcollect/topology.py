@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -175,3 +176,9 @@ def _local_tasks(tasks_per_node: str, tasks: int, hosts: int) -> int:
     # "2(x3),1": two tasks on each of three hosts, one on the next. The largest is a safe guess.
     counts = [int(part.split("(")[0]) for part in tasks_per_node.split(",") if part]
     return max(counts, default=-(-tasks // hosts))
+
+
+def own_name(env: Mapping[str, str] | None = None) -> str:
+    """What this host is called on the cluster's network."""
+    env = os.environ if env is None else env
+    return env.get("MASTER_ADDR") or socket.gethostname()

@@ -627,19 +627,22 @@ class Workers(ClusterEvents):
             "waiting up to %g s for workers: %d there, %d wanted", limit_s, self.num_present, least
         )
         deadline = time.monotonic() + limit_s
-        with self._lock:
-            while self.num_present < least:
-                if self._failure is not None:
-                    raise self._failure
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise DeadlineError(
-                        f"waited {limit_s:g} s for workers to join at {self.address}: "
-                        f"{self.num_present} of at least {least} (Faults.min_workers) are there; "
-                        "are their jobs still queued? 'distcollect status' tells"
-                    )
-                heed()
-                self._changed.wait(min(remaining, LOOK_UP_S))
+        while self.num_present < least:
+            heed()
+            if self._failure is not None:
+                raise self._failure
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise DeadlineError(
+                    f"waited {limit_s:g} s for workers to join at {self.address}: "
+                    f"{self.num_present} of at least {least} (Faults.min_workers) are there; "
+                    "are their jobs still queued? 'distcollect status' tells"
+                )
+            with self._lock:
+                self._changed.wait_for(
+                    lambda: self.num_present >= least or self._failure is not None,
+                    min(remaining, LOOK_UP_S),
+                )
 
     @property
     def gathers(self) -> bool:

@@ -26,7 +26,7 @@ from torch import nn
 
 import distcollect as dc
 from distcollect.cluster import host_and_port
-from distcollect.topology import listen
+from distcollect.network import listen
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -86,7 +86,7 @@ class Task:
         self._failed.unlink(missing_ok=True)  # of an earlier life
         self._arm()
         try:
-            self._child = self._start()
+            self._start()
             self._wait()
         except _Finished:
             pass
@@ -101,11 +101,13 @@ class Task:
 
     def checkpoint(self) -> DelayedSubmission:
         """Have the script save and end; what is to be run when the job starts again."""
-        why = self._why()
-        _say(f"this job {why}: telling the script to save and end")
+        if getattr(self, "_child", None) is None:
+            return DelayedSubmission(self)  # nothing was started yet
         for number in (self._notice, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         self._forward()
+        why = self._why()
+        _say(f"this job {why}: its script was told to save and end")
         if self._ended_within(self.grace_s):
             code = self._reap()
             if code == 0:
@@ -156,7 +158,7 @@ class Task:
         ran = f"after {about.get('RunTime')} of {about.get('TimeLimit')}"
         return f"was told to end {ran}"
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         notice = self._notice
 
         def ignore_notice() -> None:
@@ -167,7 +169,7 @@ class Task:
         blocked = [notice, signal.SIGTERM]
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
-            return subprocess.Popen(
+            self._child = subprocess.Popen(
                 self.command,
                 cwd=self.cwd,
                 env={**os.environ, **self.env},
