@@ -341,9 +341,12 @@ class Pool:
                 self._pacer.awaited()
             self._max_fetched, self._hands_over = 0, True
             self._ask()
-            handed = self._wait(ready, timeout_s)
-            handed[0].referred = True
-        return handed
+            asked, key = self._wait(ready, timeout_s)
+            asked.referred = True
+            if self._pacer is not None:
+                self._pacer.delivered(asked.ticket)
+            self._ask()
+        return asked, key
 
     def _hand_over(self, keep_s: float) -> tuple[Asked, str] | None:
         """Have a worker keep what lies there, if anything does; with its key."""
@@ -356,12 +359,10 @@ class Pool:
         asked = able[0]
         if self._pacer is not None:
             asked = max(able, key=lambda a: self.lag(a.ticket.worker_id, a.ticket.version))
-            self._pacer.delivered(asked.ticket)
         self._arrived.remove(asked)
         key = secrets.token_hex(8)
         if asked.rollout is not None:
             self._deliver(asked.rollout)
-            self._ask()
         else:
             self._keep(asked, key, keep_s)
         return asked, key
@@ -375,7 +376,7 @@ class Pool:
         offer.decline()
 
         def settle(cause: str | None) -> None:
-            asked.fetching, asked.failed = False, not asked.kept
+            asked.fetching, asked.failed = False, not asked.referred
             self._handed_over.pop(asked, None)
             if cause != "worker_lost":  # else its memory is of no use any more
                 seat.unsettled.discard(asked.number)
@@ -385,8 +386,10 @@ class Pool:
                 self._ledger.deliver(*origin)
             else:
                 self._ledger.lose(*origin, cause)
-                if not asked.referred:
-                    self._frames_asked -= self._plan.rollout_frames
+            if not asked.referred:
+                self._frames_asked -= self._plan.rollout_frames
+                if self._pacer is not None:
+                    self._pacer.given_up(asked.ticket)
             self._check_drained(seat)
 
         def over(taken: bool) -> None:
