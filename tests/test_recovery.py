@@ -409,6 +409,7 @@ def test_who_joins_needs_the_token(
     marked: Marked, token_file: Path, tmp_path: Path, port: int
 ) -> None:
     wrong = tmp_path / "wrong"
+    wrong.touch(mode=0o600)
     wrong.write_text("something else")
     with collect_with(False, listen=f"127.0.0.1:{port}"):
         stranger = join(port, "--token-file", str(wrong))
