@@ -69,13 +69,23 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
     is_maker = inspect.isclass(found) or (
         inspect.isroutine(found) and not inspect.signature(found).parameters
     )
-    policy = found() if is_maker else found
+    policy = _made(given, found) if is_maker else found
     if not callable(policy):
         raise ArgumentError(f"--policy {given}: {policy!r} can't be called, so it is no policy")
     if weights is not None:
         data = _load_weights(policy, weights, given)
         identity += f" sha256:{hashlib.sha256(data).hexdigest()}"
     return NamedPolicy(policy, None, identity)
+
+
+def _made(given: str, maker: Callable[[], Any]) -> Any:
+    try:
+        return maker()
+    except Exception as error:
+        raise ArgumentError(
+            f"--policy {given}: {maker.__name__}() raised {type(error).__name__}: {error}; "
+            "name what makes the policy without arguments"
+        ) from error
 
 
 class Scripted(nn.Module):

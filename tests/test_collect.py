@@ -294,6 +294,7 @@ def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "def make():\n    return nn.Linear(2, 1)\n"
         "class Net(nn.Linear):\n    def __init__(self):\n        super().__init__(2, 1)\n"
         "net = Net()\n"
+        "class Sized(nn.Linear):\n    pass\n"
         "def act(observation):\n    return observation\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -309,6 +310,9 @@ def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         named_policy("net:act", Path("weights.pt"), trust=False)
     with pytest.raises(dc.ArgumentError, match=r"weights.pt holds a dict.*--weights weights.pt"):
         named_policy("weights.pt", trust=False)
+
+    with pytest.raises(dc.ArgumentError, match=r"net:Sized: Sized\(\) raised TypeError"):
+        named_policy("net:Sized", trust=False)
 
     torch.save(nn.Linear(3, 1), "module.pt")
     with pytest.raises(dc.ArgumentError, match=r"module.pt is a pickle.*--trust-policy"):
