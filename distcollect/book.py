@@ -76,11 +76,6 @@ class Book:
         self._num_asked = 0
         self._ready_when_asked = 0
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a batch was asked for."""
-        return self._begun_at is not None
-
     # What the thread that takes batches does.
 
     def found(self, num_ready: int) -> None:

@@ -169,7 +169,8 @@ class DataCollectorBase(ABC):
 
     def _take(self, timeout_s: float | None) -> TensorDict:
         self._book.does("assemble")
-        self._watch.begin(_weakly(self.stats))
+        if not self._watch.has_begun:
+            self._watch.begin(_weakly(self.stats))
         try:
             return self._take_batch(timeout_s)
         except StopIteration:
