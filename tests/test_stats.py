@@ -302,7 +302,7 @@ def test_log_line() -> None:
         num_restarts=2,
     )
     assert log_line(stats) == (
-        "500 of 1,000 frames (50%), 100 frames/s now, 90 on average, 0:00:05 to go, 3 episodes, "
+        "500 of 1,000 frames (50%), 0:00:05 to go, 100 frames/s now, 90 on average, 3 episodes, "
         "return 10.5 (9 to 12), length 20, lag 1 (at most 1), trainer waits 50%, workers 0%, "
         "lost: stale 40, 2 restarts"
     )

@@ -73,6 +73,9 @@ class DataCollectorBase(ABC):
     With a ``replay_buffer`` batches go there instead: iterating yields None for each, or
     :meth:`start` fills it in the background.
 
+    :meth:`stats` tells at any time what was done and where the time went, :meth:`verdict` what the
+    run is bound by; a :class:`~distcollect.Monitor` shows it and writes it down meanwhile.
+
     Attributes:
         frames_per_batch: frames in each batch.
         total_frames: frames until it ends, a multiple of the above; -1: endless.
