@@ -62,7 +62,8 @@ class Book:
     def __init__(self, clock: Callable[[], int] = clock_ns) -> None:
         """Count, by a clock in nanoseconds."""
         self._clock = clock
-        self._lock = threading.Lock()
+        # Garbage may be collected under it, and with that a collector be closed.
+        self._lock = threading.RLock()
         self._tallies: dict[int, _Tally] = {}
         self._begun_at: int | None = None
         self._ended_at: int | None = None

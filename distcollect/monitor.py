@@ -152,8 +152,9 @@ class Watch:
         except Exception:
             # What is told of a run must never end it.
             log.exception("%s failed, and is told nothing more", type(writer).__name__)
-            self._writers.remove(writer)
-            writer.close()
+            if writer in self._writers:  # else this was closed meanwhile
+                self._writers.remove(writer)
+                writer.close()
 
 
 def _wants_view(options: Monitor) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -254,6 +256,27 @@ def test_prometheus_and_what_a_callback_breaks(caplog: pytest.LogCaptureFixture)
     assert sum("no room left" in str(record.exc_info) for record in caplog.records) == 1
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url, timeout=10)
+
+
+def test_a_dropped_collector_ends_what_is_told() -> None:
+    told: list[Stats] = []
+    some = threading.Event()
+
+    def tell(stats: Stats) -> None:
+        told.append(stats)
+        some.set()
+
+    monitor = dc.Monitor(callback=tell, every_s=0.01, view=False)
+    collector = dc.SyncDataCollector(Countdown, frames_per_batch=10, monitor=monitor)
+    collector.next()
+    assert some.wait(20)
+    thread = next(t for t in threading.enumerate() if t.name == "distcollect-monitor")
+    del collector
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert told[-1].ended
+    assert told[-1].frames == 10
 
 
 def test_exposition_has_a_number_in_each_line() -> None:
