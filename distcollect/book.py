@@ -62,7 +62,8 @@ class Book:
     def __init__(self, clock: Callable[[], int] = clock_ns) -> None:
         """Count, by a clock in nanoseconds."""
         self._clock = clock
-        self._lock = threading.Lock()
+        # Garbage may be collected under it, and with that a collector be closed.
+        self._lock = threading.RLock()
         self._tallies: dict[int, _Tally] = {}
         self._begun_at: int | None = None
         self._ended_at: int | None = None
@@ -75,11 +76,6 @@ class Book:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_EPISODES)
         self._num_asked = 0
         self._ready_when_asked = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a batch was asked for."""
-        return self._begun_at is not None
 
     # What the thread that takes batches does.
 

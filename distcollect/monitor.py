@@ -95,10 +95,13 @@ class Watch:
     def _now(self) -> Stats | None:
         return self._latest()
 
+    @property
+    def has_begun(self) -> bool:
+        """See :meth:`begin`."""
+        return self._begun
+
     def begin(self, latest: Callable[[], Stats | None]) -> None:
         """Batches are asked for from now on; ``latest`` gives snapshots, None if there are none."""
-        if self._begun:
-            return
         self._begun = True
         self._latest = latest
         if self._writers and not self._closed:
@@ -149,8 +152,9 @@ class Watch:
         except Exception:
             # What is told of a run must never end it.
             log.exception("%s failed, and is told nothing more", type(writer).__name__)
-            self._writers.remove(writer)
-            writer.close()
+            if writer in self._writers:  # else this was closed meanwhile
+                self._writers.remove(writer)
+                writer.close()
 
 
 def _wants_view(options: Monitor) -> bool:

@@ -68,16 +68,16 @@ def _progress(stats: Stats) -> list[str]:
     frames = f"{stats.frames:,} frames"
     if total != -1:
         frames = f"{stats.frames:,} of {total:,} frames ({stats.frames / total:.0%})"
-    parts = [
-        frames,
-        f"{stats.frames_per_s:,.0f} frames/s now",
-        f"{stats.mean_frames_per_s:,.0f} on average",
-    ]
+    parts = [frames]
     if stats.ended:
         parts.append(f"ended after {_duration(stats.elapsed_s)}")
     elif stats.remaining_s is not None:
         parts.append(f"{_duration(stats.remaining_s)} to go")
-    return parts
+    return [
+        *parts,
+        f"{stats.frames_per_s:,.0f} frames/s now",
+        f"{stats.mean_frames_per_s:,.0f} on average",
+    ]
 
 
 def _episodes(stats: Stats) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -256,6 +258,27 @@ def test_prometheus_and_what_a_callback_breaks(caplog: pytest.LogCaptureFixture)
         urllib.request.urlopen(url, timeout=10)
 
 
+def test_a_dropped_collector_ends_what_is_told() -> None:
+    told: list[Stats] = []
+    some = threading.Event()
+
+    def tell(stats: Stats) -> None:
+        told.append(stats)
+        some.set()
+
+    monitor = dc.Monitor(callback=tell, every_s=0.01, view=False)
+    collector = dc.SyncDataCollector(Countdown, frames_per_batch=10, monitor=monitor)
+    collector.next()
+    assert some.wait(20)
+    thread = next(t for t in threading.enumerate() if t.name == "distcollect-monitor")
+    del collector
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert told[-1].ended
+    assert told[-1].frames == 10
+
+
 def test_exposition_has_a_number_in_each_line() -> None:
     for line in exposition(Stats()).splitlines():
         if not line.startswith("# TYPE "):
@@ -302,7 +325,7 @@ def test_log_line() -> None:
         num_restarts=2,
     )
     assert log_line(stats) == (
-        "500 of 1,000 frames (50%), 100 frames/s now, 90 on average, 0:00:05 to go, 3 episodes, "
+        "500 of 1,000 frames (50%), 0:00:05 to go, 100 frames/s now, 90 on average, 3 episodes, "
         "return 10.5 (9 to 12), length 20, lag 1 (at most 1), trainer waits 50%, workers 0%, "
         "lost: stale 40, 2 restarts"
     )

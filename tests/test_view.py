@@ -52,7 +52,7 @@ def drawn(stats: Stats, *, width: int = 110, height: int = 40) -> str:
 def test_what_the_display_has() -> None:
     text = drawn(STATS)
     for part in (
-        "1,000 of 4,000 frames (25%), 200 frames/s now, 100 on average, 0:00:15 to go",
+        "1,000 of 4,000 frames (25%), 0:00:15 to go, 200 frames/s now, 100 on average",
         "7 episodes, return 21.5 (9 to 30), length 20, lag 0.5 (at most 1)",
         "trainer: train 25%, collect 75%",
         "lost: worker_lost 12, 1 restarts",

@@ -79,6 +79,9 @@ class DataCollectorBase(ABC):
     With a ``replay_buffer`` batches go there instead: iterating yields None for each, or
     :meth:`start` fills it in the background.
 
+    :meth:`stats` tells at any time what was done and where the time went, :meth:`verdict` what the
+    run is bound by; a :class:`~distcollect.Monitor` shows it and writes it down meanwhile.
+
     Attributes:
         frames_per_batch: frames in each batch.
         total_frames: frames until it ends, a multiple of the above; -1: endless.
@@ -173,7 +176,8 @@ class DataCollectorBase(ABC):
 
     def _take(self, timeout_s: float | None) -> TensorDict:
         self._book.does("assemble")
-        self._watch.begin(_weakly(self.stats))
+        if not self._watch.has_begun:
+            self._watch.begin(_weakly(self.stats))
         try:
             return self._take_batch(timeout_s)
         except StopIteration:
