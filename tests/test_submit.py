@@ -11,12 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 import distcollect as dc
 from distcollect.cli import main
 from distcollect.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 from distcollect.slurm import disks, states
+from distcollect.slurm.jobs import Job, Resources, Submitter
 from distcollect.slurm.submit import minutes
 
 HERE = Path(__file__).parent
@@ -123,7 +125,7 @@ def test_file_systems() -> None:
             "tmpfs /scratch tmpfs rw 0 0",
             "server:/home /home nfs4 rw 0 0",
             "none /home/fast\\040disk tmpfs rw 0 0",
-            "lustre /work lustre rw 0 0",
+            "lustre /big lustre rw 0 0",
             "tmpfs /over tmpfs rw 0 0",
             "server:/over /over nfs rw 0 0",
         ]
@@ -138,7 +140,7 @@ def test_file_systems() -> None:
     assert certain("/dev/shm/run") is True
     assert certain("/opt/run") is False
     assert certain("/homes/run") is False
-    for shared in ("/home/me/run", "/work/run", "/over/run"):
+    for shared in ("/home/me/run", "/big/run", "/over/run"):
         assert certain(shared) is None
 
 
@@ -177,6 +179,22 @@ def test_states_of_jobs() -> None:
 def test_each_ending_has_words_of_its_own() -> None:
     ends = ["PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY", "COMPLETED"]
     assert len({states.JobState("1", end).meaning for end in ends}) == len(ends)
+
+
+def test_a_task_s_own_process_stays_small(run: RunFolder) -> None:
+    """It takes hundreds of MB to import torch, and there is such a process for each task."""
+    submitter = Submitter(run, run.path, notice_s=60, max_time_limits=1)
+    job = Job("test", trains=False, resources=Resources(), command=["true"])
+    file = run.path / "task.pkl"
+    file.write_bytes(cloudpickle.dumps(submitter._task(job)))
+    code = (
+        "import pickle, sys; task = pickle.load(open(sys.argv[1], 'rb')); "
+        "assert task.command == ['true'] and task.grace_s == 50, task; "
+        "assert not {'torch', 'distcollect'} & sys.modules.keys(); "
+        # Submitit saves it once more when its job is requeued.
+        "import cloudpickle; cloudpickle.dumps(task.checkpoint())"
+    )
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=60)
 
 
 def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:
