@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from .errors import ArgumentError, DeadlineError, RolloutGone, WorkerError, WorkerLost
 from .rollout import Header, Layout, Rollout, Slab, Tensors
 from .threads import arrives
-from .transport import Transport, place
+from .transport import Transport, identity
 
 T = TypeVar("T")
 
@@ -226,7 +226,7 @@ class Taker:
 
     def _meet(self, reference: RolloutReference) -> None:
         """Make its worker reachable from here."""
-        run_id = place().run_id
+        run_id = identity().run_id
         if reference.run_id != run_id:
             raise ArgumentError(
                 f"{reference} is of another run (this is {run_id!r}): rollouts are handed over "
@@ -250,7 +250,7 @@ class Taker:
 
 
 def _is_own(reference: RolloutReference) -> bool:
-    return reference.trainer == place().trainer
+    return reference.trainer == identity().trainer
 
 
 def _name(reference: RolloutReference) -> str:

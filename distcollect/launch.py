@@ -25,7 +25,7 @@ from .placement import Host, Place, choose, may_pin
 from .processes import End, LocalProcesses, ProcessEvents
 from .run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
 from .topology import Launch, Launcher, own_name
-from .transport import take_place
+from .transport import identify
 from .workers import close_workers
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
         if launch.rank > 0:
             _supervise(launch)
             return None
-        take_place(launch.run_id, launch.trainer, num_trainers)
+        identify(launch.run_id, launch.trainer, num_trainers)
         cluster = _open_gate(launch)
     set_launched(cluster)
     if folder is not None and launch.trainer == 0:

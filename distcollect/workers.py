@@ -41,7 +41,7 @@ from .processes import End
 from .rpc import RpcTransport
 from .shared import Segment
 from .threads import LOOK_UP_S
-from .transport import place
+from .transport import identity
 from .worker import Probe
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Workers(ClusterEvents):
             self._num_first = count
             self.address = self._cluster.address
             self.first_traj_id = self._cluster.first_traj_id
-            self.transport = RpcTransport(place().trainer, address=self.address)
+            self.transport = RpcTransport(identity().trainer, address=self.address)
             undo.callback(self.transport.close)
             undo.callback(self._end_thread)
             for worker_id in range(count):
@@ -228,7 +228,7 @@ class Workers(ClusterEvents):
         process.connection = connection
         return {
             "peer": process.peer,
-            "trainer_peer": place().trainer,
+            "trainer_peer": identity().trainer,
             "trainer_endpoint": self.transport.endpoint,
         }
 
@@ -341,7 +341,7 @@ class Workers(ClusterEvents):
             self._end_overdue(process, command)
 
     def _start(self, worker_id: int, incarnation: int) -> None:
-        process = Process(worker_id, incarnation, place().new_peer())
+        process = Process(worker_id, incarnation, identity().new_peer())
         self._processes[process.key] = process
         # Torch's C++ side logs a warning for each peer whose process ends: no news here.
         env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}

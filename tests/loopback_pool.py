@@ -13,7 +13,7 @@ from distcollect.config import Faults
 from distcollect.crew import Crew
 from distcollect.loopback import LoopbackTransport
 from distcollect.membership import State
-from distcollect.transport import place
+from distcollect.transport import identity
 from distcollect.worker import Probe, Worker
 
 ADDRESS = "127.0.0.1"
@@ -38,7 +38,7 @@ class LoopbackWorkers:
         self._threads: list[threading.Thread] = []
         asked = {}
         for worker_id in range(num_workers):
-            peer = self.peers[worker_id] = place().new_peer()
+            peer = self.peers[worker_id] = identity().new_peer()
             worker = Worker(worker_id, incarnation=0, peer=peer, address=ADDRESS)
             self.services[worker_id] = worker
             self.transport.connect(peer, worker)

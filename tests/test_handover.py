@@ -23,7 +23,7 @@ import distcollect as dc
 from distcollect import transport
 from distcollect.rollout import Rollout, Slab, assemble
 from distcollect.shared import SharedTensor
-from distcollect.transport import Place, place, take_place
+from distcollect.transport import Identity, identify, identity
 
 SOON_S = 20
 STEPS = 50
@@ -263,28 +263,28 @@ def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollecto
 
 
 def test_ids_are_dealt_out_to_each_trainer() -> None:
-    places = [Place("run", trainer, 3) for trainer in range(3)]
-    dealt = [[p.trainer, *(p.new_peer() for _ in range(4))] for p in places]
+    identities = [Identity("run", trainer, 3) for trainer in range(3)]
+    dealt = [[p.trainer, *(p.new_peer() for _ in range(4))] for p in identities]
     assert dealt[1] == [1, 4, 7, 10, 13]
     assert len({peer for peers in dealt for peer in peers}) == 15
     least = 2**15 // 3 - 10
     for _ in range(least):
-        assert places[1].new_peer() < 2**15
-    rest = [places[1].new_peer() for _ in range((2**15 - 1 - 13) // 3 - least)]
+        assert identities[1].new_peer() < 2**15
+    rest = [identities[1].new_peer() for _ in range((2**15 - 1 - 13) // 3 - least)]
     assert max(rest) < 2**15
     with pytest.raises(dc.LaunchError, match="all 10922 ids"):
-        places[1].new_peer()
+        identities[1].new_peer()
 
 
 def test_a_process_remains_the_trainer_that_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch refuses another id."""
-    monkeypatch.setattr(transport, "_place", Place("before"))
-    take_place("run", 1, 2)
-    assert (place().run_id, place().new_peer()) == ("run", 3)
-    take_place("again", 1, 2)
-    assert (place().run_id, place().new_peer()) == ("again", 5)
+    monkeypatch.setattr(transport, "_identity", Identity("before"))
+    identify("run", 1, 2)
+    assert (identity().run_id, identity().new_peer()) == ("run", 3)
+    identify("again", 1, 2)
+    assert (identity().run_id, identity().new_peer()) == ("again", 5)
     with pytest.raises(dc.LaunchError, match="before it became trainer 0 of 2"):
-        take_place("run", 0, 2)
+        identify("run", 0, 2)
 
 
 def test_between_two_trainers() -> None:

@@ -19,7 +19,7 @@ import distcollect as dc
 from distcollect import rpc
 from distcollect.loopback import LoopbackTransport
 from distcollect.rpc import RpcTransport
-from distcollect.transport import INLINE_BYTES, CollectRequest, place
+from distcollect.transport import INLINE_BYTES, CollectRequest, identity
 
 SOON_S = 10
 SMALL, LARGE = 100, 200_000
@@ -44,12 +44,12 @@ class Rpc:
     """A transport and a peer of it in a process of its own."""
 
     def __init__(self, channels: list[str] | None = None) -> None:
-        self.transport = RpcTransport(place().trainer, address="127.0.0.1")
+        self.transport = RpcTransport(identity().trainer, address="127.0.0.1")
         self.processes: list[subprocess.Popen[str]] = []
         self.peer = self.add_peer(channels or rpc._CHANNELS)
 
     def add_peer(self, channels: list[str]) -> int:
-        peer = place().new_peer()  # ids are never used twice in one process
+        peer = identity().new_peer()  # ids are never used twice in one process
         process = subprocess.Popen(
             [sys.executable, "-m", "scripts.peer"],
             cwd=Path(__file__).parent,
@@ -253,7 +253,7 @@ def test_one_agent_at_a_time_but_one_after_the_other() -> None:
         world = Rpc()
         try:
             with pytest.raises(dc.CollectorStateError, match="shut it down first"):
-                RpcTransport(place().trainer, address="127.0.0.1")
+                RpcTransport(identity().trainer, address="127.0.0.1")
             assert world.transport.call(world.peer, "echo", 5).result(SOON_S) == (5,)
         finally:
             world.close()

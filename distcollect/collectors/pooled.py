@@ -48,7 +48,7 @@ from distcollect.seats import BatchPlan, Pace
 from distcollect.seeds import Stream, env_seed
 from distcollect.stats import Stats
 from distcollect.threads import missing
-from distcollect.transport import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, place
+from distcollect.transport import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, identity
 from distcollect.updaters import Site, WeightUpdaterBase
 from distcollect.weights import WeightSender
 from distcollect.worker import WorkerPlan
@@ -485,8 +485,8 @@ class RPCDataCollector(DataCollectorBase):
         self._publisher.last = [asked.seat.worker_id]
         self._note_batch()
         return RolloutReference(
-            place().trainer,
-            place().run_id,
+            identity().trainer,
+            identity().run_id,
             asked.offer.header,
             self._layout,
             asked.seat.peer,
@@ -711,7 +711,7 @@ class RPCDataCollector(DataCollectorBase):
         return [] if self._evaluators is None else list(self._evaluators.results)
 
     def _next_traj_id(self) -> int:
-        return self._first_traj_id + place().new_peer() * TRAJ_IDS_PER_PEER
+        return self._first_traj_id + identity().next_peer * TRAJ_IDS_PER_PEER
 
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
         # All trainers may go on from the state of one.

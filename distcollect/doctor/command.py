@@ -120,7 +120,7 @@ def _look_at(
     others: Callable[[int], contextlib.AbstractContextManager[None]],
 ) -> int:
     with contextlib.ExitStack() as undo:
-        transport = RpcTransport(wire.place().trainer, address=place.address)
+        transport = RpcTransport(wire.identity().trainer, address=place.address)
         undo.callback(transport.close)
         links = Links(transport, place.address)
         undo.callback(links.close)

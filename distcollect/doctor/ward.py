@@ -9,7 +9,7 @@ from dataclasses import asdict
 from distcollect.link import Connection, GateEvents, Lifeline, Message
 from distcollect.rpc import RpcTransport
 from distcollect.shared import Segment, sample_of_memory
-from distcollect.transport import place
+from distcollect.transport import identity
 
 from .links import Rank
 from .survey import Survey, look
@@ -57,11 +57,11 @@ class Ward(GateEvents):
         """See :class:`~distcollect.link.GateEvents`."""
         if connection.hello.get("role") != ROLE:
             return {"refused": "this is distcollect doctor, which has no work for it"}
-        peer = place().new_peer()
+        peer = identity().new_peer()
         self._connections[connection] = peer
         return {
             "peer": peer,
-            "trainer_peer": place().trainer,
+            "trainer_peer": identity().trainer,
             "trainer_endpoint": self._transport.endpoint,
         }
 
