@@ -515,7 +515,9 @@ class Pool:
         try:
             if late := missing(answers, timeout_s):
                 raise DeadlineError(
-                    f"workers {late} did not take the call {what!r} within {timeout_s:g} s"
+                    f"workers {late} did not take the call {what!r} within {timeout_s:g} s: they "
+                    "finish the step that they are in first; Faults(batch_timeout_s=...) gives "
+                    "longer"
                 )
             for answer in answers.values():
                 error = answer.exception()

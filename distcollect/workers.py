@@ -211,7 +211,11 @@ class Workers(ClusterEvents):
             while staying():
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    raise DeadlineError(f"workers {staying()} did not leave within {limit_s:g} s")
+                    raise DeadlineError(
+                        f"workers {staying()} did not leave within {limit_s:g} s: a step or "
+                        "close() of their envs may hang; Faults(leave_timeout_s=..., stop_timeout_s=...) "
+                        "gives longer"
+                    )
                 self._changed.wait(min(remaining, LOOK_UP_S))
 
     def close(self) -> None:
@@ -377,7 +381,7 @@ class Workers(ClusterEvents):
         else:
             process.failure = DeadlineError(
                 f"worker {process.worker_id} did not join within {limit_s:g} s; see its own output "
-                "for what it was doing"
+                "for what it was doing; Faults(start_timeout_s=...) gives longer"
             )
         self._lost(process.key)
 
@@ -610,7 +614,11 @@ class Workers(ClusterEvents):
                 if remaining <= 0:
                     missing = [w for w in self._states if w not in self.probes]
                     whom = f"workers {missing}" if missing else "a worker"
-                    raise DeadlineError(f"waited {limit_s:g} s for {whom} to join, in vain")
+                    raise DeadlineError(
+                        f"waited {limit_s:g} s for {whom} to join, in vain: see their own output; "
+                        "Faults(start_timeout_s=...) gives longer, 'distcollect doctor' looks at "
+                        "the way between hosts"
+                    )
                 self._changed.wait(min(remaining, LOOK_UP_S))
 
     def await_enough(self) -> None:

@@ -742,7 +742,10 @@ def _answers(
 ) -> dict[int, T]:
     """What workers answered; those that were lost are left out, unless all have to be there."""
     if late := missing(answers, timeout_s):
-        raise DeadlineError(f"workers {late} did not answer {what} within {timeout_s:g} s")
+        raise DeadlineError(
+            f"workers {late} did not answer {what} within {timeout_s:g} s; timeout_s=... gives "
+            "longer, worker_ids=... leaves them out"
+        )
     return {
         worker_id: answer.result()
         for worker_id, answer in answers.items()

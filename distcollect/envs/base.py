@@ -267,7 +267,10 @@ class EnvBatch(ABC):
         observed = tuple(leaf for leaf, _ in self._observed)
         same = leaves_of(observation_space, "observation") == observed
         if not same or action_space != self.action_space:
-            raise EnvError(f"{self._name(row)}: made anew, it has other spaces than before")
+            raise EnvError(
+                f"{self._name(row)}: made anew, it has other spaces than before; what makes it has "
+                "to give the same ones each time"
+            )
 
     def _check(self, value: Any, call: str, row: int = 0, lead: tuple[int, ...] = ()) -> None:
         """Raise EnvError if an observation doesn't fit its space.
