@@ -213,8 +213,8 @@ class Workers(ClusterEvents):
                 if remaining <= 0:
                     raise DeadlineError(
                         f"workers {staying()} did not leave within {limit_s:g} s: a step or "
-                        "close() of their envs may hang; Faults(leave_timeout_s=..., stop_timeout_s=...) "
-                        "gives longer"
+                        "close() of their envs may hang; Faults(leave_timeout_s=..., "
+                        "stop_timeout_s=...) gives longer"
                     )
                 self._changed.wait(min(remaining, LOOK_UP_S))
 
