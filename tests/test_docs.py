@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
+from distcollect import notice
 from distcollect.collectors.torchrl_names import _NO_EFFECT, _REFUSED, _translated
 
 ROOT = Path(__file__).parent.parent
@@ -65,11 +66,14 @@ class Net(nn.Linear):
         return torch.distributions.Categorical(logits=super().forward(observation))
 
 
+NET = Net()
 SETUP: dict[str, dict[str, Any]] = {
     "README.md": {
         "__name__": "readme",  # main() is called below
         "make_env": "CartPole-v1",
-        "policy": Net(),
+        "policy": NET,
+        "optimizer": torch.optim.SGD(NET.parameters(), 0.1),
+        "learn": lambda batch: None,
         "buffer": Kept(),
         "num_steps": 2,
         "train_on": lambda sample: None,
@@ -104,6 +108,7 @@ def test_its_code_runs(name: str, marked: Marked, tmp_path: Path) -> None:
         exec(compile(code, str(PAGES[name]), "exec"), namespace)
         if "main" in namespace:
             namespace.pop("main")()
+    notice.forget()  # what a Checkpoint has asked for
     assert not marked.left()
 
 
