@@ -105,7 +105,9 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
         # While their supervisors are still there to end them.
         close_workers()
         set_launched(None)
-        cluster.close(failed=failed, resumes=resumes)
+        # Torchrun starts ranks again only if all have failed; elsewhere they would hide the cause.
+        fails = failed and launch.launcher is Launcher.TORCHRUN
+        cluster.close(failed=fails, resumes=resumes)
 
 
 @contextlib.contextmanager
