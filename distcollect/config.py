@@ -211,7 +211,7 @@ class Monitor:
             raises that is logged, and it is called no more.
         every_s: seconds between two lines, events, calls.
         trace: a file, begun anew, for what every process does when: Chrome's trace events, which
-            ui.perfetto.dev and chrome://tracing show. It ends after a million events (some 120 MB).
+            ui.perfetto.dev and chrome://tracing show. It ends after a million events (some 100 MB).
             With several trainers each needs a file of its own.
     """
 

@@ -8,12 +8,14 @@ before it was heard of.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,18 @@ Span = tuple[str, str, int, int]
 # The thread of a worker whose spans lie between question and answer.
 STEPS = "steps"
 WEIGHTS = "weights"
+BATCHES = "batches"
 
-# Some 120 bytes each: viewers become slow beyond.
+# Some 100 bytes each. Viewers become slow beyond.
 MAX_EVENTS = 1_000_000
+# Times are multiples of this. An eighth of a microsecond is exact in floating point, in which
+# viewers compute: else what ends as another begins may overlap it, and they leave that out.
+_TICK_NS = 125
+_TICKS_PER_US = 8
 # What comes within so long is written at once.
 _GATHER_S = 0.2
 _JOIN_TIMEOUT_S = 10.0
 _FULL = "the trace is full: nothing was kept from here on"
-_TRAINER = 1  # as process ids, of several hosts, could be the same twice
 
 
 class ClockOffset:
@@ -76,12 +82,19 @@ class Trace:
     array is missing, which viewers don't mind, and up to half a second of events.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_events: int = MAX_EVENTS) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_events: int = MAX_EVENTS,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
         """Begin the file anew.
 
         Args:
             path: of the file.
             max_events: the last one says so if there were more.
+            clock: of this process, in nanoseconds.
 
         Raises:
             ArgumentError: it can't be written.
@@ -101,8 +114,9 @@ class Trace:
         self._closed = False
         # Garbage may be collected under it, and with that a collector be closed.
         self._lock = threading.RLock()
-        self._origin: int | None = None
+        self._origin = clock()
         self._newest_us = 0.0
+        self._ids = itertools.count(1)  # of processes and threads: none is there twice
         self._threads: dict[tuple[int, str], int] = {}
         self._processes: dict[tuple[int, int], int] = {}  # of (worker_id, incarnation)
         self._clocks: dict[int, ClockOffset] = {}  # by process
@@ -110,7 +124,7 @@ class Trace:
         self._num_fetches = 0
         self._queue: queue.SimpleQueue[list[dict[str, Any]]] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._name(_TRAINER, "process", "trainer", sort_index=0)
+        self._trainer = self._new_process("trainer", BATCHES, sort_index=0)
         self._thread = threading.Thread(target=self._run, name="distcollect-trace", daemon=True)
         self._thread.start()
 
@@ -131,7 +145,7 @@ class Trace:
         """A rollout was asked for and lies ready; ``spans`` are what its worker did for it."""
         with self._lock:
             question = f"ask worker {worker_id}"  # of one worker there is one at a time
-            self._spans(_TRAINER, [(question, "rollout", asked, heard)])
+            self._spans(self._trainer, [(question, "rollout", asked, heard)])
             ours = [span for span in spans if span[0] == STEPS]
             if not ours:
                 return
@@ -145,7 +159,7 @@ class Trace:
     def rollout_here(self, spans: Sequence[Span]) -> None:
         """A rollout was collected in this process."""
         with self._lock:
-            self._spans(_TRAINER, spans)
+            self._spans(self._trainer, spans)
 
     def fetched(self, worker_id: int, begin: int, end: int) -> None:
         """A rollout was moved here."""
@@ -154,8 +168,8 @@ class Trace:
             about = {
                 "cat": "fetch",
                 "name": f"fetch from worker {worker_id}",
-                "pid": _TRAINER,
-                "tid": self._tid(_TRAINER, "batches"),
+                "pid": self._trainer,
+                "tid": self._tid(self._trainer, BATCHES),
                 "id": hex(self._num_fetches),
             }
             # Not as others: two of one worker may overlap.
@@ -175,7 +189,7 @@ class Trace:
                 ("send", ready, sent),
                 ("acknowledge", sent, end),
             )
-            self._spans(_TRAINER, [(WEIGHTS, *step) for step in steps])
+            self._spans(self._trainer, [(WEIGHTS, *step) for step in steps])
 
     def close(self) -> None:
         """Write what is left, and end the array. Again is no error."""
@@ -194,7 +208,7 @@ class Trace:
         if self._doing is not None:
             activity, begin, end = self._doing
             self._doing = None
-            self._spans(_TRAINER, [("batches", activity, begin, end)])
+            self._spans(self._trainer, [(BATCHES, activity, begin, end)])
 
     def _spans(self, process: int, spans: Sequence[Span], offset: int = 0) -> None:
         self._put(
@@ -204,8 +218,8 @@ class Trace:
                     "name": name,
                     "pid": process,
                     "tid": self._tid(process, thread),
-                    "ts": self._us(begin + offset),
-                    "dur": (end - begin) / 1000,
+                    "ts": (begin_us := self._us(begin + offset)),
+                    "dur": self._us(end + offset) - begin_us,
                 }
                 for thread, name, begin, end in spans
             ]
@@ -213,41 +227,41 @@ class Trace:
 
     def _us(self, at: int) -> float:
         """Small numbers, which a viewer that reads them as floats doesn't round."""
-        if self._origin is None:
-            self._origin = at
-        us = (at - self._origin) / 1000
+        us = max(0, at - self._origin) // _TICK_NS / _TICKS_PER_US
         self._newest_us = max(self._newest_us, us)
         return us
 
     def _process(self, worker_id: int, incarnation: int) -> int:
         key = worker_id, incarnation
         if key not in self._processes:
-            process = self._processes[key] = _TRAINER + 1 + len(self._processes)
             name = f"worker {worker_id}"
             if incarnation:
                 name += f", incarnation {incarnation}"
-            self._name(process, "process", name, sort_index=1 + worker_id)
+            self._processes[key] = self._new_process(name, STEPS, sort_index=1 + worker_id)
         return self._processes[key]
+
+    def _new_process(self, name: str, main_thread: str, *, sort_index: int) -> int:
+        """An id for it: the real ones of processes on several hosts could be the same."""
+        process = next(self._ids)
+        self._threads[process, main_thread] = process
+        self._put(
+            [
+                _about("process_name", process, process, name=name),
+                _about("process_sort_index", process, process, sort_index=sort_index),
+                _about("thread_name", process, process, name=main_thread),
+            ]
+        )
+        return process
 
     def _tid(self, process: int, thread: str) -> int:
         key = process, thread
         if key not in self._threads:
-            self._threads[key] = 1 + len(self._threads)
-            self._name(process, "thread", thread, tid=self._threads[key])
+            self._threads[key] = next(self._ids)
+            self._put([_about("thread_name", process, self._threads[key], name=thread)])
         return self._threads[key]
 
-    def _name(
-        self, process: int, kind: str, name: str, *, tid: int = 0, sort_index: int | None = None
-    ) -> None:
-        about = {"ph": "M", "pid": process, "tid": tid}
-        events: list[dict[str, Any]] = [{**about, "name": f"{kind}_name", "args": {"name": name}}]
-        if sort_index is not None:
-            sorting = {"sort_index": sort_index}
-            events.append({**about, "name": f"{kind}_sort_index", "args": sorting})
-        self._put(events)
-
     def _put(self, events: list[dict[str, Any]]) -> None:
-        if self._closed:
+        if self._closed or not events:
             return
         if len(events) > self._left:
             self._end(_FULL)
@@ -257,7 +271,7 @@ class Trace:
 
     def _end(self, reason: str) -> None:
         self._closed = True
-        about = {"ph": "i", "s": "g", "name": reason, "pid": _TRAINER, "tid": 0}
+        about = {"ph": "i", "s": "g", "name": reason, "pid": self._trainer, "tid": self._trainer}
         self._queue.put([{**about, "ts": self._newest_us}])
         self._queue.put([])  # nothing more comes
 
@@ -293,3 +307,8 @@ class Trace:
             self._file.flush()
         if events and events[-1]["name"] == _FULL:
             log.warning("the trace %s is full, and ends here; the run goes on", self._path)
+
+
+def _about(what: str, process: int, thread: int, **args: object) -> dict[str, Any]:
+    """The event that tells a viewer of a process or a thread."""
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
