@@ -120,6 +120,7 @@ class Trace:
         self._threads: dict[tuple[int, str], int] = {}
         self._processes: dict[tuple[int, int], int] = {}  # of (worker_id, incarnation)
         self._clocks: dict[int, ClockOffset] = {}  # by process
+        self._received_until: dict[int, int] = {}
         self._doing: tuple[str, int, int] | None = None
         self._num_fetches = 0
         self._queue: queue.SimpleQueue[list[dict[str, Any]]] = queue.SimpleQueue()
@@ -154,7 +155,18 @@ class Trace:
             begun = min(begin for _, _, begin, _ in ours)
             ended = max(end for _, _, _, end in ours)
             offset = clock.narrow(asked, begun, ended, heard)
-            self._spans(process, spans, offset)
+            # Viewers leave out what overlaps another span of its thread, as it could otherwise
+            # where the offset has changed.
+            earliest = {STEPS: asked, WEIGHTS: self._received_until.get(process, 0)}
+            placed: list[Span] = []
+            for thread, name, begin, end in spans:
+                first = min(max(begin + offset, earliest[thread]), heard)
+                last = min(max(end + offset, earliest[thread]), heard)
+                placed.append((thread, name, first, last))
+                if thread == WEIGHTS:
+                    earliest[WEIGHTS] = last
+            self._received_until[process] = earliest[WEIGHTS]
+            self._spans(process, placed)
 
     def rollout_here(self, spans: Sequence[Span]) -> None:
         """A rollout was collected in this process."""
@@ -210,7 +222,7 @@ class Trace:
             self._doing = None
             self._spans(self._trainer, [(BATCHES, activity, begin, end)])
 
-    def _spans(self, process: int, spans: Sequence[Span], offset: int = 0) -> None:
+    def _spans(self, process: int, spans: Sequence[Span]) -> None:
         self._put(
             [
                 {
@@ -218,8 +230,8 @@ class Trace:
                     "name": name,
                     "pid": process,
                     "tid": self._tid(process, thread),
-                    "ts": (begin_us := self._us(begin + offset)),
-                    "dur": self._us(end + offset) - begin_us,
+                    "ts": (begin_us := self._us(begin)),
+                    "dur": self._us(end) - begin_us,
                 }
                 for thread, name, begin, end in spans
             ]

@@ -25,7 +25,7 @@ from torch import nn
 import distcollect as dc
 from distcollect import meter
 from distcollect.meter import Recorder
-from distcollect.trace import STEPS, ClockOffset, Span, Trace
+from distcollect.trace import STEPS, WEIGHTS, ClockOffset, Span, Trace
 
 SKEW = 5 * 86_400 * 1_000_000_000  # ns: another host was started days ago
 US = 1000  # ns
@@ -147,6 +147,26 @@ def test_offset_follows_clocks_that_drift() -> None:
         assert asked <= begun - skew + offset <= ended - skew + offset <= heard
 
 
+def test_spans_are_nested_even_if_clocks_drift_within_a_rollout(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", clock=lambda: 0)
+
+    def theirs(at: int) -> int:
+        return SKEW + at + at // 1000  # 1000 ppm
+
+    for number in range(20):
+        asked, heard = number * 10**9, (number + 1) * 10**9 - 50 * US
+        steps = [asked + 50 * US + step * 10**6 for step in range(1000)]
+        noted = [(STEPS, "rollout", theirs(steps[0]), theirs(steps[-1]))]
+        noted += [(STEPS, "env", theirs(a), theirs(b)) for a, b in pairwise(steps)]
+        received = [(WEIGHTS, "receive", theirs(at), theirs(at + 10**6)) for at in steps[::100]]
+        trace.rollout(0, 0, noted + received, asked, heard)
+    trace.close()
+    events = load(tmp_path / "trace.json")
+    assert_nested(events)
+    assert_answered(events, "worker 0")
+    assert len(spans(events, "worker 0", WEIGHTS)) == 200
+
+
 def test_workers_are_on_the_trainers_time_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,10 +203,10 @@ def test_workers_are_on_the_trainers_time_line(
         assert [name for name in steps if "swap" in name] == [
             f"swap in version {version}" for version in (1, 2, 3)
         ]
-        received = [name for name, _, _ in spans(events, worker, "weights")]
+        received = [name for name, _, _ in spans(events, worker, WEIGHTS)]
         assert received == [f"receive version {version}" for version in (1, 2, 3)]
         assert len(fetches(events, worker)) == 4
-    sent = [name for name, _, _ in spans(events, "trainer", "weights") if "push" in name]
+    sent = [name for name, _, _ in spans(events, "trainer", WEIGHTS) if "push" in name]
     assert sent == [f"push version {version}" for version in (1, 2, 3)]
     batches = spans(events, "trainer", "batches")
     assert {name for name, _, _ in batches} >= {"train", "collect", "weights", "assemble"}
@@ -387,5 +407,5 @@ def test_processes_are_on_one_time_line(tmp_path: Path, marked: Marked) -> None:
     assert_nested(events)
     for worker in ("worker 0", "worker 1"):
         assert_answered(events, worker)
-        assert spans(events, worker, "weights")
+        assert spans(events, worker, WEIGHTS)
         assert fetches(events, worker)
