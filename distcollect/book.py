@@ -15,6 +15,7 @@ from .ledger import Frames, LedgerReport
 from .meter import clock_ns
 from .rollout import Header
 from .stats import EpisodeStats, Lags, Stats, TrainerTimes, Work, WorkerStats, WorkerTimes
+from .trace import Trace
 
 Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
@@ -59,9 +60,10 @@ class _Mark:
 class Book:
     """Counts what a collector does; any thread may write and read."""
 
-    def __init__(self, clock: Callable[[], int] = clock_ns) -> None:
-        """Count, by a clock in nanoseconds."""
+    def __init__(self, clock: Callable[[], int] = clock_ns, *, trace: Trace | None = None) -> None:
+        """Count, by a clock in nanoseconds; ``trace`` is told of all that has a time."""
         self._clock = clock
+        self._trace = trace
         # Garbage may be collected under it, and with that a collector be closed.
         self._lock = threading.RLock()
         self._tallies: dict[int, _Tally] = {}
@@ -120,6 +122,8 @@ class Book:
             self._marks.append(_Mark(now, 0, {}))
         else:
             self._spent[self._activity] += now - self._since
+            if self._trace is not None:
+                self._trace.does(self._activity, self._since, now)
         self._activity, self._since = activity, now
 
     # What comes from workers.
@@ -135,8 +139,10 @@ class Book:
                 tally.num_env_faults = 0
                 tally.incarnation = incarnation
 
-    def collected(self, header: Header) -> None:
-        """A rollout lies ready."""
+    def collected(self, header: Header, asked_at: int | None = None) -> None:
+        """A rollout lies ready that a worker was asked for then; None: it was collected here."""
+        if self._trace is not None:
+            self._trace_rollout(self._trace, header, asked_at)
         work = header.work
         with self._lock:
             tally = self._tallies.setdefault(header.worker_id, _Tally(header.incarnation))
@@ -149,12 +155,27 @@ class Book:
                 self._num_episodes += len(work.returns)
                 self._recent.extend(zip(work.returns, work.lengths, strict=True))
 
+    def _trace_rollout(self, trace: Trace, header: Header, asked_at: int | None) -> None:
+        if asked_at is None:
+            trace.rollout_here(header.spans)
+            return
+        now = self._clock()
+        trace.rollout(header.worker_id, header.incarnation, header.spans, asked_at, now)
+
+    def pushed(self, version: int, begin: int, ready: int, sent: int, end: int) -> None:
+        """Weights were sent, see :class:`~.weights.WeightSender`."""
+        if self._trace is not None:
+            self._trace.pushed(version, begin, ready, sent, end)
+
     def fetched(self, worker_id: int, num_bytes: int, took_ns: int) -> None:
         """A rollout came here."""
         with self._lock:
             tally = self._tallies.setdefault(worker_id, _Tally())
             tally.num_bytes += num_bytes
             tally.transfer_ns += took_ns
+        if self._trace is not None:
+            now = self._clock()
+            self._trace.fetched(worker_id, now - took_ns, now)
 
     def delivered(self, worker_id: int, lags: Sequence[tuple[int, int]]) -> None:
         """A rollout is in a batch, with so many frames of each (lag, frames)."""

@@ -210,6 +210,9 @@ class Monitor:
         callback: called with them every ``every_s`` and at the end, on a thread of its own. If it
             raises that is logged, and it is called no more.
         every_s: seconds between two lines, events, calls.
+        trace: a file, begun anew, for what every process does when: Chrome's trace events, which
+            ui.perfetto.dev and chrome://tracing show. It ends after a million events (some 100 MB).
+            With several trainers each needs a file of its own.
     """
 
     view: bool | None = None
@@ -218,6 +221,7 @@ class Monitor:
     prometheus_port: int | None = None
     callback: Callable[[Stats], object] | None = None
     every_s: float = 5.0
+    trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.every_s, int | float) or not self.every_s > 0:

@@ -75,6 +75,7 @@ class Engine:
         options: StepOptions | None = None,
         counts: Counts | None = None,
         max_env_faults: int = 0,
+        meter: Meter | None = None,
     ) -> None:
         """Reset the envs and call the policy once, which tells what it writes.
 
@@ -87,6 +88,7 @@ class Engine:
             counts: what to count in; None: a new one.
             max_env_faults: how often in a row an env that raises while a rollout is collected is
                 made anew.
+            meter: what to count its time in; None: a new one.
 
         Raises:
             ArgumentError: an option that these envs can't follow.
@@ -97,7 +99,7 @@ class Engine:
             _refuse_cuts(self.options)
         self.weights = weights
         self.counts = counts or Counts()
-        self.meter = Meter(envs.num_envs)
+        self.meter = meter or Meter(envs.num_envs)
         self.envs = envs
         self._policy = policy
         self._random = RandomPolicy(envs.action_space, envs.num_envs, policy.state)
@@ -268,7 +270,7 @@ class Engine:
     def _swap(self, up_to: int | None = None) -> None:
         begin = clock_ns()
         self.weights.apply(up_to)
-        self.meter.swap_ns += clock_ns() - begin
+        self.meter.swapped(begin, clock_ns(), self.weights.version)
 
     def _reset(self) -> None:
         begin = clock_ns()
@@ -277,7 +279,7 @@ class Engine:
         except Faulted as faulted:
             for fault in faulted.faults:
                 self._rebuilder.rebuild(fault)
-        self.meter.env_ns += clock_ns() - begin
+        self.meter.was_reset(begin, clock_ns())
         self._seeds = None
         self._reset_due = False
         if self._strip is not None:
@@ -367,7 +369,7 @@ class Engine:
                 stepped = cells[0]
                 continue
             if timed:
-                meter.timed(begin, middle, clock_ns())
+                meter.timed(begin, middle, clock_ns(), meter.stride)
                 due = meter.due = step + meter.stride
             stepped += num_envs
             cells[0] = stepped
@@ -488,9 +490,7 @@ class Engine:
             except Faulted as faulted:
                 self._mend_skewed(strip, before, faulted)
                 continue
-            end = clock_ns()
-            self.meter.policy_ns += middle - begin
-            self.meter.env_ns += end - middle
+            self.meter.timed(begin, middle, clock_ns(), 1)
             if out.ended and self._rebuilder.streaks:
                 self._rebuilder.finished(out.ended)
             real = np.ones(envs.num_envs, bool) if out.real is None else out.real

@@ -6,17 +6,24 @@ They cost next to nothing: in the hot loop the clock is looked at for every few 
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import numpy as np
 
 from .rollout import Slab
 from .stats import Work
+from .trace import STEPS, WEIGHTS, Span
 
 # So many steps between two that are timed, where a step is short; each stands for all of them.
 # A prime, as envs may do something every so many steps themselves.
 _STRIDE = 7
 # Where steps take longer each is timed: looking at the clock takes some 0.2 us.
 _SHORT_NS = 1_000_000
+# A trace has the steps of the first rollouts, each of them, and then of every so many rollouts.
+_WHOLE_ROLLOUTS = 4
+_EVERY_ROLLOUT = 64
+_MOST_STEPS = 256  # of a rollout; from more than that every second is left out, and so on
+_MOST_OTHERS = 64
 
 clock_ns = time.perf_counter_ns
 
@@ -65,11 +72,25 @@ class Meter:
         if self._ended_at is not None:
             self._ended_at = clock_ns()
 
-    def timed(self, begin: int, middle: int, end: int) -> None:
-        """A step was timed: the policy's part, then the envs'."""
-        stride = self.stride
+    def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
+        """A step was timed, which stands for so many: the policy's part, then the envs'."""
         self.policy_ns += (middle - begin) * stride
         self.env_ns += (end - middle) * stride
+
+    def swapped(self, begin: int, end: int, version: int) -> None:
+        """The newest weights were asked for, which are these."""
+        self.swap_ns += end - begin
+
+    def was_reset(self, begin: int, end: int) -> None:
+        """All envs were reset."""
+        self.env_ns += end - begin
+
+    def received(self, version: int, begin: int, end: int) -> None:
+        """Weights came here; told by the thread that receives them."""
+
+    def spans(self) -> tuple[Span, ...]:
+        """What was done when in the last rollout, as far as it is noted; its tensors are ready."""
+        return ()
 
     def collected(self, slab: Slab) -> None:
         """A rollout is complete."""
@@ -92,6 +113,69 @@ class Meter:
             tuple(returns),
             tuple(lengths),
         )
+
+
+class Recorder(Meter):
+    """A meter that also notes what was done when, for a trace."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs)
+        self._num_begun = 0
+        self._version = 0
+        self._thinning = 0  # of the timed steps, one of so many is noted; 0: none
+        self._num_timed = 0
+        self._steps: list[tuple[int, int, int]] = []
+        self._others: deque[Span] = deque(maxlen=_MOST_OTHERS)
+        self._received: deque[Span] = deque(maxlen=_MOST_OTHERS)
+
+    def begin(self) -> None:
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        is_whole = number < _WHOLE_ROLLOUTS
+        if is_whole:
+            self.due, self.stride = 0, 1
+        self._thinning = 1 if is_whole or number % _EVERY_ROLLOUT == 0 else 0
+        self._num_timed = 0
+        self._steps.clear()
+        self._others.clear()
+        super().begin()
+
+    def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
+        super().timed(begin, middle, end, stride)
+        if not self._thinning:
+            return
+        if self._num_timed % self._thinning == 0:
+            self._steps.append((begin, middle, end))
+            if len(self._steps) > _MOST_STEPS:
+                del self._steps[1::2]
+                self._thinning *= 2
+        self._num_timed += 1
+
+    def swapped(self, begin: int, end: int, version: int) -> None:
+        super().swapped(begin, end, version)
+        if version != self._version:
+            self._version = version
+            self._others.append((STEPS, f"swap in version {version}", begin, end))
+
+    def was_reset(self, begin: int, end: int) -> None:
+        super().was_reset(begin, end)
+        self._others.append((STEPS, "reset", begin, end))
+
+    def received(self, version: int, begin: int, end: int) -> None:
+        self._received.append((WEIGHTS, f"receive version {version}", begin, end))
+
+    def spans(self) -> tuple[Span, ...]:
+        if self._ended_at is None:
+            return ()
+        spans = [
+            (STEPS, "rollout", self._began_at, self._ended_at),
+            (STEPS, "hand over", self._ended_at, clock_ns()),
+            *self._others,
+        ]
+        for begin, middle, end in self._steps:
+            spans += [(STEPS, "policy", begin, middle), (STEPS, "env", middle, end)]
+        while self._received:
+            spans.append(self._received.popleft())
+        return tuple(spans)
 
 
 class Episodes:

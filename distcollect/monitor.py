@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from .config import Monitor
 from .errors import ArgumentError, ArgumentTypeError
 from .stats import Stats
+from .trace import Trace
 from .verdict import verdict
 from .view import Display, log_line
 
@@ -45,10 +46,16 @@ class Writer(Protocol):
 
 
 class Watch:
-    """The thread of one collector that hands out snapshots; none while nobody wants any."""
+    """The thread of one collector that hands out snapshots; none while nobody wants any.
 
-    def __init__(self, options: Monitor | None) -> None:
-        """Open what ``options`` name.
+    Attributes:
+        trace: where spans go; None: nowhere.
+    """
+
+    def __init__(
+        self, options: Monitor | None, trace: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Open what ``options`` name, and a ``trace``, which goes before theirs.
 
         Raises:
             ArgumentError: a file or a port can't be opened, or a package is missing.
@@ -65,11 +72,14 @@ class Watch:
         self._end = threading.Event()
         self._begun = False
         self._closed = False
+        path = options.trace if trace is None else trace
+        self.trace = None if path is None else Trace(path)
         try:
             self._open(options)
         except (OSError, ModuleNotFoundError) as error:
             for writer in self._writers:
                 writer.close()
+            self._close_trace()
             missing = isinstance(error, ModuleNotFoundError)
             hint = "; pip install 'distcollect[tensorboard]' brings it" if missing else ""
             raise ArgumentError(f"{options}: {error}{hint}") from error
@@ -127,9 +137,14 @@ class Watch:
                 self._write(writer, last)
             if last.delivered:
                 log.info("%s", verdict(last))
+        self._close_trace()
         for writer in self._writers:
             writer.close()
         self._writers.clear()
+
+    def _close_trace(self) -> None:
+        if self.trace is not None:
+            self.trace.close()
 
     def _run(self) -> None:
         due = {id(writer): time.monotonic() + writer.every_s for writer in self._writers}

@@ -129,6 +129,7 @@ class Pool:
         self._closed = False
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
+        sender.on_pushed = self._book.pushed
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
@@ -777,7 +778,7 @@ class Pool:
             if self._pacer is None
             else self._pacer.ask(seat.worker_id, known)
         )
-        asked = Asked(seat, ticket, number, self._epoch, time.monotonic())
+        asked = Asked(seat, ticket, number, self._epoch, clock_ns())
         seat.open.add(asked)
         answer = self._transport.collect(seat.peer, request)
         self._then(seat, answer, lambda offer: self._offered(asked, offer))
@@ -798,10 +799,10 @@ class Pool:
             stepped=header.stepped,
             lost=header.lost,
         )
-        self._book.collected(header)
+        self._book.collected(header, asked.asked_at)
         asked.offer = offer
         pace = self._paces.get(seat.worker_id, Pace())
-        took_s = time.monotonic() - asked.asked_at
+        took_s = (clock_ns() - asked.asked_at) / 1e9
         self._paces[seat.worker_id] = pace.after(took_s, preempted=asked.preempted)
         lowest, _ = header.policy_version
         if self._pacer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from .flat import LiveWeights, Wire, checksum
+from .meter import clock_ns
 from .threads import SerialThread
 from .updaters import Source
 
@@ -37,8 +39,17 @@ class Push:
 class WeightReceiver:
     """A worker's side: receives on a thread of its own while the engine steps."""
 
-    def __init__(self, weights: LiveWeights, address: str) -> None:
-        """Receive for ``weights``; ``address`` is this host's, on the interface to use."""
+    def __init__(
+        self, weights: LiveWeights, address: str, on_received: Callable[[int, int, int], None]
+    ) -> None:
+        """Receive for ``weights``.
+
+        Args:
+            weights: see there.
+            address: this host's, on the interface to use.
+            on_received: is told (version, begin, end) of those that came, in nanoseconds.
+        """
+        self._on_received = on_received
         self._weights = weights
         self._keep: dict[str, Any] = {"address": address}
         self._landing: dict[tuple[int, str], torch.Tensor] = {}
@@ -70,6 +81,7 @@ class WeightReceiver:
                 f"version {push.version} came as a change of version {push.base}, but version "
                 f"{self._weights.newest} is here"
             )
+        begin = clock_ns()
         buffer = self._weights.spare()
         try:
             self._fill(buffer, push)
@@ -78,6 +90,7 @@ class WeightReceiver:
             self._landing.clear()  # as it may be written to yet, too
             raise
         self._weights.commit(buffer, push.version)
+        self._on_received(push.version, begin, clock_ns())
         return push.version
 
     def _fill(self, buffer: torch.Tensor, push: Push) -> None:

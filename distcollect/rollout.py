@@ -21,6 +21,7 @@ from . import recycler
 from .shared import SharedTensor, allocate
 from .spaces import Arrays, Key, Leaf, nested
 from .stats import NO_WORK, Work
+from .trace import Span
 
 Tensors = list[torch.Tensor]
 
@@ -301,6 +302,7 @@ class Header:
         lost: of these, the frames that are in no rollout, by cause.
         env_faults: how often an env of its process raised.
         work: what its process has done.
+        spans: what its process did when, for a trace; empty where there is none.
     """
 
     worker_id: int
@@ -314,6 +316,7 @@ class Header:
     lost: dict[str, int] = field(default_factory=dict)
     env_faults: int = 0
     work: Work = NO_WORK
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)

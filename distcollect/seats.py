@@ -126,7 +126,7 @@ class Asked:
         ticket: its lowest version as far as that is known.
         number: which of that process's rollouts.
         epoch: when it was asked for.
-        asked_at: the same by the clock, in seconds.
+        asked_at: the same by the clock, in nanoseconds.
         offer: once it lies ready on its worker.
         fetching: it is on its way here.
         failed: it can't be fetched.
@@ -140,7 +140,7 @@ class Asked:
     ticket: Ticket
     number: int
     epoch: int
-    asked_at: float
+    asked_at: int
     offer: Offer | None = None
     fetching: bool = False
     failed: bool = False

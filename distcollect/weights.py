@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from .config import WeightSync
 from .errors import CollectorStateError, DistCollectError, WeightsTimeout, WorkerError, WorkerLost
 from .flat import WeightLayout, Wire, checksum
 from .handle import PushHandle, PushRecord
+from .meter import clock_ns
 from .receiver import Push
 from .threads import SerialThread, missing
 from .transport import Transport
@@ -44,7 +44,7 @@ class _Publication:
 
     version: int
     flat: torch.Tensor
-    since: float = field(default_factory=time.monotonic)
+    since: int = field(default_factory=clock_ns)
     record: PushRecord = field(default_factory=PushRecord)
 
 
@@ -75,6 +75,7 @@ class WeightSender:
     Attributes:
         on_acknowledged: is told (worker_id, version) whenever one has acknowledged.
         on_left_out: is told (worker_id, error) when one is given up on for a version.
+        on_pushed: is told (version, begin, ready, sent, end), in nanoseconds, of what was sent.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class WeightSender:
         """
         self.on_acknowledged: Callable[[int, int], None] = _nobody_cares
         self.on_left_out: Callable[[int, DistCollectError], None] = _nobody_cares
+        self.on_pushed: Callable[[int, int, int, int, int], None] = lambda *_: None
         self._transport = transport
         self._layout = layout
         self._updater = updater
@@ -249,7 +251,7 @@ class WeightSender:
         return sound or dict(list(peers.items())[:1])
 
     def _send(self, publication: _Publication, receivers: dict[int, int]) -> None:
-        begin = time.monotonic()
+        begin = clock_ns()
         wire, base, payload = self._payload(publication, receivers)
         sources = self._updater.sources(payload, receivers)
         joining: dict[int, Future[Any]] = {}
@@ -258,30 +260,31 @@ class WeightSender:
         sum_ = checksum(payload)
         if not self._all_ready(joining, receivers, publication):
             return  # the others come again, as a group without who isn't
-        ready = time.monotonic()
+        ready = clock_ns()
         pushes = {
             worker_id: Push(publication.version, source, wire, payload.nbytes, sum_, base)
             for worker_id, source in sources.items()
         }
         acknowledged = self._ask(receivers, "receive_weights", pushes)
         self._send_payload(payload, receivers, acknowledged)
-        sent = time.monotonic()
+        sent = clock_ns()
         late = self._late(acknowledged, receivers)
-        end = time.monotonic()
+        end = clock_ns()
         publication.record.num_bytes = payload.nbytes
         publication.record.timings.update(
-            ready_s=ready - begin,
-            transfer_s=sent - ready,
-            acknowledge_s=end - sent,
-            total_s=end - publication.since,
+            ready_s=(ready - begin) / 1e9,
+            transfer_s=(sent - ready) / 1e9,
+            acknowledge_s=(end - sent) / 1e9,
+            total_s=(end - publication.since) / 1e9,
         )
+        self.on_pushed(publication.version, begin, ready, sent, end)
         if self._options.changes_only:
             self._last = publication
         # Whatever connects these with us may be in any state now.
         for worker_id, answer in acknowledged.items():
             if worker_id in late or answer.exception() is not None:
                 self._updater.forget(receivers[worker_id])
-        self._conclude(publication, receivers, acknowledged, late, end - sent)
+        self._conclude(publication, receivers, acknowledged, late, (end - sent) / 1e9)
 
     def _ask(
         self, receivers: Mapping[int, int], method: str, arguments: Mapping[int, Any]

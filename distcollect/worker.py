@@ -36,6 +36,7 @@ from .evaluation import Evaluation, Evaluator
 from .flat import LiveWeights, WeightLayout, published
 from .handover import Keeper
 from .link import Lifeline, exit_now
+from .meter import Recorder
 from .policy import Exploration, Policy, RandomPolicy, UserPolicy
 from .receiver import Push, WeightReceiver
 from .rollout import Header, Layout, Slab, Tensors
@@ -71,6 +72,7 @@ class WorkerPlan:
             makers refer to them, they refer to these very objects here too.
         exclude: patterns of names of weights that are never sent.
         max_env_faults: see :class:`~distcollect.config.Faults`.
+        traces: note what is done when.
     """
 
     create_env_fn: Any
@@ -85,6 +87,7 @@ class WorkerPlan:
     models: Mapping[str, nn.Module] = field(default_factory=dict)
     exclude: Sequence[str] = ()
     max_env_faults: int = 0
+    traces: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,7 @@ def engine_over(
         options=plan.options,
         counts=counts,
         max_env_faults=plan.max_env_faults,
+        meter=Recorder(envs.num_envs) if plan.traces else None,
     )
 
 
@@ -204,7 +208,7 @@ def build_evaluator(
         # Of a rollout's own an episode knows nothing.
         options = replace(plan.options, reset_at_each_iter=False)
         return build_engine(
-            replace(plan, exploration=exploration, options=options),
+            replace(plan, exploration=exploration, options=options, traces=False),
             traj_ids=itertools.count(),
             worker_id=worker_id,
             incarnation=incarnation,
@@ -392,7 +396,8 @@ class Worker:
         )
         if self._stopping:
             self._engine.stop()
-        self._receiver = WeightReceiver(self._engine.weights, self._address)
+        meter = self._engine.meter
+        self._receiver = WeightReceiver(self._engine.weights, self._address, meter.received)
         # What exists by now stays: the collector of cyclic garbage needn't go through all of torch.
         gc.collect()
         gc.freeze()
@@ -428,6 +433,7 @@ class Worker:
             lost=dict(engine.counts.lost),
             env_faults=engine.counts.env_faults,
             work=engine.meter.work(),
+            spans=engine.meter.spans(),
         )
         self._lying[self._sequence] = slab
         self._sequence += 1

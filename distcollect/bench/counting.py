@@ -42,7 +42,7 @@ class _NoBook(Book):
     def does(self, activity: object) -> None:
         """Nothing."""
 
-    def collected(self, header: object) -> None:
+    def collected(self, header: object, asked_at: int | None = None) -> None:
         """Nothing."""
 
     def delivered(self, worker_id: int, lags: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +97,7 @@ class DataCollectorBase(ABC):
         replay_buffer: ReplayBuffer | None,
         faults: Faults | None,
         monitor: Monitor | None,
+        trace: str | os.PathLike[str] | None,
     ) -> None:
         """Check the sizes. Raises as :func:`~distcollect.arguments.total_batches` does."""
         arguments.positive("frames_per_batch", frames_per_batch)
@@ -116,8 +118,8 @@ class DataCollectorBase(ABC):
         self._replay_buffer = replay_buffer
         self._background: Background | None = None
         self._close_env = True
-        self._book = Book()
-        self._watch = Watch(monitor)
+        self._watch = Watch(monitor, trace)
+        self._book = Book(trace=self._watch.trace)
         # For a collector that nobody shuts down.
         self._unwatch = weakref.finalize(self, self._watch.close, None)
 

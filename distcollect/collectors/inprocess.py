@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -102,6 +103,7 @@ class SyncDataCollector(DataCollectorBase):
         models: Mapping[str, nn.Module] | None = None,
         faults: Faults | None = None,
         monitor: Monitor | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         """Make the envs and try out env and policy.
 
@@ -141,6 +143,7 @@ class SyncDataCollector(DataCollectorBase):
             models: further modules, by name, whose weights are published with the policy's.
             faults: how often an env may raise; its deadlines concern workers only.
             monitor: what is told of the run while it goes on.
+            trace: a file for what every process does when; see :class:`~distcollect.Monitor`.
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong.
@@ -161,6 +164,7 @@ class SyncDataCollector(DataCollectorBase):
             replay_buffer=check_replay_buffer(replay_buffer),
             faults=faults,
             monitor=monitor,
+            trace=trace,
         )
         arguments.positive("envs_per_worker", envs_per_worker)
         arguments.policy(policy, policy_factory)
@@ -182,6 +186,7 @@ class SyncDataCollector(DataCollectorBase):
             options=step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
             models=arguments.models(models),
             max_env_faults=self._faults.max_env_faults,
+            traces=self._watch.trace is not None,
         )
         self._plan = plan = with_policy(plan)
         self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
@@ -231,6 +236,7 @@ class SyncDataCollector(DataCollectorBase):
             policy_version=(self._version, self._version),
             env_faults=self._engine.counts.env_faults,
             work=self._engine.meter.work(),
+            spans=self._engine.meter.spans(),
         )
         self._book.does("assemble")
         self._book.collected(header)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -121,6 +122,7 @@ class RPCDataCollector(DataCollectorBase):
         reproducible: bool = False,
         listen: str | None = None,
         monitor: Monitor | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         """Start the workers, and have each try out its envs and the policy.
 
@@ -193,6 +195,7 @@ class RPCDataCollector(DataCollectorBase):
             listen: "HOST:PORT", this host's, where ``distcollect worker --join`` may add workers
                 at any time; None: what DISTCOLLECT_LISTEN says, else nowhere.
             monitor: what is told of the run while it goes on.
+            trace: a file for what every process does when; see :class:`~distcollect.Monitor`.
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong; nothing was started.
@@ -217,6 +220,7 @@ class RPCDataCollector(DataCollectorBase):
             replay_buffer=check_replay_buffer(replay_buffer),
             faults=faults,
             monitor=monitor,
+            trace=trace,
         )
         arguments.positive("num_workers", num_workers, optional=True)
         arguments.positive("envs_per_worker", envs_per_worker)
@@ -269,6 +273,7 @@ class RPCDataCollector(DataCollectorBase):
             models=sent_models,
             exclude=tuple(self._weight_sync.exclude),
             max_env_faults=self._faults.max_env_faults,
+            traces=self._watch.trace is not None,
         )
         payloads = arguments.pickled_plans(plan, makers)
         workers = Workers(
