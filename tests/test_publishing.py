@@ -505,7 +505,8 @@ class TestReceiversInTrouble:
             num_workers=3,
             frames_per_batch=12,
             sync=True,
-            weight_sync=dc.WeightSync(ready_timeout_s=0.5),
+            # The others answer in time, also on a busy machine.
+            weight_sync=dc.WeightSync(ready_timeout_s=2),
             weight_updater=make(),
         ) as collector:
             stopped = pids(collector)[1]
@@ -516,7 +517,7 @@ class TestReceiversInTrouble:
                 assert isinstance(first.left_out[1], dc.WeightsTimeout)
                 begin = time.monotonic()
                 last = collector.update_policy_weights_(policy.fill(2))
-                assert time.monotonic() - begin < 0.5, "it is waited for once only"
+                assert time.monotonic() - begin < 2, "it is waited for once only"
                 assert last.acknowledged == {0: 2, 2: 2}
                 with pytest.raises(dc.BatchTimeout, match=r"workers \[1\] to acknowledge"):
                     collector.next(timeout_s=0.5)
