@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from distcollect import transport as wire
 from distcollect.cluster import LISTEN, host_and_port, read_token
 from distcollect.errors import DistCollectError, LaunchError
 from distcollect.launch import join
@@ -22,6 +21,7 @@ from distcollect.network import LOOPBACK
 from distcollect.rpc import RpcTransport
 from distcollect.run_folder import TOKEN_VARIABLE
 from distcollect.topology import Launch, Launcher
+from distcollect.transport import identity
 
 from . import checks, report
 from .checks import Finding
@@ -120,7 +120,7 @@ def _look_at(
     others: Callable[[int], contextlib.AbstractContextManager[None]],
 ) -> int:
     with contextlib.ExitStack() as undo:
-        transport = RpcTransport(wire.identity().trainer, address=place.address)
+        transport = RpcTransport(identity().trainer, address=place.address)
         undo.callback(transport.close)
         links = Links(transport, place.address)
         undo.callback(links.close)

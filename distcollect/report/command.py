@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from distcollect.errors import ArgumentError
+from distcollect.monitor import STATS_FILE
 
-from .history import STATS_FILE, read, stats_file
+from .history import read, stats_file
 from .page import page
 
 

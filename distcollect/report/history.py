@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distcollect.errors import ArgumentError
+from distcollect.monitor import STATS_FILE
 
-STATS_FILE = "stats.jsonl"
 # As many points as a curve of this width can show.
 MAX_POINTS = 400
 
