@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.run_folder import RunFolder
+from distcollect.run_folder import ENDED, RunFolder
 
 from . import disks, status
 from .jobs import Job, Resources, Submitter, check_slurm, partitions, worker_command
@@ -142,7 +142,7 @@ def _add_workers(given: argparse.Namespace) -> int:
     if not settings:
         raise ArgumentError(f"{folder.path} holds no run: no run.json is there")
     said = folder.read("trainer.json") or {}
-    if said.get("state") == "ended":
+    if said.get("state") == ENDED:
         raise ArgumentError(f"the run in {folder.path} is over: {said.get('why')}")
     if not settings["num_workers"] and settings["num_tasks"] == 1:
         raise ArgumentError(
