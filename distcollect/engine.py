@@ -322,12 +322,14 @@ class Engine:
 
         In one piece, as calls of its own would cost more than what they do.
         """
-        envs, weights, lengths, rewards = self.envs, self.weights, self._lengths, slab.reward
+        envs, weights, lengths = self.envs, self.weights, self._lengths
         longest, swaps = self.options.max_frames_per_traj, self.options.swap_within_rollouts
-        starts = [(column, self._now[key]) for key, column in slab.root.items()]
-        actions = [(leaf.key, slab.action[leaf.key]) for leaf in self.layout.action]
-        extras = list(slab.extras.values())
-        outcomes = [(slab.outcomes[key], now) for key, now in envs.outcomes.items()]
+        # Time first: array[step] is found in half the time of array[:, step].
+        starts = [(array.swapaxes(0, 1), self._now[key]) for key, array in slab.root.items()]
+        actions = [(leaf.key, slab.action[leaf.key].swapaxes(0, 1)) for leaf in self.layout.action]
+        extras = [array.swapaxes(0, 1) for array in slab.extras.values()]
+        outcomes = [(slab.outcomes[key].swapaxes(0, 1), now) for key, now in envs.outcomes.items()]
+        rewards = slab.reward.swapaxes(0, 1)
         slab.policy_version.fill(weights.version)
         slab.traj_ids[:] = self._traj_ids[:, None]
         cells, stepped, num_envs = self.counts.cells, self.counts.stepped, envs.num_envs
@@ -344,17 +346,17 @@ class Engine:
             timed = step >= due
             # Before the policy sees it, which may change its input in place.
             for column, now in starts:
-                column[:, step] = now
+                column[step] = now
             if timed:
                 begin = clock_ns()
             chosen, written = policy()
             for (key, column), tensor in zip(actions, chosen, strict=True):
                 value = tensor.numpy()
-                column[:, step] = value
-                action[key] = value if value.dtype == column.dtype else column[:, step]
+                column[step] = value
+                action[key] = value if value.dtype == column.dtype else column[step]
             # None are written by random actions.
             for column, tensor in zip(extras, written, strict=False):
-                column[:, step] = tensor.numpy()
+                column[step] = tensor.numpy()
             if self._bounds:
                 self._clip(action)
             if longest is not None:
@@ -373,9 +375,9 @@ class Engine:
                 due = meter.due = step + meter.stride
             stepped += num_envs
             cells[0] = stepped
-            rewards[:, step] = out.reward
+            rewards[step] = out.reward
             for column, now in outcomes:
-                column[:, step] = now
+                column[step] = now
             if out.ended:
                 if streaks:
                     self._rebuilder.finished(out.ended)

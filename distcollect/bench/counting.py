@@ -16,6 +16,7 @@ from distcollect.meter import Meter
 from distcollect.rollout import Slab
 from distcollect.verdict import verdict
 
+from .alternating import ratio_of_pairs
 from .contenders import Values
 from .workloads import WORKLOADS, Workload
 
@@ -50,11 +51,7 @@ class _NoBook(Book):
 
 
 def run_counting(seconds: float, *, name: str) -> Values:
-    """CPU of a batch with all that is counted, and without: alternating batches, the median.
-
-    The noise of a busy machine is in its time, far less in its CPU, and least in the difference of
-    two batches that follow each other.
-    """
+    """CPU of a batch with all that is counted over that of one without."""
     torch.set_num_threads(1)
     workload = WORKLOADS[name]
     # Another one would choose other actions, and so have episodes of another length.
@@ -62,18 +59,8 @@ def run_counting(seconds: float, *, name: str) -> Values:
     with _collector(workload, policy) as counting, _collector(workload, policy) as other:
         other._book = _NoBook()  # noqa: SLF001 - users can't turn it off
         other._engine.meter = _NoMeter(workload.num_envs)  # noqa: SLF001
-        with_s: list[float] = []
-        without_s: list[float] = []
-        end = time.monotonic() + 1.4 * seconds
-        while time.monotonic() < end or len(with_s) < 8:
-            pair = [(counting, with_s), (other, without_s)]
-            for collector, times in pair if len(with_s) % 2 else reversed(pair):
-                begin = time.thread_time()
-                collector.next()
-                times.append(time.thread_time() - begin)
-    warm = len(with_s) // 4
-    ratios = [a / b for a, b in zip(with_s[warm:], without_s[warm:], strict=True)]
-    return {"cpu_ratio": statistics.median(ratios), "batches": float(len(ratios))}
+        ratio, pairs = ratio_of_pairs(counting.next, other.next, seconds, clock=time.thread_time)
+    return {"cpu_ratio": ratio, "pairs": pairs}
 
 
 def _collector(workload: Workload, policy: nn.Module) -> SyncDataCollector:

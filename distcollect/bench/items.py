@@ -8,7 +8,7 @@ from functools import partial
 
 from distcollect import BroadcastUpdater
 
-from . import counting, faults, fetch, figures, replay, weights
+from . import alternating, counting, faults, fetch, figures, replay, weights
 from .contenders import CONTENDERS, Contender, Values
 from .weights import MB
 from .workloads import WORKLOADS, Workload
@@ -132,6 +132,7 @@ def _one_of(num_workers: int) -> Part:
 
 
 _SEVERAL_LEAVES = 4
+_CARTPOLES = ("cartpole-1", "cartpole-16", "cartpole-64")
 
 _FIGURES = (
     Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
@@ -175,13 +176,17 @@ _FIGURES = (
         ),
     ),
     Item(
+        "alternating",
+        "SyncDataCollector and the bare loop, batch by batch in turn in one process",
+        tuple(
+            Part(name, name, partial(alternating.run_beside_bare, name=name)) for name in _CARTPOLES
+        ),
+    ),
+    Item(
         "counting",
         "what statistics cost",
         (
-            *(
-                Part(name, name, partial(counting.run_counting, name=name))
-                for name in ("cartpole-1", "cartpole-16", "cartpole-64")
-            ),
+            *(Part(name, name, partial(counting.run_counting, name=name)) for name in _CARTPOLES),
             Part("telling", "the display and the JSON lines", counting.run_telling),
         ),
     ),
