@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distcollect.cluster import Cluster
+from distcollect.cluster import Cluster, listen_address
 from distcollect.errors import LaunchError
 
 
@@ -62,3 +62,10 @@ def test_nothing_is_sent_to_a_supervisor_before_its_welcome(cluster: Cluster) ->
     cluster.admitted(connection)  # type: ignore[arg-type]
     cluster.spawn(0, 0, {}, {})
     assert [message["spawn"] for message in connection.sent] == [0]
+
+
+def test_where_to_listen_by_argument_or_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listen_address() == ("127.0.0.1", 0)
+    monkeypatch.setenv("DISTCOLLECT_LISTEN", "10.0.0.5:29600")
+    assert listen_address() == ("10.0.0.5", 29600)
+    assert listen_address("10.0.0.6:29601") == ("10.0.0.6", 29601)
