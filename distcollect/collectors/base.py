@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -38,6 +39,7 @@ _STATE_FORMAT = 1
 JOIN_TIMEOUT_S = 10.0
 
 _Self = TypeVar("_Self", bound="DataCollectorBase")
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 class LagStats(NamedTuple):
@@ -87,6 +89,8 @@ class DataCollectorBase(ABC):
         frames_per_batch: frames in each batch.
         total_frames: frames until it ends, a multiple of the above; -1: endless.
     """
+
+    _unwatch: Callable[[], object] | None = None  # ends what is told of it
 
     def __init__(
         self,
@@ -599,6 +603,25 @@ def _weakly(method: Callable[[], Stats]) -> Callable[[], Stats | None]:
         return None if found is None else found()
 
     return call
+
+
+def ends_telling_if_it_fails(init: _Init) -> _Init:
+    """Have a collector's ``__init__`` that raises close what it opened to tell of the run.
+
+    The error keeps the collector for as long as somebody holds it, as notebooks do the last one;
+    Prometheus's port would be taken until then.
+    """
+
+    @functools.wraps(init)
+    def wrapper(self: DataCollectorBase, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except BaseException:
+            if self._unwatch is not None:
+                self._unwatch()
+            raise
+
+    return cast("_Init", wrapper)
 
 
 def check_random_frames(value: int | None) -> int:

@@ -55,7 +55,15 @@ from distcollect.weights import WeightSender
 from distcollect.worker import WorkerPlan
 from distcollect.workers import Workers
 
-from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
+from .base import (
+    DataCollectorBase,
+    EnvMaker,
+    InfoKeys,
+    LagStats,
+    check_random_frames,
+    ends_telling_if_it_fails,
+    step_options,
+)
 from .torchrl_names import takes_torchrl_names
 
 log = logging.getLogger(__name__)
@@ -81,6 +89,7 @@ class RPCDataCollector(DataCollectorBase):
     _is_local = False
 
     @takes_torchrl_names
+    @ends_telling_if_it_fails
     def __init__(
         self,
         create_env_fn: EnvMaker | Sequence[EnvMaker],
