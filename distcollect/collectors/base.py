@@ -40,6 +40,7 @@ JOIN_TIMEOUT_S = 10.0
 
 _Self = TypeVar("_Self", bound="DataCollectorBase")
 _Init = TypeVar("_Init", bound=Callable[..., None])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class LagStats(NamedTuple):
@@ -61,6 +62,26 @@ class LagStats(NamedTuple):
         lags = [lag for lag, _ in counts]
         mean = sum(lag * num for lag, num in counts) / sum(num for _, num in counts)
         return cls(min(lags), mean, max(lags))
+
+
+def timed(take: _Method) -> _Method:
+    """Have the book know when the calling thread takes a batch, by this method of a collector."""
+
+    @functools.wraps(take)
+    def wrapper(self: DataCollectorBase, *args: Any, **kwargs: Any) -> Any:
+        book, watch = self._book, self._watch
+        book.does("assemble")
+        if not watch.has_begun:
+            watch.begin(_weakly(self.stats))
+        try:
+            return take(self, *args, **kwargs)
+        except StopIteration:
+            book.end()
+            raise
+        finally:
+            book.does("train")
+
+    return cast("_Method", wrapper)
 
 
 class DataCollectorBase(ABC):
@@ -109,6 +130,7 @@ class DataCollectorBase(ABC):
         num_batches = arguments.total_batches(total_frames, frames_per_batch)
         self.total_frames = -1 if num_batches is None else num_batches * frames_per_batch
         self._frames = 0
+        self._resumed_frames = 0
         self._batches = 0
         self._resumes = 0
         self._seed: tuple[int, bool] | None = None
@@ -180,19 +202,8 @@ class DataCollectorBase(ABC):
         self._check_may_take()
         return self._take(timeout_s)
 
+    @timed
     def _take(self, timeout_s: float | None) -> TensorDict:
-        self._book.does("assemble")
-        if not self._watch.has_begun:
-            self._watch.begin(_weakly(self.stats))
-        try:
-            return self._take_batch(timeout_s)
-        except StopIteration:
-            self._book.end()
-            raise
-        finally:
-            self._book.does("train")
-
-    def _take_batch(self, timeout_s: float | None) -> TensorDict:
         if self._whole is None:
             batch = self._collect(timeout_s)[0]
         else:
@@ -379,6 +390,7 @@ class DataCollectorBase(ABC):
         about = Stats(
             collector=type(self).__name__,
             frames=self._frames,
+            resumed_frames=self._resumed_frames,
             total_frames=self.total_frames,
             policy_version=self.policy_version,
             ended=self._closed,
@@ -554,7 +566,7 @@ class DataCollectorBase(ABC):
                 f"published version {self.policy_version} already: load the state first"
             )
         self._resume(state["policy_version"], state["next_traj_id"], state["frames"])
-        self._frames = state["frames"]
+        self._frames = self._resumed_frames = state["frames"]
         self._resumes = state["resumes"] + 1
         if state["seed"] is not None:
             seed, static_seed = state["seed"]

@@ -242,7 +242,7 @@ class SyncDataCollector(DataCollectorBase):
         )
         self._book.does("assemble")
         self._book.collected(header)
-        self._book.delivered(0, [(0, slab.num_frames)])
+        self._book.delivered([(0, [(0, slab.num_frames)])])
         rollout = Rollout(header, slab.tensors())
         self._lag = LagStats(0, 0.0, 0)
         rows = assemble(
