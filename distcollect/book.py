@@ -177,14 +177,15 @@ class Book:
             now = self._clock()
             self._trace.fetched(worker_id, now - took_ns, now)
 
-    def delivered(self, worker_id: int, lags: Sequence[tuple[int, int]]) -> None:
-        """A rollout is in a batch, with so many frames of each (lag, frames)."""
+    def delivered(self, batch: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> None:
+        """A batch is there: of each rollout worker_id and its (lag, frames that have it)."""
         with self._lock:
-            tally = self._tallies.setdefault(worker_id, _Tally())
-            for lag, count in lags:
-                tally.lags[lag] += count
-                tally.frames += count
-                self._frames += count
+            for worker_id, lags in batch:
+                tally = self._tallies.setdefault(worker_id, _Tally())
+                for lag, count in lags:
+                    tally.lags[lag] += count
+                    tally.frames += count
+                    self._frames += count
             now = self._clock()
             if now - self._marks[-1].at >= _MARK_EVERY_NS:
                 by_worker = {w: each.frames for w, each in self._tallies.items()}
@@ -325,10 +326,11 @@ def _episodes(count: int, recent: Iterable[tuple[float, int]]) -> EpisodeStats:
     if not count:
         return EpisodeStats()
     returns, lengths = (np.array(column) for column in zip(*recent, strict=True))
-    return EpisodeStats(
-        count,
-        float(returns.mean()),
-        float(lengths.mean()),
-        float(returns.min()),
-        float(returns.max()),
-    )
+    with np.errstate(invalid="ignore"):  # rewards may be infinite
+        return EpisodeStats(
+            count,
+            float(returns.mean()),
+            float(lengths.mean()),
+            float(returns.min()),
+            float(returns.max()),
+        )

@@ -222,7 +222,8 @@ class Episodes:
                 return [], []
         # What began in an earlier rollout.
         goes_on = parts[heads] == self._ids[rows]
-        returns[heads] += self._returns[rows] * goes_on
+        # Not times goes_on: what is no number would be none in the next episode either.
+        returns[heads] += np.where(goes_on, self._returns[rows], 0.0)
         lengths[heads] += self._lengths[rows] * goes_on
         tails = np.empty_like(heads)
         np.subtract(heads[1:], 1, out=tails[:-1])

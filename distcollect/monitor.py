@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
 import json
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +24,7 @@ from .errors import ArgumentError, ArgumentTypeError
 from .stats import Stats
 from .trace import Trace
 from .verdict import verdict
-from .view import Display, log_line
+from .view import Display, is_terminal, log_line
 
 log = logging.getLogger("distcollect")
 
@@ -27,15 +32,19 @@ STATS_FILE = "stats.jsonl"
 VIEW_VARIABLE = "DISTCOLLECT_VIEW"
 _LOG_EVERY_S = 30.0
 _JOIN_TIMEOUT_S = 5.0
+# Longer lines, as hundreds of workers make them, come less often: some 50 MB an hour are enough.
+_LINE_BYTES = 1 << 16
 
 
 class Writer(Protocol):
     """Takes snapshots, from one thread at a time.
 
     Attributes:
+        about: what it is to the user.
         every_s: how often it wants one.
     """
 
+    about: str
     every_s: float
 
     def write(self, stats: Stats) -> None:
@@ -67,6 +76,7 @@ class Watch:
         self._writers: list[Writer] = []
         self._latest: Callable[[], Stats | None] = lambda: None
         self._last: Stats | None = None
+        self._final: Stats | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -77,12 +87,9 @@ class Watch:
         try:
             self._open(options)
         except (OSError, ModuleNotFoundError) as error:
-            for writer in self._writers:
-                writer.close()
+            self._drop_all()
             self._close_trace()
-            missing = isinstance(error, ModuleNotFoundError)
-            hint = "; pip install 'distcollect[tensorboard]' brings it" if missing else ""
-            raise ArgumentError(f"{options}: {error}{hint}") from error
+            raise ArgumentError(f"{options}: {error}{_hint(error)}") from error
 
     def _open(self, options: Monitor) -> None:
         add = self._writers.append
@@ -97,7 +104,7 @@ class Watch:
         if options.callback is not None:
             add(_Callback(options.callback, options.every_s))
         if _wants_view(options):
-            if sys.stderr is not None and sys.stderr.isatty():
+            if is_terminal(sys.stderr):
                 add(Display())
             elif log.isEnabledFor(logging.INFO):
                 add(LogLines())
@@ -125,51 +132,92 @@ class Watch:
             if self._closed:
                 return
             self._closed = True
+        self._final = last
         self._end.set()
         thread = self._thread
-        # A collector that nobody holds any more may be finalized on that very thread.
-        if thread is not None and thread is not threading.current_thread():
+        # A callback may shut its collector down, and one that nobody holds any more may be
+        # finalized on any thread.
+        if thread is None or thread is threading.current_thread():
+            self._finish()
+        else:
             thread.join(_JOIN_TIMEOUT_S)
+            if thread.is_alive():
+                log.warning(
+                    "the end of the run is not told: what is told of it hangs for %g s: %s",
+                    _JOIN_TIMEOUT_S,
+                    ", ".join(writer.about for writer in self._writers),
+                )
         last = self._last if last is None else last
-        if last is not None and self._begun:
-            last = replace(last, ended=True)
-            for writer in list(self._writers):
-                self._write(writer, last)
-            if last.delivered:
-                log.info("%s", verdict(last))
+        if self._begun and last is not None and last.delivered:
+            log.info("%s", verdict(last))
         self._close_trace()
-        for writer in self._writers:
-            writer.close()
-        self._writers.clear()
 
     def _close_trace(self) -> None:
         if self.trace is not None:
             self.trace.close()
 
+    # The thread that tells.
+
     def _run(self) -> None:
+        try:
+            self._hand_out()
+        except Exception:
+            log.exception("no more is told of the run, which goes on")
+        finally:
+            self._finish()
+
+    def _hand_out(self) -> None:
         due = {id(writer): time.monotonic() + writer.every_s for writer in self._writers}
         while self._writers:
             pause_s = min(due[id(writer)] for writer in self._writers) - time.monotonic()
-            if self._end.wait(max(0.0, pause_s)):
+            if self._end.wait(min(max(0.0, pause_s), threading.TIMEOUT_MAX)):
                 return
             stats = self._latest()
             if stats is None:
                 return
             self._last = stats
             for writer in list(self._writers):
-                if due[id(writer)] <= time.monotonic():
+                if due[id(writer)] <= time.monotonic() and not self._end.is_set():
                     self._write(writer, stats)
                     due[id(writer)] = time.monotonic() + writer.every_s
+
+    def _finish(self) -> None:
+        """Hand out the last snapshot, and close all."""
+        last = self._last if self._final is None else self._final
+        if last is not None and self._begun:
+            for writer in list(self._writers):
+                self._write(writer, replace(last, ended=True))
+        self._drop_all()
 
     def _write(self, writer: Writer, stats: Stats) -> None:
         try:
             writer.write(stats)
         except Exception:
             # What is told of a run must never end it.
-            log.exception("%s failed, and is told nothing more", type(writer).__name__)
-            if writer in self._writers:  # else this was closed meanwhile
-                self._writers.remove(writer)
-                writer.close()
+            log.exception("%s failed, and is told nothing more; the run goes on", writer.about)
+            self._drop(writer)
+
+    def _drop_all(self) -> None:
+        for writer in list(self._writers):
+            self._drop(writer)
+
+    def _drop(self, writer: Writer) -> None:
+        if writer not in self._writers:
+            return  # it shut the collector down, and then raised
+        self._writers.remove(writer)
+        try:
+            writer.close()
+        except Exception:
+            # As above: a terminal may be gone.
+            log.debug("closing %s failed", writer.about, exc_info=True)
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return "; pip install 'distcollect[tensorboard]' brings it"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return "; take another prometheus_port, or 0 for any free one"
+    return ""
 
 
 def _wants_view(options: Monitor) -> bool:
@@ -179,26 +227,67 @@ def _wants_view(options: Monitor) -> bool:
 
 
 class JsonLines:
-    """One line of JSON for each snapshot, with its "time" (seconds since 1970) and "verdict"."""
+    """One line of JSON for each snapshot.
+
+    Beside the snapshot it has "time" (seconds since 1970), "verdict", and "writer", which is the
+    same in all lines of a collector.
+    """
 
     def __init__(self, path: Path, every_s: float) -> None:
-        """Append to ``path``."""
-        self.every_s = every_s
-        self._file = path.open("a", encoding="utf-8")
+        """Append to ``path``, or where another collector does that just now, to one beside it."""
+        self._file = _open_alone(path)
+        self.about = str(self._file.name)
+        self.every_s = self._shortest_s = every_s
+        self._writer = secrets.token_hex(4)
 
     def write(self, stats: Stats) -> None:
         """A line, visible to others at once."""
-        line = {"time": time.time(), **stats.as_dict(), "verdict": str(verdict(stats))}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        about = {"time": time.time(), "writer": self._writer}
+        line = {**about, **stats.as_dict(), "verdict": str(verdict(stats))}
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False)
+        data = f"{text}\n".encode()
+        self.every_s = self._shortest_s * max(1.0, len(data) / _LINE_BYTES)
+        _write_all(self._file, data)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
+def _open_alone(path: Path) -> FileIO:
+    """Open a file to append to, at the begin of a line.
+
+    Nothing of it is kept back in this process: neither a full disk nor a fork makes lines twice.
+    """
+    for number in itertools.count(1):
+        name = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        file = FileIO(name, "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            continue
+        except OSError:
+            log.debug("%s can't be locked: this disk has no locks", name)
+        if number > 1:
+            log.warning("another collector writes to %s: this one writes to %s", path, name)
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            _write_all(file, b"\n")  # the last run was killed as it wrote
+        return file
+    raise AssertionError
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    while data:
+        # Fewer on a disk that is nearly full; the next call says so.
+        data = data[file.write(data) or 0 :]
+
+
 class TensorBoard:
     """Scalars for TensorBoard, by frames."""
+
+    about = "Monitor(tensorboard=True)"
 
     def __init__(self, folder: Path, every_s: float) -> None:
         """Write events to ``folder``. Raises ModuleNotFoundError without tensorboard."""
@@ -263,6 +352,14 @@ def exposition(stats: Stats) -> str:
     return "\n".join(lines) + "\n"
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """Whoever asked has gone away meanwhile: that is no news either."""
+        log.debug("a request for metrics failed", exc_info=True)
+
+
 class Prometheus:
     """Serves the newest snapshot on 127.0.0.1, to whoever asks for ``/metrics``.
 
@@ -270,6 +367,7 @@ class Prometheus:
         port: where.
     """
 
+    about = "Monitor(prometheus_port=...)"
     every_s = 3600.0  # it asks for them itself
 
     def __init__(self, port: int, latest: Callable[[], Stats | None]) -> None:
@@ -279,9 +377,12 @@ class Prometheus:
             timeout = 5.0
 
             def do_GET(self) -> None:
+                if self.path.partition("?")[0] != "/metrics":
+                    self.send_error(404)
+                    return
                 stats = latest()
-                if self.path != "/metrics" or stats is None:
-                    self.send_error(404 if stats is not None else 503)
+                if stats is None:
+                    self.send_error(503, "no batch was asked for yet")
                     return
                 body = exposition(stats).encode()
                 self.send_response(200)
@@ -293,8 +394,7 @@ class Prometheus:
             def log_message(self, *_: Any) -> None:
                 """Nothing: a scrape is no news."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", port), Handler)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="distcollect-prometheus", daemon=True
@@ -315,6 +415,8 @@ class Prometheus:
 class _Callback:
     """The user's function."""
 
+    about = "Monitor(callback=...)"
+
     def __init__(self, function: Callable[[Stats], object], every_s: float) -> None:
         self.every_s = every_s
         self._function = function
@@ -329,6 +431,7 @@ class _Callback:
 class LogLines:
     """A line of the log every half minute."""
 
+    about = "the log"
     every_s = _LOG_EVERY_S
 
     def write(self, stats: Stats) -> None:

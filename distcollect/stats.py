@@ -172,8 +172,9 @@ class Stats:
         collector: name of its class.
         elapsed_s: since the first batch was asked for.
         frames: collected, with padding, and those of runs that it goes on from.
+        resumed_frames: of these, those of runs that it goes on from.
         total_frames: frames until it ends; -1: endless.
-        delivered: real frames that this collector delivered.
+        delivered: real frames that this collector delivered, or handed over to another trainer.
         frames_per_s: lately: over ten seconds, or over the last batch if that took longer.
         mean_frames_per_s: over ``elapsed_s``.
         policy_version: of the newest published weights.
@@ -196,6 +197,7 @@ class Stats:
     collector: str = ""
     elapsed_s: float = 0.0
     frames: int = 0
+    resumed_frames: int = 0
     total_frames: int = -1
     delivered: int = 0
     frames_per_s: float = 0.0
@@ -221,7 +223,10 @@ class Stats:
         """Seconds until ``total_frames`` at the rate of late; None if nobody can say."""
         if self.total_frames == -1 or not self.frames_per_s:
             return None
-        return max(0, self.total_frames - self.frames) / self.frames_per_s
+        collected = self.frames - self.resumed_frames
+        # Padding counts towards the total, and not for the rate.
+        real = min(1.0, self.delivered / collected) if self.delivered and collected else 1.0
+        return max(0, self.total_frames - self.frames) * real / self.frames_per_s
 
     def as_dict(self) -> dict[str, Any]:
         """Numbers, texts and dicts of these by name, as JSON can hold them."""

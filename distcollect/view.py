@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +54,23 @@ def rendered(stats: Stats, height: int) -> RenderableType:
             ]
         ),
     ]
-    num_rows = max(1, height - _OTHER_LINES)
-    left = len(stats.workers) - num_rows
+    shown, left = _worth_showing(stats.workers, max(1, height - _OTHER_LINES))
     return Group(
         *(Text(line, overflow="ellipsis", no_wrap=True) for line in lines),
-        _table(list(stats.workers.items())[:num_rows]),
-        *([Text(f"and {left} more")] if left > 0 else []),
+        _table(shown),
+        *([Text(f"and {left}")] if left else []),
         Text(str(verdict(stats))),
     )
+
+
+def _worth_showing(
+    workers: Mapping[int, WorkerStats], most: int
+) -> tuple[list[tuple[int, WorkerStats]], str]:
+    """So many workers by id, those that don't collect before others; and what the rest are."""
+    chosen = sorted(workers, key=lambda worker_id: workers[worker_id].state == "ready")
+    rest = Counter(workers[worker_id].state for worker_id in chosen[most:])
+    told = ", ".join(f"{count:,} more {state}" for state, count in rest.items())
+    return [(worker_id, workers[worker_id]) for worker_id in sorted(chosen[:most])], told
 
 
 def _progress(stats: Stats) -> list[str]:
@@ -147,6 +157,7 @@ class Display:
     It gives way to a progress bar of tqdm's, which would fight with it for the place.
     """
 
+    about = "the display"
     every_s = _EVERY_S
 
     def __init__(self, console: Console | None = None) -> None:
@@ -171,24 +182,28 @@ class Display:
     def close(self) -> None:
         """Leave the terminal as it was, with the last display above."""
         live, self._live = self._live, None
-        if live is not None:
+        if live is None:
+            return
+        try:
             live.stop()
+        finally:
+            # Also where the terminal is gone.
             _streams.clear()
             _on_screen.release()
 
     def _begin(self) -> bool:
-        if not _on_screen.acquire(blocking=False):
-            return False
         from rich.console import Console  # noqa: PLC0415
         from rich.live import Live  # noqa: PLC0415
 
+        if not _on_screen.acquire(blocking=False):
+            return False
         console = self._console or Console(stderr=True)
         self._live = Live(
             console=console,
             auto_refresh=False,
             transient=False,
             # Standard output that goes elsewhere must go on doing so.
-            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+            redirect_stdout=is_terminal(sys.stdout),
         )
         before = sys.stdout, sys.stderr
         self._live.start()
@@ -196,6 +211,14 @@ class Display:
         # So that a run that is killed leaves one.
         console.show_cursor(True)
         return True
+
+
+def is_terminal(stream: object) -> bool:
+    """Whether ``stream`` leads to one; it may be a stand-in for a stream, None or closed."""
+    try:
+        return bool(stream.isatty())  # type: ignore[attr-defined]
+    except (AttributeError, ValueError):
+        return False
 
 
 def _has_progress_bar() -> bool:

@@ -65,7 +65,12 @@ def test_a_rollout_is_handed_over_and_taken(collector: dc.RPCDataCollector) -> N
     transport = workers_of(collector).transport
     assert transport.bytes_fetched == 0
     assert collector.ledger.total.delivered == 0
+    stats = collector.stats()
+    assert stats.frames == stats.delivered == stats.workers[0].frames == 2 * STEPS
+    assert collector.verdict().bound != "unknown"
+    assert collector._book._activity == "train"
     batch = collector.take_over(reference, SOON_S)
+    assert collector._book._activity == "train"
     assert batch.shape == (2, STEPS)
     assert batch.names[-1] == "time"
     assert transport.bytes_fetched == reference.num_bytes

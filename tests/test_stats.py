@@ -68,6 +68,28 @@ def test_episodes_are_those_of_a_loop_over_all_frames() -> None:
 _FATES = [0.8, 0.07, 0.06, 0.03, 0.04]
 
 
+def test_a_reward_that_is_no_number_spoils_no_other_episode() -> None:
+    episodes = Episodes(1)
+    found = []
+    for number, reward in enumerate((1.0, math.nan, math.inf, 2.0, 3.0)):
+        slab = Slab(Layout(1, (), (), ()), 2)
+        slab.clear()
+        slab.num_frames = 2
+        slab.traj_ids[0] = number
+        slab.reward[0] = reward
+        slab.terminated[0, 1] = True
+        found += episodes.add(slab)[0]
+    assert repr(found) == "[2.0, nan, inf, 4.0, 6.0]"
+
+
+def test_infinite_returns_have_no_mean() -> None:
+    book = Book(Clock())
+    book.collected(header(work=Work(S, returns=(math.inf, -math.inf, 1.0), lengths=(1, 1, 1))))
+    episodes = snapshot(book).episodes
+    assert (episodes.count, episodes.min_return, episodes.max_return) == (3, -math.inf, math.inf)
+    assert math.isnan(episodes.mean_return)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0
@@ -112,7 +134,7 @@ def test_rates_are_of_late_and_on_average() -> None:
     book.does("collect")
     for second in range(100):
         clock.now += S
-        book.delivered(0, [(0, 10 if second < 50 else 20)])
+        book.delivered([(0, [(0, 10 if second < 50 else 20)])])
     stats = snapshot(book)
     assert stats.mean_frames_per_s == 15
     assert stats.frames_per_s == 20
@@ -127,8 +149,19 @@ def test_batches_that_take_long_have_a_rate_too() -> None:
     book.does("collect")
     for _ in range(4):
         clock.now += 60 * S
-        book.delivered(0, [(0, 600)])
+        book.delivered([(0, [(0, 600)])])
     assert snapshot(book).frames_per_s == 10
+
+
+def test_the_rate_of_a_batch_is_that_of_all_its_rollouts() -> None:
+    clock = Clock()
+    book = Book(clock)
+    book.does("collect")
+    clock.now += 2 * S
+    book.delivered((worker_id, [(0, 10)]) for worker_id in range(64))
+    stats = snapshot(book)
+    assert stats.frames_per_s == stats.mean_frames_per_s == 320
+    assert {worker.frames_per_s for worker in stats.workers.values()} == {5}
 
 
 def test_a_replaced_process_adds_to_its_worker() -> None:
@@ -157,7 +190,7 @@ def test_a_snapshot_survives_json() -> None:
     book = Book(Clock())
     book.joined(3, 0)
     book.does("collect")
-    book.delivered(3, [(0, 5), (2, 5)])
+    book.delivered([(3, [(0, 5), (2, 5)])])
     stats = snapshot(book)
     assert math.isnan(stats.episodes.mean_return)
     text = json.dumps({"from_the_future": 1, **stats.as_dict()}, allow_nan=False)
@@ -169,6 +202,9 @@ def test_remaining_time() -> None:
     assert Stats(frames=100, total_frames=400, frames_per_s=10).remaining_s == 30
     assert Stats(frames=100, frames_per_s=10).remaining_s is None
     assert Stats(frames=100, total_frames=400).remaining_s is None
+    # Of each 40 frames half are padding, and 200 are of an earlier run.
+    half = Stats(frames=240, resumed_frames=200, total_frames=400, delivered=20, frames_per_s=10)
+    assert half.remaining_s == 160 / 20
 
 
 class Countdown(gym.Env[Any, Any]):
@@ -264,7 +300,8 @@ def test_a_dropped_collector_ends_what_is_told() -> None:
 
     def tell(stats: Stats) -> None:
         told.append(stats)
-        some.set()
+        if stats.frames:  # it was not told of the batch while that was made
+            some.set()
 
     monitor = dc.Monitor(callback=tell, every_s=0.01, view=False)
     collector = dc.SyncDataCollector(Countdown, frames_per_batch=10, monitor=monitor)

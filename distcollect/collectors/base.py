@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -38,6 +39,8 @@ _STATE_FORMAT = 1
 JOIN_TIMEOUT_S = 10.0
 
 _Self = TypeVar("_Self", bound="DataCollectorBase")
+_Init = TypeVar("_Init", bound=Callable[..., None])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class LagStats(NamedTuple):
@@ -59,6 +62,26 @@ class LagStats(NamedTuple):
         lags = [lag for lag, _ in counts]
         mean = sum(lag * num for lag, num in counts) / sum(num for _, num in counts)
         return cls(min(lags), mean, max(lags))
+
+
+def timed(take: _Method) -> _Method:
+    """Have the book know when the calling thread takes a batch, by this method of a collector."""
+
+    @functools.wraps(take)
+    def wrapper(self: DataCollectorBase, *args: Any, **kwargs: Any) -> Any:
+        book, watch = self._book, self._watch
+        book.does("assemble")
+        if not watch.has_begun:
+            watch.begin(_weakly(self.stats))
+        try:
+            return take(self, *args, **kwargs)
+        except StopIteration:
+            book.end()
+            raise
+        finally:
+            book.does("train")
+
+    return cast("_Method", wrapper)
 
 
 class DataCollectorBase(ABC):
@@ -88,6 +111,8 @@ class DataCollectorBase(ABC):
         total_frames: frames until it ends, a multiple of the above; -1: endless.
     """
 
+    _unwatch: Callable[[], object] | None = None  # ends what is told of it
+
     def __init__(
         self,
         *,
@@ -105,6 +130,7 @@ class DataCollectorBase(ABC):
         num_batches = arguments.total_batches(total_frames, frames_per_batch)
         self.total_frames = -1 if num_batches is None else num_batches * frames_per_batch
         self._frames = 0
+        self._resumed_frames = 0
         self._batches = 0
         self._resumes = 0
         self._seed: tuple[int, bool] | None = None
@@ -176,19 +202,8 @@ class DataCollectorBase(ABC):
         self._check_may_take()
         return self._take(timeout_s)
 
+    @timed
     def _take(self, timeout_s: float | None) -> TensorDict:
-        self._book.does("assemble")
-        if not self._watch.has_begun:
-            self._watch.begin(_weakly(self.stats))
-        try:
-            return self._take_batch(timeout_s)
-        except StopIteration:
-            self._book.end()
-            raise
-        finally:
-            self._book.does("train")
-
-    def _take_batch(self, timeout_s: float | None) -> TensorDict:
         if self._whole is None:
             batch = self._collect(timeout_s)[0]
         else:
@@ -375,6 +390,7 @@ class DataCollectorBase(ABC):
         about = Stats(
             collector=type(self).__name__,
             frames=self._frames,
+            resumed_frames=self._resumed_frames,
             total_frames=self.total_frames,
             policy_version=self.policy_version,
             ended=self._closed,
@@ -550,7 +566,7 @@ class DataCollectorBase(ABC):
                 f"published version {self.policy_version} already: load the state first"
             )
         self._resume(state["policy_version"], state["next_traj_id"], state["frames"])
-        self._frames = state["frames"]
+        self._frames = self._resumed_frames = state["frames"]
         self._resumes = state["resumes"] + 1
         if state["seed"] is not None:
             seed, static_seed = state["seed"]
@@ -599,6 +615,25 @@ def _weakly(method: Callable[[], Stats]) -> Callable[[], Stats | None]:
         return None if found is None else found()
 
     return call
+
+
+def ends_telling_if_it_fails(init: _Init) -> _Init:
+    """Have a collector's ``__init__`` that raises close what it opened to tell of the run.
+
+    The error keeps the collector for as long as somebody holds it, as notebooks do the last one;
+    Prometheus's port would be taken until then.
+    """
+
+    @functools.wraps(init)
+    def wrapper(self: DataCollectorBase, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except BaseException:
+            if self._unwatch is not None:
+                self._unwatch()
+            raise
+
+    return cast("_Init", wrapper)
 
 
 def check_random_frames(value: int | None) -> int:

@@ -52,6 +52,7 @@ from .base import (
     InfoKeys,
     LagStats,
     check_random_frames,
+    ends_telling_if_it_fails,
     step_options,
 )
 from .torchrl_names import takes_torchrl_names
@@ -72,6 +73,7 @@ class SyncDataCollector(DataCollectorBase):
     """
 
     @takes_torchrl_names
+    @ends_telling_if_it_fails
     def __init__(
         self,
         create_env_fn: EnvMaker
@@ -240,7 +242,7 @@ class SyncDataCollector(DataCollectorBase):
         )
         self._book.does("assemble")
         self._book.collected(header)
-        self._book.delivered(0, [(0, slab.num_frames)])
+        self._book.delivered([(0, [(0, slab.num_frames)])])
         rollout = Rollout(header, slab.tensors())
         self._lag = LagStats(0, 0.0, 0)
         rows = assemble(

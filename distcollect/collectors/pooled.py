@@ -55,7 +55,16 @@ from distcollect.weights import WeightSender
 from distcollect.worker import WorkerPlan
 from distcollect.workers import Workers
 
-from .base import DataCollectorBase, EnvMaker, InfoKeys, LagStats, check_random_frames, step_options
+from .base import (
+    DataCollectorBase,
+    EnvMaker,
+    InfoKeys,
+    LagStats,
+    check_random_frames,
+    ends_telling_if_it_fails,
+    step_options,
+    timed,
+)
 from .torchrl_names import takes_torchrl_names
 
 log = logging.getLogger(__name__)
@@ -81,6 +90,7 @@ class RPCDataCollector(DataCollectorBase):
     _is_local = False
 
     @takes_torchrl_names
+    @ends_telling_if_it_fails
     def __init__(
         self,
         create_env_fn: EnvMaker | Sequence[EnvMaker],
@@ -428,11 +438,12 @@ class RPCDataCollector(DataCollectorBase):
         batch = self._assembled(self._layout, rollouts)
         headers = [rollout.header for rollout in rollouts]
         lags = self._note_lag(batch, rollouts, self._pool.lag)
-        for header, counts in zip(headers, lags, strict=True):
-            self._book.delivered(header.worker_id, counts)
-            if (limit := self._mask_above) is not None:
+        workers = [header.worker_id for header in headers]
+        self._book.delivered(zip(workers, lags, strict=True))
+        if (limit := self._mask_above) is not None:
+            for worker_id, counts in zip(workers, lags, strict=True):
                 masked = sum(num_frames for lag, num_frames in counts if lag > limit)
-                self._pool.stale_frames[header.worker_id] += masked
+                self._pool.stale_frames[worker_id] += masked
         return batch, headers
 
     def _publish_itself(self) -> None:
@@ -449,6 +460,7 @@ class RPCDataCollector(DataCollectorBase):
             device=self._storing_device,
         )
 
+    @timed
     def hand_over(
         self, timeout_s: float | None = None, *, keep_s: float = 60.0
     ) -> RolloutReference:
@@ -487,12 +499,15 @@ class RPCDataCollector(DataCollectorBase):
             self.shutdown()
             raise
         assert asked.offer is not None
-        self._publisher.last = [asked.seat.worker_id]
+        worker_id, header = asked.seat.worker_id, asked.offer.header
+        self._publisher.last = [worker_id]
+        lag = self._pool.lag(worker_id, header.policy_version[0])
+        self._book.delivered([(worker_id, [(lag, header.num_frames)])])
         self._note_batch()
         return RolloutReference(
             identity().trainer,
             identity().run_id,
-            asked.offer.header,
+            header,
             self._layout,
             asked.seat.peer,
             self._workers.transport.contact(asked.seat.peer),
@@ -500,6 +515,7 @@ class RPCDataCollector(DataCollectorBase):
             None if asked.rollout is None else asked.rollout.tensors,
         )
 
+    @timed
     def take_over(self, reference: RolloutReference, timeout_s: float | None = None) -> TensorDict:
         """A rollout that another trainer handed over, fetched straight from its worker.
 
@@ -527,7 +543,9 @@ class RPCDataCollector(DataCollectorBase):
             raise ArgumentTypeError(
                 f"take_over({reference!r}): must be what another trainer's hand_over() gave"
             )
+        self._book.does("transfer")
         rollouts = [self._taker.take(reference, self._limit_s(timeout_s))]
+        self._book.does("assemble")
         batch = self._assembled(reference.layout, rollouts)
         newest = self._pool.version
         self._note_lag(batch, rollouts, lambda _, version: max(0, newest - version))
