@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -17,13 +16,13 @@ from typing import Any, Protocol
 from .config import Monitor
 from .errors import ArgumentError, ArgumentTypeError
 from .stats import Stats
+from .stats_file import STATS_FILE, JsonLines
 from .trace import Trace
 from .verdict import verdict
 from .view import Display, log_line
 
 log = logging.getLogger("distcollect")
 
-STATS_FILE = "stats.jsonl"
 VIEW_VARIABLE = "DISTCOLLECT_VIEW"
 _LOG_EVERY_S = 30.0
 _JOIN_TIMEOUT_S = 5.0
@@ -76,11 +75,10 @@ class Watch:
         self.trace = None if path is None else Trace(path)
         try:
             self._open(options)
-        except (OSError, ModuleNotFoundError) as error:
-            for writer in self._writers:
-                writer.close()
+        except (OSError, ImportError) as error:
+            self._close_writers()
             self._close_trace()
-            missing = isinstance(error, ModuleNotFoundError)
+            missing = isinstance(error, ImportError)
             hint = "; pip install 'distcollect[tensorboard]' brings it" if missing else ""
             raise ArgumentError(f"{options}: {error}{hint}") from error
 
@@ -138,8 +136,11 @@ class Watch:
             if last.delivered:
                 log.info("%s", verdict(last))
         self._close_trace()
+        self._close_writers()
+
+    def _close_writers(self) -> None:
         for writer in self._writers:
-            writer.close()
+            _close(writer)
         self._writers.clear()
 
     def _close_trace(self) -> None:
@@ -153,8 +154,8 @@ class Watch:
             if self._end.wait(max(0.0, pause_s)):
                 return
             stats = self._latest()
-            if stats is None:
-                return
+            if stats is None or stats.ended:
+                return  # the last is handed out by close, once all is settled
             self._last = stats
             for writer in list(self._writers):
                 if due[id(writer)] <= time.monotonic():
@@ -169,32 +170,21 @@ class Watch:
             log.exception("%s failed, and is told nothing more", type(writer).__name__)
             if writer in self._writers:  # else this was closed meanwhile
                 self._writers.remove(writer)
-                writer.close()
+                _close(writer)
+
+
+def _close(writer: Writer) -> None:
+    try:
+        writer.close()
+    except Exception:
+        # A file on a full disk writes again what it could not write before, and fails again.
+        log.exception("%s could not be closed", type(writer).__name__)
 
 
 def _wants_view(options: Monitor) -> bool:
     if options.view is not None:
         return options.view
     return os.environ.get(VIEW_VARIABLE, "1").lower() not in ("0", "off", "false", "no")
-
-
-class JsonLines:
-    """One line of JSON for each snapshot, with its "time" (seconds since 1970) and "verdict"."""
-
-    def __init__(self, path: Path, every_s: float) -> None:
-        """Append to ``path``."""
-        self.every_s = every_s
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, stats: Stats) -> None:
-        """A line, visible to others at once."""
-        line = {"time": time.time(), **stats.as_dict(), "verdict": str(verdict(stats))}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class TensorBoard:
@@ -210,7 +200,10 @@ class TensorBoard:
     def write(self, stats: Stats) -> None:
         """All that changes with time, but for single workers."""
         for name, value in figures(stats).items():
-            self._events.add_scalar(f"collector/{name}", value, stats.frames)
+            # In groups: "trainer_share/train", and "collector/frames_per_s".
+            group, share, part = name.partition("_share_")
+            tag = f"{group}_share/{part}" if share else f"collector/{name}"
+            self._events.add_scalar(tag, value, stats.frames)
         self._events.flush()
 
     def close(self) -> None:
@@ -232,9 +225,10 @@ def figures(stats: Stats) -> dict[str, float]:
         "bytes": stats.num_bytes,
         "ready_rollouts": stats.num_ready,
         "restarts": stats.num_restarts,
-        "workers": sum(w.state == "ready" for w in stats.workers.values()),
         "lost_frames": sum(stats.lost.values()),
     }
+    if not stats.ended:  # all have left then, which is no news
+        values["workers"] = sum(w.state == "ready" for w in stats.workers.values())
     for who, times in (("trainer", stats.trainer), ("worker", stats.times)):
         values.update((f"{who}_share_{name}", value) for name, value in vars(times).items())
     return {name: value for name, value in values.items() if value == value}  # noqa: PLR0124 - NaN
