@@ -188,10 +188,13 @@ class Book:
                     self._frames += count
             now = self._clock()
             if now - self._marks[-1].at >= _MARK_EVERY_NS:
-                by_worker = {w: each.frames for w, each in self._tallies.items()}
-                self._marks.append(_Mark(now, self._frames, by_worker))
+                self._marks.append(self._mark(now))
                 while len(self._marks) > 2 and self._marks[1].at <= now - _RECENT_NS:
                     self._marks.popleft()
+
+    def _mark(self, now: int) -> _Mark:
+        by_worker = {worker_id: tally.frames for worker_id, tally in self._tallies.items()}
+        return _Mark(now, self._frames, by_worker)
 
     def snapshot(
         self,
@@ -263,7 +266,8 @@ class Book:
         """Frames/s of late of a worker; of all for None."""
         if not self._marks:
             return lambda _: 0.0
-        first, last = self._marks[0], self._marks[-1]
+        first = self._marks[0]
+        last = self._marks[-1] if len(self._marks) > 1 else self._mark(now)
         # Frames that come in large batches have come since the one before. When no batch has come
         # for longer than usual, that counts.
         until = last.at

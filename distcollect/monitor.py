@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import itertools
-import json
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
 from .config import Monitor
 from .errors import ArgumentError, ArgumentTypeError
 from .stats import Stats
+from .stats_file import STATS_FILE, JsonLines
 from .trace import Trace
 from .verdict import verdict
 from .view import Display, is_terminal, log_line
 
 log = logging.getLogger("distcollect")
 
-STATS_FILE = "stats.jsonl"
 VIEW_VARIABLE = "DISTCOLLECT_VIEW"
 _LOG_EVERY_S = 30.0
 _JOIN_TIMEOUT_S = 5.0
-# Longer lines, as hundreds of workers make them, come less often: some 50 MB an hour are enough.
-_LINE_BYTES = 1 << 16
+_SHUTDOWN_S = 120.0  # longer than a collector takes for it
 
 
 class Writer(Protocol):
@@ -86,7 +80,7 @@ class Watch:
         self.trace = None if path is None else Trace(path)
         try:
             self._open(options)
-        except (OSError, ModuleNotFoundError) as error:
+        except (OSError, ImportError) as error:
             self._drop_all()
             self._close_trace()
             raise ArgumentError(f"{options}: {error}{_hint(error)}") from error
@@ -175,6 +169,9 @@ class Watch:
             stats = self._latest()
             if stats is None:
                 return
+            if stats.ended:
+                self._end.wait(_SHUTDOWN_S)  # the last is that of close, once all is settled
+                return
             self._last = stats
             for writer in list(self._writers):
                 if due[id(writer)] <= time.monotonic() and not self._end.is_set():
@@ -213,7 +210,7 @@ class Watch:
 
 
 def _hint(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ImportError):
         return "; pip install 'distcollect[tensorboard]' brings it"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return "; take another prometheus_port, or 0 for any free one"
@@ -224,64 +221,6 @@ def _wants_view(options: Monitor) -> bool:
     if options.view is not None:
         return options.view
     return os.environ.get(VIEW_VARIABLE, "1").lower() not in ("0", "off", "false", "no")
-
-
-class JsonLines:
-    """One line of JSON for each snapshot.
-
-    Beside the snapshot it has "time" (seconds since 1970), "verdict", and "writer", which is the
-    same in all lines of a collector.
-    """
-
-    def __init__(self, path: Path, every_s: float) -> None:
-        """Append to ``path``, or where another collector does that just now, to one beside it."""
-        self._file = _open_alone(path)
-        self.about = str(self._file.name)
-        self.every_s = self._shortest_s = every_s
-        self._writer = secrets.token_hex(4)
-
-    def write(self, stats: Stats) -> None:
-        """A line, visible to others at once."""
-        about = {"time": time.time(), "writer": self._writer}
-        line = {**about, **stats.as_dict(), "verdict": str(verdict(stats))}
-        text = json.dumps(line, separators=(",", ":"), allow_nan=False)
-        data = f"{text}\n".encode()
-        self.every_s = self._shortest_s * max(1.0, len(data) / _LINE_BYTES)
-        _write_all(self._file, data)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _open_alone(path: Path) -> FileIO:
-    """Open a file to append to, at the begin of a line.
-
-    Nothing of it is kept back in this process: neither a full disk nor a fork makes lines twice.
-    """
-    for number in itertools.count(1):
-        name = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
-        file = FileIO(name, "a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            continue
-        except OSError:
-            log.debug("%s can't be locked: this disk has no locks", name)
-        if number > 1:
-            log.warning("another collector writes to %s: this one writes to %s", path, name)
-        size = file.seek(0, os.SEEK_END)
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            _write_all(file, b"\n")  # the last run was killed as it wrote
-        return file
-    raise AssertionError
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    while data:
-        # Fewer on a disk that is nearly full; the next call says so.
-        data = data[file.write(data) or 0 :]
 
 
 class TensorBoard:
@@ -299,7 +238,10 @@ class TensorBoard:
     def write(self, stats: Stats) -> None:
         """All that changes with time, but for single workers."""
         for name, value in figures(stats).items():
-            self._events.add_scalar(f"collector/{name}", value, stats.frames)
+            # In groups: "trainer_share/train", and "collector/frames_per_s".
+            group, share, part = name.partition("_share_")
+            tag = f"{group}_share/{part}" if share else f"collector/{name}"
+            self._events.add_scalar(tag, value, stats.frames)
         self._events.flush()
 
     def close(self) -> None:
@@ -321,9 +263,10 @@ def figures(stats: Stats) -> dict[str, float]:
         "bytes": stats.num_bytes,
         "ready_rollouts": stats.num_ready,
         "restarts": stats.num_restarts,
-        "workers": sum(w.state == "ready" for w in stats.workers.values()),
         "lost_frames": sum(stats.lost.values()),
     }
+    if not stats.ended:  # all have left then, which is no news
+        values["workers"] = sum(w.state == "ready" for w in stats.workers.values())
     for who, times in (("trainer", stats.trainer), ("worker", stats.times)):
         values.update((f"{who}_share_{name}", value) for name, value in vars(times).items())
     return {name: value for name, value in values.items() if value == value}  # noqa: PLR0124 - NaN

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ArgumentError
-from .monitor import STATS_FILE
 from .stats import Stats
+from .stats_file import STATS_FILE, newest, stats_file
 from .verdict import verdict
 from .view import log_line, rendered
 
 _LOOK_EVERY_S = 1.0
-_BLOCK_BYTES = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument(
+        "folder", type=Path, metavar="RUN", help=f"the run's folder, with its {STATS_FILE}"
+    )
     parser.add_argument(
         "--once", action="store_true", help="print the newest state in words, and end"
     )
@@ -30,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Show the run until it has ended, or until Ctrl-C; 0."""
-    news = newest(given.run_dir)
+    news = news_of(given.folder)
     if given.once or not sys.stdout.isatty():
         print(f"{news.age()}{log_line(news.stats)}\n{verdict(news.stats)}")
         return 0
     try:
-        _follow(given.run_dir, news)
+        _follow(given.folder, news)
     except KeyboardInterrupt:
         print()
     return 0
@@ -60,43 +59,20 @@ class News:
         return f"{max(0.0, time.time() - self.said_at):.0f} s ago: "
 
 
-def newest(run_dir: Path) -> News:
-    """What the last whole line says.
+def news_of(run: Path) -> News:
+    """What the last whole line says of a run; ``run`` is its folder, or the file itself.
 
     Raises:
         ArgumentError: there is none.
     """
-    path = run_dir / STATS_FILE
-    try:
-        lines = _tail(path)
-    except OSError as error:
-        raise ArgumentError(
-            f"{path} can't be read ({error.strerror}): is that the folder of a run with "
-            "Monitor(run_dir=...)?"
-        ) from error
-    for line in reversed(lines):
-        try:
-            told = json.loads(line)
-            return News(Stats.from_dict(told), told["time"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # it is being written, or was broken off
-    raise ArgumentError(f"{path} says nothing yet: the run has only just begun")
+    file = stats_file(run)
+    told = newest(file)
+    if told is None:
+        raise ArgumentError(f"{file} says nothing yet: the run has only just begun")
+    return News(Stats.from_dict(told), told["time"])
 
 
-def _tail(path: Path) -> list[bytes]:
-    """Lines from the file's end; at least one whole one, if there is any."""
-    size = _BLOCK_BYTES
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while True:
-            start = file.seek(max(0, end - size))
-            lines = file.read().splitlines()
-            if start == 0 or len(lines) > 2:
-                return lines
-            size *= 4
-
-
-def _follow(run_dir: Path, news: News) -> None:
+def _follow(run: Path, news: News) -> None:
     from rich.console import Console, Group  # noqa: PLC0415 - only where there is a terminal
     from rich.live import Live  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -104,9 +80,9 @@ def _follow(run_dir: Path, news: News) -> None:
     console = Console()
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            lines = [] if news.stats.ended else [Text(f"{run_dir}, {news.age()}")]
+            lines = [] if news.stats.ended else [Text(f"{run}, {news.age()}")]
             live.update(Group(*lines, rendered(news.stats, console.height - 1)), refresh=True)
             if news.stats.ended:
                 return
             time.sleep(_LOOK_EVERY_S)
-            news = newest(run_dir)
+            news = news_of(run)

@@ -15,8 +15,9 @@ from rich.console import Console
 
 import distcollect as dc
 from distcollect import monitor
-from distcollect.monitor import JsonLines, Prometheus, Watch
+from distcollect.monitor import Prometheus, Watch
 from distcollect.stats import EpisodeStats, Stats, WorkerStats
+from distcollect.stats_file import JsonLines
 from distcollect.view import Display, is_terminal
 
 STATS = Stats(collector="X", elapsed_s=5.0, frames=10, delivered=10)
@@ -160,9 +161,9 @@ def test_collectors_that_write_at_once_write_to_files_of_their_own(
     third.write(STATS)
     second.close()
     third.close()
-    writers = [line["writer"] for line in lines(path)]
-    assert writers[0] == writers[1] != writers[2]
-    assert [line["writer"] for line in lines(tmp_path / "stats-2.jsonl")].count(writers[0]) == 0
+    ids = [line["collector_id"] for line in lines(path)]
+    assert ids[0] == ids[1] != ids[2]
+    assert [line["collector_id"] for line in lines(tmp_path / "stats-2.jsonl")].count(ids[0]) == 0
 
 
 def test_a_line_that_a_killed_run_left_spoils_none_of_the_next_run(tmp_path: Path) -> None:

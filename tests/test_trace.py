@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,14 @@ import torch
 from loopback_pool import loopback_collector
 from scripts.marked import Marked
 from torch import nn
+from trace_file import (
+    assert_answered,
+    assert_named,
+    assert_nested,
+    fetches,
+    load,
+    spans,
+)
 
 import distcollect as dc
 from distcollect import meter
@@ -31,8 +38,6 @@ SKEW = 5 * 86_400 * 1_000_000_000  # ns: another host was started days ago
 US = 1000  # ns
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
 
-Events = list[dict[str, Any]]
-
 
 class Greedy(nn.Module):
     def __init__(self) -> None:
@@ -41,79 +46,6 @@ class Greedy(nn.Module):
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         return self.linear(observation).argmax(-1)
-
-
-def load(path: Path) -> Events:
-    events: Events = json.loads(path.read_text())
-    return events
-
-
-def names(events: Events, kind: str) -> dict[Any, str]:
-    """Of "process" by pid, of "thread" by (pid, tid)."""
-    named = [event for event in events if event["name"] == f"{kind}_name"]
-    key = (lambda e: e["pid"]) if kind == "process" else (lambda e: (e["pid"], e["tid"]))
-    result = {key(event): event["args"]["name"] for event in named}
-    assert len(result) == len(named)
-    return result
-
-
-def spans(events: Events, process: str, thread: str) -> list[tuple[str, float, float]]:
-    """(name, begin, end) in microseconds, in the order in which they began."""
-    pids, tids = names(events, "process"), names(events, "thread")
-    found = [
-        (e["name"], e["ts"], e["ts"] + e["dur"])
-        for e in events
-        if e["ph"] == "X" and (pids[e["pid"]], tids[e["pid"], e["tid"]]) == (process, thread)
-    ]
-    return sorted(found, key=lambda span: (span[1], -span[2]))
-
-
-def fetches(events: Events, worker: str) -> list[tuple[float, float]]:
-    """Begin and end of each, in microseconds."""
-    by_id: dict[Any, dict[str, float]] = defaultdict(dict)
-    for event in events:
-        if event["ph"] in "be" and event["name"] == f"fetch from {worker}":
-            by_id[event["cat"], event["id"]][event["ph"]] = event["ts"]
-    return sorted((pair["b"], pair["e"]) for pair in by_id.values())
-
-
-def assert_named(events: Events, processes: set[str]) -> None:
-    """All that happens does so on a thread that has a name, in one of these processes."""
-    pids, tids = names(events, "process"), names(events, "thread")
-    assert sorted(pids.values()) == sorted(processes)
-    assert {(event["pid"], event["tid"]) for event in events} == tids.keys()
-    assert {pid for pid, _ in tids} == pids.keys()
-    # Perfetto goes by these alone.
-    assert len({tid for _, tid in tids}) == len(tids)
-
-
-def assert_nested(events: Events) -> None:
-    """On each thread a span lies within another or beside it; else viewers leave it out."""
-    for event in events:
-        assert event.get("ts", 0) >= 0
-        # Exact in floating point, and as whole nanoseconds.
-        assert all(float(event.get(key, 0) * 8).is_integer() for key in ("ts", "dur"))
-    pids, tids = names(events, "process"), names(events, "thread")
-    for pid, tid in tids:
-        open_until: list[float] = []
-        for _, begin, end in spans(events, pids[pid], tids[pid, tid]):
-            while open_until and open_until[-1] <= begin:
-                open_until.pop()
-            assert not open_until or end <= open_until[-1]
-            open_until.append(end)
-
-
-def assert_answered(events: Events, worker: str) -> None:
-    """Each rollout of a worker lies within a question of the trainer's and its answer."""
-    questions = [(begin, end) for _, begin, end in spans(events, "trainer", f"ask {worker}")]
-    steps = spans(events, worker, STEPS)
-    rollouts = [span for span in steps if span[0] == "rollout"]
-    assert len(rollouts) == len(questions) > 0
-    for (_, begin, end), (asked, heard) in zip(rollouts, questions, strict=True):
-        assert asked <= begin < end <= heard
-    # All else is part of one.
-    for _, begin, end in steps:
-        assert any(asked <= begin <= end <= heard for asked, heard in questions)
 
 
 @pytest.mark.parametrize("skew", [0, SKEW, -SKEW])

@@ -20,7 +20,7 @@ from rich.console import Console
 import distcollect as dc
 from distcollect.cli import main
 from distcollect.stats import EpisodeStats, Lags, Stats, TrainerTimes, WorkerStats, WorkerTimes
-from distcollect.top import newest
+from distcollect.top import news_of
 from distcollect.view import Display, rendered
 
 SCRIPT = Path(__file__).parent / "scripts" / "shown.py"
@@ -145,14 +145,14 @@ def write(folder: Path, *stats: Stats, rest: str = "") -> None:
 
 def test_top_reads_the_last_whole_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, *[replace(STATS, frames=n) for n in range(500)], rest='{"frames": 7, "col')
-    assert newest(tmp_path).stats.frames == 499
+    assert news_of(tmp_path).stats.frames == 499
     assert main(["top", str(tmp_path), "--once"]) == 0
     said = capsys.readouterr().out
     assert "499 of 4,000 frames" in said
     assert "s ago" in said
     assert "Bound by the envs" in said
     write(tmp_path, replace(STATS, workers=dict.fromkeys(range(3000), WORKER)))
-    assert len(newest(tmp_path).stats.workers) == 3000
+    assert len(news_of(tmp_path).stats.workers) == 3000
 
 
 def test_top_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_top_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "Monitor(run_dir=...)" in capsys.readouterr().err
     write(tmp_path)
     with pytest.raises(dc.ArgumentError, match="only just begun"):
-        newest(tmp_path)
+        news_of(tmp_path)
 
 
 def test_top_on_a_terminal_ends_with_the_run(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class _NoBook(Book):
     def collected(self, header: object, asked_at: int | None = None) -> None:
         """Nothing."""
 
-    def delivered(self, worker_id: int, lags: object) -> None:
+    def delivered(self, batch: object) -> None:
         """Nothing."""
 
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from distcollect.errors import ArgumentError
-from distcollect.monitor import STATS_FILE
+from distcollect.stats_file import STATS_FILE, stats_file
 
-from .history import read, stats_file
+from .history import read
 from .page import page
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distcollect.errors import ArgumentError
-from distcollect.monitor import STATS_FILE
+from distcollect.stats_file import Snapshot, snapshots
 
 # As many points as a curve of this width can show.
 MAX_POINTS = 400
@@ -97,57 +96,31 @@ class History:
         return sum(self.delivered.values())
 
 
-def stats_file(run: Path) -> Path:
-    """The file of a run's folder; or ``run`` itself, if it is one.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    file = run / STATS_FILE if run.is_dir() else run
-    if not file.is_file():
-        raise ArgumentError(
-            f"{run}: there is no {STATS_FILE}; name the folder that was the run's run_dir, as in "
-            "Monitor(run_dir=...)"
-        )
-    return file
-
-
 def read(file: Path) -> History:
     """The history in ``file``.
 
     Raises:
         ArgumentError: nothing in it is a snapshot of a collector.
     """
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         num_lines = sum(1 for _ in lines)
-    with file.open(encoding="utf-8") as lines:
-        history = history_of(_snapshots(lines), per_point=-(-num_lines // MAX_POINTS))
+    with file.open("rb") as lines:
+        history = history_of(snapshots(lines), per_point=-(-num_lines // MAX_POINTS))
     if not history.points:
         raise ArgumentError(f"{file} holds no snapshots of a collector: is it the right file?")
     return history
 
 
-def _snapshots(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
-    for line in lines:
-        try:
-            snapshot = json.loads(line)
-        except ValueError:
-            continue  # the last line of a run that was killed as it wrote it
-        if isinstance(snapshot, Mapping) and "time" in snapshot and "frames_per_s" in snapshot:
-            yield snapshot
-
-
-def history_of(snapshots: Iterable[Mapping[str, Any]], *, per_point: int = 1) -> History:
-    """The history that ``snapshots`` tell, in order; so many make a point."""
+def history_of(told: Iterable[Snapshot], *, per_point: int = 1) -> History:
+    """The history that snapshots tell, in order; so many make a point."""
     history = History()
-    last: Mapping[str, Any] | None = None
+    last: Snapshot | None = None
     waiting: list[Point] = []
-    for snapshot in snapshots:
+    for snapshot in told:
         elapsed_s = snapshot.get("elapsed_s", 0.0)
         if last is None:
             history.begun_at = snapshot["time"] - elapsed_s
-        elif elapsed_s < last.get("elapsed_s", 0.0):
-            # Another collector wrote on.
+        elif _is_of_another(snapshot, last):
             _add_point(history, waiting)
             history.points.append(None)
             _settle(history, last)
@@ -167,7 +140,13 @@ def history_of(snapshots: Iterable[Mapping[str, Any]], *, per_point: int = 1) ->
     return history
 
 
-def _point(t_s: float, snapshot: Mapping[str, Any], last: Mapping[str, Any] | None) -> Point:
+def _is_of_another(snapshot: Snapshot, last: Snapshot) -> bool:
+    """Another collector wrote on."""
+    ids = snapshot.get("collector_id"), last.get("collector_id")
+    return ids[0] != ids[1] or snapshot.get("elapsed_s", 0.0) < last.get("elapsed_s", 0.0)
+
+
+def _point(t_s: float, snapshot: Snapshot, last: Snapshot | None) -> Point:
     before = _lags(last) if last is not None else Counter[int]()
     new = {lag: count - before[lag] for lag, count in _lags(snapshot).items()}
     new = {lag: count for lag, count in new.items() if count > 0}
@@ -182,7 +161,7 @@ def _point(t_s: float, snapshot: Mapping[str, Any], last: Mapping[str, Any] | No
     )
 
 
-def _lags(snapshot: Mapping[str, Any]) -> Counter[int]:
+def _lags(snapshot: Snapshot) -> Counter[int]:
     return Counter({int(lag): n for lag, n in snapshot.get("lag", {}).get("frames", {}).items()})
 
 
@@ -207,8 +186,8 @@ def _note_workers(
     history: History,
     t_s: float,
     elapsed_s: float,
-    snapshot: Mapping[str, Any],
-    last: Mapping[str, Any] | None,
+    snapshot: Snapshot,
+    last: Snapshot | None,
 ) -> None:
     before = last.get("workers", {}) if last is not None else {}
     since = t_s - elapsed_s if last is None else last["time"] - history.begun_at
@@ -220,8 +199,11 @@ def _note_workers(
             spans[-1] = spans[-1]._replace(end_s=t_s)
         else:
             spans.append(Span(since, t_s, state))
-        if last is not None and not snapshot.get("ended"):
-            history.events += [Event(t_s, worker_id, what) for what in _changes(known, worker)]
+        if last is not None:
+            # That all of them leave with their collector is no news.
+            was = known.get("state", "joining")
+            now = {**worker, "state": was} if snapshot.get("ended") else worker
+            history.events += [Event(t_s, worker_id, what) for what in _changes(known, now)]
 
 
 def _changes(known: Mapping[str, Any], worker: Mapping[str, Any]) -> Iterator[str]:
@@ -238,7 +220,7 @@ def _changes(known: Mapping[str, Any], worker: Mapping[str, Any]) -> Iterator[st
         yield "joined"
 
 
-def _settle(history: History, last: Mapping[str, Any]) -> None:
+def _settle(history: History, last: Snapshot) -> None:
     """Add the counts of a collector's last snapshot."""
     history.elapsed_s += last.get("elapsed_s", 0.0)
     history.lags.update(_lags(last))

@@ -1,0 +1,57 @@
+"""The file with a run's statistics: whole lines are read, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distcollect.report.history import read
+from distcollect.stats import Stats
+from distcollect.stats_file import JsonLines, newest, snapshots
+
+
+def write(path: Path, *frames: int) -> None:
+    lines = JsonLines(path, 1.0)
+    for each in frames:
+        lines.write(Stats(frames=each, elapsed_s=each))
+    lines.close()
+
+
+def frames(path: Path) -> list[int]:
+    with path.open("rb") as lines:
+        return [told["frames"] for told in snapshots(lines)]
+
+
+@pytest.mark.parametrize(
+    "rest", [b'{"time": 1, "fra', b"\0" * 300_000, b"\xff\xc3", b"17\n[]\nnull\n", b'{"time": 5}\n']
+)
+def test_what_is_no_snapshot_is_passed_over(tmp_path: Path, rest: bytes) -> None:
+    path = tmp_path / "stats.jsonl"
+    write(path, 1, 2)
+    with path.open("ab") as file:
+        file.write(rest)
+    assert frames(path) == [1, 2]
+    told = newest(path)
+    assert told is not None
+    assert told["frames"] == 2
+    # The run goes on after whatever broke it off, and loses no line by that.
+    write(path, 3, 4)
+    assert frames(path) == [1, 2, 3, 4]
+
+
+def test_the_newest_of_none(tmp_path: Path) -> None:
+    path = tmp_path / "stats.jsonl"
+    for text in ("", "noise", "{}\n" * 50_000):
+        path.write_text(text)
+        assert newest(path) is None
+
+
+def test_collectors_are_told_apart(tmp_path: Path) -> None:
+    """Also where the second has soon collected for longer than the first."""
+    path = tmp_path / "stats.jsonl"
+    write(path, 5)
+    write(path, 6, 7)
+    history = read(path)
+    assert [point is None for point in history.points] == [False, True, False, False]
+    assert history.elapsed_s == 5 + 7
