@@ -42,7 +42,7 @@ def fetches(events: Events, worker: str) -> list[tuple[float, float]]:
     by_id: dict[Any, dict[str, float]] = defaultdict(dict)
     for event in events:
         if event["ph"] in "be" and event["name"] == f"fetch from {worker}":
-            by_id[event["cat"], event["id"]][event["ph"]] = event["ts"]
+            by_id[event["cat"], event["id2"]["local"]][event["ph"]] = event["ts"]
     return sorted((pair["b"], pair["e"]) for pair in by_id.values())
 
 
