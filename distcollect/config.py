@@ -203,10 +203,11 @@ class Monitor:
             as lines of the logger ``distcollect`` at level INFO. None: unless the environment
             variable DISTCOLLECT_VIEW is 0.
         run_dir: a folder, made if it isn't there: a line of JSON goes to ``stats.jsonl`` there
-            every ``every_s``, for ``distcollect top`` and for you (``Stats.from_dict``). With
-            hundreds of workers, whose lines are long, it comes less often. While another collector
-            writes there, ``stats-2.jsonl`` is taken, and so on.
-        tensorboard: write TensorBoard's events to ``run_dir`` too; needs tensorboard.
+            every ``every_s``, for ``distcollect top`` and ``report`` and for you
+            (``Stats.from_dict``). With hundreds of workers, whose lines are long, it comes less
+            often. While another collector writes there, ``stats-2.jsonl`` is taken, and so on.
+        tensorboard: write TensorBoard's events to ``run_dir`` too, scalars by frames in the groups
+            collector, trainer_share and worker_share; needs tensorboard.
         prometheus_port: serve the newest figures to Prometheus at this port of 127.0.0.1, under
             ``/metrics``; 0: any free one, which is logged.
         callback: called with them every ``every_s`` and at the end, on a thread of its own. If it

@@ -12,7 +12,7 @@ import numpy as np
 
 from .rollout import Slab
 from .stats import Work
-from .trace import STEPS, WEIGHTS, Span
+from .trace import ROLLOUT, STEPS, WEIGHTS, Span
 
 # So many steps between two that are timed, where a step is short; each stands for all of them.
 # A prime, as envs may do something every so many steps themselves.
@@ -167,7 +167,7 @@ class Recorder(Meter):
         if self._ended_at is None:
             return ()
         spans = [
-            (STEPS, "rollout", self._began_at, self._ended_at),
+            (STEPS, ROLLOUT, self._began_at, self._ended_at),
             (STEPS, "hand over", self._ended_at, clock_ns()),
             *self._others,
         ]

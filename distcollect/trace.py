@@ -3,7 +3,8 @@
 The file is a JSON array of Chrome's trace events, which ui.perfetto.dev and chrome://tracing load.
 Workers note spans by their own clocks; they travel with rollouts. How far a worker's clock is from
 the trainer's follows from the rollouts alone: each began after it was asked for, and had ended
-before it was heard of.
+before it was heard of. That leaves an error of half the time that the quickest question and the
+quickest answer so far took together; rollouts of hosts with clocks of their own tell both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ Span = tuple[str, str, int, int]
 STEPS = "steps"
 WEIGHTS = "weights"
 BATCHES = "batches"
+# The span of a worker's that has a whole rollout in it.
+ROLLOUT = "rollout"
 
 # Some 100 bytes each. Viewers become slow beyond.
 MAX_EVENTS = 1_000_000
@@ -39,6 +42,7 @@ _TICKS_PER_US = 8
 # What comes within so long is written at once.
 _GATHER_S = 0.2
 _JOIN_TIMEOUT_S = 10.0
+_NOTHING: Mapping[str, Any] = {}
 _FULL = "the trace is full: nothing was kept from here on"
 
 
@@ -73,6 +77,13 @@ class ClockOffset:
         self._lowest, self._highest = lowest, highest
         # Processes of one host have the same clock.
         return 0 if lowest <= 0 <= highest else (lowest + highest) // 2
+
+    @property
+    def error_ns(self) -> int:
+        """By so much may the last offset be wrong, where the clock is not ours."""
+        if self._lowest is None or self._highest is None:
+            return 0
+        return max(0, self._highest - self._lowest + 1) // 2
 
 
 class Trace:
@@ -146,7 +157,7 @@ class Trace:
         """A rollout was asked for and lies ready; ``spans`` are what its worker did for it."""
         with self._lock:
             question = f"ask worker {worker_id}"  # of one worker there is one at a time
-            self._spans(self._trainer, [(question, "rollout", asked, heard)])
+            self._spans(self._trainer, [(question, ROLLOUT, asked, heard)])
             ours = [span for span in spans if span[0] == STEPS]
             if not ours:
                 return
@@ -166,7 +177,8 @@ class Trace:
                 if thread == WEIGHTS:
                     earliest[WEIGHTS] = last
             self._received_until[process] = earliest[WEIGHTS]
-            self._spans(process, placed)
+            about = {"clock_ahead_s": -offset / 1e9, "error_s": clock.error_ns / 1e9}
+            self._spans(process, placed, {ROLLOUT: about} if offset else {})
 
     def rollout_here(self, spans: Sequence[Span]) -> None:
         """A rollout was collected in this process."""
@@ -182,7 +194,7 @@ class Trace:
                 "name": f"fetch from worker {worker_id}",
                 "pid": self._trainer,
                 "tid": self._tid(self._trainer, BATCHES),
-                "id": hex(self._num_fetches),
+                "id2": {"local": hex(self._num_fetches)},  # else viewers show it as no process's
             }
             # Not as others: two of one worker may overlap.
             self._put(
@@ -222,7 +234,10 @@ class Trace:
             self._doing = None
             self._spans(self._trainer, [(BATCHES, activity, begin, end)])
 
-    def _spans(self, process: int, spans: Sequence[Span]) -> None:
+    def _spans(
+        self, process: int, spans: Sequence[Span], about: Mapping[str, Any] = _NOTHING
+    ) -> None:
+        """Put spans; ``about`` is what is told of those of a name."""
         self._put(
             [
                 {
@@ -232,6 +247,7 @@ class Trace:
                     "tid": self._tid(process, thread),
                     "ts": (begin_us := self._us(begin)),
                     "dur": self._us(end) - begin_us,
+                    **({"args": about[name]} if name in about else {}),
                 }
                 for thread, name, begin, end in spans
             ]

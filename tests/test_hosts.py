@@ -21,6 +21,14 @@ from pathlib import Path
 
 import pytest
 from scripts.marked import Marked
+from trace_file import (
+    assert_answered,
+    assert_in_order,
+    assert_named,
+    assert_nested,
+    clocks,
+    load,
+)
 
 from distcollect.chaos.hosts import Hosts
 
@@ -194,11 +202,38 @@ def command_of_nobody() -> list[str]:
     return [sys.executable]
 
 
-def test_two_launches_at_once(network: Network) -> None:
+def own_clocks(network: Network) -> bool:
+    """Whether each host has a monotonic clock of its own, so many hours ahead as its number."""
+    said = network.start(3, "cat", "/proc/self/timens_offsets").output()
+    return re.search(r"^monotonic +10800 +0$", said, re.M) is not None
+
+
+def check_trace(path: Path, *, own_clocks: bool) -> None:
+    """Three hosts are on one time line: what happened first comes first."""
+    events = load(path)
+    workers = ("worker 0", "worker 1")
+    assert_named(events, {"trainer", *workers})
+    assert_nested(events)
+    hours = set()
+    for worker in workers:
+        assert_answered(events, worker)
+        told = clocks(events, worker)
+        for ahead_s, error_s in told:
+            hours.add(round(ahead_s / 3600))
+            # What the file says is right, to the nanosecond.
+            assert abs(ahead_s - 3600 * round(ahead_s / 3600)) <= error_s + 1e-9 < 5
+        errors = [error_s for _, error_s in told]
+        assert errors == sorted(errors, reverse=True)
+        assert_in_order(events, worker, error_us=1e6 * errors[0])
+    assert hours == ({1, 2} if own_clocks else {0})
+
+
+def test_two_launches_at_once(network: Network, tmp_path: Path) -> None:
     """On the same hosts, the second by another user, if that one can run Python here."""
+    traces = {"DISTCOLLECT_TEST_TRACE": str(tmp_path / "trace")}
     as_nobody = command_of_nobody()
     first = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-endpoint=node1:29511", "--rdzv-id=first")
-    mine = [network.torchrun(host, *first, LAUNCHED) for host in (1, 2, 3)]
+    mine = [network.torchrun(host, *first, LAUNCHED, **traces) for host in (1, 2, 3)]
     second = ("--nnodes=2", "--nproc-per-node=2", "--rdzv-endpoint=node3:29512", "--rdzv-id=second")
     command = [*as_nobody, "-m", "torch.distributed.run", "--rdzv-backend=c10d", *second]
     path = os.pathsep.join(filter(None, sys.path))
@@ -211,6 +246,8 @@ def test_two_launches_at_once(network: Network) -> None:
         assert seen["listening"] == [f"{SECOND}.2"]
         # The trainer's own host has one of them.
         assert seen["workers whose memory is mapped"] == 1
+    for number in (0, 1):
+        check_trace(tmp_path / f"trace.{number}", own_clocks=own_clocks(network))
 
 
 def test_ipv6(network: Network) -> None:

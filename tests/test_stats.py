@@ -143,6 +143,18 @@ def test_rates_are_of_late_and_on_average() -> None:
     assert snapshot(book).frames_per_s == pytest.approx(20 * 10 / 50)
 
 
+def test_the_first_batch_has_a_rate_whenever_it_came() -> None:
+    clock = Clock()
+    book = Book(clock)
+    book.does("collect")
+    clock.now += S // 10
+    book.delivered(0, [(0, 10)])
+    for seconds in (1, 2, 5):
+        clock.now = seconds * S
+        stats = snapshot(book)
+        assert stats.frames_per_s == stats.workers[0].frames_per_s == 10 / seconds
+
+
 def test_batches_that_take_long_have_a_rate_too() -> None:
     clock = Clock()
     book = Book(clock)

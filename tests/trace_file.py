@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from distcollect.trace import STEPS
+from distcollect.trace import STEPS, WEIGHTS
 
 Events = list[dict[str, Any]]
 
@@ -42,8 +42,31 @@ def fetches(events: Events, worker: str) -> list[tuple[float, float]]:
     by_id: dict[Any, dict[str, float]] = defaultdict(dict)
     for event in events:
         if event["ph"] in "be" and event["name"] == f"fetch from {worker}":
-            by_id[event["cat"], event["id"]][event["ph"]] = event["ts"]
+            by_id[event["cat"], event["id2"]["local"]][event["ph"]] = event["ts"]
     return sorted((pair["b"], pair["e"]) for pair in by_id.values())
+
+
+def clocks(events: Events, worker: str) -> list[tuple[float, float]]:
+    """By how many seconds its clock is ahead of the trainer's, and the error; of each rollout."""
+    pids = names(events, "process")
+    of_worker = (e for e in events if pids[e["pid"]] == worker and e["name"] == "rollout")
+    told = (event.get("args", {}) for event in of_worker)
+    return [(about.get("clock_ahead_s", 0.0), about.get("error_s", 0.0)) for about in told]
+
+
+def assert_in_order(events: Events, worker: str, error_us: float = 0.0) -> None:
+    """What one process did and what another did for that are in order, but for such an error."""
+    rollouts = [span for span in spans(events, worker, STEPS) if span[0] == "rollout"]
+    fetched = fetches(events, worker)
+    assert len(fetched) == len(rollouts)
+    for (_, _, ended), (begun, _) in zip(rollouts, fetched, strict=True):
+        assert ended <= begun + error_us
+    pushes = {name: (b, e) for name, b, e in spans(events, "trainer", WEIGHTS) if "push" in name}
+    received = spans(events, worker, WEIGHTS)
+    assert received
+    for name, begin, end in received:
+        pushed, acknowledged = pushes[name.replace("receive", "push")]
+        assert pushed - error_us <= begin <= end <= acknowledged + error_us, name
 
 
 def assert_named(events: Events, processes: set[str]) -> None:

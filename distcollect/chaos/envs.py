@@ -83,8 +83,9 @@ class Record:
 
     @property
     def obeyed_at(self) -> float:
-        """When it last carried out an order, by the clock of all processes of this machine."""
-        return float(self._cells[5]) / 1e9
+        """When it last carried out an order, by this process's ``time.monotonic()``."""
+        # Hosts have monotonic clocks of their own, but they share this machine's calendar.
+        return time.monotonic() - (time.time() - float(self._cells[5]) / 1e9)
 
     def detach(self) -> None:
         """Keep the numbers as they are now, and no descriptor."""
@@ -96,7 +97,7 @@ class Record:
 
     def obey(self) -> None:
         """It is being carried out."""
-        self._cells[5] = time.monotonic_ns()
+        self._cells[5] = time.time_ns()
         self._cells[0] = Order.NONE
 
     def count_step(self) -> None:

@@ -55,9 +55,16 @@ def check(batch, version):
 def main():
     policy = Policy()
     seen = []
-    for _ in range(2):
+    for number in range(2):
+        trace = os.environ.get("DISTCOLLECT_TEST_TRACE")
         with dc.RPCDataCollector(
-            Counting, policy, frames_per_batch=240, total_frames=720, envs_per_worker=2, sync=True
+            Counting,
+            policy,
+            frames_per_batch=240,
+            total_frames=720,
+            envs_per_worker=2,
+            sync=True,
+            trace=f"{trace}.{number}" if trace else None,
         ) as collector:
             for batch in collector:
                 check(batch, policy.version.item())
