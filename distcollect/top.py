@@ -22,10 +22,8 @@ _BLOCK_BYTES = 1 << 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument(
-        "--once", action="store_true", help="print the newest state in words, and end"
-    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the run_dir of its Monitor")
+    parser.add_argument("--once", action="store_true", help="print the newest state once, as text")
 
 
 def run(given: argparse.Namespace) -> int:
