@@ -47,12 +47,12 @@ def put(batch: TensorDict, buffer: ReplayBuffer) -> int:
 
 
 class RateLimited:
-    """A replay buffer whose two sides keep pace: neither collecting nor training runs away.
+    """A replay buffer that keeps collection and training in step.
 
-    Collecting waits while fewer than ``samples_per_insert`` samples were drawn for each frame, and
-    sampling waits while more were; both may be ahead by ``slack`` samples. Sampling waits as well
-    until there are ``min_size`` frames. The two sides are threads of one process (the collector's
-    ``start()``), and every attribute of the wrapped buffer is this one's too.
+    Collection waits while fewer than ``samples_per_insert`` samples per frame were drawn, and
+    sampling waits while more were; either may be ahead by ``slack`` samples. Sampling also waits
+    until there are ``min_size`` frames. It is for the threads of one process (the collector's
+    ``start()``). Every attribute of the wrapped buffer can be used through this one.
 
     The scheme is that of Reverb's SampleToInsertRatio (Cassirer et al. 2021, arXiv:2102.04736).
     """
@@ -69,15 +69,15 @@ class RateLimited:
         """Limit the rates at which ``buffer`` is filled and sampled from.
 
         Args:
-            buffer: has ``extend`` and ``sample``.
-            samples_per_insert: samples that are drawn for each frame that comes in, above 0.
-            min_size: frames that are there before the first is sampled.
-            slack: samples that either side may be ahead by, and one batch more; None: a tenth of
-                what ``min_size`` frames are good for.
-            timeout_s: how long :meth:`sample` waits.
+            buffer: anything with ``extend`` and ``sample``.
+            samples_per_insert: samples to be drawn for each frame that is added, above 0.
+            min_size: frames that have to be there before the first sample.
+            slack: samples by which either side may be ahead, beside one batch; None: a tenth of
+                ``samples_per_insert * min_size``.
+            timeout_s: seconds for which :meth:`sample` waits at most.
 
         Raises:
-            ArgumentError, ArgumentTypeError: these make no sense.
+            ArgumentError, ArgumentTypeError: an argument is wrong.
         """
         check_replay_buffer(buffer)
         if not callable(getattr(buffer, "sample", None)):

@@ -15,15 +15,18 @@ from .errors import DistCollectError
 
 # name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
 _COMMANDS = {
-    "bench": ("distcollect.bench.command", "compare with a bare loop and with other collectors"),
-    "cancel": ("distcollect.slurm.cancel", "end the jobs of a run on a SLURM cluster"),
-    "collect": ("distcollect.collect", "write frames of an env to disk"),
-    "doctor": ("distcollect.doctor.command", "look for what keeps hosts from working together"),
-    "report": ("distcollect.report.command", "make a page about a run from its statistics"),
-    "status": ("distcollect.slurm.status", "what becomes of a run on a SLURM cluster"),
-    "submit": ("distcollect.slurm.submit", "a training script to a SLURM cluster"),
-    "top": ("distcollect.top", "show how a run goes, from the folder that it writes to"),
-    "worker": ("distcollect.join", "add a worker to a trainer that is running"),
+    "bench": (
+        "distcollect.bench.command",
+        "compare speed with a bare loop and other collectors",
+    ),
+    "cancel": ("distcollect.slurm.cancel", "cancel the jobs of a run on a SLURM cluster"),
+    "collect": ("distcollect.collect", "collect frames of an env to disk"),
+    "doctor": ("distcollect.doctor.command", "find out why hosts don't connect"),
+    "report": ("distcollect.report.command", "make an HTML page about a run"),
+    "status": ("distcollect.slurm.status", "show the jobs of a run on a SLURM cluster"),
+    "submit": ("distcollect.slurm.submit", "submit a training script to a SLURM cluster"),
+    "top": ("distcollect.top", "show how a run is going, from its run_dir"),
+    "worker": ("distcollect.join", "start a worker that joins a running trainer"),
 }
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C

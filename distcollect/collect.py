@@ -22,14 +22,14 @@ _STEPS = 256  # of each env in a rollout, unless asked otherwise
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be typed after ``distcollect collect``."""
-    parser.add_argument("--env", metavar="ID", required=True, help='Gymnasium\'s, or "module:ID"')
+    parser.add_argument("--env", metavar="ID", required=True, help='a Gymnasium id, or "module:ID"')
     parser.add_argument("--frames", metavar="N", type=int, required=True, help="how many")
     parser.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
         required=True,
-        help="a new folder, or one of an earlier call that was cut off: it goes on there",
+        help="a new folder, or that of an earlier call that was cut off, to continue it",
     )
     parser.add_argument(
         "--policy",
@@ -37,27 +37,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a TorchScript file, MODULE:NAME, or a module saved by torch.save (default: random)",
     )
     parser.add_argument(
-        "--weights", metavar="FILE", type=Path, help="the state_dict() of MODULE:NAME"
+        "--weights", metavar="FILE", type=Path, help="a state_dict() to load into MODULE:NAME"
     )
     parser.add_argument(
         "--trust-policy",
         action="store_true",
-        help="load a module saved by torch.save, which may run any code",
+        help="allow a --policy saved by torch.save, which may run any code when it is loaded",
     )
     parser.add_argument(
-        "--deterministic", action="store_true", help="take the most likely actions, draw none"
+        "--deterministic", action="store_true", help="take the policy's most likely actions"
     )
     parser.add_argument(
-        "--num-workers", metavar="W", type=int, help="processes (default: one per core)"
+        "--num-workers", metavar="W", type=int, help="worker processes (default: one per core)"
     )
     parser.add_argument(
-        "--envs-per-worker", metavar="n", type=int, default=1, help="(default: %(default)d)"
+        "--envs-per-worker",
+        metavar="n",
+        type=int,
+        default=1,
+        help="(default: %(default)d)",
     )
     parser.add_argument(
         "--frames-per-batch",
         metavar="F",
         type=int,
-        help=f"written at a time, of one worker (default: {_STEPS} of each of its envs)",
+        help=f"frames that a worker delivers at a time (default: {_STEPS} from each of its envs)",
     )
     parser.add_argument("--seed", metavar="S", type=int, help="the same frames each time")
 

@@ -24,16 +24,16 @@ class WeightSync:
         backend: "gloo" or "nccl" for a broadcast to all; "auto": workers on the trainer's host map
             its memory, the others get a broadcast. With policies on GPUs all get one, by NCCL where
             trainer and selected workers have a GPU each, else by Gloo through pinned memory.
-        wire_dtype: "bfloat16" or "float16": wider floats travel as these and come back as their
-            own dtype, rounded: by at most 2**-9 (bfloat16) or 2**-12 (float16, for magnitudes
-            from 6.1e-5 to 65504; above that the push is refused) of their value.
-        changes_only: send only parameters and buffers that differ from the receivers' version.
+        wire_dtype: "bfloat16" or "float16": wider floats are sent in this dtype and converted back,
+            which rounds them by at most 2**-9 of their value (bfloat16) or 2**-12 (float16, for
+            magnitudes from 6.1e-5 to 65504; above that the push is refused). None: as they are.
+        changes_only: send only the parameters and buffers that differ from the workers' version.
         exclude: patterns (``"critic.*"``) of names that are never sent.
         check_finite: refuse weights that hold a NaN or an infinity.
         swap_within_rollouts: swap new weights in between any two steps; False: only between
             rollouts, so that each rollout is of one version.
-        ready_timeout_s: a worker that isn't ready for weights after so long is left out of the
-            push; it gets the newest weights as soon as it answers.
+        ready_timeout_s: a worker that isn't ready for weights after this many seconds is left out
+            of the push; it gets the newest weights as soon as it answers.
     """
 
     backend: str = "auto"
@@ -72,14 +72,15 @@ class WeightSync:
 class Staleness:
     """How old the policy that chose a frame's action may be when the frame is delivered.
 
-    A frame's lag is the number of versions that were sent to its worker and are newer than its own.
+    A frame's lag is the number of versions newer than its own that were sent to its worker.
 
     Attributes:
         max_policy_lag: the highest lag that is delivered, 0 or more.
-        mode: "pace": workers are asked for no more than can be delivered in time, if as many
-            batches are taken from one publication to the next as lately; should that fail, as
-            "drop". "drop": whole rollouts with an older frame are given up, before their data
-            moves. "mask": all is delivered, and ``("collector", "mask")`` is False for such frames.
+        mode: "pace": workers are asked for no more than can be delivered in time, judged by how
+            many batches were lately taken between two publications; if that fails, as "drop".
+            "drop": rollouts with a frame that is too old are given up as a whole, before their data
+            is moved. "mask": everything is delivered, and ``("collector", "mask")`` is False for
+            frames that are too old.
     """
 
     max_policy_lag: int
@@ -98,31 +99,32 @@ class Faults:
     """What counts as a failure, and what is done about it. Times are in seconds.
 
     Attributes:
-        start_timeout_s: for all workers to start and join, and for each to try out its envs.
-        batch_timeout_s: for a batch, while someone waits for it.
-        weights_timeout_s: for weights to be received, and again to be acknowledged.
-        stop_timeout_s: for workers to end by themselves at shutdown, before they are killed.
-        leave_timeout_s: for a worker that leaves (released, or it got SIGTERM) to finish the
+        start_timeout_s: limit for all workers to start and join, and for each to try out its envs.
+        batch_timeout_s: limit for a batch, while you wait for it.
+        weights_timeout_s: limit for workers to receive weights, and again to acknowledge them.
+        stop_timeout_s: limit for workers to end by themselves at shutdown; then they are killed.
+        leave_timeout_s: limit for a worker that leaves (released, or it got SIGTERM) to finish the
             rollout that it is collecting; frames of an unfinished one are lost.
-        silence_timeout_s: a worker that gives no sign of life for so long (it was stopped, its host
-            is unplugged or down) is lost. A process that ends is seen at once.
-        step_timeout_s: a worker that finishes no env step for so long, while it is to collect, is
-            killed and replaced; None: never.
-        max_restarts: how often in a row a worker's process is replaced; one that has worked for a
-            minute starts the count anew. The first replacement comes at once, further ones after
-            growing pauses.
+        silence_timeout_s: a worker that gives no sign of life for this long (it was stopped, its
+            host is unplugged or down) is lost. The end of a process is seen at once.
+        step_timeout_s: a worker that finishes no env step for this long, while it should collect,
+            is killed and replaced; None: never.
+        max_restarts: how often in a row a worker's process is replaced; a process that has worked
+            for a minute starts the count anew. The first replacement comes at once, further ones
+            after growing pauses.
         restart_pause_s: the longest of these pauses.
-        min_workers: with fewer workers, those on their way included, the run ends with an error.
-            In a run whose workers are in jobs apart (``distcollect submit``) it waits for them,
-            at the start as well.
-        missing_share: what becomes of a lost worker's share of a sync batch: "survivors" collect it
-            as further rollouts; "replacement": it is waited for who takes its place.
-        max_worker_bytes: a worker that takes more memory than this finishes its rollout and is
-            replaced; None: any amount.
+        min_workers: with fewer workers, including those on their way, the run ends with an error.
+            If workers are in separate jobs (``distcollect submit --worker-jobs``), it waits for
+            them instead, also at the start.
+        missing_share: what becomes of a lost worker's share of a sync batch. "survivors": the other
+            workers collect it as further rollouts. "replacement": the batch waits for the worker's
+            replacement.
+        max_worker_bytes: a worker that uses more memory than this finishes its rollout and is
+            replaced; None: no limit.
         max_env_faults: an env that raises is closed and made anew, and its trajectory ends at its
-            last real frame, where ``("collector", "faulted")`` is True. One that raises again
-            before it went through a whole episode or 1000 frames is given up after so many
-            rebuilds in a row, by an :class:`~distcollect.EnvError`. 0: at the first exception.
+            last real frame, where ``("collector", "faulted")`` is True. After this many rebuilds in
+            a row, without a whole episode or 1000 frames in between, it is given up with an
+            :class:`~distcollect.EnvError`. 0: at the first exception.
     """
 
     start_timeout_s: float = 180.0
@@ -165,15 +167,14 @@ class Faults:
 class EvaluationWorkers:
     """Workers that collect nothing, but evaluate the policy in the background.
 
-    Each plays whole episodes with the weights it has, in envs of its own; with newer ones when it
-    got them, skipping versions that came in between. The results are in the collector's
-    ``evaluations``.
+    Each plays whole episodes in envs of its own with the newest weights it has; versions that come
+    in meanwhile are skipped but for the last. The results are in the collector's ``evaluations``.
 
     Attributes:
-        num_workers: how many of the collector's workers; the last ones.
-        num_episodes: that each plays with a version.
-        deterministic: whether it takes the most likely action, where the policy has a distribution.
-        timeout_s: for these episodes.
+        num_workers: how many of the collector's workers evaluate; it is the last ones.
+        num_episodes: episodes that each plays with a version.
+        deterministic: whether to take the most likely action, where the policy has a distribution.
+        timeout_s: seconds for these episodes.
     """
 
     num_workers: int = 1
@@ -196,26 +197,26 @@ class EvaluationWorkers:
 
 @dataclass(frozen=True)
 class Monitor:
-    """What is told of a collector while it runs; ``collector.stats()`` tells at any time.
+    """How to show and record a run while it goes on; ``collector.stats()`` gives the same figures.
 
     Attributes:
-        view: show how it goes: on a terminal (standard error) in a display at its bottom, elsewhere
-            as lines of the logger ``distcollect`` at level INFO. None: unless the environment
-            variable DISTCOLLECT_VIEW is 0.
-        run_dir: a folder, made if it isn't there: a line of JSON goes to ``stats.jsonl`` there
-            every ``every_s``, for ``distcollect top`` and ``report`` and for you
-            (``Stats.from_dict``). With hundreds of workers, whose lines are long, it comes less
-            often. While another collector writes there, ``stats-2.jsonl`` is taken, and so on.
-        tensorboard: write TensorBoard's events to ``run_dir`` too, scalars by frames in the groups
-            collector, trainer_share and worker_share; needs tensorboard.
+        view: show how the run is going: on a terminal (standard error) in a display at the bottom,
+            elsewhere in lines of the logger ``distcollect`` at level INFO. None: yes, unless the
+            environment variable DISTCOLLECT_VIEW is 0.
+        run_dir: a folder, made if needed. Every ``every_s`` a line of JSON is appended to
+            ``stats.jsonl`` there, for ``distcollect top``, ``distcollect report`` and
+            ``Stats.from_dict``; less often with hundreds of workers, whose lines are long. While
+            another collector writes there, ``stats-2.jsonl`` is taken, and so on.
+        tensorboard: write TensorBoard events to ``run_dir`` as well: scalars by frames, in the
+            groups collector, trainer_share and worker_share; needs tensorboard.
         prometheus_port: serve the newest figures to Prometheus at this port of 127.0.0.1, under
-            ``/metrics``; 0: any free one, which is logged.
-        callback: called with them every ``every_s`` and at the end, on a thread of its own. If it
-            raises that is logged, and it is called no more.
-        every_s: seconds between two lines, events, calls.
-        trace: a file, begun anew, for what every process does when: Chrome's trace events, which
-            ui.perfetto.dev and chrome://tracing show. It ends after a million events (some 100 MB).
-            With several trainers each needs a file of its own.
+            ``/metrics``; 0: any free port, which is logged.
+        callback: called with a :class:`~distcollect.Stats` every ``every_s`` and at the end, on a
+            thread of its own. If it raises, that is logged, and it isn't called again.
+        every_s: seconds between two lines, events or calls.
+        trace: a file, overwritten, that records what every process does: Chrome trace events, for
+            ui.perfetto.dev or chrome://tracing. It ends after a million events (some 100 MB). With
+            several trainers each needs a file of its own.
     """
 
     view: bool | None = None

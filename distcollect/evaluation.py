@@ -26,12 +26,12 @@ _STEPS = 64  # of a rollout; the rest of the last one is stepped in vain
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy achieved in whole episodes; their order means nothing.
+    """What a policy achieved in E whole episodes, in no particular order.
 
     Attributes:
-        returns: float64 ``[E]``, sum of each episode's rewards.
-        lengths: int64 ``[E]``, its frames.
-        policy_version: int64 ``[E]``, the version that played it.
+        returns: float64 ``[E]``, the sum of each episode's rewards.
+        lengths: int64 ``[E]``, in frames.
+        policy_version: int64 ``[E]``, the version that played the episode.
     """
 
     returns: torch.Tensor

@@ -24,7 +24,7 @@ class PushHandle:
 
     Attributes:
         version: the policy_version that is being sent.
-        worker_ids: to whom.
+        worker_ids: the workers that it is sent to.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class PushHandle:
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds, once it was sent.
+        """How long the push took, in seconds; empty before it was sent.
 
-        "ready_s" until the receivers were ready, "transfer_s" for the payload, "acknowledge_s"
-        until the last had acknowledged, "total_s" from publication on. Empty if a newer version was
-        sent in its place.
+        "ready_s" until the workers were ready, "transfer_s" for the weights, "acknowledge_s" until
+        the last had acknowledged, "total_s" since the publication. Stays empty if a newer version
+        was sent in its place.
         """
         return dict(self._record.timings)
 
@@ -57,36 +57,36 @@ class PushHandle:
 
     @property
     def acknowledged(self) -> dict[int, int]:
-        """Who has it: worker_id to the version that was acknowledged, this one or a newer."""
+        """Workers that have it: worker_id to the acknowledged version, this one or a newer one."""
         with self._lock:
             return dict(self._acknowledged)
 
     @property
     def left_out(self) -> dict[int, DistCollectError]:
-        """Who doesn't have it, and why: worker_id to the error.
+        """Workers that don't have it: worker_id to the error that says why.
 
-        One that was merely late, or is replaced, disappears from here when it has caught up.
+        A worker that was merely late, or is being replaced, disappears from here once it has it.
         """
         with self._lock:
             return dict(self._left_out)
 
     def done(self) -> bool:
-        """Whether it is known of every worker if it has these weights."""
+        """Whether it is known for every worker if it has these weights."""
         with self._lock:
             return not self._open()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until it is known of every worker if it has these weights.
+        """Block until it is known for every worker if it has these weights.
 
-        As long as all are late or being replaced, it goes on waiting for one of them.
+        While all workers are late or being replaced, it keeps waiting for one of them.
 
         Args:
-            timeout_s: instead of ``WeightSync.ready_timeout_s`` and twice
+            timeout_s: seconds; None: ``WeightSync.ready_timeout_s`` plus twice
                 ``Faults.weights_timeout_s``.
 
         Raises:
-            WeightsTimeout: not known, or nobody has them yet, at the deadline; names the workers.
-            WorkerError: nobody could receive them; WorkerLost if they are gone.
+            WeightsTimeout: not known at the deadline, or no worker has them; names the workers.
+            WorkerError: no worker could receive them; WorkerLost if they are gone.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit

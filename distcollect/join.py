@@ -26,33 +26,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="where the trainer listens: its listen= argument, or its DISTCOLLECT_LISTEN",
+        help="where the trainer listens (its argument listen=, or DISTCOLLECT_LISTEN)",
     )
     where.add_argument(
         "--run",
         dest="run_folder",
         metavar="FOLDER",
         type=Path,
-        help="of a run of 'distcollect submit', on a disk that this host shares: the trainer's "
-        "address and token are read there, and read again when it was requeued",
+        help="the run folder of 'distcollect submit', on a disk that this host shares; the "
+        "trainer's address and token are read from there, and again when it was requeued",
     )
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        help="holds the trainer's token; else DISTCOLLECT_TOKEN_FILE or DISTCOLLECT_TOKEN",
+        help="the file with the run's token (default: what DISTCOLLECT_TOKEN_FILE names, else the "
+        "token in DISTCOLLECT_TOKEN)",
     )
     parser.add_argument(
         "--wait",
         metavar="SECONDS",
         type=float,
-        help=f"for the trainer to be there (default: {_WAIT_S:g}; with --run what the run says)",
+        help=f"how long to wait for the trainer (default: {_WAIT_S:g}; with --run, the run's "
+        "patience)",
     )
     parser.add_argument(
         "--threads",
         metavar="N",
         type=int,
         default=1,
-        help="torch's threads in the worker (default: %(default)d)",
+        help="threads that torch uses in the worker (default: %(default)d)",
     )
 
 

@@ -29,7 +29,12 @@ log = logging.getLogger(__name__)
 
 
 class Exploration(str, enum.Enum):
-    """Whether actions are drawn from the policy's distribution, or its mode is taken."""
+    """How actions are chosen, where the policy returns a distribution.
+
+    Attributes:
+        RANDOM: they are drawn from it.
+        DETERMINISTIC: its mode is taken.
+    """
 
     RANDOM = "random"
     DETERMINISTIC = "deterministic"

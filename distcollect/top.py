@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .errors import ArgumentError
 from .stats import Stats
-from .stats_file import STATS_FILE, newest, stats_file
+from .stats_file import newest, stats_file
 from .verdict import verdict
 from .view import log_line, rendered
 
@@ -19,22 +19,18 @@ _LOOK_EVERY_S = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "folder", type=Path, metavar="RUN", help=f"the run's folder, with its {STATS_FILE}"
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="print the newest state in words, and end"
-    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the run_dir of its Monitor")
+    parser.add_argument("--once", action="store_true", help="print the newest state once, as text")
 
 
 def run(given: argparse.Namespace) -> int:
     """Show the run until it has ended, or until Ctrl-C; 0."""
-    news = news_of(given.folder)
+    news = news_of(given.run_dir)
     if given.once or not sys.stdout.isatty():
         print(f"{news.age()}{log_line(news.stats)}\n{verdict(news.stats)}")
         return 0
     try:
-        _follow(given.folder, news)
+        _follow(given.run_dir, news)
     except KeyboardInterrupt:
         print()
     return 0

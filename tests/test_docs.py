@@ -1,7 +1,7 @@
 """README and docs: their Python runs, their links lead somewhere, and migrating.md is true.
 
-The blocks of a page run one after the other in one namespace, in this process. Where they are
-fragments, ``SETUP`` has what they leave out, and ``SHORTER`` makes long runs short.
+The blocks of a page run one after the other in one namespace, in this process, as they are but for
+``SHORTER``, which makes long runs short.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import inspect
 import re
 from importlib import resources
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import torch.utils.data
 from scripts.marked import Marked
-from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 from distcollect import notice
@@ -28,20 +27,6 @@ PAGES = {
     "README.md": ROOT / "README.md",
     **{page.name: page for page in sorted(Path(str(DOCS)).glob("*.md"))},
 }
-
-
-class Kept:
-    """A replay buffer."""
-
-    def __init__(self) -> None:
-        self.frames: list[TensorDict] = []
-
-    def extend(self, frames: TensorDict) -> None:
-        self.frames.append(frames)
-
-    def sample(self, size: int) -> TensorDict:
-        frames = torch.cat(self.frames)
-        return frames[torch.randint(len(frames), (size,))]
 
 
 def saved_frames(folder: Path) -> str:
@@ -56,34 +41,17 @@ def saved_frames(folder: Path) -> str:
     return str(folder)
 
 
-class Net(nn.Linear):
-    """The policy of the README's fragments."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 2)
-
-    def forward(self, observation: torch.Tensor) -> torch.distributions.Categorical:
-        return torch.distributions.Categorical(logits=super().forward(observation))
-
-
-NET = Net()
-SETUP: dict[str, dict[str, Any]] = {
-    "README.md": {
-        "__name__": "readme",  # main() is called below
-        "make_env": "CartPole-v1",
-        "policy": NET,
-        "optimizer": torch.optim.SGD(NET.parameters(), 0.1),
-        "learn": lambda batch: None,
-        "buffer": Kept(),
-        "num_steps": 2,
-        "train_on": lambda sample: None,
-    },
-}
 SHORTER = {
     "total_frames=1_024_000": "total_frames=8_192",
     "num_workers=None,": "num_workers=2,",
 }
-NEEDS = {"envs.md": "torchrl", "migrating.md": None}
+NEEDS = dict.fromkeys(("envs.md", "migrating.md", "training.md"), "torchrl")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchrls_locks() -> None:
+    """TorchRL's buffers have locks of multiprocessing's, whose tracker stays: it gets no mark."""
+    resource_tracker.ensure_running()
 
 
 def blocks(page: Path) -> list[str]:
@@ -96,15 +64,16 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchrl's
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks(page)])
 def test_its_code_runs(name: str, marked: Marked, tmp_path: Path) -> None:
-    if NEEDS.get(name):
+    if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
-    namespace = {"__name__": "page", "dc": dc, "torch": torch, "nn": nn, **SETUP.get(name, {})}
+    namespace: dict[str, Any] = {"__name__": "page"}  # main() is called below
+    instead = dict(SHORTER)
     if name == "collect.md":
-        namespace["folder"] = saved_frames(tmp_path / "frames")
+        instead['"data/cartpole"'] = repr(saved_frames(tmp_path / "frames"))
     for block in blocks(PAGES[name]):
         code = block
-        for given, shorter in SHORTER.items():
-            code = code.replace(given, shorter)
+        for written, run in instead.items():
+            code = code.replace(written, run)
         exec(compile(code, str(PAGES[name]), "exec"), namespace)
         if "main" in namespace:
             namespace.pop("main")()
@@ -183,8 +152,7 @@ def own_names() -> set[str]:
 
 
 def test_migrating_says_what_is_done() -> None:
-    same = set(re.findall(r"`(\w+)`", section("Same name, same meaning").split("\n\n")[1]))
-    assert same <= own_names()
+    assert rows("Same name, same meaning") <= own_names()
     assert rows("Taken, without effect") == _NO_EFFECT
     assert rows("Refused") == _REFUSED.keys()
     given = {"create_env_fn": "CartPole-v1", "num_workers": 2}
@@ -206,7 +174,8 @@ def test_migrating_names_all_of_torchrls_arguments() -> None:
     collectors = pytest.importorskip("torchrl.collectors", reason="torchrl is not installed")
     distributed = pytest.importorskip("torchrl.collectors.distributed")
     titles = ("Same name, same meaning", "Another name here", "Taken, without effect", "Refused")
-    named = {name for title in titles for name in re.findall(r"`(\w+)`", section(title))}
+    named = set().union(*map(rows, titles))
+    methods = set(re.findall(r"`(\w+)", section("Methods")))
     classes = [
         found
         for module in (collectors, distributed)
@@ -220,3 +189,19 @@ def test_migrating_names_all_of_torchrls_arguments() -> None:
         assert f"`{found.__name__}`" in PAGES["migrating.md"].read_text()
         for name in inspect.signature(found.__init__).parameters.keys() - {"self"}:
             assert name in named, f"{found.__name__}({name}=...)"
+        theirs = {name for name in dir(found) if not name.startswith("_")}
+        for name in theirs - set(dir(torch.utils.data.IterableDataset)):
+            if inspect.isfunction(inspect.getattr_static(found, name)):
+                known = name in methods or hasattr(dc.RPCDataCollector, name)
+                assert known, f"{found.__name__}.{name}"
+
+
+def test_variables_are_those_of_the_code() -> None:
+    """Names that are read, letter by letter."""
+    page = PAGES["launching.md"].read_text().partition("## Environment variables")[2]
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    code = "".join(path.read_text() for path in (ROOT / "distcollect").glob("*.py"))
+    own = {"DISTCOLLECT_RUN"}  # what `distcollect submit` tells its jobs
+    assert listed == set(re.findall(r'"(DISTCOLLECT\w+)"', code)) - own
+    written = "".join(page.read_text() for page in PAGES.values())
+    assert set(re.findall(r"DISTCOLLECT_\w+", written)) <= listed

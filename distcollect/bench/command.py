@@ -22,26 +22,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload",
         action="append",
         metavar="NAME",
-        help="a workload or another figure, see --list; can be given several times (default: all)",
+        help="what to measure, see --list; can be given several times (default: all)",
     )
     parser.add_argument(
         "--contender",
         action="append",
         metavar="NAME",
-        help="on workloads, only these; can be given several times (default: all)",
+        help="whom to measure on workloads; can be given several times (default: all)",
     )
-    parser.add_argument("--repeats", type=_positive_int, help="of every measurement (default: 3)")
-    parser.add_argument(
-        "--seconds", type=_positive, help="length of a measurement's window (default: 3)"
-    )
+    parser.add_argument("--repeats", type=_positive_int, help="how often to measure (default: 3)")
+    parser.add_argument("--seconds", type=_positive, help="length of each measurement (default: 3)")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="to see that it works: one repeat of 0.3 s, distcollect on one workload if none is "
+        help="just see that it works: one repeat of 0.3 s, distcollect on one workload if none is "
         "named; its figures mean nothing",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the workloads (matplotlib)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot the workloads there")
     parser.add_argument("--list", action="store_true", help="show what there is to measure")
 
 

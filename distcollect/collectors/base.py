@@ -44,12 +44,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class LagStats(NamedTuple):
-    """Lags of a batch's frames: versions sent to their worker that are newer than their own.
+    """Lags of a batch's frames: how many newer versions had been sent to their worker.
 
     Attributes:
-        min: the lowest.
-        mean: over the frames.
-        max: the highest.
+        min: the lowest lag, in versions.
+        mean: the mean over the frames.
+        max: the highest lag.
     """
 
     min: int
@@ -88,27 +88,29 @@ class DataCollectorBase(ABC):
     """What all collectors have in common: an iterable of batches.
 
     A batch is a TensorDict with exactly ``frames_per_batch`` frames, its last dimension named
-    "time":
+    "time". It holds:
 
     - the observation (``"observation"``, or one key for each entry of a Dict space), ``"action"``,
-      all else the policy returned, and ``"done"``, ``"terminated"``, ``"truncated"`` (bool,
-      ``[..., T, 1]``);
+      whatever else the policy returned, and ``"done"``, ``"terminated"``, ``"truncated"`` (bool,
+      ``[..., T, 1]``, always False);
     - under ``"next"`` the observation after the step (at the end of an episode the true final one),
       ``"reward"`` (float32 ``[..., T, 1]``), ``"done"``, ``"terminated"``, ``"truncated"``;
     - under ``"collector"`` ``"traj_ids"``, ``"policy_version"``, ``"worker_id"`` (int64
-      ``[..., T]``) and ``"faulted"`` (bool ``[..., T]``: a trajectory ends here as its env raised).
+      ``[..., T]``) and ``"faulted"`` (bool ``[..., T]``: the trajectory ends here because its env
+      raised), and where there can be padding ``"mask"`` (bool ``[..., T]``, False for padding).
 
     A batch is yours: it is never rewritten and shares no memory with another.
 
     With a ``replay_buffer`` batches go there instead: iterating yields None for each, or
     :meth:`start` fills it in the background.
 
-    :meth:`stats` tells at any time what was done and where the time went, :meth:`verdict` what the
-    run is bound by; a :class:`~distcollect.Monitor` shows it and writes it down meanwhile.
+    :meth:`stats` says at any time what was done and where the time went, :meth:`verdict` what the
+    run is bound by. A :class:`~distcollect.Monitor` shows this while the run goes on, and writes it
+    to files.
 
     Attributes:
         frames_per_batch: frames in each batch.
-        total_frames: frames until it ends, a multiple of the above; -1: endless.
+        total_frames: frames after which it ends, a multiple of ``frames_per_batch``; -1: endless.
     """
 
     _unwatch: Callable[[], object] | None = None  # ends what is told of it
@@ -124,7 +126,11 @@ class DataCollectorBase(ABC):
         monitor: Monitor | None,
         trace: str | os.PathLike[str] | None,
     ) -> None:
-        """Check the sizes. Raises as :func:`~distcollect.arguments.total_batches` does."""
+        """Check the sizes.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: these sizes can't work.
+        """
         arguments.positive("frames_per_batch", frames_per_batch)
         self.frames_per_batch = frames_per_batch
         num_batches = arguments.total_batches(total_frames, frames_per_batch)
@@ -165,16 +171,16 @@ class DataCollectorBase(ABC):
 
     @property
     def frames(self) -> int:
-        """Frames collected so far, with padding, and those of runs that this one goes on from."""
+        """Frames collected so far, padding and those of a run that was resumed included."""
         return self._frames
 
     @property
     def abandoned_frames(self) -> int:
-        """With ``trajs_per_batch``: frames of trajectories that can't become whole any more."""
+        """With ``trajs_per_batch``: frames of trajectories that can no longer become whole."""
         return self._whole.abandoned_frames if self._whole is not None else 0
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """Yield batches until ``total_frames`` are collected; goes on where it was left."""
+        """Yield batches until ``total_frames`` are collected; a second loop continues."""
         while True:
             try:
                 batch = self.next()
@@ -186,8 +192,8 @@ class DataCollectorBase(ABC):
         """Block until the next batch is there.
 
         Args:
-            timeout_s: instead of ``Faults.batch_timeout_s``; with ``trajs_per_batch`` for each of
-                the rollouts that it takes.
+            timeout_s: seconds, instead of ``Faults.batch_timeout_s``; with ``trajs_per_batch`` for
+                each of the rollouts that a batch takes.
 
         Returns:
             The batch; None if it went to the ``replay_buffer``.
@@ -195,9 +201,10 @@ class DataCollectorBase(ABC):
         Raises:
             StopIteration: ``total_frames`` are collected.
             BatchTimeout: no batch in time; names the workers waited for.
-            EnvError: envs raised again and again; PolicyError: the policy raised. Name the worker.
+            EnvError: envs raised again and again; names the worker.
+            PolicyError: the policy raised; names the worker.
             WorkerLost: fewer workers are left than ``Faults.min_workers``; says why.
-            CollectorStateError: after :meth:`shutdown`, or while it runs in the background.
+            CollectorStateError: after :meth:`shutdown`, or after :meth:`start`.
         """
         self._check_may_take()
         return self._take(timeout_s)
@@ -251,9 +258,9 @@ class DataCollectorBase(ABC):
     def start(self) -> None:
         """Fill the replay buffer in the background, until ``total_frames`` are collected.
 
-        The policy that steps is a copy: :meth:`update_policy_weights_` sends it new weights. End it
-        by :meth:`async_shutdown`. If collecting fails, the next call of the collector says so, and
-        ``sample()`` of a :class:`~distcollect.RateLimited` buffer.
+        The policy that collects is a copy; :meth:`update_policy_weights_` sends it new weights. Use
+        :meth:`async_shutdown` to end. If collection fails, the next call to the collector raises
+        the reason, and so does ``sample()`` of a :class:`~distcollect.RateLimited` buffer.
 
         Raises:
             CollectorStateError: there is no ``replay_buffer``, or it was started already.
@@ -290,17 +297,20 @@ class DataCollectorBase(ABC):
 
     @property
     def is_running(self) -> bool:
-        """Whether it collects in the background."""
+        """Whether it is collecting in the background, after :meth:`start`."""
         return self._background is not None and self._background.is_alive
 
     def pause(self, timeout_s: float = 600.0) -> AbstractContextManager[None]:
-        """A context within which nothing comes into the replay buffer.
+        """A context within which nothing is added to the replay buffer.
 
-        What is under way when it is entered comes in before.
+        A batch that is being collected when it is entered is added first.
+
+        Args:
+            timeout_s: seconds to wait for that batch.
 
         Raises:
-            CollectorStateError: it was not started.
-            DeadlineError: the batch under way was not finished in time.
+            CollectorStateError: :meth:`start` was not called.
+            DeadlineError: that batch was not finished in time.
         """
         self._check_open()
         if self._background is None:
@@ -311,13 +321,13 @@ class DataCollectorBase(ABC):
         """Shut down a collector that was started by :meth:`start`.
 
         Args:
-            timeout: seconds for the batch under way to be finished, which then is in the buffer;
-                None: it is given up.
-            close_env: close the envs; False, for a collector that steps an env of yours in this
-                process, leaves that open.
+            timeout: seconds to wait for the batch that is being collected, which is then added to
+                the buffer; None: it is given up.
+            close_env: whether to close the envs. False matters for a collector that steps an env of
+                yours in this process: it is left open.
 
         Raises:
-            Whatever made collecting fail in the background.
+            Whatever made collection fail in the background.
         """
         background = self._background
         if background is not None:
@@ -371,11 +381,12 @@ class DataCollectorBase(ABC):
         Args:
             policy_or_weights: module, TensorDict of parameters or state dict; None: the collector's
                 own policy.
-            worker_ids: to whom, where there are workers; None: to all.
-            wait: return when it is known who has them.
+            worker_ids: the workers to send them to; None: all.
+            wait: return only when it is known which workers have them.
 
         Returns:
-            What tells who has them; None where there are no workers, or nothing was published.
+            A handle that says which workers have them; None without workers, or if nothing was
+            published.
 
         Raises:
             WeightsError: they don't fit the policy; nothing was sent.
@@ -384,8 +395,8 @@ class DataCollectorBase(ABC):
     def stats(self) -> Stats:
         """What was done so far, and where the time went; also after :meth:`shutdown`.
 
-        Counting goes on for as long as batches are asked for. What a worker did becomes known with
-        its next rollout.
+        Time is counted from the first batch to the last. What a worker does becomes known with its
+        next rollout.
         """
         about = Stats(
             collector=type(self).__name__,
@@ -402,28 +413,28 @@ class DataCollectorBase(ABC):
         """``about``, and what is known beside it."""
 
     def verdict(self) -> Verdict:
-        """What the run so far is bound by, and what would help most; ``str()`` is a sentence."""
+        """What bounds the run so far, and what would help most; ``str()`` of it is a sentence."""
         return verdict(self.stats())
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - nothing to do
-        """Hand arguments to the weight updater; does nothing where there is none."""
+        """Pass arguments to the weight updater's ``init``; without an updater nothing happens."""
 
     @abstractmethod
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs and the policies' randomness; the next batch starts with a reset.
 
-        Env i gets a seed drawn from (``seed``, i), however the envs are spread over workers; with
-        ``static_seed`` all get the same. So does what the policy draws for env i with torch's
-        functions, always from a stream of its own: trajectories don't depend on the number of
-        workers, as far as the policy's rounding doesn't depend on how many envs it sees at once.
+        Env i gets a seed derived from (``seed``, i), however the envs are spread over workers. What
+        the policy draws for env i with torch's functions comes from a stream derived in the same
+        way. So trajectories don't depend on the number of workers, as long as the policy's result
+        for one env doesn't depend, by rounding, on how many envs it is called with.
 
-        What the policy draws by other means comes from one generator per worker: in compiled or
-        scripted code, within ``nn.LSTM``, ``nn.GRU`` and ``nn.RReLU``, with numpy, or in tensors
-        whose first dimension is not that of the envs (or a multiple, as for several agents).
+        What the policy draws in other ways comes from one generator per worker, and so depends on
+        the number of workers: in compiled or scripted code, within ``nn.LSTM``, ``nn.GRU`` and
+        ``nn.RReLU``, with numpy, or in tensors whose first dimension is not that of the envs (or a
+        multiple of it, as for several agents).
 
-        Unseeded collectors pay nothing for it. Seeded ones need more time for whatever the policy
-        calls: with 16 CartPole envs and a small network 1.6 times as long for a frame, and less so
-        the longer envs and network take.
+        Seeding costs time in the policy: with 16 CartPole envs and a small network a frame takes
+        1.6 times as long; the larger envs and network, the less. Without a seed it costs nothing.
 
         Args:
             seed: any whole number.
@@ -434,7 +445,7 @@ class DataCollectorBase(ABC):
 
         Raises:
             CollectorStateError: it was shut down.
-            DeadlineError, WorkerError: the workers did not take it.
+            DeadlineError, WorkerError: the workers did not accept it.
         """
 
     def call(
@@ -445,26 +456,28 @@ class DataCollectorBase(ABC):
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> dict[int, list[Any]]:
-        """Call a method of the envs between two of their steps; or read an attribute of theirs.
+        """Call a method of the envs between two of their steps, or read an attribute of theirs.
 
-        A rollout under way is not ended (in this process and in the background, it is waited for).
-        Who takes a lost worker's place has new envs, which know nothing of earlier calls.
+        A rollout that is being collected goes on afterwards. (A collector that steps envs in this
+        process, in the background, finishes it first.) A worker that replaces a lost one has new
+        envs, which know nothing of earlier calls.
 
         Args:
-            method: its name; wrappers around an env are looked into.
-            args: for it; they are pickled, as is what it returns.
-            worker_ids: of whose envs: an int, a list, a slice; None: of all that are there.
-            timeout_s: for all of it; None: ``Faults.batch_timeout_s``.
-            kwargs: for it.
+            method: the name of the method or attribute; it is also looked for inside wrappers.
+            args: arguments for the method; they are pickled, as is what it returns.
+            worker_ids: the workers whose envs are called: an int, a list, a slice; None: all.
+            timeout_s: seconds for the whole call; None: ``Faults.batch_timeout_s``.
+            kwargs: keyword arguments for the method.
 
         Returns:
-            worker_id to one value for each of its envs; to a single one for a native vector env.
+            ``{worker_id: values}``, with one value for each env of the worker, or a single one for
+            a native vector env.
 
         Raises:
             EnvError: an env has no such method, or it raised. Names worker and env.
-            ArgumentError, ArgumentTypeError: no such worker.
-            DeadlineError: some didn't answer in time; names them.
-            WorkerLost: one that was named is not there.
+            ArgumentError, ArgumentTypeError: there is no such worker.
+            DeadlineError: some workers didn't answer in time; names them.
+            WorkerLost: a worker that was named is lost.
         """
         self._check_open()
         return self._call(method, args, kwargs, worker_ids, self._limit_s(timeout_s))
@@ -488,23 +501,27 @@ class DataCollectorBase(ABC):
         seed: int | None = None,
         timeout_s: float | None = None,
     ) -> Evaluation:
-        """Play whole episodes with the newest weights, in envs made for that.
+        """Play whole episodes with the newest weights, in envs made for the purpose.
 
-        ``max_frames_per_traj`` ends an episode here as well. :meth:`call` doesn't reach these envs.
-        Collection goes on afterwards as if nothing had happened; its frames are not counted.
+        ``max_frames_per_traj`` ends these episodes as well. :meth:`call` doesn't reach these envs.
+        Collection continues afterwards as if nothing had happened; these frames are not counted.
 
         Args:
-            num_episodes: over all of the workers, each of whose envs plays its share.
-            worker_ids: who plays: an int, a list, a slice; None: all that are there.
+            num_episodes: episodes in all, shared among all envs of these workers.
+            worker_ids: the workers that play: an int, a list, a slice; None: all.
             deterministic: take the most likely action, where the policy has a distribution.
-            seed: of envs and actions: the same episodes each time. None: a random one.
-            timeout_s: for all of it; None: ``Faults.batch_timeout_s``.
+            seed: seeds envs and actions, for the same episodes each time; None: a random seed.
+            timeout_s: seconds for all episodes; None: ``Faults.batch_timeout_s``.
+
+        Returns:
+            Returns, lengths and policy version of each episode.
 
         Raises:
             EnvError, PolicyError: an env or the policy failed.
-            ArgumentError, ArgumentTypeError: no such worker, or no makers of envs were given.
-            DeadlineError: not all episodes were over in time.
-            WorkerLost: a worker that was named is not there, or none is.
+            ArgumentError, ArgumentTypeError: there is no such worker, or the collector was given an
+                env itself instead of what makes one.
+            DeadlineError: not all episodes ended in time.
+            WorkerLost: a worker that was named is lost, or all are.
         """
         self._check_open()
         arguments.positive("num_episodes", num_episodes)
@@ -522,7 +539,10 @@ class DataCollectorBase(ABC):
     ) -> Evaluation: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs; plain numbers, to be saved with your weights."""
+        """Counts, versions, seeds and ids for :meth:`load_state_dict`: plain numbers.
+
+        Weights and the envs' state are not included: save the weights with it.
+        """
         return {
             "format": _STATE_FORMAT,
             "frames": self._frames,
@@ -533,21 +553,21 @@ class DataCollectorBase(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another collector was, of whatever class and number of workers.
+        """Continue where another collector was, of whatever class and number of workers.
 
-        Frames count on towards ``total_frames``, versions count on, and no traj_id comes twice. The
-        policy that this collector was made with is taken for the state's ``policy_version``: load
-        its weights before you make the collector, or send them afterwards. Trajectories that were
-        under way have ended. After ``set_seed`` the envs are seeded anew, so that they don't repeat
-        what they did.
+        Frames and versions are counted on from there, and no traj_id comes twice. The policy that
+        this collector was made with is taken to be that of the state's ``policy_version``: load its
+        weights before you make the collector, or send them afterwards. Trajectories that were under
+        way are over. If there was a seed, the envs are seeded anew, so that they don't repeat what
+        they did.
 
         Args:
             state: from :meth:`state_dict`.
 
         Raises:
             CollectorStateError: this collector has delivered frames already.
-            ArgumentError: this is no such state.
-            DeadlineError, WorkerError: the workers did not take it.
+            ArgumentError: ``state`` is not from :meth:`state_dict`, or is behind this collector.
+            DeadlineError, WorkerError: the workers did not accept it.
         """
         self._check_open()
         if self._batches:
@@ -581,7 +601,7 @@ class DataCollectorBase(ABC):
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None: ...
 
     def shutdown(self) -> None:
-        """End what the collector started and give back all it holds. Again is no error."""
+        """End what the collector started and release what it holds. May be called again."""
         if self._background is not None:
             self._background.stop()
         self._closed = True

@@ -67,9 +67,9 @@ class SyncDataCollector(DataCollectorBase):
     The policy is shared, not copied: training it in place shows in the next batch. In the
     background, after ``start()``, it is copied. Batches are ``[T]`` for one env, ``[n, T]`` for n.
 
-    In the background it is a thread of this process that steps, and what is set for the whole of it
-    holds for both: TorchRL's losses set the exploration type of all TensorDict modules while they
-    compute. With such, take an :class:`aSyncDataCollector`.
+    In the background, a thread of this process steps the envs, and settings of the whole process
+    apply to both: TorchRL's losses, for example, set the exploration type of all TensorDict modules
+    while they compute. In that case use :class:`aSyncDataCollector`.
     """
 
     @takes_torchrl_names
@@ -110,42 +110,43 @@ class SyncDataCollector(DataCollectorBase):
         """Make the envs and try out env and policy.
 
         Args:
-            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
+            create_env_fn: an env id; a callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
                 TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``; an env itself; or a list of
                 these, one env each. A callable with a parameter named ``context`` gets an
-                :class:`~distcollect.envs.EnvContext`.
+                :class:`~distcollect.EnvContext`.
             policy: TensorDictModule, module or callable from observation to action, to
                 (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
                 random actions. It always sees a leading dimension of envs.
-            policy_factory: makes the policy, instead of ``policy``.
+            policy_factory: called to make the policy, instead of ``policy``.
             frames_per_batch: frames in each batch; a multiple of the number of envs.
-            total_frames: frames until it ends; -1: endless.
+            total_frames: frames after which it ends, rounded up to whole batches; -1: endless.
             envs_per_worker: envs to make from one ``create_env_fn``.
             device: the default of the following three.
             storing_device: where batches are delivered; None: CPU.
             env_device: where TorchRL envs compute; others have no choice.
             policy_device: where the policy computes; None: where it is.
-            max_frames_per_traj: truncate trajectories after so many frames.
-            init_random_frames: so many frames at the start have random actions.
+            max_frames_per_traj: truncate trajectories after this many frames.
+            init_random_frames: this many frames at the start have random actions.
             reset_at_each_iter: start every batch with a reset of all envs.
             postproc: called with each batch; what it returns is delivered.
             split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
-                batch, padded with zeros; False in ``("collector", "mask")`` where that is so.
-            trajs_per_batch: deliver so many whole trajectories at a time, in the order in which
+                batch, padded with zeros; padding is False in ``("collector", "mask")``.
+            trajs_per_batch: deliver this many whole trajectories at a time, in the order in which
                 they end, padded as with ``split_trajs``; fewer at the very end.
             set_truncated: mark the last frame of each row truncated and done, unless the episode
                 terminated there.
-            compact_obs: leave the observations under "next" out, for half the memory. They are the
-                next frame's, but for those at the end of an episode or row, which are not kept.
+            compact_obs: leave out the observations under "next", for half the memory. They equal
+                the next frame's, except at the end of an episode or row, where they are lost.
             replay_buffer: where frames go, ``[F]`` at a time, instead of to whoever iterates.
-            exploration_type: "random" or "deterministic", for policies with a distribution.
+            exploration_type: "random" or "deterministic" (or TorchRL's ``ExplorationType``), for
+                policies with a distribution.
             info_keys: entries of ``info`` that go into the batch as if they were observations: a
                 list of names, or ``{name: space}`` where the first reset and step don't show them.
-            clip_actions: clip what goes to the envs to the bounds of a Box action space.
+            clip_actions: clip actions to the bounds of a Box space before they go to the envs.
             models: further modules, by name, whose weights are published with the policy's.
-            faults: how often an env may raise; its deadlines concern workers only.
-            monitor: what is told of the run while it goes on.
-            trace: a file for what every process does when; see :class:`~distcollect.Monitor`.
+            faults: how often an env may raise; the timeouts concern workers only.
+            monitor: how to show and record the run while it goes on.
+            trace: a file to record what the process does; see :class:`~distcollect.Monitor`.
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong.
@@ -265,8 +266,8 @@ class SyncDataCollector(DataCollectorBase):
         Args:
             policy_or_weights: module, TensorDict of parameters or state dict to copy into the
                 policy; None, or the policy itself: it has them already.
-            worker_ids: makes no sense here.
-            wait: always done at once.
+            worker_ids: must be None, as there are no workers.
+            wait: has no effect: it is done at once.
 
         Raises:
             TypeError: ``worker_ids`` is given.

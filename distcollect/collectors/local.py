@@ -12,7 +12,7 @@ from .pooled import RPCDataCollector
 
 
 class MultiSyncDataCollector(RPCDataCollector):
-    """Steps envs in local worker processes; a batch is one rollout of each, when it is asked for.
+    """Steps envs in local worker processes; a batch is one rollout from each, collected when asked.
 
     Its shape, with W workers of n envs and T steps each:
 
@@ -62,10 +62,10 @@ class MultiSyncDataCollector(RPCDataCollector):
 
 
 class MultiaSyncDataCollector(RPCDataCollector):
-    """Steps envs in local worker processes, which collect on while the trainer works.
+    """Steps envs in local worker processes, which keep collecting while the trainer works.
 
-    A batch is a rollout of whichever worker is done first: ``[T]`` for one env a worker, ``[n, T]``
-    for n.
+    A batch is a rollout from whichever worker is done first: ``[T]`` with one env per worker,
+    ``[n, T]`` with n.
     """
 
     _squeezes = True
@@ -104,7 +104,7 @@ class MultiaSyncDataCollector(RPCDataCollector):
 
 
 class aSyncDataCollector(MultiaSyncDataCollector):  # noqa: N801 - TorchRL's name for it
-    """Steps envs in one local worker process, which collects on while the trainer works.
+    """Steps envs in one local worker process, which keeps collecting while the trainer works.
 
     A batch is ``[T]`` for one env, ``[n, T]`` for n.
     """

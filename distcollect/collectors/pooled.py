@@ -79,10 +79,10 @@ _ANSWER_S = 5.0
 class RPCDataCollector(DataCollectorBase):
     """Steps envs in worker processes, on this host or on others, each with a copy of the policy.
 
-    Within :func:`~distcollect.run` under torchrun or srun the launch's other ranks are the
-    workers; otherwise the collector starts ``num_workers`` local processes of its own.
+    Within :func:`~distcollect.run` under torchrun or srun, the launch's other ranks are the
+    workers; otherwise the collector starts ``num_workers`` local processes.
 
-    It also takes the names that TorchRL's ``RPCCollector`` has for the same arguments.
+    It also accepts the arguments of TorchRL's ``RPCCollector`` under their names.
     """
 
     # Rollouts of a single env have no row dimension in TorchRL's collectors for one host.
@@ -137,82 +137,84 @@ class RPCDataCollector(DataCollectorBase):
         """Start the workers, and have each try out its envs and the policy.
 
         Args:
-            create_env_fn: env id; callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
+            create_env_fn: an env id; a callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
                 TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``; or a list of these, one for
-                each worker (who joins later gets that of its worker_id modulo the list's length).
-                A callable with a parameter named ``context`` gets an
-                :class:`~distcollect.envs.EnvContext`.
+                each worker (a worker that joins later gets the one at its worker_id modulo the
+                length of the list). A callable with a parameter named ``context`` gets an
+                :class:`~distcollect.EnvContext`.
             policy: TensorDictModule, module or callable from observation to action, to
                 (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
                 random actions. It always sees a leading dimension of envs. It is copied to the
                 workers now; :meth:`update_policy_weights_` sends newer weights.
-            policy_factory: makes the policy on each worker, instead of ``policy``.
+            policy_factory: called on each worker to make the policy, instead of ``policy``.
             frames_per_batch: frames in each batch; in sync mode a multiple of all envs of all
                 workers, in async mode of one worker's envs.
-            total_frames: frames until it ends; -1: endless.
-            num_workers: None: all that the launch provides; else one for each maker in a list, or
-                for each core of this host.
+            total_frames: frames after which it ends, rounded up to whole batches; -1: endless.
+            num_workers: None: all that the launch provides; without a launch, one for each maker in
+                a list, else one for each core of this host.
             envs_per_worker: envs that each worker steps.
-            sync: True: a batch ``[W * n, T]`` is one rollout of each worker, rows in order of
+            sync: True: a batch ``[W * n, T]`` is one rollout from each worker, rows in the order of
                 worker_id, collected when it is asked for. False: a batch ``[n, T]`` is one
-                rollout of whichever worker is done first; all collect on meanwhile.
+                rollout from whichever worker is done first; the others keep collecting.
             cat_results: shape of a sync batch: 0 for ``[W * n, T]``, "stack" for ``[W, n, T]``, -1
                 for ``[n, W * T]``.
             device: the default of the following three.
             storing_device: where batches are delivered; None: CPU.
             env_device: where TorchRL envs compute; others have no choice.
             policy_device: where the workers' policies compute; None: where the policy is.
-            max_frames_per_traj: truncate trajectories after so many frames.
-            init_random_frames: so many frames at the start, rounded up to whole rollouts, have
+            max_frames_per_traj: truncate trajectories after this many frames.
+            init_random_frames: the first frames, this many rounded up to whole rollouts, have
                 random actions.
             reset_at_each_iter: start every rollout with a reset of all envs.
             postproc: called with each batch on the trainer; what it returns is delivered.
             split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
-                batch, padded with zeros; False in ``("collector", "mask")`` where that is so.
-            trajs_per_batch: deliver so many whole trajectories at a time, in the order in which
+                batch, padded with zeros; padding is False in ``("collector", "mask")``.
+            trajs_per_batch: deliver this many whole trajectories at a time, in the order in which
                 they end, padded as with ``split_trajs``; fewer at the very end.
             set_truncated: mark the last frame of each row of each rollout truncated and done,
                 unless the episode terminated there.
-            compact_obs: leave the observations under "next" out, for half the memory. They are the
-                next frame's, but for those at the end of an episode or row, which are not kept.
+            compact_obs: leave out the observations under "next", for half the memory. They equal
+                the next frame's, except at the end of an episode or row, where they are lost.
             replay_buffer: where frames go, ``[F]`` at a time, instead of to whoever iterates.
-            exploration_type: "random" or "deterministic", for policies with a distribution.
+            exploration_type: "random" or "deterministic" (or TorchRL's ``ExplorationType``), for
+                policies with a distribution.
             info_keys: entries of ``info`` that go into the batch as if they were observations: a
                 list of names, or ``{name: space}`` where the first reset and step don't show them.
-            clip_actions: clip what goes to the envs to the bounds of a Box action space.
-            models: further modules that are published with the policy, by name, as one version:
-                an observation normaliser, an encoder inside the envs. Policy and env makers that
-                refer to them do so on the workers as well.
-            update_at_each_batch: publish the policy's weights by itself between two batches: in
+            clip_actions: clip actions to the bounds of a Box space before they go to the envs.
+            models: further modules, by name, that are published with the policy as one version: an
+                observation normalizer, an encoder inside the envs. Policy and env makers that
+                refer to them refer to the workers' copies there.
+            update_at_each_batch: publish the policy's weights automatically between two batches: in
                 sync mode to all workers, in async mode to the one whose batch was taken last.
-            max_weight_update_interval: with the above also to workers that are more than so many
-                versions behind; and what ``worker_ids="lagging"`` means.
+            max_weight_update_interval: ``update_at_each_batch`` also sends to workers that are more
+                than this many versions behind; ``worker_ids="lagging"`` means these.
             weight_sync: what is sent, and when the workers use it.
-            weight_updater: how it gets there; None: an :class:`AutoUpdater`, or with a backend of
-                ``weight_sync`` a :class:`BroadcastUpdater`.
-            staleness: how old the policy of a delivered frame may be; None: as old as it is.
+            weight_updater: how weights are sent; None: an :class:`AutoUpdater`, or if
+                ``weight_sync`` names a backend a :class:`BroadcastUpdater`.
+            staleness: how old the policy of a delivered frame may be; None: any age.
             faults: what counts as a failure, and what is done about it.
             preemptive_threshold: in sync mode, once this share of a batch's rollouts is there
                 (above 0, at most 1), the other workers are told to deliver what they have. The
                 missing frames are padding: False in ``("collector", "mask")``.
-            batch_deadline_s: in sync mode, the same so many seconds after a batch was asked for.
-            reproducible: in async mode, the same batches each time (after ``set_seed``): workers
-                deliver in turn, and each begins a rollout when the batch after its last one is
-                asked for, with the weights published by then, which it keeps to its end. So a
+            batch_deadline_s: in sync mode, the same, this many seconds after a batch was asked for.
+            reproducible: in async mode, the same batches each time (after ``set_seed``). Workers
+                deliver in turn. Each begins a rollout when the batch after its previous one is
+                asked for, with the weights published by then, and keeps these to the end. So a
                 frame's lag is the number of publications meanwhile: one less than there are
-                workers, if each batch is followed by one. A worker's death ends the likeness.
+                workers, if each batch is followed by one. Once a worker dies, batches differ.
             evaluation: how many of the workers evaluate the policy instead of collecting.
-            listen: "HOST:PORT", this host's, where ``distcollect worker --join`` may add workers
-                at any time; None: what DISTCOLLECT_LISTEN says, else nowhere.
-            monitor: what is told of the run while it goes on.
-            trace: a file for what every process does when; see :class:`~distcollect.Monitor`.
+            listen: "HOST:PORT" of this host, where ``distcollect worker --join`` can add workers
+                at any time; None: what DISTCOLLECT_LISTEN says, else nowhere. Under a launcher, set
+                DISTCOLLECT_LISTEN instead.
+            monitor: how to show and record the run while it goes on.
+            trace: a file to record what every process does; see :class:`~distcollect.Monitor`.
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong; nothing was started.
             CollectorStateError: another collector is open; nothing was started.
             EnvError, PolicyError: an env or the policy failed when a worker tried it out.
-            WorkerLost, WorkerMismatch, DeadlineError: a worker did not come. In all these cases
-                nothing is left running.
+            WorkerLost, WorkerMismatch, DeadlineError: a worker did not start, or did not join. In
+                all these cases nothing is left running.
         """
         delivery = Delivery(
             cat_results,
@@ -366,36 +368,39 @@ class RPCDataCollector(DataCollectorBase):
 
     @property
     def num_workers(self) -> int:
-        """Workers that are there now; those that are being replaced are not counted."""
+        """Number of workers that are present now, without those being replaced."""
         return self._workers.num_present
 
     @property
     def worker_states(self) -> dict[int, State]:
-        """What is known of each slot's worker, by worker_id."""
+        """State of each worker, by worker_id."""
         return self._workers.states
 
     @property
     def worker_paces(self) -> dict[int, Pace]:
-        """How fast each worker is, by worker_id: who holds the others up."""
+        """How fast each worker is, by worker_id: shows which ones hold up the others."""
         return self._pool.paces
 
     @property
     def ledger(self) -> LedgerReport:
-        """Where all frames went that workers stepped: delivered, or lost and why.
+        """What became of all frames that workers stepped: delivered, or lost and why.
 
         What a worker stepped becomes known with its next rollout, or at its end.
         """
         return self._pool.ledger
 
     def release(self, worker_ids: int | Sequence[int]) -> None:
-        """Have workers leave for good; wait until they have.
+        """Send workers away for good, and wait until they have left.
 
-        They finish the rollout that they are collecting, for at most ``Faults.leave_timeout_s``;
-        it is delivered. Nobody takes their place; with fewer than ``Faults.min_workers`` left the
-        run ends.
+        They finish the rollout that they are collecting, within ``Faults.leave_timeout_s``, and it
+        is delivered. They are not replaced; with fewer than ``Faults.min_workers`` left the run
+        ends with an error.
+
+        Args:
+            worker_ids: one worker or several.
 
         Raises:
-            ArgumentError, ArgumentTypeError: no such workers.
+            ArgumentError, ArgumentTypeError: there are no such workers.
             DeadlineError: they did not end in time.
         """
         self._check_open()
@@ -416,7 +421,7 @@ class RPCDataCollector(DataCollectorBase):
 
     @property
     def stale_frames(self) -> dict[int, int]:
-        """worker_id to frames that were not delivered, or masked, as too stale."""
+        """How many frames were dropped or masked as too stale, by worker_id."""
         return dict(self._pool.stale_frames)
 
     @property
@@ -467,24 +472,27 @@ class RPCDataCollector(DataCollectorBase):
         """Give the next rollout to another trainer of the launch, without fetching it.
 
         Send the reference as you like (a queue, ``torch.distributed.send_object_list``); the other
-        trainer's :meth:`take_over` gets the frames straight from the worker. In the
-        :attr:`ledger` they are delivered once it has them, and else lost: by "not_taken" after
-        ``keep_s``, "worker_lost", or "shut_down" if this collector ends before. Until then the
-        rollout's memory on its worker is in use: of every two only one can wait to be taken while
-        the worker goes on. They count towards ``total_frames`` here, whatever becomes of them, and
-        :class:`Staleness` bounds their lag now, not when they are taken.
+        trainer's :meth:`take_over` gets the frames straight from the worker. In the :attr:`ledger`
+        they are delivered once that trainer has them, and otherwise lost: by "not_taken" after
+        ``keep_s``, "worker_lost", or "shut_down" if this collector ends before. They count towards
+        ``total_frames`` here, whatever becomes of them, and :class:`Staleness` bounds their lag
+        now, not when they are taken. Until then they occupy one of the worker's two rollout
+        buffers, so at most one rollout of a worker can wait while it keeps collecting.
 
-        Where :meth:`next` is called as well, rollouts may have been fetched ahead for it. These are
-        left for it, unless none else is being collected: then the frames travel with the reference,
-        and are delivered when it is made.
+        If you also call :meth:`next`, rollouts may have been fetched ahead for it. These are left
+        for it, unless no other is being collected: then the frames travel with the reference, and
+        are delivered when it is made.
 
         Args:
-            timeout_s: for the rollout, instead of ``Faults.batch_timeout_s``.
-            keep_s: so long its worker keeps it, from now on.
+            timeout_s: seconds to wait for the rollout, instead of ``Faults.batch_timeout_s``.
+            keep_s: seconds for which the worker keeps it, from now on.
+
+        Returns:
+            A reference to be pickled and sent to the other trainer.
 
         Raises:
             StopIteration: ``total_frames`` are collected.
-            ArgumentError: ``keep_s`` is no positive, finite number.
+            ArgumentError: ``keep_s`` is not a positive, finite number.
             CollectorStateError: in sync mode, with ``reproducible`` or ``trajs_per_batch``.
             BatchTimeout, EnvError, PolicyError, WorkerLost: as :meth:`next`.
         """
@@ -517,25 +525,26 @@ class RPCDataCollector(DataCollectorBase):
 
     @timed
     def take_over(self, reference: RolloutReference, timeout_s: float | None = None) -> TensorDict:
-        """A rollout that another trainer handed over, fetched straight from its worker.
+        """Fetch a rollout that another trainer handed over, straight from its worker.
 
-        This process has to reach the worker at the address on its route to its own trainer. The
-        frames keep their ids and versions; ``("collector", "worker_id")`` is the worker's with the
-        other trainer. Their lag is taken against all versions of this trainer. They don't count
-        towards ``total_frames`` here, and stand in the other trainer's ledger. A reference can be
-        taken once, and is spent if that fails.
+        This process has to be able to reach the worker at the address on the worker's route to its
+        own trainer. The frames keep their ids and versions; ``("collector", "worker_id")`` is the
+        worker's id with the other trainer. Their lag is measured against all versions of this
+        trainer. They don't count towards ``total_frames`` here, and are in the other trainer's
+        ledger. A reference can be used once, also if that fails.
 
         Args:
-            reference: what :meth:`hand_over` gave.
-            timeout_s: for the worker to give it, instead of ``Faults.batch_timeout_s``.
+            reference: what :meth:`hand_over` returned.
+            timeout_s: seconds for the worker to deliver it, instead of ``Faults.batch_timeout_s``.
 
         Returns:
             The batch ``[n, T]``, as :meth:`next` gives it.
 
         Raises:
-            RolloutGone: it was taken before, or too late, or its worker is gone; names the worker.
-            DeadlineError: its worker didn't answer in time; names it.
-            ArgumentError, ArgumentTypeError: this is no reference of this launch.
+            RolloutGone: it was taken already, or it is too late, or its worker is gone; names the
+                worker.
+            DeadlineError: the worker didn't answer in time; names it.
+            ArgumentError, ArgumentTypeError: this is not a reference of this launch.
             CollectorStateError: as :meth:`hand_over`.
         """
         self._check_hands_over("take_over")
@@ -609,7 +618,7 @@ class RPCDataCollector(DataCollectorBase):
         return lags
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Hand arguments to the weight updater's ``init``."""
+        """Pass arguments to the weight updater's ``init``."""
         self._check_open()
         self._updater.init(*args, **kwargs)
 
@@ -622,33 +631,35 @@ class RPCDataCollector(DataCollectorBase):
     ) -> PushHandle | None:
         """Publish new weights and send them to workers, which swap them in between two steps.
 
-        A worker that is late, dead, or got them torn is left out; the handle tells. Who was late
-        gets the newest weights as soon as it answers.
+        A worker that is late or dead, or whose copy arrives damaged, is left out; the handle says
+        so. A late worker gets the newest weights as soon as it answers.
 
         Args:
-            policy_or_weights: module, TensorDict of parameters or state dict, with ``models`` a
-                dict of these by name; None: the collector's own policy and models, into which the
-                weights of the updater's server are loaded before, if it has one. A copy is taken:
-                training may go on at once.
-            worker_ids: to whom: an int, a list, a slice; a ``torch.device`` or several for those
-                whose policy is there; "all", or None, for all; "last_batch" for those whose frames
-                are in the batch that was taken last; "lagging" for those more than
-                ``max_weight_update_interval`` versions behind this one.
-            wait: return when it is known of every worker whether it has them. Otherwise return at
-                once; of several versions that are not sent yet only the newest is sent. In sync
-                mode a worker collects only when it has the newest version sent to it.
+            policy_or_weights: a module, a TensorDict of parameters or a state dict; with
+                ``models``, a dict of these by name. None: the collector's own policy and models;
+                if the weight updater gets weights from a server, these are loaded into them first.
+                A copy is taken, so training may continue at once.
+            worker_ids: the workers to send them to: an int, a list, a slice; a ``torch.device`` or
+                several, for workers whose policy is there; "all" or None for all; "last_batch" for
+                those whose frames are in the batch that was taken last; "lagging" for those more
+                than ``max_weight_update_interval`` versions behind this one.
+            wait: return only when it is known of every worker whether it has them. Otherwise return
+                at once; if several versions wait to be sent, only the newest is. In sync mode a
+                worker collects only when it has the newest version sent to it.
 
         Returns:
-            What tells who has them: ``done()``, ``wait()``, ``acknowledged``, ``left_out``. None
-            for a policy without parameters, and where nobody lags: nothing is published then.
+            A handle that says which workers have them: ``done()``, ``wait()``, ``acknowledged``,
+            ``left_out``. None if nothing is published, as the policy has no parameters or no worker
+            is lagging.
 
         Raises:
-            WeightsError: a key is missing or unknown, or has another shape or dtype, or a value
-                that was to be refused. Names the key; nothing was sent.
-            ArgumentError, ArgumentTypeError: no such worker; nothing to send. Nothing was sent.
-            WeightsTimeout: nobody acknowledged in time; names them.
+            WeightsError: a key is missing or unknown, has another shape or dtype, or a value that
+                ``WeightSync`` refuses. Names the key; nothing was sent.
+            ArgumentError, ArgumentTypeError: there is no such worker, or nothing to send. Nothing
+                was sent.
+            WeightsTimeout: no worker acknowledged in time; names them.
             WorkerLost: a worker had died before.
-            WorkerError: nobody could receive them.
+            WorkerError: no worker could receive them.
         """
         self._check_open()
         # Of what is published to nobody, those who come later would not know.
@@ -730,7 +741,7 @@ class RPCDataCollector(DataCollectorBase):
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """What the :class:`EvaluationWorkers` found, in the order in which it came."""
+        """Results of the :class:`EvaluationWorkers`, in the order in which they came."""
         return [] if self._evaluators is None else list(self._evaluators.results)
 
     def _next_traj_id(self) -> int:
@@ -744,7 +755,7 @@ class RPCDataCollector(DataCollectorBase):
         self._pool.resume(version, first_traj_id, frames, self._faults.batch_timeout_s)
 
     def shutdown(self) -> None:
-        """End the workers and reap them; takes at most ``Faults.stop_timeout_s`` and a little."""
+        """End and reap the workers; takes little more than ``Faults.stop_timeout_s`` at most."""
         super().shutdown()
         try:
             self._finalizer()

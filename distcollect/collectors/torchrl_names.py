@@ -36,7 +36,7 @@ _REFUSED: dict[str, str] = {
     "interruptor": "use preemptive_threshold or batch_deadline_s",
     "local_init_rb": "workers don't write to the replay buffer: the trainer does, in start()",
     "num_collectors": "use num_workers",
-    "num_sub_threads": "each worker gets its share of the cores; set OMP_NUM_THREADS otherwise",
+    "num_sub_threads": "a worker computes on one thread, or as many as OMP_NUM_THREADS says",
     "num_threads": "call torch.set_num_threads() in the trainer",
     "post_collect_hook": "use postproc, which gets each batch",
     "pre_collect_hook": "do it between two batches, in your loop",

@@ -53,17 +53,17 @@ _OPEN_PORTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Looks for what would keep a run from working, and says what to do about it. Start it as "
-        "you start your script: torchrun ... -m distcollect doctor, srun python -m distcollect "
-        "doctor; by itself it looks at this machine alone. The exit status is 1 if something is "
-        "wrong."
+        "Finds out what would keep a run from working, and says what to do about it. Start it as "
+        "you start your script: torchrun ... -m distcollect doctor, or srun python -m distcollect "
+        "doctor. Without a launcher it checks this machine alone. The exit status is 1 if "
+        "something is wrong."
     )
     parser.add_argument(
         "--wait",
         metavar="SECONDS",
         type=float,
         default=60.0,
-        help="for all ranks to be there (default: %(default)g)",
+        help="how long to wait for all ranks (default: %(default)g)",
     )
     # How it starts a second process on a single machine.
     parser.add_argument("--join", metavar="HOST:PORT", help=argparse.SUPPRESS)

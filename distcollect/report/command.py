@@ -16,10 +16,13 @@ from .page import page
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be typed after ``distcollect report``."""
     parser.add_argument(
-        "folder", metavar="RUN", type=Path, help=f"the run's folder, with its {STATS_FILE}"
+        "folder", metavar="RUN", type=Path, help=f"the run_dir of its Monitor, with {STATS_FILE}"
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="the page (default: report.html in that folder)"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="the page (default: report.html in that folder)",
     )
 
 

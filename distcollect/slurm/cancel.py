@@ -14,7 +14,7 @@ from .status import run_in
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be typed after ``distcollect cancel``."""
-    parser.add_argument("run_folder", type=Path, help="as 'distcollect submit' has printed it")
+    parser.add_argument("run_folder", type=Path, help="as 'distcollect submit' printed it")
 
 
 def run(given: argparse.Namespace) -> int:

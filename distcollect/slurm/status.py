@@ -24,8 +24,8 @@ _MOST_TAILS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be typed after ``distcollect status``."""
-    parser.add_argument("run_folder", type=Path, help="as 'distcollect submit' has printed it")
-    parser.add_argument("--wait", action="store_true", help="until the trainer is done")
+    parser.add_argument("run_folder", type=Path, help="as 'distcollect submit' printed it")
+    parser.add_argument("--wait", action="store_true", help="stay until the trainer is done")
 
 
 def run(given: argparse.Namespace) -> int:

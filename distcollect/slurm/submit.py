@@ -19,16 +19,16 @@ One job, whose first task trains and whose others are workers:
 
     distcollect submit --nodes 8 --tasks-per-node 8 --time 12:00:00 train.py --lr 3e-4
 
-A trainer with a GPU, and 64 workers in 8 jobs apart, which may start at any time:
+A trainer with a GPU, and 64 workers in 8 separate jobs, which may start at any time:
 
     distcollect submit --gpus-per-node 1 --worker-jobs 8 --worker-tasks 8 train.py
 
-Two more such jobs for a run that is under way, or queued:
+Two more such jobs for a run that is running or queued:
 
     distcollect submit --add-workers runs/train-1 --worker-jobs 2 --worker-tasks 8
 
-The script calls distcollect.run(main), and goes on where it was when its job is requeued if it
-has a distcollect.Checkpoint.
+The script calls distcollect.run(main). With a distcollect.Checkpoint it continues where it was
+when its job is requeued.
 """
 
 
@@ -38,57 +38,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("script", nargs="?", type=Path, help="the training, a Python file")
-    add("arguments", nargs=argparse.REMAINDER, help="for the script")
-    add("--run-folder", type=Path, metavar="DIR", help="on a disk that all hosts share; default: "
-        "runs/SCRIPT-TIME in the working folder")  # fmt: skip
-    add("--add-workers", type=Path, metavar="RUN", help="to the run in this folder")
-    add("--name", help="of the run in SLURM's lists; default: the script's")
+    add("script", nargs="?", type=Path, help="the training script, a Python file")
+    add("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+    add("--run-folder", type=Path, metavar="DIR", help="for the run's files, on a disk that all "
+        "hosts share (default: runs/SCRIPT-TIME in the working folder)")  # fmt: skip
+    add(
+        "--add-workers",
+        type=Path,
+        metavar="RUN",
+        help="add worker jobs to the run in this folder, instead of submitting a script",
+    )
+    add("--name", help="of the jobs in SLURM's queue (default: the script's)")
 
     job = parser.add_argument_group("the trainer's job")
     add = job.add_argument
-    add("--nodes", type=_count, default=1, help="hosts (%(default)s)")
-    add("--tasks-per-node", type=_count, default=1, metavar="N", help="of all tasks the first "
-        "trains, the others are workers (%(default)s)")  # fmt: skip
-    add("--cpus-per-task", type=_count, default=1, metavar="N", help="cores (%(default)s)")
-    add("--gpus-per-node", type=int, default=0, metavar="N", help="(%(default)s)")
-    add("--mem-gb", type=float, metavar="GB", help="on each node; default: the cluster's")
-    add("--time", type=minutes, default=60, metavar="TIME", help="after which the job is ended "
-        "and requeued, as in 90 (minutes), 12:00:00 or 2-00:00:00; default: an hour")  # fmt: skip
-    add("--partition", "-p", metavar="NAME", help="default: the cluster's")
-    add("--account", "-A", metavar="NAME", help="that is charged")
+    add("--nodes", type=_count, default=1, help="hosts (default: %(default)s)")
+    add("--tasks-per-node", type=_count, default=1, metavar="N", help="the first of all tasks "
+        "trains, the others are workers (default: %(default)s)")  # fmt: skip
+    add("--cpus-per-task", type=_count, default=1, metavar="N", help="cores (default: %(default)s)")
+    add("--gpus-per-node", type=int, default=0, metavar="N", help="(default: %(default)s)")
+    add("--mem-gb", type=float, metavar="GB", help="memory of each node (default: the cluster's)")
+    add("--time", type=minutes, default=60, metavar="TIME", help="time limit, after which the job "
+        "is requeued: 90 (minutes), 12:00:00 or 2-00:00:00 (default: an hour)")  # fmt: skip
+    add("--partition", "-p", metavar="NAME", help="(default: the cluster's)")
+    add("--account", "-A", metavar="NAME", help="the account that is charged")
     add("--qos", metavar="NAME", help="quality of service")
     add("--slurm", action="append", default=[], metavar="NAME[=VALUE]", help="any other option of "
-        "sbatch, as in constraint=a100 or exclusive")  # fmt: skip
-    add("--setup", action="append", default=[], metavar="LINE", help="shell line to run before, "
-        "as in 'module load cuda'")  # fmt: skip
+        "sbatch, such as constraint=a100 or exclusive")  # fmt: skip
+    add("--setup", action="append", default=[], metavar="LINE", help="shell command to run first, "
+        "such as 'module load cuda'")  # fmt: skip
 
-    workers = parser.add_argument_group("jobs of workers apart; what isn't given is as above")
+    workers = parser.add_argument_group("separate jobs for workers; by default as above")
     add = workers.add_argument
-    add("--worker-jobs", type=int, default=0, metavar="N", help="jobs of a node each (0)")
-    add("--worker-tasks", type=_count, default=1, metavar="N", help="workers in each (%(default)s)")
+    add("--worker-jobs", type=int, default=0, metavar="N", help="jobs, of one node each "
+        "(default: %(default)s)")  # fmt: skip
+    add("--worker-tasks", type=_count, default=1, metavar="N", help="workers in each "
+        "(default: %(default)s)")  # fmt: skip
     add("--worker-cpus", type=_count, metavar="N", help="cores of each worker")
-    add("--worker-gpus", type=int, default=0, metavar="N", help="of each job (%(default)s)")
+    add("--worker-gpus", type=int, default=0, metavar="N", help="of each job (default: 0)")
     add("--worker-mem-gb", type=float, metavar="GB", help="of each job")
     add("--worker-time", type=minutes, metavar="TIME", help="of each job")
-    add("--worker-partition", metavar="NAME", help="say, one of nodes without GPUs")
+    add("--worker-partition", metavar="NAME", help="for example one without GPUs")
     add("--worker-slurm", action="append", metavar="NAME[=VALUE]", help="instead of --slurm")
 
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("how to run and submit")
     add = how.add_argument
-    add("--patience", type=float, default=3600.0, metavar="SECONDS", help="workers wait so long "
-        "for a trainer that is queued or requeued, and the trainer for workers "
-        "(%(default)g)")  # fmt: skip
-    add("--notice", type=_count, default=120, metavar="SECONDS", help="before its time is up, a "
-        "job is told to save (%(default)s)")  # fmt: skip
-    add("--max-time-limits", type=int, default=100, metavar="N", help="a job whose time is up is "
-        "requeued so often (%(default)s)")  # fmt: skip
-    add("--dry-run", action="store_true", help="print what sbatch would get, and end")
-    add("--wait", action="store_true", help="until the trainer is done, and tell what happens; "
-        "the exit code is 1 if it failed")  # fmt: skip
-    add("--trust-folder", action="store_true", help="the run folder is on a shared disk, whatever "
-        "it looks like")  # fmt: skip
-    add("--no-check", action="store_true", help="don't ask SLURM beforehand whether the jobs can "
+    add("--patience", type=float, default=3600.0, metavar="SECONDS", help="how long workers "
+        "wait for a trainer that is queued or requeued, and the trainer for workers "
+        "(default: %(default)g)")  # fmt: skip
+    add("--notice", type=_count, default=120, metavar="SECONDS", help="how long before its "
+        "time limit a job is told to save (default: %(default)s)")  # fmt: skip
+    add("--max-time-limits", type=int, default=100, metavar="N", help="how often a job "
+        "is requeued at its time limit (default: %(default)s)")  # fmt: skip
+    add("--dry-run", action="store_true", help="print what sbatch would get, submit nothing")
+    add("--wait", action="store_true", help="stay until the trainer is done, and report what "
+        "happens; the exit code is 1 if it failed")  # fmt: skip
+    add("--trust-folder", action="store_true", help="accept a run folder that doesn't look "
+        "like it is on a shared disk")  # fmt: skip
+    add("--no-check", action="store_true", help="don't ask SLURM first whether the jobs could "
         "ever run")  # fmt: skip
 
 
