@@ -28,7 +28,7 @@ from .transport import TRAJ_IDS_PER_TRAINER
 log = logging.getLogger(__name__)
 
 _FAREWELL_S = 20.0
-LISTEN = "DISTCOLLECTLISTEN"
+LISTEN = "DISTCOLLECT_LISTEN"
 _SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
 
 
@@ -343,7 +343,7 @@ def open_cluster(
 
     Args:
         num_workers: local ones to be started, where there is no launch; None: one for each core.
-        listen: "HOST:PORT" where others may join; None: what DISTCOLLECTLISTEN says.
+        listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
         local: this host in any case.
 
     Raises:
@@ -376,7 +376,7 @@ def open_cluster(
 
 
 def listen_address(listen: str | None = None, default: str = LOOPBACK) -> tuple[str, int]:
-    """Where to listen: by argument, by DISTCOLLECTLISTEN, else ``default`` and any port (0).
+    """Where to listen: by argument, by DISTCOLLECT_LISTEN, else ``default`` and any port (0).
 
     Raises:
         ArgumentError: it isn't "HOST:PORT".

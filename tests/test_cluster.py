@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from distcollect.cluster import Cluster
+from distcollect.cluster import Cluster, open_cluster
 from distcollect.errors import LaunchError
+from distcollect.network import listen
 
 
 class Connection:
@@ -62,3 +63,13 @@ def test_nothing_is_sent_to_a_supervisor_before_its_welcome(cluster: Cluster) ->
     cluster.admitted(connection)  # type: ignore[arg-type]
     cluster.spawn(0, 0, {}, {})
     assert [message["spawn"] for message in connection.sent] == [0]
+
+
+def test_listens_where_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("DISTCOLLECT_LISTEN", f"127.0.0.1:{port}")
+    monkeypatch.setenv("DISTCOLLECT_TOKEN", "a secret")
+    cluster = open_cluster(1)
+    assert cluster.gate.port == port
+    cluster.gate.close()
