@@ -31,7 +31,7 @@ class Stateful(Protocol):
 
 
 class Checkpoint:
-    """Saves training every so often, and when its job is told to end.
+    """Saves the state of training at intervals, and when the job is told to end.
 
     ::
 
@@ -42,16 +42,16 @@ class Checkpoint:
             checkpoint.step()
             collector.update_policy_weights_(policy)
 
-    A job is told by SIGTERM or SIGUSR2: clusters send these before they take a job's nodes away or
-    its time is up, torchrun to its ranks when it is ended itself. Then the next :meth:`step`, or
-    the collector if it is waiting for frames, saves and ends the process: collectors are shut down
-    as by Ctrl-C, and the exit code is 75. Started again, it goes on from there. Under
-    ``distcollect submit`` that happens by itself.
+    A job is told to end by SIGTERM or SIGUSR2. Clusters send these before they take a job's nodes
+    away or its time is up, and torchrun sends SIGTERM to its ranks when it is ended itself. Then
+    the next :meth:`step`, or the collector if it is waiting for frames, saves and ends the process:
+    collectors are shut down as by Ctrl-C, and the exit code is 75. When the script is started
+    again, it continues from there; under ``distcollect submit`` that happens automatically.
 
-    With several trainers the first one saves, and all load.
+    With several trainers, the first one saves and all of them load.
 
     Attributes:
-        path: the file.
+        path: the file that is written.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class Checkpoint:
         every_s: float = 600.0,
         **parts: Stateful,
     ) -> None:
-        """Save ``parts``.
+        """Say what to save; nothing is saved or loaded yet.
 
         Args:
-            path: a file; None: ``checkpoint.pt`` in the folder of a run that was submitted by
-                ``distcollect submit``, else in the working folder.
+            path: a file; None: ``checkpoint.pt``, under ``distcollect submit`` in the run folder,
+                otherwise in the working folder.
             every_s: seconds between two saves.
-            parts: what is saved, by name.
+            parts: what to save, by name: anything with ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            ArgumentError, ArgumentTypeError: nothing to save, or something that has no
-                ``state_dict`` and ``load_state_dict``.
+            ArgumentError, ArgumentTypeError: there is nothing to save, or a part lacks one of these
+                methods.
         """
         if not parts:
             raise ArgumentError(
@@ -95,16 +95,16 @@ class Checkpoint:
         notice.watch(self._leave)
 
     def load(self) -> bool:
-        """Go on from the file, if there is one.
+        """Load the file, if there is one.
 
-        A collector among the parts has to be fresh: call this before the first batch. Its workers
-        get the loaded weights of the policy it was given.
+        Call this before a collector among the parts delivers its first batch. Its workers then get
+        the loaded weights of the policy that it was made with.
 
         Returns:
-            Whether there was one.
+            Whether there was a file.
 
         Raises:
-            ArgumentError: it can't be read, or has other parts.
+            ArgumentError: the file can't be read, or has other parts.
         """
         self._looked = True
         if not self.path.exists():
@@ -126,11 +126,11 @@ class Checkpoint:
         return True
 
     def save(self) -> None:
-        """Save now; the file from before is replaced once the new one is whole.
+        """Save now; an existing file is replaced once the new one is complete.
 
         Raises:
-            CollectorStateError: there is a file from before, and :meth:`load` was not called.
-            ArgumentTypeError: a part's state can't be loaded again.
+            CollectorStateError: there is a file of an earlier run, and :meth:`load` was not called.
+            ArgumentTypeError: a part's state couldn't be loaded again.
             OSError: the file can't be written.
         """
         self._check()
@@ -155,7 +155,7 @@ class Checkpoint:
     def step(self) -> bool:
         """Save if it is time; if this process was told to end, save and end it.
 
-        Call it where all parts fit together, once for each batch: after the optimiser's step, and
+        Call it once per batch, where all parts belong together: after the optimizer's step, and
         before the new weights are published.
 
         Returns:

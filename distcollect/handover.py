@@ -39,17 +39,19 @@ _ENDED = "its worker's process has ended, or can't be reached from here"
 
 @dataclass(frozen=True)
 class RolloutReference:
-    """A rollout that lies on its worker, for another trainer to take: small, and to be pickled.
+    """A rollout that another trainer can take from its worker; small, and made to be pickled.
+
+    Use its properties; the attributes below are for :meth:`RPCDataCollector.take_over`.
 
     Attributes:
         trainer: which of the run's trainers handed it over.
-        run_id: of the run.
-        header: what is known of it.
+        run_id: the run's id.
+        header: what is known of the rollout.
         layout: what its frames consist of.
         peer: its worker's id on the wire.
-        contact: where that is reached; None: it is gone.
-        key: whoever shows it gets the rollout.
-        tensors: the rollout itself, if it had left its worker.
+        contact: where the worker can be reached; None: it is gone.
+        key: a secret that gives access to the rollout.
+        tensors: the rollout itself, if it had been fetched before it was handed over.
     """
 
     trainer: int

@@ -47,24 +47,25 @@ _LAST_S = 3.0
 def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     """Call ``main`` on the trainer and serve on all other ranks of the launch.
 
-    Under ``torchrun`` and ``srun``, rank 0 calls ``main`` and every other rank serves as a worker
-    of the collectors that ``main`` makes, until it returns. In a job of ``distcollect submit`` that
-    has its workers in jobs apart, these are its workers. Under no launcher ``main`` is called right
-    here, and collectors start local workers of their own.
+    Under ``torchrun`` and ``srun``, rank 0 calls ``main``, and every other rank is a worker for the
+    collectors that ``main`` makes, until it returns. Under ``distcollect submit --worker-jobs`` the
+    workers are in separate jobs. Without a launcher ``main`` is called in this process, and
+    collectors start local workers.
 
     Args:
-        main: the training.
-        num_trainers: so many ranks, the first, call ``main``, each with its own share of the
-            others as workers. Within ``main``, RANK and WORLD_SIZE are those among the trainers, so
-            that ``torch.distributed.init_process_group()`` makes a group of these, for DDP say.
-            Each publishes to its own workers: after a step that all trainers took together these
-            get the same weights, as the same version. The same seed gives each its own envs.
+        main: the training function.
+        num_trainers: how many ranks, the first ones, call ``main``, each with its own share of the
+            others as workers. Within ``main``, RANK and WORLD_SIZE count trainers only, so
+            ``torch.distributed.init_process_group()`` makes a group of these, for example for DDP.
+            Each trainer publishes to its own workers: after a step that all trainers took together,
+            all workers get the same weights, as the same version. With the same seed, each
+            trainer's envs still have seeds of their own.
 
     Returns:
         What ``main`` returned; None on the other ranks.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no such number of trainers.
+        ArgumentError, ArgumentTypeError: ``num_trainers`` can't be used.
         LaunchError: there are too few ranks, or they can't find each other.
     """
     arguments.positive("num_trainers", num_trainers)
@@ -137,13 +138,13 @@ def _among_trainers(launch: Launch, num_trainers: int) -> Iterator[None]:
 
 
 def num_workers(default: int) -> int:
-    """Workers that this launch provides; ``default`` where there is no launcher.
+    """Number of workers that this launch provides; ``default`` without a launcher.
 
-    For sizes that depend on it, such as ``frames_per_batch``. With several trainers each has its
-    own: call it within ``main``.
+    For sizes that depend on it, such as ``frames_per_batch``. With several trainers it is the
+    number of this trainer's workers: call it within ``main``.
 
     Args:
-        default: for a script that was started by plain python.
+        default: what to return for a script that was started by plain python.
 
     Raises:
         LaunchError: the launcher's variables can't be used.

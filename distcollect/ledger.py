@@ -22,11 +22,11 @@ class Frames:
     """Frames of one worker, or of all.
 
     Attributes:
-        stepped: transitions that its envs made, as far as is known.
-        delivered: handed to the user.
-        lost: never to be delivered, by cause.
-        open: stepped, and neither yet.
-        at_most: so many more may have been stepped and lost on hosts that vanished.
+        stepped: frames that the envs stepped, as far as is known.
+        delivered: frames that you got.
+        lost: frames that will never be delivered, by cause.
+        open: frames that were stepped, and are neither delivered nor lost yet.
+        at_most: frames that may have been stepped and lost besides, on hosts that vanished.
     """
 
     stepped: int = 0
@@ -38,11 +38,11 @@ class Frames:
 
 @dataclass(frozen=True)
 class LedgerReport:
-    """Where all frames went; ``str()`` of it is a table.
+    """What became of all frames; ``str()`` of it is a table.
 
     Attributes:
-        workers: worker_id to its frames, of all its processes together.
-        total: of all workers together.
+        workers: the frames of each worker, by worker_id; all processes that had this id together.
+        total: the frames of all workers together.
     """
 
     workers: Mapping[int, Frames]

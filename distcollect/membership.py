@@ -35,14 +35,14 @@ _PINGS_PER_SILENCE = 4
 
 
 class State(enum.Enum):
-    """What a slot's worker is to the trainer.
+    """State of a worker, as the trainer sees it.
 
     Attributes:
-        JOINING: a process is on its way, the first or one that replaces another.
-        READY: it is there.
-        SUSPECTED: it has given no sign of life for a while; it is still counted.
-        LOST: it is gone, and nobody takes its place any more.
-        LEFT: it left for good, as it was told to.
+        JOINING: its process is starting, the first one or a replacement.
+        READY: it is present.
+        SUSPECTED: it has given no sign of life for a while, but still counts as present.
+        LOST: it is gone, and won't be replaced.
+        LEFT: it was told to leave, and did.
     """
 
     JOINING = "joining"

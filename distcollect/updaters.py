@@ -67,14 +67,14 @@ class Site:
 
 
 class WeightUpdaterBase(ABC):
-    """Moves weights from the trainer to workers; derive from it to do that in another way.
+    """Moves weights from the trainer to workers; derive from it to do that in a way of your own.
 
-    :meth:`sources` and :meth:`send` are called on one thread, one after the other.
+    For each push, :meth:`sources` and then :meth:`send` are called on one thread.
 
     Attributes:
-        together: nobody gets the payload unless all of its receivers take part, as in a broadcast.
-            They are asked first, and without an answer there is no :meth:`send`: those who did
-            answer get sources of their own.
+        together: whether a push only works if all of its receivers take part, as in a broadcast.
+            They are then asked first. If one doesn't answer, there is no :meth:`send`; the others
+            get sources anew, without it.
     """
 
     together: bool = False

@@ -25,12 +25,12 @@ class Verdict:
     """What a run is bound by.
 
     Attributes:
-        bound: what most of the time goes to: the "trainer" between two batches, the workers' "env"
-            or "policy", "network" (moving rollouts and making batches of them, round trips),
-            "weights"; "unknown" before there is anything to tell.
-        shares: of the time, by these names.
-        more_workers: so many more workers would still help; infinity: many.
-        sentence: all of it for a person, with what would help most.
+        bound: what takes most of the time: "trainer" (your code between two batches), the workers'
+            "env" or "policy", "network" (moving rollouts, making batches, round trips) or
+            "weights"; "unknown" before the first batch.
+        shares: shares of the trainer's time by these names, which add up to 1.
+        more_workers: how many more workers would still help; infinity: many.
+        sentence: all of this in words, and what would help most.
     """
 
     bound: Bound

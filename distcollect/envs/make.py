@@ -30,9 +30,9 @@ class EnvContext:
     """Which env is being made; given to makers that have a parameter named ``context``.
 
     Attributes:
-        worker_id: the worker's slot.
-        env_index: the env's row within the worker; 0 for a maker of a vector env.
-        incarnation: which process in that slot.
+        worker_id: the worker that makes it; 0 in :class:`~distcollect.SyncDataCollector`.
+        env_index: the env's index within the worker; 0 for a maker of a vector env.
+        incarnation: counts the processes that this worker has had, from 0.
         seed: the seed of the env's first reset, or None.
     """
 
