@@ -97,7 +97,7 @@ class Watch:
             add(Prometheus(options.prometheus_port, self._now))
         if options.callback is not None:
             add(_Callback(options.callback, options.every_s))
-        if _wants_view(options):
+        if wants_view(options):
             if is_terminal(sys.stderr):
                 add(Display())
             elif log.isEnabledFor(logging.INFO):
@@ -217,7 +217,8 @@ def _hint(error: Exception) -> str:
     return ""
 
 
-def _wants_view(options: Monitor) -> bool:
+def wants_view(options: Monitor) -> bool:
+    """Whether to show how it goes."""
     if options.view is not None:
         return options.view
     return os.environ.get(VIEW_VARIABLE, "1").lower() not in ("0", "off", "false", "no")
