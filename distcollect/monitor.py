@@ -189,7 +189,7 @@ class Watch:
     def _write(self, writer: Writer, stats: Stats) -> None:
         try:
             writer.write(stats)
-        except Exception:
+        except (Exception, SystemExit):
             # What is told of a run must never end it.
             log.exception("%s failed, and is told nothing more; the run goes on", writer.about)
             self._drop(writer)
