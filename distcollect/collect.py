@@ -11,13 +11,18 @@ import gymnasium as gym
 from .arguments import positive
 from .cli import INTERRUPTED
 from .collectors import RPCDataCollector
+from .config import Monitor
 from .envs import check_env_id
 from .errors import ArgumentError
 from .launch import run as launch
+from .monitor import wants_view
 from .policy_file import NamedPolicy, import_from_here, named_policy
 from .saved import SavedFrames, frame_bytes
+from .stats import Stats
+from .view import is_terminal, log_line
 
 _STEPS = 256  # of each env in a rollout, unless asked otherwise
+_TELL_EVERY_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,20 +129,36 @@ def _fill(saved: SavedFrames, given: argparse.Namespace, policy: NamedPolicy) ->
     num_envs = given.envs_per_worker
     missing = saved.num_frames - saved.frames
     default = num_envs * min(_STEPS, -(-missing // num_envs))
+    frames_per_batch = given.frames_per_batch or default
     with RPCDataCollector(
         given.env,
         policy.policy,
         policy_factory=policy.factory,
-        frames_per_batch=given.frames_per_batch or default,
+        frames_per_batch=frames_per_batch,
+        # Of the last batch there may be some too many.
+        total_frames=-(-saved.num_frames // frames_per_batch) * frames_per_batch,
         num_workers=given.num_workers,
         envs_per_worker=num_envs,
         exploration_type="deterministic" if given.deterministic else "random",
         # First come, first served would give other frames each time.
         reproducible=given.seed is not None,
+        monitor=_monitor(),
     ) as collector:
         _go_on(collector, saved, given.seed)
         while not saved.is_complete:
             saved.add(collector.next())
+
+
+def _monitor() -> Monitor | None:
+    """Where no terminal shows how it goes, a line says so now and then."""
+    if is_terminal(sys.stderr) or not wants_view(Monitor()):
+        return None
+    return Monitor(view=False, callback=_tell_progress, every_s=_TELL_EVERY_S)
+
+
+def _tell_progress(stats: Stats) -> None:
+    if not stats.ended:
+        _tell(log_line(stats))
 
 
 def _go_on(collector: RPCDataCollector, saved: SavedFrames, seed: int | None) -> None:

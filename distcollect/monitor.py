@@ -97,7 +97,7 @@ class Watch:
             add(Prometheus(options.prometheus_port, self._now))
         if options.callback is not None:
             add(_Callback(options.callback, options.every_s))
-        if _wants_view(options):
+        if wants_view(options):
             if is_terminal(sys.stderr):
                 add(Display())
             elif log.isEnabledFor(logging.INFO):
@@ -189,7 +189,7 @@ class Watch:
     def _write(self, writer: Writer, stats: Stats) -> None:
         try:
             writer.write(stats)
-        except Exception:
+        except (Exception, SystemExit):
             # What is told of a run must never end it.
             log.exception("%s failed, and is told nothing more; the run goes on", writer.about)
             self._drop(writer)
@@ -217,7 +217,8 @@ def _hint(error: Exception) -> str:
     return ""
 
 
-def _wants_view(options: Monitor) -> bool:
+def wants_view(options: Monitor) -> bool:
+    """Whether to show how it goes."""
     if options.view is not None:
         return options.view
     return os.environ.get(VIEW_VARIABLE, "1").lower() not in ("0", "off", "false", "no")

@@ -66,16 +66,22 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
         return NamedPolicy(_unpickled(file, data, trust=trust), None, digest)
     found = _imported(given)
     identity = given
-    is_maker = inspect.isclass(found) or (
-        inspect.isroutine(found) and not inspect.signature(found).parameters
-    )
-    policy = _made(given, found) if is_maker else found
+    policy = _made(given, found) if _is_maker(found) else found
     if not callable(policy):
         raise ArgumentError(f"--policy {given}: {policy!r} can't be called, so it is no policy")
     if weights is not None:
         data = _load_weights(policy, weights, given)
         identity += f" sha256:{hashlib.sha256(data).hexdigest()}"
     return NamedPolicy(policy, None, identity)
+
+
+def _is_maker(found: object) -> bool:
+    if inspect.isclass(found):
+        return True
+    try:
+        return inspect.isroutine(found) and not inspect.signature(found).parameters
+    except ValueError:  # some that are built in have no signature
+        return False
 
 
 def _made(given: str, maker: Callable[[], Any]) -> Any:
@@ -112,19 +118,20 @@ class Scripted(nn.Module):
 
 
 def _is_torchscript(data: bytes) -> bool:
-    if not zipfile.is_zipfile(io.BytesIO(data)):
-        return False
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return any(name.partition("/")[2] == "constants.pkl" for name in archive.namelist())
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return any(name.partition("/")[2] == "constants.pkl" for name in archive.namelist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return False  # no archive, or a broken one
 
 
 def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
     try:
         held = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        if not isinstance(error, pickle.UnpicklingError) or not zipfile.is_zipfile(
-            io.BytesIO(data)
-        ):
+    except Exception as error:
+        # What torch finds in a pickle beside weights it refuses by this; noise fails in many ways.
+        refused = isinstance(error, pickle.UnpicklingError)
+        if not refused or not zipfile.is_zipfile(io.BytesIO(data)):
             raise ArgumentError(
                 f"--policy {file} is no file that torch.save or torch.jit.save has written: name "
                 "one that is, or MODULE:NAME"
@@ -162,15 +169,14 @@ def _imported(given: str) -> Any:
     import_from_here()
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:
         raise ArgumentError(
-            f"--policy {given}: module {module_name!r} can't be imported ({error}); it is looked "
-            "for in this folder and in PYTHONPATH"
+            f"--policy {given}: module {module_name!r} can't be imported ({type(error).__name__}: "
+            f"{error}); it is looked for in this folder and in PYTHONPATH"
         ) from error
     if not hasattr(module, name):
-        raise ArgumentError(
-            f"--policy {given}: module {module_name!r} ({module.__file__}) has no {name!r}"
-        )
+        origin = getattr(module, "__file__", "built in")
+        raise ArgumentError(f"--policy {given}: module {module_name!r} ({origin}) has no {name!r}")
     return getattr(module, name)
 
 
@@ -190,7 +196,7 @@ def _load_weights(policy: object, file: Path, given: str) -> bytes:
         data = file.read_bytes()
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         policy.load_state_dict(state)
-    except (OSError, pickle.UnpicklingError, RuntimeError, EOFError, TypeError) as error:
+    except Exception as error:
         raise ArgumentError(
             f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); it "
             "has to hold that module's state_dict(), as torch.save writes it"

@@ -24,6 +24,7 @@ from .errors import ArgumentError, CollectorStateError
 from .spaces import leaves_of
 
 RECORD = "collect.json"
+_DRAFT = f".{RECORD}"
 _FORMAT = 1
 # What a process that is killed has collected in vain, at most.
 _RECORD_EVERY_S = 1.0
@@ -98,7 +99,8 @@ class SavedFrames:
 
     def _read(self) -> None:
         if not (self.folder / RECORD).exists():
-            if others := sorted(path.name for path in self.folder.iterdir()):
+            # Who was killed as it began has left the draft of its first record.
+            if others := sorted({path.name for path in self.folder.iterdir()} - {_DRAFT}):
                 raise ArgumentError(
                     f"--out {self.folder} holds other things ({', '.join(others[:3])}"
                     f"{', ...' if len(others) > 3 else ''}): name a new or empty folder"
@@ -107,6 +109,10 @@ class SavedFrames:
         try:
             found = json.loads((self.folder / RECORD).read_text())
             known = found["format"] == _FORMAT
+        except OSError as error:
+            raise ArgumentError(
+                f"{self.folder / RECORD} can't be read ({error.strerror}): name another folder"
+            ) from error
         except (ValueError, KeyError, TypeError):
             known = False
         if not known:
@@ -170,7 +176,7 @@ class SavedFrames:
             )
 
     def begin(self) -> None:
-        """Take down that this process is the one that goes on."""
+        """Take down that this process is the one that goes on. Raises as :meth:`record`."""
         if self.frames:
             self._record["resumes"] += 1
         self._write_record()
@@ -226,29 +232,47 @@ class SavedFrames:
         return frames
 
     def record(self) -> None:
-        """Have all frames on the disk, and their number."""
-        for file in self._files:
-            os.fdatasync(file)
+        """Have all frames on the disk, and their number.
+
+        Raises:
+            ArgumentError: the disk is full, or gone; what was recorded before is there.
+        """
+        try:
+            for file in self._files:
+                os.fdatasync(file)
+        except OSError as error:
+            raise self._unwritable(error) from error
         self._write_record()
         self._recorded_at = time.monotonic()
 
     def _write_record(self) -> None:
-        new = self.folder / f".{RECORD}"
-        with new.open("w") as file:
-            json.dump(self._record, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.folder / RECORD)
+        draft = self.folder / _DRAFT
+        try:
+            with draft.open("w") as file:
+                json.dump(self._record, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self.folder / RECORD)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> ArgumentError:
+        return ArgumentError(
+            f"--out {self.folder} can't be written ({error.strerror}): once it can, the same "
+            "command goes on from the frames that were recorded before"
+        )
 
     def close(self) -> None:
-        """Record what there is, and let go of it."""
-        if self._files:
-            self.record()
-        self._frames = None
-        for file in self._files:
-            os.close(file)
-        self._files.clear()
-        os.close(self._lock)
+        """Record what there is, and let go of it. Raises as :meth:`record`."""
+        try:
+            if self._files:
+                self.record()
+        finally:
+            self._frames = None
+            for file in self._files:
+                os.close(file)
+            self._files.clear()
+            os.close(self._lock)
 
 
 def _kinds(frames: TensorDict) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -230,7 +230,7 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Numbers, texts and dicts of these by name, as JSON can hold them."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = _plain(self)
         return plain
 
     @classmethod
@@ -266,6 +266,11 @@ def _known(kind: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    """By hand, as there may be a thousand workers: asdict() copies all of it first."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int | str):
+        return value
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {name: _plain(each) for name, each in vars(value).items()}

@@ -6,6 +6,7 @@ come while a line is being written. So a line that is no snapshot is passed over
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -60,7 +61,10 @@ class JsonLines:
         _write_all(self._file, data)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and leave it to others."""
+        with contextlib.suppress(OSError):
+            # Processes that were forked off meanwhile have it open still.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .stats import Stats
+from .stats import Stats, WorkerStats
 
 Bound = Literal["trainer", "env", "policy", "network", "weights", "unknown"]
 
@@ -18,6 +18,8 @@ _BUSY_CPU = 0.7
 _FULL = 0.8  # of the cores
 # A worker that is so much busier than all on average holds the others up.
 _STRAGGLER = 1.5
+# What was only begun is mostly warming up.
+_BRIEF_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,10 @@ def verdict(stats: Stats) -> Verdict:
         if share >= 0.005
     )
     sentence = f"{_BOUND_BY[bound]} (of the time: {parts}). {_advice(bound, stats)} "
-    return Verdict(bound, shares, more, sentence + _on_workers(more, stats))
+    sentence += _on_workers(more, stats)
+    if stats.elapsed_s < _BRIEF_S:
+        sentence += f" That is from {stats.elapsed_s:.2g} s only."
+    return Verdict(bound, shares, more, sentence)
 
 
 _BOUND_BY = {
@@ -93,18 +98,22 @@ def _idle_while_wanted(stats: Stats) -> float:
         # They wait in any case while the trainer does something else.
         wait -= 1 - stats.trainer.collect
         # Or for the slowest of them, which is the envs' or the policy's doing.
-        busy = [1 - w.times.wait for w in stats.workers.values() if w.frames]
+        busy = [1 - worker.times.wait for worker in _collecting(stats).values()]
         if busy:
             wait -= max(busy) - sum(busy) / len(busy)
     return max(0.0, wait)
 
 
+def _collecting(stats: Stats) -> dict[int, WorkerStats]:
+    """Neither those set aside nor those that are gone; once the run is over, all that collected."""
+    did = {worker_id: each for worker_id, each in stats.workers.items() if each.frames}
+    do = {w: each for w, each in did.items() if each.state in ("ready", "suspected")}
+    return do or did
+
+
 def _more_workers(stats: Stats, waits: float) -> float:
     """How many more would still help, if the trainer ``waits`` for envs and policies."""
-    # Not those that are set aside, nor those that are gone, unless the run is over.
-    collecting = [w.state for w in stats.workers.values() if w.frames]
-    num_present = sum(state in ("ready", "suspected") for state in collecting)
-    num_workers = max(1, num_present or len(collecting))
+    num_workers = max(1, len(_collecting(stats)))
     if waits <= _WORTHWHILE:
         return 0
     others = 1 - waits
@@ -168,20 +177,18 @@ def _advice_on_network(stats: Stats) -> str:
 
 
 def _straggler(stats: Stats) -> int | None:
-    if not stats.sync or len(stats.workers) < 2:
+    busy = {w: 1 - each.times.wait for w, each in _collecting(stats).items()}
+    if not stats.sync or len(busy) < 2:
         return None
-    busy = {w: 1 - each.times.wait for w, each in stats.workers.items() if each.frames}
-    slowest = max(busy, key=lambda w: busy[w], default=None)
-    if slowest is None or busy[slowest] < _STRAGGLER * sum(busy.values()) / len(busy):
-        return None
-    return slowest
+    slowest = max(busy, key=lambda w: busy[w])
+    return slowest if busy[slowest] >= _STRAGGLER * sum(busy.values()) / len(busy) else None
 
 
 def _on_workers(more: float, stats: Stats) -> str:
     if not more:
         return "More workers would not help."
     count = "many" if more == math.inf else f"about {more:.0f}"
-    num_running = 0 if stats.in_process else len(stats.workers)
+    num_running = 0 if stats.in_process else len(_collecting(stats))
     taken = stats.times.cpu * num_running >= _FULL * stats.num_cores
     where = ""
     if stats.num_cores and stats.times.cpu >= _BUSY_CPU and (taken or more > stats.num_cores):

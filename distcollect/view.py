@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _FIRST_AFTER_S = 2.0
 # What drawing it takes, some 10 ms, is less than a hundredth of that.
 _EVERY_S = 2.0
+_YEARS_S = 2 * 365 * 86400.0
 # Lines of the display beside those of workers.
 _OTHER_LINES = 13
 
@@ -121,6 +122,8 @@ def _shares(values: dict[str, float]) -> Iterable[str]:
 
 
 def _duration(seconds: float) -> str:
+    if seconds > _YEARS_S:  # a total may stand for "endless"
+        return "years"
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -25,7 +25,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
-from distcollect import cli
+from distcollect import cli, collect
 from distcollect.policy_file import named_policy
 from distcollect.saved import SavedFrames, frame_bytes
 
@@ -85,7 +85,12 @@ def check_frames(frames: TensorDict) -> None:
     assert (episodes[1:][same] == episodes[:-1][same]).all()
 
 
-def test_goes_on_where_it_was_cut_off(marked: Marked, tmp_path: Path) -> None:
+def test_goes_on_where_it_was_cut_off(
+    marked: Marked,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = tmp_path / "frames"
     killed = begun(out, 0, seed=5)
     killed.kill()
@@ -103,8 +108,11 @@ def test_goes_on_where_it_was_cut_off(marked: Marked, tmp_path: Path) -> None:
     assert b"Traceback" not in said
     assert marked.gone()
 
+    monkeypatch.setattr(collect, "_TELL_EVERY_S", 0.1)
     assert cli.main(arguments(out, seed=5)) == 0
     assert recorded(out) == 4000 > second > first > 0
+    # Where there is no terminal. 134 batches of 30 frames are the first that have 4000.
+    assert re.search(r"collect: [\d,]+ of 4,020 frames \(\d+%\), .*to go", capsys.readouterr().err)
     frames = TensorDict.load_memmap(out)
     assert (frames[:first] == kept).all()
     check_frames(frames)
@@ -156,7 +164,9 @@ def test_a_saved_policy_and_a_seed_give_the_same_frames_each_time(
         ({"frames": 10**15}, "1,000,000,000,000,000 frames need .* GiB, and .* left: take fewer"),
         ({"policy": "nowhere.pt"}, "nowhere.pt: there is no such file.*MODULE:NAME"),
         ({"policy": "nowhere:policy"}, "'nowhere' can't be imported"),
-        ({"policy": "math:policy"}, "'math' .* has no 'policy'"),
+        ({"policy": "sys:policy"}, r"'sys' \(built in\) has no 'policy'"),
+        ({"policy": ":policy"}, "module '' can't be imported"),
+        ({"policy": ".nowhere:policy"}, "module '.nowhere' can't be imported"),
         ({"weights": "w.pt"}, "--weights w.pt needs a --policy"),
     ],
 )
@@ -256,6 +266,29 @@ def test_room_that_was_taken_in_vain_is_given_back(tmp_path: Path) -> None:
         assert not left.exists()
 
 
+def test_who_was_killed_as_it_began_has_left_nothing_that_counts(tmp_path: Path) -> None:
+    (tmp_path / ".collect.json").write_text('{"form')
+    with SavedFrames(tmp_path, 30, {}) as saved:
+        saved.begin()
+    assert recorded(tmp_path) == 0
+    assert not (tmp_path / ".collect.json").exists()
+
+
+def test_a_disk_that_is_full_is_told_of_in_words(tmp_path: Path) -> None:
+    with dc.SyncDataCollector("CartPole-v1", frames_per_batch=5) as collector:
+        batch = collector.next()
+    saved = SavedFrames(tmp_path, 10, {})
+    saved.begin()
+    saved.add(batch)
+    (tmp_path / ".collect.json").symlink_to("/dev/full")
+    with pytest.raises(dc.ArgumentError, match=r"No space left.*goes on from"):
+        saved.close()
+    # All is given back: another process may go on.
+    (tmp_path / ".collect.json").unlink()
+    with SavedFrames(tmp_path, 10, {}) as saved:
+        assert saved.frames == 0
+
+
 def test_frames_of_another_kind_are_not_mixed_in(tmp_path: Path) -> None:
     def batch(action: gym.Space[Any]) -> TensorDict:
         env = Sampled(spaces.Discrete(3))
@@ -285,6 +318,12 @@ class Touch:
 
     def __reduce__(self) -> Any:
         return leave_mark, ()
+
+
+def _newer(archive: bytes) -> bytes:
+    """A zip file as of a version that nobody knows yet."""
+    entry = archive.index(b"PK\x01\x02")
+    return archive[: entry + 6] + b"\xff" + archive[entry + 7 :]
 
 
 def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,9 +364,14 @@ def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(dc.ArgumentError, match=r"holds a NoneType, which is no policy"):
         named_policy("bad.pt", trust=True)
     assert marks == ["loaded"]
-    Path("noise.pt").write_bytes(b"noise")
-    with pytest.raises(dc.ArgumentError, match=r"noise.pt is no file that torch.save"):
-        named_policy("noise.pt", trust=True)
+    module = Path("module.pt").read_bytes()
+    for noise in (b"noise", b"", b"i\xe9\n\xe9\n", b"0", module[:200], _newer(module)):
+        Path("noise.pt").write_bytes(noise)
+        for trust in (False, True):
+            with pytest.raises(dc.ArgumentError, match=r"noise.pt is (no file that torch.save|a )"):
+                named_policy("noise.pt", trust=trust)
+    with pytest.raises(dc.ArgumentError, match=r"noise.pt can't be loaded into net:Net"):
+        named_policy("net:Net", Path("noise.pt"), trust=False)
 
     found = named_policy(str(scripted(tmp_path / "turns.pt")), trust=False)
     assert found.factory is not None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import struct
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,20 @@ def test_a_callback_that_shuts_the_collector_down(caplog: pytest.LogCaptureFixtu
     assert other.closed == 1
 
 
+def test_a_callback_that_exits_ends_itself_only(caplog: pytest.LogCaptureFixture) -> None:
+    other = Told()
+    watch = Watch(dc.Monitor(view=False, callback=lambda _: sys.exit(1), every_s=0.001))
+    watch._writers.append(other)
+    watch.begin(lambda: STATS)
+    while not other.stats:
+        assert watch._thread is not None
+        watch._thread.join(0.01)
+        assert watch._thread.is_alive()
+    watch.close(STATS)
+    assert other.stats[-1].ended
+    assert caplog.text.count("Monitor(callback=...) failed") == 1
+
+
 def test_a_callback_that_hangs_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,8 +172,10 @@ def test_collectors_that_write_at_once_write_to_files_of_their_own(
     for _ in range(2):
         first.write(STATS)
         second.write(STATS)
+    forked = os.dup(first._file.fileno())  # as processes that are forked off have it
     first.close()
     third = JsonLines(path, 5.0)
+    os.close(forked)
     third.write(STATS)
     second.close()
     third.close()

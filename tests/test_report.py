@@ -13,6 +13,7 @@ import pytest
 from distcollect import cli
 from distcollect.report.charts import duration, short, ticks
 from distcollect.report.history import Event, Span, history_of, read
+from distcollect.report.page import page
 
 BEGUN_AT = 1_700_000_000.0
 
@@ -97,6 +98,14 @@ def test_several_snapshots_make_a_point() -> None:
     assert [(p.t_s, p.frames_per_s) for p in history.points] == [(1, 3.0), (2, 9.0)]
 
 
+def test_a_clock_that_is_set_back_turns_no_curve_back() -> None:
+    told = [snapshot(1), snapshot(2, time=BEGUN_AT - 500), snapshot(3, time=BEGUN_AT - 499)]
+    told += [snapshot(1, time=BEGUN_AT - 490, collector_id="another")]
+    history = history_of(told)
+    assert [point and point.t_s for point in history.points] == [1, 2, 3, None, 4]
+    assert history.spans[0] == [Span(0, 4, "ready")]
+
+
 def test_another_collector_writes_on() -> None:
     first = snapshot(9, lag={"frames": {"1": 4}})
     second = snapshot(2, time=BEGUN_AT + 30, lag={"frames": {"1": 3}})
@@ -165,6 +174,18 @@ def test_a_long_run_is_thinned_out(tmp_path: Path) -> None:
     assert 300 <= len(read(file).points) <= 400
 
 
+def test_a_page_about_many_losses_stays_small(tmp_path: Path) -> None:
+    flaps = [
+        snapshot(t, workers={"0": {"state": "ready" if t % 2 else "joining"}})
+        for t in range(20_000)
+    ]
+    history = history_of(flaps)
+    assert len(history.events) == 19_999
+    text = page(history, "flapping")
+    assert len(text) < 500_000
+    assert "10,000 joined, 9,999 lost" in text
+
+
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "there is no stats.jsonl; name the folder" in capsys.readouterr().err
@@ -177,6 +198,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_numbers_in_a_few_characters() -> None:
+    assert [short(v) for v in (999.6, -999_600, 999_499, 1e300)] == ["1k", "-1M", "999k", "1e+291G"]
     assert [short(v) for v in (0, 0.1234, 12, 12345, 2.5e6)] == [
         "0",
         "0.123",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import sys
 import threading
 import urllib.request
 from pathlib import Path
@@ -359,6 +360,11 @@ def test_a_monitor_that_cannot_be(tmp_path: Path, started: Any) -> None:
         with pytest.raises(error):
             dc.MultiSyncDataCollector(Countdown, frames_per_batch=4, monitor=monitor)
     assert not started()
+
+
+def test_a_total_that_stands_for_endless_has_a_line_too() -> None:
+    line = log_line(Stats(frames=9, total_frames=sys.maxsize, frames_per_s=0.1))
+    assert "(0%), years to go" in line
 
 
 def test_log_line() -> None:

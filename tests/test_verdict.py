@@ -70,6 +70,23 @@ def test_workers_that_are_gone_or_set_aside_are_not_counted() -> None:
     assert verdict(replace(stats, workers={**stats.workers, **others})).more_workers == 1
 
 
+def test_a_run_that_has_only_begun_says_so() -> None:
+    stats = run(TrainerTimes(collect=1.0), BUSY, elapsed_s=0.25)
+    assert str(verdict(stats)).endswith(" That is from 0.25 s only.")
+    assert "only." not in str(verdict(replace(stats, elapsed_s=10.0)))
+
+
+def test_workers_that_are_gone_take_no_cores_and_hold_nobody_up() -> None:
+    slow = WorkerTimes(env=1.0, cpu=0.9)
+    fast = WorkerTimes(env=0.2, wait=0.8, cpu=0.9)
+    stats = run(TrainerTimes(train=0.3, collect=0.7), slow, num=1, num_cores=8, sync=True)
+    gone = {w: WorkerStats(state="left", frames=50, times=slow) for w in range(1, 10)}
+    stats = replace(stats, workers={**stats.workers, **gone})
+    assert "this host" not in str(verdict(replace(stats, sync=False)))
+    here = {w: WorkerStats(frames=50, times=fast) for w in range(2)}
+    assert "holds" not in str(verdict(replace(stats, workers={**gone, **here})))
+
+
 def test_cores_limit_what_computes() -> None:
     computing = replace(BUSY, cpu=0.95)
     stats = run(TrainerTimes(train=0.2, collect=0.8), computing, num_cores=2)

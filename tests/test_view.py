@@ -66,7 +66,11 @@ def test_it_fits_the_terminal() -> None:
     many = replace(STATS, workers=dict.fromkeys(range(500), WORKER))
     text = drawn(many, width=60, height=24)
     assert len(text.splitlines()) <= 24
-    assert "and 489 more" in text
+    assert "and 489 more ready" in text
+    # Those that something is the matter with are there.
+    many = replace(many, workers={**many.workers, 321: replace(WORKER, state="lost")})
+    text = drawn(many, width=60, height=24)
+    assert re.search(r"^9 .*\n321 +lost .*\nand 489 more ready$", text, re.MULTILINE)
 
 
 def test_the_display_begins_late_and_gives_way_to_a_progress_bar(

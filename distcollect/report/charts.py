@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 WIDTH, HEIGHT = 760, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 10, 26
 _LANE = 18
+
+_T = TypeVar("_T")
 
 
 class Curve(NamedTuple):
@@ -28,6 +30,7 @@ class Curve(NamedTuple):
 
 def short(value: float) -> str:
     """A number in a few characters: 12300 is 12.3k."""
+    value = float(f"{value:.3g}")  # 999.6 is 1k
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{unit}"
@@ -171,6 +174,15 @@ class Lane(NamedTuple):
     marks: Sequence[tuple[float, str, str]]
 
 
+def _apart(given: Iterable[_T], place: Callable[[_T], Hashable]) -> Iterator[_T]:
+    """One for each place: more can't be told apart, and the page has to stay small."""
+    seen: set[Hashable] = set()
+    for item in given:
+        if (at := place(item)) not in seen:
+            seen.add(at)
+            yield item
+
+
 def lanes(about: str, given: Sequence[Lane], end_s: float) -> str:
     """What each row was in, over the time of a run."""
     height = _TOP + _LANE * len(given) + _BOTTOM
@@ -184,11 +196,13 @@ def lanes(about: str, given: Sequence[Lane], end_s: float) -> str:
             f'<rect class="state {style}" x="{x(begin):.1f}" y="{top + 3}" '
             f'width="{max(1.0, x(end) - x(begin)):.1f}" height="{_LANE - 6}">'
             f"<title>{escape(tells)}</title></rect>"
-            for begin, end, style, tells in lane.spans
+            for begin, end, style, tells in _apart(
+                lane.spans, lambda span: (round(x(span[0])), round(x(span[1])), span[2])
+            )
         ]
         parts += [
             f'<circle class="mark {style}" cx="{x(at):.1f}" cy="{top + _LANE / 2}" r="4.5">'
             f"<title>{escape(tells)}</title></circle>"
-            for at, style, tells in lane.marks
+            for at, style, tells in _apart(lane.marks, lambda mark: (round(x(mark[0])), mark[1]))
         ]
     return _svg(height, about, parts)

@@ -115,6 +115,7 @@ def history_of(told: Iterable[Snapshot], *, per_point: int = 1) -> History:
     """The history that snapshots tell, in order; so many make a point."""
     history = History()
     last: Snapshot | None = None
+    begun_s = t_s = 0.0  # of a collector, and of its last snapshot
     waiting: list[Point] = []
     for snapshot in told:
         elapsed_s = snapshot.get("elapsed_s", 0.0)
@@ -125,9 +126,12 @@ def history_of(told: Iterable[Snapshot], *, per_point: int = 1) -> History:
             history.points.append(None)
             _settle(history, last)
             last = None
-        t_s = snapshot["time"] - history.begun_at
+            begun_s = max(t_s, snapshot["time"] - elapsed_s - history.begun_at)
+        since_s = begun_s if last is None else t_s
+        # Hosts' clocks are set now and then; elapsed_s only rises.
+        t_s = begun_s + elapsed_s
         waiting.append(_point(t_s, snapshot, last))
-        _note_workers(history, t_s, elapsed_s, snapshot, last)
+        _note_workers(history, since_s, t_s, snapshot, last)
         if len(waiting) >= per_point:
             _add_point(history, waiting)
         last = snapshot
@@ -183,22 +187,17 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _note_workers(
-    history: History,
-    t_s: float,
-    elapsed_s: float,
-    snapshot: Snapshot,
-    last: Snapshot | None,
+    history: History, since_s: float, t_s: float, snapshot: Snapshot, last: Snapshot | None
 ) -> None:
     before = last.get("workers", {}) if last is not None else {}
-    since = t_s - elapsed_s if last is None else last["time"] - history.begun_at
     for name, worker in snapshot.get("workers", {}).items():
         worker_id, state = int(name), worker.get("state", "ready")
         known = before.get(name, {})
         spans = history.spans[worker_id]
-        if spans and spans[-1].state == state and spans[-1].end_s >= since:
+        if spans and spans[-1].state == state and spans[-1].end_s >= since_s:
             spans[-1] = spans[-1]._replace(end_s=t_s)
         else:
-            spans.append(Span(since, t_s, state))
+            spans.append(Span(since_s, t_s, state))
         if last is not None:
             # That all of them leave with their collector is no news.
             was = known.get("state", "joining")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from html import escape
 
 from .charts import Curve, Lane, bars, curves, duration, lanes, short
-from .history import History, Point
+from .history import Event, History, Point
 
 _MAX_LANES = 64
 _MAX_BARS = 60
@@ -128,6 +128,9 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 def _workers(history: History) -> list[str]:
     shown = sorted(history.spans)[:_MAX_LANES]
+    events: dict[int, list[Event]] = defaultdict(list)
+    for event in history.events:
+        events[event.worker_id].append(event)
     rows = [
         Lane(
             f"worker {worker_id}",
@@ -137,8 +140,7 @@ def _workers(history: History) -> list[str]:
             ],
             [
                 (e.t_s, e.what, f"worker {worker_id} {e.what}, seen at {duration(e.t_s)}")
-                for e in history.events
-                if e.worker_id == worker_id
+                for e in events[worker_id]
             ],
         )
         for worker_id in shown
