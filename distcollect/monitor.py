@@ -76,24 +76,28 @@ class Watch:
         self.trace = None if path is None else Trace(path)
         try:
             self._open(options)
-        except (OSError, ModuleNotFoundError) as error:
+        except BaseException:
             for writer in self._writers:
                 writer.close()
             self._close_trace()
-            missing = isinstance(error, ModuleNotFoundError)
-            hint = "; pip install 'distcollect[tensorboard]' brings it" if missing else ""
-            raise ArgumentError(f"{options}: {error}{hint}") from error
+            raise
 
     def _open(self, options: Monitor) -> None:
         add = self._writers.append
         if options.run_dir is not None:
             folder = Path(options.run_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            add(JsonLines(folder / STATS_FILE, options.every_s))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                add(JsonLines(folder / STATS_FILE, options.every_s))
+            except OSError as error:
+                raise ArgumentError(
+                    f"Monitor(run_dir={str(folder)!r}): can't be written to ({error.strerror}); "
+                    "name another folder"
+                ) from error
             if options.tensorboard:
-                add(TensorBoard(folder, options.every_s))
+                add(_tensorboard(folder, options.every_s))
         if options.prometheus_port is not None:
-            add(Prometheus(options.prometheus_port, self._now))
+            add(_prometheus(options.prometheus_port, self._now))
         if options.callback is not None:
             add(_Callback(options.callback, options.every_s))
         if _wants_view(options):
@@ -170,6 +174,25 @@ class Watch:
             if writer in self._writers:  # else this was closed meanwhile
                 self._writers.remove(writer)
                 writer.close()
+
+
+def _tensorboard(folder: Path, every_s: float) -> TensorBoard:
+    try:
+        return TensorBoard(folder, every_s)
+    except ModuleNotFoundError as error:
+        raise ArgumentError(
+            f"Monitor(tensorboard=True): {error}; pip install 'distcollect[tensorboard]' brings it"
+        ) from error
+
+
+def _prometheus(port: int, latest: Callable[[], Stats | None]) -> Prometheus:
+    try:
+        return Prometheus(port, latest)
+    except OSError as error:
+        raise ArgumentError(
+            f"Monitor(prometheus_port={port}): can't be listened on ({error.strerror}); name "
+            "another port, or 0 for any that is free"
+        ) from error
 
 
 def _wants_view(options: Monitor) -> bool:

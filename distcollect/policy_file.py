@@ -58,8 +58,14 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
     file = Path(given)
     if file.is_file():
         if weights is not None:
-            raise ArgumentError(f"--weights {weights}: the policy in {file} has weights already")
-        data = file.read_bytes()
+            raise ArgumentError(
+                f"--weights {weights}: the policy in {file} has weights already; leave one out, or "
+                "name the policy's code by --policy MODULE:NAME"
+            )
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise ArgumentError(f"--policy {file} can't be read: {error.strerror}") from error
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if _is_torchscript(data):
             return NamedPolicy(None, partial(Scripted, data), digest)
@@ -71,7 +77,10 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
     )
     policy = _made(given, found) if is_maker else found
     if not callable(policy):
-        raise ArgumentError(f"--policy {given}: {policy!r} can't be called, so it is no policy")
+        raise ArgumentError(
+            f"--policy {given}: {policy!r} can't be called, so it is no policy; name a module or "
+            "function from observations to actions"
+        )
     if weights is not None:
         data = _load_weights(policy, weights, given)
         identity += f" sha256:{hashlib.sha256(data).hexdigest()}"
@@ -121,7 +130,8 @@ def _is_torchscript(data: bytes) -> bool:
 def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
     try:
         held = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:
+        # What is no pickle may raise anything.
         if not isinstance(error, pickle.UnpicklingError) or not zipfile.is_zipfile(
             io.BytesIO(data)
         ):
@@ -148,13 +158,16 @@ def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
             "define it have to be importable from here"
         ) from error
     if not callable(policy):
-        raise ArgumentError(f"--policy {file} holds a {type(policy).__name__}, which is no policy")
+        raise ArgumentError(
+            f"--policy {file} holds a {type(policy).__name__}, which is no policy: save a module "
+            "or function from observations to actions"
+        )
     return policy  # type: ignore[no-any-return]
 
 
 def _imported(given: str) -> Any:
     module_name, _, name = given.partition(":")
-    if not name:
+    if not (module_name and name):
         raise ArgumentError(
             f"--policy {given}: there is no such file; give one, or MODULE:NAME for what a module "
             "defines"
@@ -167,9 +180,15 @@ def _imported(given: str) -> Any:
             f"--policy {given}: module {module_name!r} can't be imported ({error}); it is looked "
             "for in this folder and in PYTHONPATH"
         ) from error
+    except Exception as error:
+        raise ArgumentError(
+            f"--policy {given}: importing the module {module_name!r} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not hasattr(module, name):
         raise ArgumentError(
-            f"--policy {given}: module {module_name!r} ({module.__file__}) has no {name!r}"
+            f"--policy {given}: module {module_name!r} ({module.__file__}) has no {name!r}; name "
+            "a policy that it defines, or a class or function that makes one"
         )
     return getattr(module, name)
 
@@ -190,7 +209,8 @@ def _load_weights(policy: object, file: Path, given: str) -> bytes:
         data = file.read_bytes()
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         policy.load_state_dict(state)
-    except (OSError, pickle.UnpicklingError, RuntimeError, EOFError, TypeError) as error:
+    except Exception as error:
+        # What is no pickle may raise anything.
         raise ArgumentError(
             f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); it "
             "has to hold that module's state_dict(), as torch.save writes it"

@@ -71,8 +71,8 @@ def newest(run_dir: Path) -> News:
         lines = _tail(path)
     except OSError as error:
         raise ArgumentError(
-            f"{path} can't be read ({error.strerror}): is that the folder of a run with "
-            "Monitor(run_dir=...)?"
+            f"{path} can't be read ({error.strerror}): name the folder that was the run's run_dir, "
+            "as in Monitor(run_dir=...)"
         ) from error
     for line in reversed(lines):
         try:
@@ -80,7 +80,10 @@ def newest(run_dir: Path) -> News:
             return News(Stats.from_dict(told), told["time"])
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # it is being written, or was broken off
-    raise ArgumentError(f"{path} says nothing yet: the run has only just begun")
+    raise ArgumentError(
+        f"{path} says nothing yet of a run: if one has only just begun, try again in some seconds; "
+        "else name the folder that was the run's run_dir"
+    )
 
 
 def _tail(path: Path) -> list[bytes]:

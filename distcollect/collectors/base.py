@@ -410,7 +410,7 @@ class DataCollectorBase(ABC):
         the longer envs and network take.
 
         Args:
-            seed: any whole number.
+            seed: a whole number, 0 or more.
             static_seed: all envs get the same seed, instead of one each.
 
         Returns:
