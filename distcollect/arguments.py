@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +15,8 @@ import gymnasium as gym
 import torch
 from torch import nn
 
+from .cluster import current
+from .config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from .envs import check_env_id, is_env
 from .errors import ArgumentError, ArgumentTypeError, PolicyNotSendable
 from .spaces import leaves_of
@@ -105,7 +107,14 @@ def env_maker(maker: object, *, instances: bool) -> None:
     """
     if isinstance(maker, str):
         check_env_id(maker)
-        env = gym.make(maker)
+        try:
+            env = gym.make(maker)
+        except Exception as error:
+            raise ArgumentError(
+                f"the env {maker!r} can't be made here ({type(error).__name__}: {error}): install "
+                "what it needs; if it is only to be made on workers' hosts, pass a callable that "
+                "makes it"
+            ) from error
         try:
             leaves_of(env.observation_space, "observation")
             leaves_of(env.action_space, "action")
@@ -141,6 +150,36 @@ def env_makers(create_env_fn: object, num_workers: int) -> list[object]:
     for maker in makers:
         env_maker(maker, instances=False)
     return makers if len(makers) > 1 else makers * num_workers
+
+
+_SETTINGS: dict[str, type] = {
+    "evaluation": EvaluationWorkers,
+    "faults": Faults,
+    "monitor": Monitor,
+    "staleness": Staleness,
+    "weight_sync": WeightSync,
+}
+
+
+def kinds(given: Mapping[str, object], flags: Set[str]) -> None:
+    """Check what a collector is given for its settings and flags.
+
+    Args:
+        given: its arguments, by name.
+        flags: those of them that are to be True, False, or None where they are optional.
+
+    Raises:
+        ArgumentTypeError: one is of another kind.
+    """
+    for name, value in given.items():
+        kind = _SETTINGS.get(name)
+        if kind is not None and value is not None and not isinstance(value, kind):
+            raise ArgumentTypeError(
+                f"{name}={value!r}: must be a distcollect.{kind.__name__}, as in "
+                f"{name}=distcollect.{kind.__name__}(...)"
+            )
+        if name in flags and isinstance(value, str):
+            raise ArgumentTypeError(f"{name}={value!r}: must be True or False")
 
 
 def policy(given: object, factory: object) -> None:
@@ -180,32 +219,37 @@ def devices(device: object, storing_device: object, env: object, policy: object)
     """A collector's devices: ``device`` for each of the others that is None.
 
     Raises:
-        ArgumentError: torch knows no such device, or batches are wanted where this process has
-            none.
+        ArgumentError: torch knows no such device, or this process has none, and is the one that
+            needs it.
     """
-    default = _device("device", device)
-    storing = _device("storing_device", storing_device) or default
-    if storing is not None and storing.type == "cuda":
-        num_gpus = torch.cuda.device_count()
-        if (storing.index or 0) >= num_gpus:
-            raise ArgumentError(
-                f"storing_device={str(storing)!r}: this process sees {num_gpus} GPU(s); name one "
-                "of these, or 'cpu'"
-            )
+    # Workers of a launch may be on hosts that have what this one lacks.
+    elsewhere = current() is not None
+
+    def found(name: str, value: object, *, here: bool) -> torch.device | None:
+        return _device("device", device, here) if value is None else _device(name, value, here)
+
     return Devices(
-        storing,
-        _device("env_device", env) or default,
-        _device("policy_device", policy) or default,
+        found("storing_device", storing_device, here=True),
+        found("env_device", env, here=not elsewhere),
+        found("policy_device", policy, here=not elsewhere),
     )
 
 
-def _device(name: str, value: object) -> torch.device | None:
+def _device(name: str, value: object, here: bool) -> torch.device | None:
     if value is None:
         return None
     try:
-        return torch.device(value)  # type: ignore[no-any-return,call-overload]
+        device: torch.device = torch.device(value)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"{name}={value!r}: {error}") from error
+    if here and device.type == "cuda":
+        num_gpus = torch.cuda.device_count()
+        if (device.index or 0) >= num_gpus:
+            raise ArgumentError(
+                f"{name}={str(device)!r}: this process sees {num_gpus} GPU(s); name one of these, "
+                "or 'cpu'"
+            )
+    return device
 
 
 def pickled_plans(plan: Any, makers: Sequence[object]) -> dict[int, bytes]:

@@ -41,8 +41,8 @@ def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
     possible = dist.is_nccl_available() and all(gpus) and len(set(gpus)) == len(gpus)
     if wanted == "nccl" and not possible:
         raise ArgumentError(
-            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but have {gpus} "
-            "(trainer first, '' is the CPU); use backend='auto'"
+            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but have "
+            f"{[gpu or 'cpu' for gpu in gpus]} (trainer first); use backend='auto'"
         )
     return "nccl" if possible and wanted != "gloo" else "gloo"
 
@@ -342,5 +342,15 @@ class AutoUpdater(WeightUpdaterBase):
 
 
 def default_updater(backend: str) -> WeightUpdaterBase:
-    """What moves weights where the user names nothing but :class:`~distcollect.WeightSync`'s."""
+    """What moves weights where the user names nothing but :class:`~distcollect.WeightSync`'s.
+
+    Raises:
+        ArgumentError: this process can't have a part in it.
+    """
+    lacks = "sees no GPU" if dist.is_nccl_available() else "has a torch without NCCL"
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.device_count()):
+        raise ArgumentError(
+            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but this process "
+            f"{lacks}; use backend='auto'"
+        )
     return AutoUpdater() if backend == "auto" else BroadcastUpdater(backend)

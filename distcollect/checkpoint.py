@@ -12,8 +12,8 @@ import torch
 
 from . import notice
 from .cluster import current
-from .errors import ArgumentError, ArgumentTypeError, CollectorStateError
-from .run_folder import RunFolder
+from .errors import ArgumentError, ArgumentTypeError, CollectorStateError, DistCollectError
+from .run_folder import RunFolder, obstacle
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class Checkpoint:
             parts: what to save, by name: anything with ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            ArgumentError, ArgumentTypeError: there is nothing to save, or a part lacks one of these
-                methods.
+            ArgumentError, ArgumentTypeError: there is nothing to save, a part lacks one of these
+                methods, or the file can't be written.
         """
         if not parts:
             raise ArgumentError(
@@ -80,13 +80,19 @@ class Checkpoint:
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise ArgumentTypeError(
-                    f"{name}={type(part).__name__}: has no state_dict() and load_state_dict()"
+                    f"{name}={type(part).__name__}: has no state_dict() and load_state_dict(); "
+                    "name only what has both"
                 )
-        if not every_s > 0:
-            raise ArgumentError(f"every_s={every_s!r}: must be above 0 seconds")
+        if isinstance(every_s, str) or not every_s > 0:
+            raise ArgumentError(f"every_s={every_s!r}: must be a number above 0, of seconds")
+        if not isinstance(path, str | os.PathLike | None):
+            raise ArgumentTypeError(f"Checkpoint({path!r}): must be the path of a file")
         folder = RunFolder.here()
         default = Path("checkpoint.pt") if folder is None else folder.path / "checkpoint.pt"
         self.path = default if path is None else Path(path)
+        # Before there is something to lose.
+        if why := "is a folder" if self.path.is_dir() else obstacle(self.path.parent):
+            raise ArgumentError(f"Checkpoint({str(self.path)!r}): {why}; name another file")
         self._every_s = every_s
         self._parts = parts
         self._saved_at = time.monotonic()
@@ -104,7 +110,7 @@ class Checkpoint:
             Whether there was a file.
 
         Raises:
-            ArgumentError: the file can't be read, or has other parts.
+            ArgumentError: the file can't be read, has other parts, or doesn't fit them.
         """
         self._looked = True
         if not self.path.exists():
@@ -116,7 +122,7 @@ class Checkpoint:
                 "same ones, or another path"
             )
         for name, part in self._parts.items():
-            part.load_state_dict(states[name])
+            self._load_part(name, part, states[name])
         self._proven = True
         for part in self._parts.values():
             publish = getattr(part, "update_policy_weights_", None)
@@ -124,6 +130,17 @@ class Checkpoint:
                 _publish(publish)
         log.info("going on from %s", self.path)
         return True
+
+    def _load_part(self, name: str, part: Stateful, state: Any) -> None:
+        try:
+            part.load_state_dict(state)
+        except DistCollectError:
+            raise
+        except Exception as error:
+            raise ArgumentError(
+                f"{self.path}: what was saved of {name!r} doesn't fit it ({type(error).__name__}: "
+                f"{error}); make it as it was then, or give another path"
+            ) from error
 
     def save(self) -> None:
         """Save now; an existing file is replaced once the new one is complete.
@@ -190,10 +207,21 @@ class Checkpoint:
         try:
             saved = torch.load(self.path, map_location="cpu", weights_only=True)
             kind, states = saved["format"], dict(saved["parts"])
+        except OSError as error:
+            raise ArgumentError(
+                f"{self.path} can't be read as a checkpoint: {error.strerror}; give another path"
+            ) from error
         except Exception as error:
-            raise ArgumentError(f"{self.path} can't be read as a checkpoint: {error}") from error
+            # What torch says of it is about settings that nobody here has.
+            raise ArgumentError(
+                f"{self.path} can't be read as a checkpoint: distcollect.Checkpoint didn't write "
+                "it, or it is damaged; give another path, or remove it to begin anew"
+            ) from error
         if kind != _FORMAT:
-            raise ArgumentError(f"{self.path} has format {kind}, this version reads {_FORMAT}")
+            raise ArgumentError(
+                f"{self.path} has format {kind}, this version reads {_FORMAT}: use the version of "
+                "distcollect that wrote it, or another path"
+            )
         return states
 
     def _prove(self, draft: Path) -> None:

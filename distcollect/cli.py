@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from .errors import DistCollectError
+from .version import __version__
 
 # name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
 _COMMANDS = {
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="distcollect")
+    parser.add_argument("--version", action="version", version=f"distcollect {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, about) in _COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
@@ -47,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(module_name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
     parsed = parser.parse_args(given)
     try:
         status: int = parsed.run(parsed)

@@ -19,7 +19,7 @@ from typing import Any
 
 from .errors import ArgumentError, DeadlineError, LaunchError
 from .link import Connection, Gate, GateEvents, Message
-from .network import LOOPBACK
+from .network import LOOPBACK, is_address
 from .placement import Host, choose, may_pin, num_cores
 from .processes import End, LocalProcesses, ProcessEvents
 from .run_folder import TOKEN_VARIABLE, RunFolder
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _FAREWELL_S = 20.0
 LISTEN = "DISTCOLLECT_LISTEN"
 _SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
+_HOLDS_TOKEN = "it has to hold the run's secret, the same for the trainer and all who join"  # noqa: S105
 
 
 class ClusterEvents(GateEvents, ProcessEvents):
@@ -147,8 +148,9 @@ class Cluster(GateEvents):
         with self._lock:
             if not self._changed.wait_for(lambda: not missing(), timeout_s):
                 raise DeadlineError(
-                    f"ranks {missing()} did not join within {timeout_s:g} s; "
-                    "does every rank call distcollect.run(main)?"
+                    f"ranks {missing()} did not join within {timeout_s:g} s: look at what they "
+                    "say themselves. Does every rank call distcollect.run(main)? 'distcollect "
+                    "doctor' looks at the way between hosts"
                 )
             further = [w for w in self._supervisors if w >= num_workers and self._is_wanted(w)]
         for worker_id in further:
@@ -379,10 +381,20 @@ def listen_address(listen: str | None = None, default: str = LOOPBACK) -> tuple[
     """Where to listen: by argument, by DISTCOLLECT_LISTEN, else ``default`` and any port (0).
 
     Raises:
-        ArgumentError: it isn't "HOST:PORT".
+        ArgumentError: it isn't "ADDRESS:PORT".
     """
     wanted = listen or os.environ.get(LISTEN)
-    return (default, 0) if not wanted else host_and_port("listen", wanted)
+    if not wanted:
+        return default, 0
+    name = "listen" if listen else LISTEN
+    host, port = host_and_port(name, wanted)
+    if not is_address(host):
+        # What a host's own name stands for is often no address that others reach.
+        raise ArgumentError(
+            f"{name}={wanted!r}: {host!r} is no address; give that of this host on the network by "
+            "which workers come, as in 10.0.0.5:29600"
+        )
+    return host, port
 
 
 def host_and_port(name: str, text: str) -> tuple[str, int]:
@@ -411,9 +423,12 @@ def read_token() -> str | None:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"{TOKEN_VARIABLE}={path}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise LaunchError(
+            f"{TOKEN_VARIABLE}={path}: the token can't be read ({why}); {_HOLDS_TOKEN}"
+        ) from error
     if not token:
-        raise LaunchError(f"{TOKEN_VARIABLE}={path}: the file is empty")
+        raise LaunchError(f"{TOKEN_VARIABLE}={path}: the file is empty; {_HOLDS_TOKEN}")
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise LaunchError(
             f"{TOKEN_VARIABLE}={path}: others may read or change it ({stat.filemode(mode)}), so it "

@@ -117,7 +117,8 @@ def _frame_bytes(env_id: str) -> int:
         env = gym.make(env_id)
     except Exception as error:
         raise ArgumentError(
-            f"--env {env_id} can't be made here ({type(error).__name__}: {error})"
+            f"--env {env_id} can't be made here ({type(error).__name__}: {error}): install what it "
+            "needs, or name another"
         ) from error
     try:
         return frame_bytes(env)

@@ -233,11 +233,15 @@ class Monitor:
         if self.callback is not None and not callable(self.callback):
             raise ArgumentTypeError(f"Monitor(callback={self.callback!r}): must be callable")
         if self.tensorboard and self.run_dir is None:
-            raise ArgumentError("Monitor(tensorboard=True): say where, by run_dir")
+            raise ArgumentError("Monitor(tensorboard=True): say where, as in run_dir='runs/1'")
         port = self.prometheus_port
         if port is not None and (isinstance(port, bool) or not isinstance(port, int)):
             raise ArgumentTypeError(f"Monitor(prometheus_port={port!r}): must be a whole number")
         if port is not None and not 0 <= port < 1 << 16:
             raise ArgumentError(f"Monitor(prometheus_port={port!r}): must be from 0 to 65535")
+        if not isinstance(self.run_dir, str | os.PathLike | None):
+            raise ArgumentTypeError(f"Monitor(run_dir={self.run_dir!r}): must be a folder's path")
         if self.run_dir is not None and Path(self.run_dir).is_file():
-            raise ArgumentError(f"Monitor(run_dir={self.run_dir!r}): is a file, not a folder")
+            raise ArgumentError(
+                f"Monitor(run_dir={self.run_dir!r}): is a file; name a folder, new or not"
+            )

@@ -529,7 +529,9 @@ class Engine:
 def _bounds(envs: EnvBatch) -> dict[Key, tuple[np.ndarray, np.ndarray]]:
     if len(envs.action_leaves) == 1 and isinstance(envs.action_space, Box):
         return {envs.action_leaves[0].key: (envs.action_space.low, envs.action_space.high)}
-    raise ArgumentError(f"clip_actions needs a Box action space, not {envs.action_space}")
+    raise ArgumentError(
+        f"clip_actions needs a Box action space, not {envs.action_space}: leave it out"
+    )
 
 
 def _refuse_cuts(options: StepOptions) -> None:

@@ -12,6 +12,7 @@ from .cluster import host_and_port, read_token
 from .errors import ArgumentError, LaunchError
 from .launch import supervise
 from .meeting import Meeting
+from .options import above_0, count
 from .placement import Place
 from .run_folder import TOKEN_VARIABLE, RunFolder, RunOver
 
@@ -45,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait",
         metavar="SECONDS",
-        type=float,
+        type=above_0,
         help=f"how long to wait for the trainer (default: {_WAIT_S:g}; with --run, the run's "
         "patience)",
     )
     parser.add_argument(
         "--threads",
         metavar="N",
-        type=int,
+        type=count,
         default=1,
         help="threads that torch uses in the worker (default: %(default)d)",
     )
@@ -95,7 +96,8 @@ def _serve(
 def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
     if not folder.settings:
         raise ArgumentError(
-            f"--run {folder.path}: no run of 'distcollect submit' is there, as seen from this host"
+            f"--run {folder.path}: no run of 'distcollect submit' is there, as seen from this "
+            "host; name the folder that it printed, on a disk that this host shares"
         )
     token = _token(given.token_file or folder.token_file)
     wait_s = folder.patience_s if given.wait is None else given.wait
@@ -111,6 +113,11 @@ def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
         log.warning("the run is over: %s", error)
     except LaunchError as error:
         said = folder.read("trainer.json")
+        if said is None:
+            raise LaunchError(
+                f"{error}\nIts job may still be queued: 'distcollect status {folder.path}' tells; "
+                "--wait SECONDS gives it longer"
+            ) from error
         raise LaunchError(
             f"{error}\n{folder.path}/trainer.json says: {said}. If the trainer that wrote this is "
             "long gone, the address is stale: 'distcollect status' tells what became of its job, "

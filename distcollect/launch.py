@@ -16,7 +16,7 @@ import torch.distributed
 
 from . import arguments
 from .cluster import Cluster, current, listen_address, read_token, set_launched
-from .errors import ArgumentError, LaunchError
+from .errors import ArgumentError, ArgumentTypeError, LaunchError
 from .link import Lifeline, Message, NoAnswer
 from .meeting import MEET_TIMEOUT_S, Meeting, finder, gate_place, own_address
 from .network import LOOPBACK
@@ -68,13 +68,16 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
         ArgumentError, ArgumentTypeError: ``num_trainers`` can't be used.
         LaunchError: there are too few ranks, or they can't find each other.
     """
+    if not callable(main):
+        raise ArgumentTypeError(f"run({main!r}): must be a function without parameters, your main")
     arguments.positive("num_trainers", num_trainers)
     launch = Launch.detect()
     folder = RunFolder.here()
     if launch.launcher is Launcher.NONE:
         if num_trainers > 1:
             raise ArgumentError(
-                f"num_trainers={num_trainers} needs a launcher: start the script by torchrun"
+                f"num_trainers={num_trainers} needs a launcher: start the script by torchrun "
+                f"--nproc-per-node={2 * num_trainers} or more, or by srun"
             )
         if folder is None or not folder.num_workers:
             return main()
@@ -176,7 +179,10 @@ def _open_to_all(folder: RunFolder) -> Cluster:
     """The trainer's side of a run whose workers are in jobs of their own."""
     token = read_token()
     if token is None:
-        raise LaunchError(f"{folder.token_file} is not named by {TOKEN_VARIABLE}")
+        raise LaunchError(
+            f"{TOKEN_VARIABLE} is not set, but the workers of this run come with what is in "
+            f"{folder.token_file}: set it to that file, as 'distcollect submit' does"
+        )
     address, port = listen_address()
     if not port:
         address = own_address(own_name())
@@ -281,10 +287,11 @@ def join(
     """
     deadline = time.monotonic() + timeout_s
     problem: Exception | None = None
-    pause_s = _RETRY_S
+    pause_s, where = _RETRY_S, ""
     while time.monotonic() < deadline:
         try:
             meeting = find()
+            where = f", at {meeting.host}:{meeting.port},"
             return _introduce(meeting, rank, role), meeting
         except ConnectionRefusedError as error:
             if give_up_if_refused and rank is not None:
@@ -299,7 +306,8 @@ def join(
         pause_s = min(1.1 * pause_s, _LONGEST_RETRY_S)
     who = "this process" if rank is None else f"rank {rank}"
     raise LaunchError(
-        f"{who} could not reach the trainer within {timeout_s:g} s; the last try said: {problem}"
+        f"{who} could not reach the trainer within {timeout_s:g} s; the last try{where} said: "
+        f"{problem}. Does it run, what does it say itself, and do firewalls let this host through?"
     )
 
 

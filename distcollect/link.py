@@ -101,6 +101,7 @@ class Lifeline:
         Raises:
             OSError: nobody listens there, or no answer within ``timeout_s``.
         """
+        self._host, self._port = host, port
         self._sock = socket.create_connection((host, port), timeout=timeout_s)
         _configure(self._sock)
         self._lock = threading.Lock()
@@ -129,9 +130,15 @@ class Lifeline:
                 **about,
             }
         )
-        answer = self.receive()
+        try:
+            answer = self.receive()
+        except LaunchError as error:
+            raise LaunchError(
+                f"what listens at {self._host}:{self._port} is no trainer of distcollect's "
+                f"({error}): check the address"
+            ) from error
         if answer is None:
-            raise NoAnswer("the trainer did not answer the join handshake")
+            raise NoAnswer("it took the connection, but did not answer the join handshake")
         if "refused" in answer:
             raise LaunchError(f"the trainer refused this {role}: {answer['refused']}")
         self._sock.settimeout(None)
@@ -369,14 +376,18 @@ class Gate:
 
     def _objection(self, hello: Message) -> str:
         if not self._has_token(hello):
-            return "it doesn't have this run's token (DISTCOLLECT_TOKEN_FILE names the file)"
+            return (
+                "it doesn't have this run's token: DISTCOLLECT_TOKEN_FILE has to name a file with "
+                "the same secret there and here"
+            )
         mine, theirs = versions(), hello.get("versions")
         theirs = theirs if isinstance(theirs, dict) else {}
-        return ", ".join(
+        differing = ", ".join(
             f"its {name} is {theirs.get(name, 'unknown')}, the trainer's is {version}"
             for name, version in mine.items()
             if theirs.get(name) != version
         )
+        return f"{differing}; install the same on all hosts" if differing else ""
 
 
 def _without_token(hello: Message) -> Message:

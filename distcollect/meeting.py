@@ -128,8 +128,8 @@ def _address_among_hosts(launch: Launch, store: Any) -> str:
             theirs = store.get(_address_key(rank)).decode()
         except dist.DistError as error:
             raise LaunchError(
-                f"rank {rank} did not say where it is within {MEET_TIMEOUT_S:g} s; does every "
-                "rank call distcollect.run(main)?"
+                f"rank {rank} did not say where it is within {MEET_TIMEOUT_S:g} s: look at what "
+                "it says itself. Does every rank call distcollect.run(main)?"
             ) from error
         if theirs:
             return route_to(theirs)
@@ -151,10 +151,15 @@ def _torchrun_store(launch: Launch) -> Any:
             timeout=timedelta(seconds=MEET_TIMEOUT_S),
         )
     except (OSError, dist.DistError) as error:
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"rank 0 can't open the ranks' store on MASTER_PORT={port}: another process has "
+                "that port; give torchrun another --master-port"
+            ) from error
         raise LaunchError(
             f"torchrun's store at MASTER_ADDR={host!r}, port {port}, can't be reached from here: "
-            f"{error}; start torchrun with --local-addr=ADDRESS, on each host its own address on "
-            "the cluster's network"
+            f"{str(error).rstrip('.')}; start torchrun with --local-addr=ADDRESS, on each host its "
+            "own address on the cluster's network"
         ) from error
     return dist.PrefixStore(f"{launch.run_id}/{launch.trainer}", store)
 
@@ -184,7 +189,10 @@ def finder(launch: Launch) -> Callable[[], Meeting]:
             except dist.DistNetworkError as error:
                 # The store's connection never comes back; a cable that was pulled may.
                 if not last:
-                    raise LaunchError(f"torchrun's store is gone: {error}") from error
+                    raise LaunchError(
+                        f"torchrun's store is gone ({error}), and with it torchrun on the "
+                        "trainer's host: look at what it says there, and start all ranks again"
+                    ) from error
             host, port, token = last
             return Meeting(host, port, token or given or "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -80,21 +79,27 @@ class Watch:
         self.trace = None if path is None else Trace(path)
         try:
             self._open(options)
-        except (OSError, ImportError) as error:
+        except BaseException:
             self._drop_all()
             self._close_trace()
-            raise ArgumentError(f"{options}: {error}{_hint(error)}") from error
+            raise
 
     def _open(self, options: Monitor) -> None:
         add = self._writers.append
         if options.run_dir is not None:
             folder = Path(options.run_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            add(JsonLines(folder / STATS_FILE, options.every_s))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                add(JsonLines(folder / STATS_FILE, options.every_s))
+            except OSError as error:
+                raise ArgumentError(
+                    f"Monitor(run_dir={str(folder)!r}): can't be written to ({error.strerror}); "
+                    "name another folder"
+                ) from error
             if options.tensorboard:
-                add(TensorBoard(folder, options.every_s))
+                add(_tensorboard(folder, options.every_s))
         if options.prometheus_port is not None:
-            add(Prometheus(options.prometheus_port, self._now))
+            add(_prometheus(options.prometheus_port, self._now))
         if options.callback is not None:
             add(_Callback(options.callback, options.every_s))
         if wants_view(options):
@@ -209,12 +214,23 @@ class Watch:
             log.debug("closing %s failed", writer.about, exc_info=True)
 
 
-def _hint(error: Exception) -> str:
-    if isinstance(error, ImportError):
-        return "; pip install 'distcollect[tensorboard]' brings it"
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return "; take another prometheus_port, or 0 for any free one"
-    return ""
+def _tensorboard(folder: Path, every_s: float) -> TensorBoard:
+    try:
+        return TensorBoard(folder, every_s)
+    except ImportError as error:
+        raise ArgumentError(
+            f"Monitor(tensorboard=True): {error}; pip install 'distcollect[tensorboard]' brings it"
+        ) from error
+
+
+def _prometheus(port: int, latest: Callable[[], Stats | None]) -> Prometheus:
+    try:
+        return Prometheus(port, latest)
+    except OSError as error:
+        raise ArgumentError(
+            f"Monitor(prometheus_port={port}): can't be listened on ({error.strerror}); name "
+            "another port, or 0 for any that is free"
+        ) from error
 
 
 def wants_view(options: Monitor) -> bool:

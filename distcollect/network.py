@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import ipaddress
 import os
@@ -120,7 +121,10 @@ def check_not_public(address: str) -> None:
     """
     ip = _ip(address)
     if ip.is_unspecified:
-        raise LaunchError(f"refusing to listen on every interface ({address}): name one address")
+        raise LaunchError(
+            f"refusing to listen on every interface ({address}): name one address of this host's, "
+            f"which has {_own()}"
+        )
     if ip.is_global and os.environ.get(ALLOW_PUBLIC) != "1":
         raise LaunchError(
             f"refusing to listen on the public address {address}: whoever reaches it could run "
@@ -146,5 +150,32 @@ def listen(address: str, port: int = 0) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise LaunchError(f"can't listen on {address} port {port}: {error}") from error
+        why = f"can't listen on {address} port {port}: {error.strerror}"
+        raise LaunchError(f"{why}; {_remedy(error.errno)}") from error
     return listener
+
+
+def _remedy(number: int | None) -> str:
+    if number == errno.EADDRINUSE:
+        return (
+            "another process does, of an earlier run perhaps: end that one, or choose another port "
+            "(listen=, DISTCOLLECT_LISTEN; under srun MASTER_PORT)"
+        )
+    if number == errno.EACCES:
+        return "choose a port above 1023"
+    return f"name one address of this host's, which has {_own()}"
+
+
+def _own() -> str:
+    """This host's addresses that are good for more than one cable."""
+    each = ((has, name) for name, all_of_it in interfaces().items() for has in all_of_it)
+    return ", ".join(f"{has} ({name})" for has, name in each if not _ip(has).is_link_local)
+
+
+def is_address(text: str) -> bool:
+    """Whether it is an IP address, and no name."""
+    try:
+        _ip(text)
+    except ValueError:
+        return False
+    return True

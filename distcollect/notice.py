@@ -43,7 +43,7 @@ def watch(leave: Callable[[], None]) -> None:
     global _leave  # noqa: PLW0603 - signals concern the process
     _leave = leave
     if threading.current_thread() is not threading.main_thread():
-        log.warning("a Checkpoint that isn't made on the main thread sees no signals")
+        log.warning("a Checkpoint made on another thread than the main one sees no signals")
         return
     for number in SIGNALS:
         if signal.getsignal(number) is not _note:

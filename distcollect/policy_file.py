@@ -58,8 +58,14 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
     file = Path(given)
     if file.is_file():
         if weights is not None:
-            raise ArgumentError(f"--weights {weights}: the policy in {file} has weights already")
-        data = file.read_bytes()
+            raise ArgumentError(
+                f"--weights {weights}: the policy in {file} has weights already; leave one out, or "
+                "name the policy's code by --policy MODULE:NAME"
+            )
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise ArgumentError(f"--policy {file} can't be read: {error.strerror}") from error
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if _is_torchscript(data):
             return NamedPolicy(None, partial(Scripted, data), digest)
@@ -68,7 +74,10 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
     identity = given
     policy = _made(given, found) if _is_maker(found) else found
     if not callable(policy):
-        raise ArgumentError(f"--policy {given}: {policy!r} can't be called, so it is no policy")
+        raise ArgumentError(
+            f"--policy {given}: {policy!r} can't be called, so it is no policy; name a module or "
+            "function from observations to actions"
+        )
     if weights is not None:
         data = _load_weights(policy, weights, given)
         identity += f" sha256:{hashlib.sha256(data).hexdigest()}"
@@ -155,13 +164,16 @@ def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
             "define it have to be importable from here"
         ) from error
     if not callable(policy):
-        raise ArgumentError(f"--policy {file} holds a {type(policy).__name__}, which is no policy")
+        raise ArgumentError(
+            f"--policy {file} holds a {type(policy).__name__}, which is no policy: save a module "
+            "or function from observations to actions"
+        )
     return policy  # type: ignore[no-any-return]
 
 
 def _imported(given: str) -> Any:
     module_name, _, name = given.partition(":")
-    if not name:
+    if not (module_name and name):
         raise ArgumentError(
             f"--policy {given}: there is no such file; give one, or MODULE:NAME for what a module "
             "defines"
@@ -169,14 +181,22 @@ def _imported(given: str) -> Any:
     import_from_here()
     try:
         module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ArgumentError(
+            f"--policy {given}: module {module_name!r} can't be imported ({error}); it is looked "
+            "for in this folder and in PYTHONPATH"
+        ) from error
     except Exception as error:
         raise ArgumentError(
-            f"--policy {given}: module {module_name!r} can't be imported ({type(error).__name__}: "
-            f"{error}); it is looked for in this folder and in PYTHONPATH"
+            f"--policy {given}: importing the module {module_name!r} raised "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not hasattr(module, name):
         origin = getattr(module, "__file__", "built in")
-        raise ArgumentError(f"--policy {given}: module {module_name!r} ({origin}) has no {name!r}")
+        raise ArgumentError(
+            f"--policy {given}: module {module_name!r} ({origin}) has no {name!r}; name a policy "
+            "that it defines, or a class or function that makes one"
+        )
     return getattr(module, name)
 
 
@@ -197,6 +217,7 @@ def _load_weights(policy: object, file: Path, given: str) -> bytes:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         policy.load_state_dict(state)
     except Exception as error:
+        # What is no pickle may raise anything.
         raise ArgumentError(
             f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); it "
             "has to hold that module's state_dict(), as torch.save writes it"

@@ -132,7 +132,9 @@ class Publisher:
             return everyone
         if worker_ids == "last_batch":
             if not self.last:
-                raise ArgumentError("worker_ids='last_batch': no batch was taken yet")
+                raise ArgumentError(
+                    "worker_ids='last_batch': no batch was taken yet; take one first"
+                )
             return self.last
         if worker_ids == "lagging":
             if self._max_interval is None:
@@ -150,7 +152,10 @@ class Publisher:
         wanted = {gpu_of(device) for device in devices}
         selected = [w for w in self._pool.worker_ids if self._gpus.get(w, "") in wanted]
         if not selected:
-            raise ArgumentError(f"worker_ids={[*devices]}: no worker has its policy there")
+            raise ArgumentError(
+                f"worker_ids={[*devices]}: no worker has its policy there; policy_device= puts it "
+                "somewhere, and worker_ids may name workers instead"
+            )
         return selected
 
     def _lagging(self, more_than: int) -> list[int]:

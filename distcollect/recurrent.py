@@ -131,7 +131,7 @@ def state_of(
     if missing := [key for key in carried if key not in keys]:
         raise PolicyError(
             f"the policy reads {'.'.join(missing[0])!r} and writes it under 'next', but its "
-            "initial_state() has no such entry"
+            "initial_state() has no such entry: let it give one"
         )
     return state
 

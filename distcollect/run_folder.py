@@ -29,6 +29,9 @@ from typing import Any
 RUN_VARIABLE = "DISTCOLLECT_RUN"
 TOKEN_VARIABLE = "DISTCOLLECT_TOKEN_FILE"  # noqa: S105 - a name
 
+# What run.json has of ours, whoever else may call a file so.
+_OURS = {"command", "num_tasks", "num_workers", "patience_s"}
+
 # States of trainer.json.
 LISTENING, STARTING, REQUEUED, ENDED = "listening", "starting", "requeued", "ended"
 
@@ -80,7 +83,8 @@ class RunFolder:
     @property
     def settings(self) -> dict[str, Any]:
         """How the run was submitted; empty if there is none in the folder."""
-        return self.read("run.json") or {}
+        found = self.read("run.json") or {}
+        return found if found.keys() >= _OURS else {}
 
     @property
     def num_workers(self) -> int:
@@ -142,13 +146,22 @@ class RunFolder:
             RunOver: it won't any more.
         """
         said = self.read("trainer.json")
-        if said is None:
+        if said is None or "state" not in said:
             raise NotYet("the trainer has not started yet")
         if said["state"] == ENDED:
             raise RunOver(str(said.get("why", "it has ended")))
         if said["state"] != LISTENING:
             raise NotYet(f"the trainer is {said['state']}, since {said['since']}")
         return str(said["host"]), int(said["port"])
+
+
+def obstacle(folder: Path) -> str:
+    """Why files can't be written to a folder, which need not be there yet; "" if they can."""
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is a file"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} can't be written to"
 
 
 def _clock(at: float) -> str:

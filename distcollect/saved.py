@@ -84,7 +84,9 @@ class SavedFrames:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder, os.O_RDONLY)
         except OSError as error:
-            raise ArgumentError(f"--out {folder}: {error.strerror}; name another folder") from error
+            raise ArgumentError(
+                f"--out {folder} can't be a folder of frames ({error.strerror}): name another"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read()

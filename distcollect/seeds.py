@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import operator
 
 import numpy as np
+
+from .errors import ArgumentError, ArgumentTypeError
 
 
 class Stream(enum.IntEnum):
@@ -23,7 +26,16 @@ def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
     """The seed of env ``index``: independent of how the envs are spread over workers.
 
     Below 2**31: envs written in C take it as an int.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: ``seed`` is no whole number, 0 or more.
     """
+    try:
+        wanted = operator.index(seed)
+    except TypeError:
+        raise ArgumentTypeError(f"seed={seed!r}: must be a whole number, 0 or more") from None
+    if wanted < 0:
+        raise ArgumentError(f"seed={seed!r}: must be a whole number, 0 or more")
     return int(np.random.SeedSequence([seed, int(stream), index]).generate_state(1)[0]) >> 1
 
 

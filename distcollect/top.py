@@ -62,9 +62,18 @@ def news_of(run: Path) -> News:
         ArgumentError: there is none.
     """
     file = stats_file(run)
-    told = newest(file)
+    try:
+        told = newest(file)
+    except OSError as error:
+        raise ArgumentError(
+            f"{file} can't be read ({error.strerror}): name the folder that was the run's run_dir, "
+            "as in Monitor(run_dir=...)"
+        ) from error
     if told is None:
-        raise ArgumentError(f"{file} says nothing yet: the run has only just begun")
+        raise ArgumentError(
+            f"{file} says nothing yet of a run: if one has only just begun, try again in some "
+            "seconds; else name the folder that was the run's run_dir"
+        )
     return News(Stats.from_dict(told), told["time"])
 
 

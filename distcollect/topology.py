@@ -28,6 +28,15 @@ _VARIABLES = (
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_CPUS_PER_TASK"),
 )
 
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_BY_TORCHRUN = (
+    f"Start this by torchrun, which sets them all; or unset {_TORCHRUN} to run it by itself"
+)
+_BY_SRUN = (
+    "Start this by srun, also within a batch script, which is no task of a step; or unset "
+    "SLURM_PROCID to run it by itself"
+)
+
 
 class Launcher(enum.Enum):
     """What started this process."""
@@ -77,53 +86,55 @@ class Launch:
         """
         env = os.environ if env is None else env
         try:
-            return cls._read(env)
-        except (KeyError, ValueError) as error:
+            launch = cls._read(env)
+            _check(launch)
+        except ValueError as error:
             shown = {name: env[name] for name in _VARIABLES if name in env}
+            way = _BY_TORCHRUN if _TORCHRUN in env else _BY_SRUN
             raise LaunchError(
-                f"the launcher's variables can't be used ({type(error).__name__}: {error}); they "
-                f"are {shown}"
+                f"the launcher's variables can't be used: {error}. {way}. They are {shown}"
             ) from error
+        return launch
 
     @classmethod
     def _read(cls, env: Mapping[str, str]) -> Launch:
-        if "TORCHELASTIC_RUN_ID" in env:
+        if _TORCHRUN in env:
             return cls(
                 Launcher.TORCHRUN,
-                rank=int(env["RANK"]),
-                world_size=int(env["WORLD_SIZE"]),
-                num_hosts=int(env.get("GROUP_WORLD_SIZE", "1")),
-                local_world_size=int(env["LOCAL_WORLD_SIZE"]),
-                run_id=env["TORCHELASTIC_RUN_ID"],
-                master=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
-                local_rank=int(env["LOCAL_RANK"]),
+                rank=_whole(env, "RANK"),
+                world_size=_whole(env, "WORLD_SIZE"),
+                num_hosts=_whole(env, "GROUP_WORLD_SIZE", 1),
+                local_world_size=_whole(env, "LOCAL_WORLD_SIZE"),
+                run_id=env[_TORCHRUN],
+                master=(_text(env, "MASTER_ADDR"), _whole(env, "MASTER_PORT")),
+                local_rank=_whole(env, "LOCAL_RANK"),
             )
-        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        if "SLURM_PROCID" in env and _whole(env, "SLURM_NTASKS", 1) > 1:
             return cls._from_slurm(env)
         return cls()
 
     @classmethod
     def _from_slurm(cls, env: Mapping[str, str]) -> Launch:
-        job = env["SLURM_JOB_ID"]
-        step = env.get("SLURM_STEP_ID", "0")
-        host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+        nodes = _text(env, "SLURM_STEP_NODELIST")
+        job, step = _whole(env, "SLURM_JOB_ID"), _whole(env, "SLURM_STEP_ID", 0)
+        host = env.get("MASTER_ADDR") or first_host(nodes)
         # A port that all tasks of this step can work out, and that two jobs seldom share.
-        port = int(env.get("MASTER_PORT") or 20_000 + (int(job) * 31 + int(step) * 7) % 10_000)
-        tasks = int(env["SLURM_NTASKS"])
-        hosts = int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or 1)
+        port = _whole(env, "MASTER_PORT", 20_000 + (job * 31 + step * 7) % 10_000)
+        tasks = _whole(env, "SLURM_NTASKS")
+        hosts = _whole(env, "SLURM_STEP_NUM_NODES", _whole(env, "SLURM_NNODES", 1))
         return cls(
             Launcher.SLURM,
-            rank=int(env["SLURM_PROCID"]),
+            rank=_whole(env, "SLURM_PROCID"),
             world_size=tasks,
             num_hosts=hosts,
             local_world_size=_local_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", ""), tasks, hosts),
             run_id=f"slurm-{job}-{step}",
             master=(host, port),
-            local_rank=int(env.get("SLURM_LOCALID", "0")),
-            cores_per_rank=int(env["SLURM_CPUS_PER_TASK"])
+            local_rank=_whole(env, "SLURM_LOCALID", 0),
+            cores_per_rank=_whole(env, "SLURM_CPUS_PER_TASK")
             if "SLURM_CPUS_PER_TASK" in env
             else None,
-            last_host=last_host(env["SLURM_STEP_NODELIST"]) if hosts > 1 else "",
+            last_host=last_host(nodes) if hosts > 1 else "",
         )
 
     @property
@@ -157,6 +168,31 @@ class Launch:
             )
         own = len(range(trainer, num_workers, num_trainers))
         return replace(self, rank=1 + turn, world_size=1 + own, trainer=trainer)
+
+
+def _check(launch: Launch) -> None:
+    """Raise ValueError if what the variables say can't be."""
+    if not 0 <= launch.rank < launch.world_size:
+        raise ValueError(f"rank {launch.rank} is none of the {launch.world_size} that there are")
+    if launch.master is not None and not 0 < launch.master[1] < 1 << 16:
+        raise ValueError(f"MASTER_PORT={launch.master[1]} is no port")
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        raise ValueError(f"{name} is not set")
+    return env[name]
+
+
+def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable's number; ``default`` where it isn't set, or empty."""
+    if default is not None and not env.get(name):
+        return default
+    text = _text(env, name)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is no whole number") from None
 
 
 def first_host(nodelist: str) -> str:

@@ -10,6 +10,7 @@ All else, and what is in the --out folder, is as in train_ppo.py.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
@@ -47,9 +48,7 @@ def of_all_trainers(own: TensorDict) -> TensorDict:
 
 def main() -> None:
     """Train; runs on the trainers, each of which sees its rank among them."""
-    command = parser(__doc__)
-    command.set_defaults(out=Path("runs/ddp_cartpole"))
-    args = command.parse_args()
+    args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the trainers share the cores with the workers
     torch.manual_seed(args.seed)
@@ -105,5 +104,13 @@ def main() -> None:
         finish(args, title, model, episodes, time.monotonic() - start, solved=solved)
 
 
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    command = parser(__doc__)
+    command.set_defaults(out=Path("runs/ddp_cartpole"))
+    return command.parse_args()
+
+
 if __name__ == "__main__":
+    parse_args()  # --help needs no launcher
     dc.run(main, num_trainers=TRAINERS)

@@ -115,9 +115,12 @@ def test_selection() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workload", "pong"], "unknown workload 'pong'; there are: cartpole-1, "),
-        (["--contender", "rllib"], "unknown contender 'rllib'; there are: bare, "),
-        (["--workload", "atari", "--contender", "sync-compiled"], "none of these contenders"),
+        (["--workload", "pong"], "--workload pong: unknown; there are: cartpole-1, "),
+        (["--contender", "rllib"], "--contender rllib: unknown; there are: bare, "),
+        (
+            ["--workload", "atari", "--contender", "sync-compiled"],
+            "none of --contender sync-compiled is measured on --workload atari",
+        ),
     ],
 )
 def test_unknown_names(

@@ -204,7 +204,7 @@ def test_a_folder_with_other_content_or_settings_is_refused(
     assert "is no record of format 1" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert cli.main(arguments(tmp_path / "file" / "out", **given)) == 2
-    assert "Not a directory; name another folder" in capsys.readouterr().err
+    assert "can't be a folder of frames (Not a directory): name another" in capsys.readouterr().err
     assert started() == []
 
 

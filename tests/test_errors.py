@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import shlex
 import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +29,19 @@ from scripts.marked import Marked
 from torch import nn
 
 import distcollect as dc
-from distcollect.cluster import host_and_port
+from distcollect import cli, notice
+from distcollect.cluster import Cluster, ClusterEvents, host_and_port, read_token
+from distcollect.launch import join
+from distcollect.link import Gate, GateEvents
+from distcollect.meeting import Meeting
 from distcollect.network import listen
+from distcollect.run_folder import ENDED, RunFolder
+from distcollect.topology import Launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 CARTPOLE: dict[str, Any] = {"create_env_fn": "CartPole-v1", "frames_per_batch": 4}
 RPC: dict[str, Any] = {**CARTPOLE, "num_workers": 2}
 
@@ -52,6 +63,17 @@ def closed(use: Callable[[Any], Any]) -> Any:
     collector = sync()
     collector.shutdown()
     return use(collector)
+
+
+def with_env(use: Callable[[], Any], **variables: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        return use()
+
+
+TAKEN = socket.create_server(("127.0.0.1", 0))  # a port that somebody has
+PORT = TAKEN.getsockname()[1]
 
 
 class Env(gym.Env[Any, Any]):
@@ -115,6 +137,10 @@ class Extends:
 
 def stepped(**given: Any) -> Any:
     return used(sync(frames_per_batch=8, **given), lambda c: [c.next() for _ in range(9)])
+
+
+def saves(path: Any, **given: Any) -> dc.Checkpoint:
+    return dc.Checkpoint(path, part=nn.Linear(1, 1), **given)
 
 
 Row = tuple[Callable[[], Any], type[Exception], str, str]
@@ -243,6 +269,74 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.run(print, num_trainers=0), ARGUMENT, "num_trainers=0", "at least 1"),
     (lambda: dc.run(print, num_trainers=2), ARGUMENT, "num_trainers=2", "by torchrun"),
     (lambda: host_and_port("--join", "here"), ARGUMENT, "--join='here'", "HOST:PORT"),
+    (lambda: dc.run(5), KIND, r"run\(5\)", "function without parameters"),
+    (lambda: rpc(listen="node1:2000"), ARGUMENT, "'node1' is no address", "as in 10.0.0.5:29600"),
+    (
+        lambda: with_env(rpc, DISTCOLLECT_LISTEN="here"),
+        ARGUMENT,
+        "DISTCOLLECT_LISTEN='here'",
+        "HOST:PORT",
+    ),
+    (lambda: rpc(listen="10.0.0.5:9999"), ARGUMENT, "at 10.0.0.5:9999", "DISTCOLLECT_TOKEN_FILE"),
+    (
+        lambda: with_env(lambda: rpc(listen=f"127.0.0.1:{PORT}"), DISTCOLLECT_TOKEN="secret"),
+        dc.LaunchError,
+        f"127.0.0.1 port {PORT}: Address already in use",
+        "choose another port",
+    ),
+    (lambda: listen("203.0.113.1", 9999), dc.LaunchError, "203.0.113.1", r"has 127.0.0.1 \(lo\)"),
+    (
+        lambda: with_env(read_token, DISTCOLLECT_TOKEN_FILE="/no/such"),
+        dc.LaunchError,
+        "/no/such: .*No such file",
+        "has to hold the run's secret",
+    ),
+    (lambda: sync(policy_device="cuda:99"), ARGUMENT, "policy_device='cuda:99'", "'cpu'"),
+    (lambda: rpc(env_device="cuda:99"), ARGUMENT, "env_device='cuda:99'", "'cpu'"),
+    (lambda: rpc(device="cuda:99"), ARGUMENT, "^device='cuda:99': .*GPU", "or 'cpu'"),
+    (lambda: rpc(weight_sync="nccl"), KIND, "weight_sync='nccl'", r"distcollect.WeightSync\("),
+    (lambda: rpc(evaluation=2), KIND, "evaluation=2", r"distcollect.EvaluationWorkers\("),
+    (lambda: sync(faults={"max_restarts": 1}), KIND, "'max_restarts'", r"distcollect.Faults\("),
+    (lambda: rpc(sync="false"), KIND, "sync='false'", "True or False"),
+    (lambda: used(sync(), lambda c: c.set_seed(-1)), ARGUMENT, "seed=-1", "0 or more"),
+    (lambda: used(sync(), lambda c: c.set_seed("1")), KIND, "seed='1'", "whole number"),
+    (
+        lambda: sync(create_env_fn="raises_on_import:Env-v0"),
+        ARGUMENT,
+        "'raises_on_import:Env-v0'",
+        "importing .* raised OSError: no licence",
+    ),
+    (lambda: sync(create_env_fn="no.such:Env-v0"), ARGUMENT, "'no.such:Env-v0'", "be imported"),
+    (lambda: rpc(create_env_fn="Lacking-v0"), ARGUMENT, "'Lacking-v0'.*no_such", "install what"),
+    (lambda: dc.Monitor(run_dir=__file__), ARGUMENT, "test_errors.py", "name a folder"),
+    (lambda: dc.Monitor(run_dir=5), KIND, "run_dir=5", "folder's path"),  # type: ignore[arg-type]
+    (lambda: dc.Monitor(tensorboard=True), ARGUMENT, "tensorboard=True", "run_dir="),
+    (lambda: dc.Monitor(every_s=0), ARGUMENT, "every_s=0", "above 0"),
+    (lambda: dc.Monitor(prometheus_port=70_000), ARGUMENT, "port=70000", "0 to 65535"),
+    (
+        lambda: sync(monitor=dc.Monitor(run_dir=f"{__file__}/runs")),
+        ARGUMENT,
+        "run_dir='.*test_errors.py/runs'.*Not a directory",
+        "name another folder",
+    ),
+    (
+        lambda: sync(monitor=dc.Monitor(prometheus_port=PORT)),
+        ARGUMENT,
+        f"prometheus_port={PORT}.*in use",
+        "another port, or 0",
+    ),
+    (lambda: sync(monitor="runs/1"), KIND, "monitor='runs/1'", r"distcollect.Monitor\("),
+    (
+        lambda: sync(trace="/no/such/trace.json"),
+        ARGUMENT,
+        "/no/such/trace.json",
+        "a folder that is",
+    ),
+    (lambda: dc.Checkpoint("/"), ARGUMENT, "nothing to save", "policy=policy"),
+    (lambda: saves(__file__ + "/c.pt"), ARGUMENT, "test_errors.py is a file", "another file"),
+    (lambda: saves("/"), ARGUMENT, "'/': is a folder|'/'\\): is a folder", "another file"),
+    (lambda: saves(5), KIND, r"Checkpoint\(5\)", "path of a file"),
+    (lambda: saves("c.pt", every_s="5"), ARGUMENT, "every_s='5'", "number above 0"),
     (lambda: listen("0.0.0.0"), dc.LaunchError, "0.0.0.0", "name one address"),
     (lambda: listen("8.8.8.8"), dc.LaunchError, "8.8.8.8", "DISTCOLLECT_ALLOW_PUBLIC=1"),
 ]
@@ -365,7 +459,21 @@ def check(row: Row) -> None:
     assert re.search(remedy, message, re.DOTALL), message
 
 
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working folder, with some that can be imported, and an env that lacks what it needs."""
+    (tmp_path / "raises_on_import.py").write_text("raise OSError('no licence')\n")
+    (tmp_path / "five.py").write_text("five = 5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    gym.register("Lacking-v0", "no_such_simulator:Env")
+    yield tmp_path
+    del gym.registry["Lacking-v0"]
+    sys.modules.pop("five", None)
+
+
 @pytest.mark.parametrize("row", range(len(ARGUMENTS)))
+@pytest.mark.usefixtures("modules")
 def test_of_arguments(row: int, started: Callable[[], list[str]]) -> None:
     check(ARGUMENTS[row])
     assert started() == []
@@ -374,6 +482,295 @@ def test_of_arguments(row: int, started: Callable[[], list[str]]) -> None:
 @pytest.mark.parametrize("row", range(len(RUNNING)))
 def test_in_process(row: int) -> None:
     check(RUNNING[row])
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "run",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+SLURM = {
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "no-such-host.invalid",
+}
+
+
+def detected(given: dict[str, str], **other: str | None) -> Launch:
+    return Launch.detect({k: v for k, v in {**given, **other}.items() if v is not None})
+
+
+def ran(given: dict[str, str], **other: str) -> Any:
+    return with_env(lambda: dc.run(lambda: None), **{**given, **other})
+
+
+def joined(port: int, token: str = "secret") -> Any:
+    def find() -> Meeting:
+        return Meeting("127.0.0.1", port, token)
+
+    return join(find, 1, 0.3, give_up_if_refused=False)
+
+
+def turned_away() -> None:
+    gate = Gate("127.0.0.1", "secret", GateEvents())
+    try:
+        joined(gate.port, "another")
+    finally:
+        gate.close()
+
+
+def answered_by_a_web_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            joined(server.getsockname()[1])
+        finally:
+            thread.join()
+
+
+def waits_for_ranks() -> None:
+    cluster = Cluster("127.0.0.1", "secret", num_ranks=3)
+    try:
+        cluster.attach(ClusterEvents(), 2, 0.1)
+    finally:
+        cluster.gate.close()
+
+
+def asks_for_more_than_there_are() -> None:
+    cluster = Cluster("127.0.0.1", "secret", num_ranks=3)
+    try:
+        cluster.num_workers(5)
+    finally:
+        cluster.gate.close()
+
+
+LAUNCHES: list[Row] = [
+    (lambda: detected(TORCHRUN, RANK=None), dc.LaunchError, "RANK is not set", "by torchrun"),
+    (lambda: detected(TORCHRUN, MASTER_PORT=""), dc.LaunchError, "MASTER_PORT is not", "torchrun"),
+    (lambda: detected(TORCHRUN, RANK="x"), dc.LaunchError, "RANK='x' is no whole", "by torchrun"),
+    (lambda: detected(TORCHRUN, RANK="2"), dc.LaunchError, "rank 2 .* the 2", "by torchrun"),
+    (lambda: detected(TORCHRUN, MASTER_PORT="70000"), dc.LaunchError, "=70000", "by torchrun"),
+    (
+        lambda: detected(SLURM, SLURM_STEP_NODELIST=None),
+        dc.LaunchError,
+        "SLURM_STEP_NODELIST is not set",
+        "by srun, also within a batch script",
+    ),
+    (lambda: detected(SLURM, SLURM_JOB_ID="x"), dc.LaunchError, "JOB_ID='x'", "by srun"),
+    (
+        lambda: ran(TORCHRUN, MASTER_ADDR="no-such-host.invalid"),
+        dc.LaunchError,
+        "MASTER_ADDR='no-such-host.invalid'",
+        "--local-addr=ADDRESS",
+    ),
+    (
+        lambda: ran(TORCHRUN, RANK="0", MASTER_PORT=str(PORT)),
+        dc.LaunchError,
+        f"MASTER_PORT={PORT}: another process has",
+        "another --master-port",
+    ),
+    (
+        lambda: ran(TORCHRUN, RANK="0", WORLD_SIZE="1"),
+        dc.LaunchError,
+        "has 1 process",
+        "--nproc-per-node=2.*plain python",
+    ),
+    (
+        lambda: ran(SLURM, SLURM_STEP_NUM_NODES="2"),
+        dc.LaunchError,
+        "no route to 'no-such-host.invalid'",
+        "set MASTER_ADDR",
+    ),
+    (
+        lambda: ran(SLURM, SLURM_PROCID="0", MASTER_PORT=str(PORT)),
+        dc.LaunchError,
+        f"port {PORT}: Address already in use",
+        "under srun MASTER_PORT",
+    ),
+    (waits_for_ranks, dc.DeadlineError, r"ranks \[1, 2\] .*0.1 s", "'distcollect doctor'"),
+    (asks_for_more_than_there_are, ARGUMENT, "num_workers=5.* 3 worker rank", "launch more"),
+    (turned_away, dc.LaunchError, "doesn't have this run's token", "DISTCOLLECT_TOKEN_FILE"),
+    (answered_by_a_web_server, dc.LaunchError, r"127.0.0.1:\d+ is no trainer", "check the address"),
+    (
+        lambda: joined(free_port()),
+        dc.LaunchError,
+        r"rank 1 .*0.3 s.*127.0.0.1:\d+, said: .*refused",
+        "do firewalls",
+    ),
+]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("row", range(len(LAUNCHES)))
+def test_of_launches(row: int, started: Callable[[], list[str]]) -> None:
+    check(LAUNCHES[row])
+    assert started() == []
+
+
+COLLECT = "collect --frames 8 --out new --env CartPole-v1"
+COMMANDS: list[tuple[str, str]] = [
+    # what is typed, and what its one line says, as a regular expression
+    ("nonsense", "'nonsense'.*'collect', 'doctor'"),
+    ("collect", "required: --env, --frames, --out"),
+    (f"{COLLECT} --frames ten", "--frames: .*'ten'"),
+    (f"{COLLECT} --frames 0", "--frames=0: must be at least 1"),
+    (f"{COLLECT} --env CartPoel-v1", "CartPoel.*CartPole.*module:id"),
+    (f"{COLLECT} --env raises_on_import:Env-v0", "importing .* raised OSError: no licence"),
+    (f"{COLLECT} --env Lacking-v0", "--env Lacking-v0 .*no_such_simulator.*install"),
+    (f"{COLLECT} --out five.py", "--out five.py .*File exists.*: name another"),
+    (f"{COLLECT} --policy no.pt", "no.pt: there is no such file; .*MODULE:NAME"),
+    (f"{COLLECT} --policy five.py", "five.py is no file that torch.save.*name one that is"),
+    (f"{COLLECT} --policy :net", ":net: there is no such file.*MODULE:NAME"),
+    (f"{COLLECT} --policy raises_on_import:net", "importing .* raised OSError: no licence"),
+    (f"{COLLECT} --policy five:four", "has no 'four'; name a policy that it defines"),
+    (f"{COLLECT} --policy five:five", "5 can't be called.*name a module or function"),
+    (f"{COLLECT} --weights five.py", "--weights five.py needs a --policy"),
+    (
+        f"{COLLECT} --policy torch.nn:Identity --weights five.py",
+        "five.py can't be loaded.*torch.save",
+    ),
+    ("top", "required: RUN"),
+    ("top .", "stats.jsonl can't be read .No such file.*name the folder"),
+    ("top noise", "noise/stats.jsonl says nothing yet.*try again.*name the folder"),
+    ("report .", "there is no stats.jsonl; name the folder"),
+    ("report noise", "noise/stats.jsonl holds no snapshots.*try again.*name a folder"),
+    ("status .", "holds no run.*Name the folder that it printed"),
+    ("status other", "other holds no run.*Name the folder that it printed"),
+    ("status run", "none of the run's jobs was submitted.*submit it again"),
+    ("cancel five.py", "five.py holds no run.*Name the folder that it printed"),
+    ("submit", "which script"),
+    ("submit no.py", "no.py is no file: name the training script"),
+    ("submit --nodes none five.py", "--nodes: 'none': must be a whole number, at least 1"),
+    ("submit --mem-gb -1 five.py", "--mem-gb: '-1': must be a number above 0"),
+    ("submit --slurm =1 five.py", "--slurm '=1': must be NAME or NAME=VALUE"),
+    ("submit --time 1 five.py", "--notice 120 s .*1 minute.*more --time, or a shorter"),
+    ("submit --run-folder five.py/run five.py", "five.py is a file: name another --run-folder"),
+    ("submit --run-folder run five.py", "run holds a run already: name another"),
+    ("submit --add-workers ended --worker-jobs 1", "is over: it is done. Submit its script again"),
+    ("submit --add-workers run --worker-jobs 1", "nobody can join.*again, with --worker-jobs"),
+    ("worker", "--join --run is required"),
+    ("worker --join here", "--join='here': must be HOST:PORT"),
+    ("worker --join 127.0.0.1:9", "token is missing: name the file"),
+    ("worker --join 127.0.0.1:9 --token-file no", "no: .*No such file.*has to hold"),
+    ("worker --join 127.0.0.1:9 --threads 0", "--threads: '0': must be a whole number"),
+    ("worker --join 127.0.0.1:9 --wait soon", "--wait: 'soon': must be a number above 0"),
+    ("worker --run other", "--run other: no run of.*name the folder"),
+    ("doctor --wait 0", "--wait: '0': must be a number above 0"),
+    ("bench --workload pong", "--workload pong: unknown; there are: cartpole-1"),
+    ("bench --repeats few", "--repeats: 'few': must be a whole number, at least 1"),
+    ("bench --quick --json no/figures.json", "--json no/figures.json: No such file.*name a file"),
+]
+
+
+@pytest.fixture
+def folders(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder, with those that commands may be pointed at by mistake."""
+    for name in ("DISTCOLLECT_TOKEN", "DISTCOLLECT_TOKEN_FILE"):
+        monkeypatch.setenv(name, "")  # so that what a command sets is taken back
+        monkeypatch.delenv(name)
+    (modules / "noise").mkdir()
+    (modules / "noise" / "stats.jsonl").write_bytes(b"\xff\xfe\n5\n")
+    (modules / "other").mkdir()
+    (modules / "other" / "run.json").write_text('{"name": "of another program"}')
+    for name, num_tasks in (("run", 1), ("ended", 2)):
+        settings = {"command": [], "num_tasks": num_tasks, "num_workers": 0, "patience_s": 1.0}
+        RunFolder(modules / name).create(settings)
+    RunFolder(modules / "ended").tell(ENDED, why="it is done")
+
+
+def status_of(typed: str) -> object:
+    try:
+        return cli.main(shlex.split(typed))
+    except SystemExit as error:  # argparse's
+        return error.code
+
+
+@pytest.mark.parametrize(("typed", "line"), COMMANDS)
+@pytest.mark.usefixtures("folders")
+def test_of_commands(
+    typed: str,
+    line: str,
+    started: Callable[[], list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status_of(typed) == 2
+    lines = capsys.readouterr().err.splitlines()
+    lines = [text for text in lines if text.startswith("distcollect")]
+    assert len(lines) == 1
+    assert re.search(line, lines[0]), lines[0]
+    assert started() == []
+
+
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.py")), *sorted((ROOT / "slurm").glob("*.py"))]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_help_needs_no_launcher(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if script.stem == "train_impala":
+        pytest.importorskip("ale_py")
+    monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_of_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    fits, other = nn.Linear(1, 1), nn.Linear(3, 3)
+    rows: list[tuple[Any, Row]] = [
+        (
+            fits.state_dict(),
+            (lambda: saves(path).load(), ARGUMENT, "c.pt can't be", "another path"),
+        ),
+        ({"format": 9, "parts": {}}, (lambda: saves(path).load(), ARGUMENT, "format 9", "use the")),
+        (
+            {"format": 1, "parts": {"part": other.state_dict()}},
+            (
+                lambda: saves(path).load(),
+                ARGUMENT,
+                "c.pt: .*'part' .*size mismatch",
+                "another path",
+            ),
+        ),
+        (
+            {"format": 1, "parts": {"model": fits.state_dict()}},
+            (lambda: saves(path).load(), ARGUMENT, r"\['model'\], not \['part'\]", "the same ones"),
+        ),
+        ({}, (lambda: saves(path).step(), STATE, "c.pt is there", r"load\(\).* or remove")),
+    ]
+    try:
+        for content, row in rows:
+            torch.save(content, path)
+            check(row)
+    finally:
+        notice.forget()
+
+
+def test_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever these tests run, this process sees no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for given in ({"weight_sync": dc.WeightSync(backend="nccl")}, {"backend": "nccl"}):
+        check((lambda given=given: rpc(**given), ARGUMENT, "backend='nccl'", "use backend='auto'"))
 
 
 class Moody(gym.Env[Any, Any]):

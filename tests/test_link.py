@@ -162,7 +162,9 @@ def test_another_version_is_refused_naming_both(
 ) -> None:
     lifeline = connect(gate)
     lifeline.send(hello(versions={**versions(), name: "0.99"}))
-    reason = f"its {name} is 0.99, the trainer's is {versions()[name]}"
+    reason = (
+        f"its {name} is 0.99, the trainer's is {versions()[name]}; install the same on all hosts"
+    )
     assert lifeline.receive() == {"refused": reason}
     assert events.next("refused") == reason
     assert lifeline.receive() is None

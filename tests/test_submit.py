@@ -28,7 +28,8 @@ SCRIPT = HERE / "scripts" / "submitted.py"
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "run")
-    folder.create({"name": "test", "num_workers": 1, "num_tasks": 1, "patience_s": 3.0})
+    settings = {"name": "test", "num_workers": 1, "num_tasks": 1, "patience_s": 3.0}
+    folder.create({**settings, "command": ["python", "train.py"]})
     return folder
 
 
@@ -70,7 +71,7 @@ def test_dry_run_prints_the_sbatch_files(
     [
         ([], "which script?"),
         (["no-such-file.py"], "no-such-file.py is no file"),
-        (["--worker-jobs", -1, SCRIPT], "--worker-jobs -1: must be at least 1"),
+        (["--time", 5, "--notice", 300, SCRIPT], "--notice 300 s is all of the 5 minute(s)"),
         (["--add-workers", "/no/such", "--worker-jobs", 1], "holds no run"),
         (["--add-workers", "/no/such"], "needs --worker-jobs"),
         (["--add-workers", "/no/such", "--worker-jobs", 1, SCRIPT], "takes no script"),
@@ -83,7 +84,13 @@ def test_what_makes_no_sense_is_refused(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--nodes", "0"], ["--time", "soon"], ["--time", "0"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(["--nodes", "0"], ["--time", "soon"], ["--time", "0"], ["--worker-jobs", "-1"]),
+        *(["--gpus-per-node", "-1"], ["--mem-gb", "0"], ["--patience", "-1"]),
+    ],
+)
 def test_numbers_are_checked(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(dry(*option, SCRIPT))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from distcollect.errors import ArgumentError
+from distcollect.options import above_0, count
 
 from .contenders import CONTENDERS
 from .items import ITEMS, Item, Part
@@ -30,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="whom to measure on workloads; can be given several times (default: all)",
     )
-    parser.add_argument("--repeats", type=_positive_int, help="how often to measure (default: 3)")
-    parser.add_argument("--seconds", type=_positive, help="length of each measurement (default: 3)")
+    parser.add_argument("--repeats", type=count, help="how often to measure (default: 3)")
+    parser.add_argument("--seconds", type=above_0, help="length of each measurement (default: 3)")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -44,15 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure and report; 0 if everything asked for could be measured or was not installed."""
+    """Measure and report; 0 if everything asked for could be measured or was not installed.
+
+    Raises:
+        ArgumentError: there is nothing of that name, or what was measured couldn't be written.
+    """
     if given.list:
         _list()
         return 0
-    try:
-        selected = select(given.workload, given.contender, quick=given.quick)
-    except ValueError as error:
-        print(f"distcollect bench: {error}", file=sys.stderr)
-        return 2
+    selected = select(given.workload, given.contender, quick=given.quick)
+    _check_files(given.json, given.png)
     repeats = given.repeats or (1 if given.quick else 3)
     seconds = given.seconds or (0.3 if given.quick else 3.0)
     results: dict[str, dict[str, Outcome]] = {}
@@ -82,7 +87,7 @@ def select(
     """What to measure.
 
     Raises:
-        ValueError: a name that there isn't, or nothing is left; says which names there are.
+        ArgumentError: a name that there isn't, or nothing is left; says which names there are.
     """
     if quick and items is None:
         items = _QUICK_ITEMS
@@ -102,7 +107,10 @@ def select(
         if parts and (item.is_workload or items is not None or contenders is None):
             selected.append((item, parts))
     if not selected:
-        raise ValueError("none of these contenders is measured on these workloads")
+        raise ArgumentError(
+            f"none of --contender {', '.join(contenders or ())} is measured on --workload "
+            f"{', '.join(items or ())}: --list shows what there is"
+        )
     return selected
 
 
@@ -110,7 +118,25 @@ def _check(what: str, names: Sequence[str] | None, there: dict[str, object] | ob
     assert isinstance(there, dict)
     for name in names or ():
         if name not in there:
-            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(there)}")
+            raise ArgumentError(f"--{what} {name}: unknown; there are: {', '.join(there)}")
+
+
+def _check_files(json_file: Path | None, png_file: Path | None) -> None:
+    """Find out before an hour of measuring whether its figures can be kept."""
+    for option, file in (("--json", json_file), ("--png", png_file)):
+        if file is None:
+            continue
+        try:
+            file.open("ab").close()
+        except OSError as error:
+            raise ArgumentError(
+                f"{option} {file}: {error.strerror}; name a file in a folder that is there"
+            ) from error
+    if png_file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ArgumentError(
+            "--png needs matplotlib, which isn't installed: pip install 'distcollect[bench]', or "
+            "leave it out"
+        )
 
 
 def _list() -> None:
@@ -125,17 +151,3 @@ def _list() -> None:
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def _positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number

@@ -437,7 +437,7 @@ class DataCollectorBase(ABC):
         1.6 times as long; the larger envs and network, the less. Without a seed it costs nothing.
 
         Args:
-            seed: any whole number.
+            seed: a whole number, 0 or more.
             static_seed: all envs get the same seed, instead of one each.
 
         Returns:

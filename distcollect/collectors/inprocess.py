@@ -277,7 +277,7 @@ class SyncDataCollector(DataCollectorBase):
         if worker_ids is not None:
             raise ArgumentTypeError(
                 "worker_ids is given, but this collector has no weight updater and no workers: it "
-                "steps its envs itself"
+                "steps its envs itself; leave them out"
             )
         if self._engine.weights.module is None:
             return
@@ -311,7 +311,7 @@ class SyncDataCollector(DataCollectorBase):
         The next batch starts with a reset. See :meth:`DataCollectorBase.set_seed`.
 
         Args:
-            seed: any whole number.
+            seed: a whole number, 0 or more.
             static_seed: all envs get the same seed, instead of one each.
 
         Returns:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from distcollect.arguments import kinds
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
@@ -59,6 +60,7 @@ def takes_torchrl_names(init: _Init) -> _Init:
     """Have a collector's ``__init__`` take TorchRL's names for its arguments as well."""
     signature = inspect.signature(init)
     own_names = signature.parameters.keys() - {"self"}
+    flags = {p.name for p in signature.parameters.values() if str(p.annotation).startswith("bool")}
 
     @functools.wraps(init)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +68,9 @@ def takes_torchrl_names(init: _Init) -> _Init:
         own = {name: value for name, value in kwargs.items() if name in own_names}
         given = signature.bind_partial(self, *args, **own).arguments
         del given["self"]
-        init(self, **_translated(others, given, own_names))
+        arguments = _translated(others, given, own_names)
+        kinds(arguments, flags)
+        init(self, **arguments)
 
     return cast("_Init", wrapper)
 

@@ -18,6 +18,7 @@ from distcollect.launch import join
 from distcollect.link import Gate
 from distcollect.meeting import GatePlace, Meeting, finder, gate_place
 from distcollect.network import LOOPBACK
+from distcollect.options import above_0
 from distcollect.rpc import RpcTransport
 from distcollect.run_folder import TOKEN_VARIABLE
 from distcollect.topology import Launch, Launcher
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait",
         metavar="SECONDS",
-        type=float,
+        type=above_0,
         default=60.0,
         help="how long to wait for all ranks (default: %(default)g)",
     )

@@ -171,7 +171,8 @@ class EnvBatch(ABC):
         """
         if cut is not None and not self.can_cut:
             raise ArgumentError(
-                f"{self._name()}: its rows can't be reset one by one, so episodes can't be cut"
+                f"{self._name()}: its rows can't be reset one by one, so episodes can't be cut; "
+                "pass a maker of single envs and envs_per_worker instead"
             )
         result = self._advance(action, rows)
         ended = result.ended

@@ -47,18 +47,32 @@ def check_env_id(env_id: str) -> None:
 
     Nothing is made, but the module in "module:id" is imported.
     """
-    module, _, name = env_id.rpartition(":")
+    module, colon, name = env_id.rpartition(":")
+    if colon:
+        _import_for(env_id, module)
     try:
-        if module:
-            importlib.import_module(module)
         namespace, base, version = parse_env_id(name)
         if version is None and find_highest_version(namespace, base) is not None:
             return
         gym.spec(name)
-    except (gym.error.Error, ImportError) as err:
+    except gym.error.Error as err:
         raise ArgumentError(
-            f"no env {env_id!r}: {err}. The module that registers an env can be named with it: "
-            "'module:id'"
+            f"no env {env_id!r}: {str(err).rstrip('.')}. The module that registers an env can be "
+            "named with it: 'module:id'"
+        ) from err
+
+
+def _import_for(env_id: str, module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as err:
+        raise ArgumentError(
+            f"no env {env_id!r}: {err}. What stands before the colon of 'module:id' has to be a "
+            "module that can be imported here"
+        ) from err
+    except Exception as err:
+        raise ArgumentError(
+            f"no env {env_id!r}: importing the module {module!r} raised {told(err)}"
         ) from err
 
 

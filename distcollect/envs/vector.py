@@ -167,7 +167,10 @@ class VectorBatch(EnvBatch):
         """Write how the episodes ended whose rows a SAME_STEP env has reset since."""
         final = infos.get("final_obs")
         if final is None:
-            raise EnvError(f"{self._name()}: its mode is SAME_STEP, but infos has no 'final_obs'")
+            raise EnvError(
+                f"{self._name()}: its mode is SAME_STEP, but infos has no 'final_obs': the env has "
+                "to give there what the last step of an episode led to"
+            )
         is_tree = isinstance(final, Mapping | tuple)
         for row in np.flatnonzero(ended):
             for leaf, way in self._observed:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distcollect.errors import ArgumentError
-from distcollect.stats_file import Snapshot, snapshots
+from distcollect.stats_file import STATS_FILE, Snapshot, snapshots
 
 # As many points as a curve of this width can show.
 MAX_POINTS = 400
@@ -102,12 +102,20 @@ def read(file: Path) -> History:
     Raises:
         ArgumentError: nothing in it is a snapshot of a collector.
     """
-    with file.open("rb") as lines:
-        num_lines = sum(1 for _ in lines)
-    with file.open("rb") as lines:
-        history = history_of(snapshots(lines), per_point=-(-num_lines // MAX_POINTS))
+    try:
+        with file.open("rb") as lines:
+            num_lines = sum(1 for _ in lines)
+        with file.open("rb") as lines:
+            history = history_of(snapshots(lines), per_point=-(-num_lines // MAX_POINTS))
+    except OSError as error:
+        raise ArgumentError(
+            f"{file} can't be read ({error.strerror}): name a run's folder that you may read"
+        ) from error
     if not history.points:
-        raise ArgumentError(f"{file} holds no snapshots of a collector: is it the right file?")
+        raise ArgumentError(
+            f"{file} holds no snapshots of a collector: if the run has only just begun, try again "
+            f"in some seconds; else name a folder with a {STATS_FILE} of Monitor(run_dir=...)"
+        )
     return history
 
 

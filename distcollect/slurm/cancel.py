@@ -29,7 +29,10 @@ def run(given: argparse.Namespace) -> int:
     ids = [str(job["id"]) for job in folder.jobs()]
     done = run_command(["scancel", *ids])
     if done.returncode:
-        raise LaunchError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")
+        raise LaunchError(
+            f"SLURM did not take 'scancel {' '.join(ids)}': {done.stderr.strip()}\n"
+            "Try again when its controller is up; jobs that go on are shown by 'squeue --me'"
+        )
     folder.tell(ENDED, why="it was cancelled")
     print(f"cancelled: job(s) {', '.join(ids)}")
     return 0

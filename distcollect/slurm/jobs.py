@@ -199,8 +199,8 @@ def partitions() -> dict[str, str]:
     done = run_command(["sinfo", "--noheader", "--format", form])
     if done.returncode:
         raise LaunchError(
-            f"SLURM doesn't answer: {done.stderr.strip()}; is this a login node, and is the "
-            "cluster up?"
+            "SLURM doesn't answer: is this a login node, and is the cluster up? sinfo says:\n"
+            f"{done.stderr.strip()}"
         )
     found: dict[str, str] = {}
     for line in done.stdout.splitlines():

@@ -50,11 +50,27 @@ def run_in(path: Path) -> RunFolder:
     Raises:
         ArgumentError: there is none in this folder.
     """
+    folder = submitted(path)
+    if not folder.jobs():
+        raise ArgumentError(
+            f"{path}: none of the run's jobs was submitted, as 'distcollect submit' will have "
+            "said; submit it again, to another folder"
+        )
+    return folder
+
+
+def submitted(path: Path) -> RunFolder:
+    """A run's folder.
+
+    Raises:
+        ArgumentError: it is none.
+    """
     folder = RunFolder(path.absolute())
     if not folder.settings:
-        raise ArgumentError(f"{path} holds no run: no run.json is there")
-    if not folder.jobs():
-        raise ArgumentError(f"{path}: none of the run's jobs was submitted")
+        raise ArgumentError(
+            f"{path} holds no run: no run.json of 'distcollect submit' is there. Name the folder "
+            "that it printed, as in runs/train-20261122-101500"
+        )
     return folder
 
 

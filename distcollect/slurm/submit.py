@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.run_folder import ENDED, RunFolder
+from distcollect.options import above_0, count, natural
+from distcollect.run_folder import ENDED, RunFolder, obstacle
 
 from . import disks, status
 from .jobs import Job, Resources, Submitter, check_slurm, partitions, worker_command
@@ -52,12 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     job = parser.add_argument_group("the trainer's job")
     add = job.add_argument
-    add("--nodes", type=_count, default=1, help="hosts (default: %(default)s)")
-    add("--tasks-per-node", type=_count, default=1, metavar="N", help="the first of all tasks "
+    add("--nodes", type=count, default=1, help="hosts (default: %(default)s)")
+    add("--tasks-per-node", type=count, default=1, metavar="N", help="the first of all tasks "
         "trains, the others are workers (default: %(default)s)")  # fmt: skip
-    add("--cpus-per-task", type=_count, default=1, metavar="N", help="cores (default: %(default)s)")
-    add("--gpus-per-node", type=int, default=0, metavar="N", help="(default: %(default)s)")
-    add("--mem-gb", type=float, metavar="GB", help="memory of each node (default: the cluster's)")
+    add("--cpus-per-task", type=count, default=1, metavar="N", help="cores (default: %(default)s)")
+    add("--gpus-per-node", type=natural, default=0, metavar="N", help="(default: %(default)s)")
+    add("--mem-gb", type=above_0, metavar="GB", help="memory of each node (default: the cluster's)")
     add("--time", type=minutes, default=60, metavar="TIME", help="time limit, after which the job "
         "is requeued: 90 (minutes), 12:00:00 or 2-00:00:00 (default: an hour)")  # fmt: skip
     add("--partition", "-p", metavar="NAME", help="(default: the cluster's)")
@@ -70,25 +71,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     workers = parser.add_argument_group("separate jobs for workers; by default as above")
     add = workers.add_argument
-    add("--worker-jobs", type=int, default=0, metavar="N", help="jobs, of one node each "
+    add("--worker-jobs", type=natural, default=0, metavar="N", help="jobs, of one node each "
         "(default: %(default)s)")  # fmt: skip
-    add("--worker-tasks", type=_count, default=1, metavar="N", help="workers in each "
+    add("--worker-tasks", type=count, default=1, metavar="N", help="workers in each "
         "(default: %(default)s)")  # fmt: skip
-    add("--worker-cpus", type=_count, metavar="N", help="cores of each worker")
-    add("--worker-gpus", type=int, default=0, metavar="N", help="of each job (default: 0)")
-    add("--worker-mem-gb", type=float, metavar="GB", help="of each job")
+    add("--worker-cpus", type=count, metavar="N", help="cores of each worker")
+    add("--worker-gpus", type=natural, default=0, metavar="N", help="of each job (default: 0)")
+    add("--worker-mem-gb", type=above_0, metavar="GB", help="of each job")
     add("--worker-time", type=minutes, metavar="TIME", help="of each job")
     add("--worker-partition", metavar="NAME", help="for example one without GPUs")
     add("--worker-slurm", action="append", metavar="NAME[=VALUE]", help="instead of --slurm")
 
     how = parser.add_argument_group("how to run and submit")
     add = how.add_argument
-    add("--patience", type=float, default=3600.0, metavar="SECONDS", help="how long workers "
+    add("--patience", type=above_0, default=3600.0, metavar="SECONDS", help="how long workers "
         "wait for a trainer that is queued or requeued, and the trainer for workers "
         "(default: %(default)g)")  # fmt: skip
-    add("--notice", type=_count, default=120, metavar="SECONDS", help="how long before its "
+    add("--notice", type=count, default=120, metavar="SECONDS", help="how long before its "
         "time limit a job is told to save (default: %(default)s)")  # fmt: skip
-    add("--max-time-limits", type=int, default=100, metavar="N", help="how often a job "
+    add("--max-time-limits", type=natural, default=100, metavar="N", help="how often a job "
         "is requeued at its time limit (default: %(default)s)")  # fmt: skip
     add("--dry-run", action="store_true", help="print what sbatch would get, submit nothing")
     add("--wait", action="store_true", help="stay until the trainer is done, and report what "
@@ -112,9 +113,17 @@ def run(given: argparse.Namespace) -> int:
         raise ArgumentError("which script? Say 'distcollect submit [OPTIONS] train.py'")
     script = given.script.absolute()
     if not script.is_file():
-        raise ArgumentError(f"{given.script} is no file")
+        raise ArgumentError(
+            f"{given.script} is no file: name the training script, as seen from {Path.cwd()}"
+        )
     name = given.name or script.stem
     folder = RunFolder(_run_folder(given, name))
+    shortest = min(given.time, given.worker_time or given.time)
+    if given.notice >= 60 * shortest:
+        raise ArgumentError(
+            f"--notice {given.notice} s is all of the {shortest} minute(s) that a job has: it "
+            "would be told to end as it begins; ask for more --time, or a shorter --notice"
+        )
     command = [sys.executable, "-u", str(script), *given.arguments]
     jobs = [Job(name, trains=True, resources=_resources(given), command=command)]
     if given.worker_jobs:
@@ -141,20 +150,23 @@ def run(given: argparse.Namespace) -> int:
 
 def _add_workers(given: argparse.Namespace) -> int:
     if given.script is not None:
-        raise ArgumentError(f"--add-workers takes no script: {given.script}")
+        raise ArgumentError(
+            f"--add-workers takes no script: the run has one; leave {given.script} out"
+        )
     if not given.worker_jobs:
         raise ArgumentError("--add-workers needs --worker-jobs N: how many jobs?")
-    folder = RunFolder(given.add_workers.absolute())
+    folder = status.submitted(given.add_workers)
     settings = folder.settings
-    if not settings:
-        raise ArgumentError(f"{folder.path} holds no run: no run.json is there")
     said = folder.read("trainer.json") or {}
     if said.get("state") == ENDED:
-        raise ArgumentError(f"the run in {folder.path} is over: {said.get('why')}")
+        raise ArgumentError(
+            f"the run in {folder.path} is over: {said.get('why')}. Submit its script again; with a "
+            "Checkpoint it goes on from what was saved"
+        )
     if not settings["num_workers"] and settings["num_tasks"] == 1:
         raise ArgumentError(
-            f"the run in {folder.path} was submitted as one task that starts its own workers; "
-            "submit it with --worker-jobs so that others can join"
+            f"the run in {folder.path} was submitted as one task that starts its own workers: "
+            "nobody can join it. Submit its script again, with --worker-jobs"
         )
     submitter = Submitter(
         folder, Path(settings["cwd"]), settings["notice_s"], settings["max_time_limits"]
@@ -186,6 +198,8 @@ def _check_folder(folder: RunFolder, *, trusted: bool) -> None:
             f"{folder.path} holds a run already: name another --run-folder. A run that was "
             "interrupted goes on by itself; 'distcollect status' tells"
         )
+    if problem := obstacle(folder.path):
+        raise ArgumentError(f"{problem}: name another --run-folder")
     problem, certain = disks.objection(folder.path)
     if not problem or trusted:
         return
@@ -243,8 +257,6 @@ def _resources(given: argparse.Namespace) -> Resources:
 
 
 def _worker_job(given: argparse.Namespace, folder: RunFolder, name: str) -> Job:
-    if given.worker_jobs < 1:
-        raise ArgumentError(f"--worker-jobs {given.worker_jobs}: must be at least 1")
     cpus = given.worker_cpus or given.cpus_per_task
     resources = Resources(
         1,
@@ -271,14 +283,10 @@ def _further(
     found = {name: value for name, value in further.items() if value is not None}
     for option in options:
         name, _, value = option.partition("=")
+        if not name.strip("-"):
+            raise ArgumentError(f"--slurm {option!r}: must be NAME or NAME=VALUE, as sbatch has it")
         found[name.lstrip("-")] = value
     return found
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least 1")
-    return int(text)
 
 
 def minutes(text: str) -> int:
@@ -296,5 +304,5 @@ def minutes(text: str) -> int:
     else:
         seconds = first * 60 + (second or 0)
     if seconds == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: no time at all")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be more than nothing, as in 90 (minutes)")
     return -(-seconds // 60)

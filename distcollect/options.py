@@ -1,0 +1,36 @@
+"""Numbers that are typed on a command line: each is a ``type=`` of argparse's."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def count(text: str) -> int:
+    """A whole number, at least 1."""
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """A whole number, 0 or more."""
+    return _whole(text, 0)
+
+
+def above_0(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
+    return number
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least {least}")
+    return number
