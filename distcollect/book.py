@@ -237,6 +237,7 @@ class Book:
                     num_env_faults=tally.num_env_faults,
                     num_episodes=tally.num_episodes,
                     lost=dict(frames.lost),
+                    may_be_lost=frames.at_most,
                 )
             tallies = list(self._tallies.values())
             together = Work()
@@ -259,6 +260,7 @@ class Book:
                 mean_ready=self._ready_when_asked / max(1, self._num_asked),
                 num_restarts=sum(tally.num_restarts for tally in tallies),
                 lost=dict(ledger.total.lost) if ledger else {},
+                may_be_lost=ledger.total.at_most if ledger else 0,
                 workers=workers,
             )
 

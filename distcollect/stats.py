@@ -148,6 +148,7 @@ class WorkerStats:
         num_env_faults: how often an env raised in the present process.
         num_episodes: that ended.
         lost: frames that it stepped and that are not delivered, by cause.
+        may_be_lost: so many more, at most, where its host vanished with the count.
     """
 
     state: str = "ready"
@@ -162,6 +163,7 @@ class WorkerStats:
     num_env_faults: int = 0
     num_episodes: int = 0
     lost: Mapping[str, int] = field(default_factory=dict)
+    may_be_lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class Stats:
         mean_ready: the same, on average when a batch was asked for.
         num_restarts: how often worker processes were replaced.
         lost: frames that were stepped and not delivered, by cause.
+        may_be_lost: so many more, at most, on hosts that vanished.
         sync: whether a batch is collected when it is asked for.
         in_process: whether the collector steps its envs itself.
         num_cores: of this host, if all workers are here; else 0.
@@ -212,6 +215,7 @@ class Stats:
     mean_ready: float = 0.0
     num_restarts: int = 0
     lost: Mapping[str, int] = field(default_factory=dict)
+    may_be_lost: int = 0
     sync: bool = False
     in_process: bool = False
     num_cores: int = 0

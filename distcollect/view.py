@@ -113,8 +113,10 @@ def _waiting(stats: Stats) -> str:
 
 
 def _lost(stats: Stats) -> list[str]:
-    lost = ", ".join(f"{cause} {count:,}" for cause, count in stats.lost.items())
-    return [f"lost: {lost}"] if lost else []
+    lost = [f"{cause} {count:,}" for cause, count in stats.lost.items()]
+    if stats.may_be_lost:
+        lost.append(f"at most {stats.may_be_lost:,} more")
+    return [f"lost: {', '.join(lost)}"] if lost else []
 
 
 def _shares(values: dict[str, float]) -> Iterable[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from distcollect.chaos.hosts import Hosts
+
 HERE = Path(__file__).parent
 SCRIPT = HERE / "scripts" / "launched.py"
 TRAINERS = HERE / "scripts" / "trainers.py"
@@ -70,13 +72,18 @@ def slurm_variables(rank, num_hosts, per_host):
 @pytest.fixture(scope="module")
 def on_host():
     """A function that prefixes a command so that it runs on host 1, 2 or 3."""
-    up = subprocess.run(
-        [TESTBED / "netns_up.sh"], capture_output=True, text=True, timeout=60, check=False
-    )
-    if up.returncode:
-        pytest.skip(f"this machine can't make network namespaces: {up.stderr[-300:]}")
-    yield lambda host, *command: [TESTBED / "netns_exec.sh", host, *command]
-    subprocess.run([TESTBED / "netns_down.sh"], timeout=60, check=False)
+    hosts = Hosts(TESTBED)
+    try:
+        hosts.__enter__()
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"this machine can't make network namespaces: {error}")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for variable in hosts.env.items():
+                patch.setenv(*variable)
+            yield lambda host, *command: [*hosts.on(host), *command]
+    finally:
+        hosts.__exit__()
 
 
 def torchrun(*options):
@@ -113,7 +120,7 @@ def test_torchrun_on_three_hosts(on_host):
         assert seen["workers"] == [0, 1]
         # They have process ids of their own, so they can't be mistaken for this host's.
         assert seen["workers whose memory is mapped"] == 0
-        assert seen["listening"] in [[f"10.77.0.{host}"] for host in hosts]
+        assert seen["listening"] in [[f"{os.environ['DC_NET']}.{host}"] for host in hosts]
 
 
 @needs_hosts
@@ -124,7 +131,7 @@ def test_slurm_variables_on_three_hosts(on_host):
     ]
     for seen in report(finish(ranks)[0]):
         assert seen["workers"] == [0, 1, 2, 3, 4]
-        assert seen["listening"] == ["10.77.0.1"]
+        assert seen["listening"] == [f"{os.environ['DC_NET']}.1"]
 
 
 def test_torchrun_never_sees_a_worker_die():

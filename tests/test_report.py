@@ -162,6 +162,14 @@ def test_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text() == text
 
 
+def test_what_vanished_with_a_host(tmp_path: Path) -> None:
+    workers = {"0": {}, "1": {"may_be_lost": 40}}
+    (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(5, workers=workers)) + "\n")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    cells = re.findall(r"<t[dh]>(.*?)</t[dh]>", (tmp_path / "report.html").read_text())
+    assert cells[2::3] == ["at most more", "0", "40", "40"]
+
+
 def test_of_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(0, workers={})) + "\n")
     assert cli.main(["report", str(tmp_path)]) == 0

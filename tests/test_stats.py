@@ -184,11 +184,12 @@ def test_a_replaced_process_adds_to_its_worker() -> None:
     book.joined(0, 1)
     book.collected(header(incarnation=0, work=Work(99 * S)))  # too late
     book.collected(header(incarnation=1, work=Work(8 * S, 4 * S, 2 * S, 1 * S, 2 * S, 4 * S)))
-    lost = Frames(20, 10, {"worker_lost": 10})
+    lost = Frames(20, 10, {"worker_lost": 10}, at_most=7)
     stats = snapshot(book, LedgerReport({0: lost}, lost))
     assert stats.times == WorkerTimes(0.4, 0.2, 0.1, pytest.approx(0.1), 0.2, 0.0, 0.5)
     assert stats.num_restarts == stats.workers[0].num_restarts == 1
     assert stats.lost == stats.workers[0].lost == {"worker_lost": 10}
+    assert stats.may_be_lost == stats.workers[0].may_be_lost == 7
     assert stats.episodes == EpisodeStats(2, 2.0, 6.0, 1.0, 3.0)
 
 
@@ -377,10 +378,11 @@ def test_log_line() -> None:
         episodes=EpisodeStats(3, 10.5, 20.0, 9.0, 12.0),
         trainer=TrainerTimes(collect=0.5, train=0.5),
         lost={"stale": 40},
+        may_be_lost=9,
         num_restarts=2,
     )
     assert log_line(stats) == (
         "500 of 1,000 frames (50%), 0:00:05 to go, 100 frames/s now, 90 on average, 3 episodes, "
         "return 10.5 (9 to 12), length 20, lag 1 (at most 1), trainer waits 50%, workers 0%, "
-        "lost: stale 40, 2 restarts"
+        "lost: stale 40, at most 9 more, 2 restarts"
     )

@@ -59,6 +59,8 @@ def test_offset_puts_each_rollout_between_question_and_answer(skew: int) -> None
         heard = ended + rng.randrange(20 * US, 400 * US)
         offset = clock.narrow(asked, begun - skew, ended - skew, heard)
         assert asked <= begun - skew + offset <= ended - skew + offset <= heard
+        if skew:
+            assert abs(offset - skew) <= clock.error_ns < 400 * US
         now = heard + rng.randrange(1000 * US)
     # The fastest messages tell most.
     assert abs(offset - skew) < 30 * US

@@ -64,6 +64,7 @@ class History:
         lags: lag to delivered frames.
         delivered: worker_id to frames.
         lost: worker_id to cause to frames.
+        may_be_lost: worker_id to frames that may be lost beyond these.
         restarts: processes that were replaced.
         episodes: that ended.
         elapsed_s: of all collectors together.
@@ -79,6 +80,7 @@ class History:
     lags: Counter[int] = field(default_factory=Counter)
     delivered: Counter[int] = field(default_factory=Counter)
     lost: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    may_be_lost: Counter[int] = field(default_factory=Counter)
     restarts: int = 0
     episodes: int = 0
     elapsed_s: float = 0.0
@@ -236,3 +238,4 @@ def _settle(history: History, last: Snapshot) -> None:
     for name, worker in last.get("workers", {}).items():
         history.delivered[int(name)] += worker.get("frames", 0)
         history.lost[int(name)].update(worker.get("lost", {}))
+        history.may_be_lost[int(name)] += worker.get("may_be_lost", 0)

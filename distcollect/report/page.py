@@ -182,17 +182,25 @@ def _lags(history: History) -> list[str]:
 
 def _ledger(history: History) -> list[str]:
     causes = sorted({cause for lost in history.lost.values() for cause, n in lost.items() if n})
+    # Of hosts that vanished.
+    more = history.may_be_lost
+    has_more = any(more.values())
     heads = ["worker", "delivered", *(f"lost: {cause}" for cause in causes)]
+    heads += ["at most more"] * has_more
 
-    def row(name: str, delivered: int, lost: Counter[str], style: str = "") -> str:
+    def row(name: str, delivered: int, lost: Counter[str], more: int, style: str = "") -> str:
         cells = [name, f"{delivered:,}", *(f"{lost[cause]:,}" for cause in causes)]
+        cells += [f"{more:,}"] * has_more
         return f"<tr{style}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
-    rows = [row(str(w), history.delivered[w], history.lost[w]) for w in sorted(history.delivered)]
+    rows = [
+        row(str(w), history.delivered[w], history.lost[w], more[w])
+        for w in sorted(history.delivered)
+    ]
     total: Counter[str] = Counter()
     for lost in history.lost.values():
         total.update(lost)
-    rows.append(row("all", history.total_delivered, total, ' class="all"'))
+    rows.append(row("all", history.total_delivered, total, sum(more.values()), ' class="all"'))
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
     return [
         "<h2>Where the frames went</h2>",
