@@ -212,14 +212,20 @@ def import_from_here() -> None:
 def _load_weights(policy: object, file: Path, given: str) -> bytes:
     if not isinstance(policy, nn.Module):
         raise ArgumentError(f"--weights {file}: {given} is no torch module, so it has no weights")
+    wanted = "it has to hold that module's state_dict(), as torch.save writes it"
     try:
         data = file.read_bytes()
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ArgumentError(f"--weights {file} can't be read: {error.strerror}") from error
+    except Exception as error:
+        # Without torch's words, which recommend what would run code from the file.
+        raise ArgumentError(f"--weights {file} is no file of weights: {wanted}") from error
+    try:
         policy.load_state_dict(state)
     except Exception as error:
-        # What is no pickle may raise anything.
         raise ArgumentError(
-            f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); it "
-            "has to hold that module's state_dict(), as torch.save writes it"
+            f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); "
+            f"{wanted}"
         ) from error
     return data

@@ -370,7 +370,7 @@ def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for trust in (False, True):
             with pytest.raises(dc.ArgumentError, match=r"noise.pt is (no file that torch.save|a )"):
                 named_policy("noise.pt", trust=trust)
-    with pytest.raises(dc.ArgumentError, match=r"noise.pt can't be loaded into net:Net"):
+    with pytest.raises(dc.ArgumentError, match=r"noise.pt is no file of weights"):
         named_policy("net:Net", Path("noise.pt"), trust=False)
 
     found = named_policy(str(scripted(tmp_path / "turns.pt")), trust=False)

@@ -643,10 +643,10 @@ COMMANDS: list[tuple[str, str]] = [
     (f"{COLLECT} --weights five.py", "--weights five.py needs a --policy"),
     (
         f"{COLLECT} --policy torch.nn:Identity --weights five.py",
-        "five.py can't be loaded.*torch.save",
+        "five.py is no file of weights.*torch.save",
     ),
     ("top", "required: RUN"),
-    ("top .", "stats.jsonl can't be read .No such file.*name the folder"),
+    ("top .", "there is no stats.jsonl; name the folder"),
     ("top noise", "noise/stats.jsonl says nothing yet.*try again.*name the folder"),
     ("report .", "there is no stats.jsonl; name the folder"),
     ("report noise", "noise/stats.jsonl holds no snapshots.*try again.*name a folder"),
