@@ -365,13 +365,16 @@ def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         named_policy("bad.pt", trust=True)
     assert marks == ["loaded"]
     module = Path("module.pt").read_bytes()
-    for noise in (b"noise", b"", b"i\xe9\n\xe9\n", b"0", module[:200], _newer(module)):
+    for noise in (b"noise", b"", b"i\xe9\n\xe9\n", b"0", module[:200]):
         Path("noise.pt").write_bytes(noise)
         for trust in (False, True):
-            with pytest.raises(dc.ArgumentError, match=r"noise.pt is (no file that torch.save|a )"):
+            with pytest.raises(dc.ArgumentError, match=r"noise.pt is no file that torch.save"):
                 named_policy("noise.pt", trust=trust)
-    with pytest.raises(dc.ArgumentError, match=r"noise.pt can't be loaded into net:Net"):
-        named_policy("net:Net", Path("noise.pt"), trust=False)
+        with pytest.raises(dc.ArgumentError, match=r"noise.pt can't be loaded into net:Net"):
+            named_policy("net:Net", Path("noise.pt"), trust=False)
+    Path("newer.pt").write_bytes(_newer(module))
+    with pytest.raises(dc.ArgumentError, match=r"newer.pt is a pickle"):
+        named_policy("newer.pt", trust=False)
 
     found = named_policy(str(scripted(tmp_path / "turns.pt")), trust=False)
     assert found.factory is not None
