@@ -165,8 +165,8 @@ def test_a_saved_policy_and_a_seed_give_the_same_frames_each_time(
         ({"policy": "nowhere.pt"}, "nowhere.pt: there is no such file.*MODULE:NAME"),
         ({"policy": "nowhere:policy"}, "'nowhere' can't be imported"),
         ({"policy": "sys:policy"}, r"'sys' \(built in\) has no 'policy'"),
-        ({"policy": ":policy"}, "module '' can't be imported"),
-        ({"policy": ".nowhere:policy"}, "module '.nowhere' can't be imported"),
+        ({"policy": ":policy"}, ":policy: there is no such file.*MODULE:NAME"),
+        ({"policy": ".nowhere:policy"}, "importing the module '.nowhere' raised TypeError"),
         ({"weights": "w.pt"}, "--weights w.pt needs a --policy"),
     ],
 )
