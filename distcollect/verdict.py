@@ -28,8 +28,8 @@ class Verdict:
 
     Attributes:
         bound: what takes most of the time: "trainer" (your code between two batches), the workers'
-            "env" or "policy", "network" (moving rollouts, making batches, round trips) or
-            "weights"; "unknown" before the first batch.
+            "env" or "policy", "network" (writing frames down, moving rollouts, making batches,
+            round trips) or "weights"; "unknown" before the first batch.
         shares: shares of the trainer's time by these names, which add up to 1.
         more_workers: how many more workers would still help; infinity: many.
         sentence: all of this in words, and what would help most.
@@ -56,7 +56,8 @@ def verdict(stats: Stats) -> Verdict:
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= 0.005
     )
-    sentence = f"{_BOUND_BY[bound]} (of the time: {parts}). {_advice(bound, stats)} "
+    by = _BOUND_BY_ITSELF.get(bound) if stats.in_process else None
+    sentence = f"{by or _BOUND_BY[bound]} (of the time: {parts}). {_advice(bound, stats)} "
     sentence += _on_workers(more, stats)
     if stats.elapsed_s < _BRIEF_S:
         sentence += f" That is from {stats.elapsed_s:.2g} s only."
@@ -69,6 +70,11 @@ _BOUND_BY = {
     "policy": "Bound by the policy's inference",
     "network": "Bound by moving rollouts to the trainer",
     "weights": "Bound by sending weights",
+}
+# Of a collector that steps its envs itself.
+_BOUND_BY_ITSELF = {
+    "network": "Bound by writing frames down and making batches of them",
+    "weights": "Bound by taking over weights",
 }
 
 
@@ -135,6 +141,8 @@ def _advice(bound: Bound, stats: Stats) -> str:
         return _advice_on_network(stats)
     if bound == "env":
         return _advice_on_envs(stats)
+    if bound == "weights" and stats.in_process:
+        return "Publish less often, or train the collector's own policy, which takes no copy."
     return _ADVICE[bound]
 
 
@@ -168,6 +176,8 @@ def _advice_on_network(stats: Stats) -> str:
             "Most of it is copying on the trainer: smaller observations help (uint8, "
             "compact_obs=True), or a lighter postproc or replay buffer."
         )
+    if stats.in_process:
+        return "More envs in each step help (envs_per_worker)."
     if stats.trainer.transfer > stats.trainer.collect:
         return (
             f"A frame has {moved:,.0f} bytes: smaller observations help (uint8 instead of floats, "

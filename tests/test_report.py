@@ -187,7 +187,7 @@ def test_a_page_about_many_losses_stays_small(tmp_path: Path) -> None:
         snapshot(t, workers={"0": {"state": "ready" if t % 2 else "joining"}})
         for t in range(20_000)
     ]
-    history = history_of(flaps)
+    history = history_of(flaps, per_point=50)
     assert len(history.events) == 19_999
     text = page(history, "flapping")
     assert len(text) < 500_000

@@ -149,7 +149,7 @@ def test_the_first_batch_has_a_rate_whenever_it_came() -> None:
     book = Book(clock)
     book.does("collect")
     clock.now += S // 10
-    book.delivered(0, [(0, 10)])
+    book.delivered([(0, [(0, 10)])])
     for seconds in (1, 2, 5):
         clock.now = seconds * S
         stats = snapshot(book)

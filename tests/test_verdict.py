@@ -70,6 +70,16 @@ def test_workers_that_are_gone_or_set_aside_are_not_counted() -> None:
     assert verdict(replace(stats, workers={**stats.workers, **others})).more_workers == 1
 
 
+def test_what_has_no_workers_is_bound_by_no_network() -> None:
+    idle = WorkerTimes(env=0.2, policy=0.2, other=0.6)
+    found = verdict(run(TrainerTimes(collect=1.0), idle, num=1, in_process=True))
+    assert found.bound == "network"
+    assert str(found).startswith("Bound by writing frames down")
+    assert "envs_per_worker" in str(found)
+    sends = verdict(run(TrainerTimes(weights=0.8, collect=0.2), idle, num=1, in_process=True))
+    assert "the collector's own policy" in str(sends)
+
+
 def test_a_run_that_has_only_begun_says_so() -> None:
     stats = run(TrainerTimes(collect=1.0), BUSY, elapsed_s=0.25)
     assert str(verdict(stats)).endswith(" That is from 0.25 s only.")

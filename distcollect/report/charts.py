@@ -75,6 +75,10 @@ class _Scale(NamedTuple):
         share = (value - self.low) / ((self.high - self.low) or 1.0)
         return self.begin + share * (self.end - self.begin)
 
+    def cell(self, value: float) -> int:
+        """The same for values that are less than two pixels apart, or nearly so."""
+        return round(self(value) / 2)
+
 
 def _svg(height: float, about: str, parts: Sequence[str]) -> str:
     return (
@@ -197,12 +201,12 @@ def lanes(about: str, given: Sequence[Lane], end_s: float) -> str:
             f'width="{max(1.0, x(end) - x(begin)):.1f}" height="{_LANE - 6}">'
             f"<title>{escape(tells)}</title></rect>"
             for begin, end, style, tells in _apart(
-                lane.spans, lambda span: (round(x(span[0])), round(x(span[1])), span[2])
+                lane.spans, lambda span: (x.cell(span[0]), x.cell(span[1]), span[2])
             )
         ]
         parts += [
             f'<circle class="mark {style}" cx="{x(at):.1f}" cy="{top + _LANE / 2}" r="4.5">'
             f"<title>{escape(tells)}</title></circle>"
-            for at, style, tells in _apart(lane.marks, lambda mark: (round(x(mark[0])), mark[1]))
+            for at, style, tells in _apart(lane.marks, lambda mark: (x.cell(mark[0]), mark[1]))
         ]
     return _svg(height, about, parts)
