@@ -33,7 +33,7 @@ class EnvContext:
         worker_id: the worker that makes it; 0 in :class:`~distcollect.SyncDataCollector`.
         env_index: the env's index within the worker; 0 for a maker of a vector env.
         incarnation: counts the processes that this worker has had, from 0.
-        seed: the seed of the env's first reset, or None.
+        seed: None: envs are made before they are seeded, and get their seed by ``reset``.
     """
 
     worker_id: int
