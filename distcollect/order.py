@@ -7,7 +7,6 @@ caller does.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from .config import Staleness
@@ -15,7 +14,7 @@ from .schedule import Pacer, SentVersions, Ticket
 from .seats import Asked, BatchPlan, Seat, Seats
 
 
-class Order(ABC):
+class Order:
     """What all have in common. Most of what they are told means nothing to some of them.
 
     Attributes:
@@ -50,13 +49,13 @@ class Order(ABC):
         """Whether a worker has the newest weights that were sent to it."""
         return self._acknowledged(worker_id) >= self._versions.newest(worker_id)
 
-    @abstractmethod
     def whom(self, arrived: Sequence[Asked]) -> Iterator[Seat]:
         """Those to be asked now, each in view of what came of asking the one before.
 
         Args:
             arrived: what lies ready, there or here, in that order; as it is at each step.
         """
+        raise NotImplementedError
 
     def choose(self, arrived: Sequence[Asked]) -> Asked | None:
         """What is to be handed on next, here or not yet; None if that is still to come."""
@@ -72,13 +71,13 @@ class Order(ABC):
 
     # What it is told.
 
-    def begin(self) -> None:  # noqa: B027
+    def begin(self) -> None:
         """The user waits for a batch."""
 
-    def end(self) -> None:  # noqa: B027
+    def end(self) -> None:
         """The user has it, or waits no longer."""
 
-    def published(self) -> None:  # noqa: B027
+    def published(self) -> None:
         """New weights are on their way; call it after :meth:`SentVersions.publish`."""
 
     def asked(self, seat: Seat) -> Ticket:
@@ -95,14 +94,14 @@ class Order(ABC):
         """It lies ready, and no frame of it has a version below this."""
         ticket.version = version
 
-    def delivered(self, asked: Asked) -> None:  # noqa: B027
+    def delivered(self, asked: Asked) -> None:
         """The user got it by :meth:`choose` or :meth:`choose_to_give`."""
 
     def given_up(self, asked: Asked, *, is_wanted: bool) -> None:
         """The user will not get it; ``is_wanted``: but is to get another one for it."""
         self.frames_asked -= self._plan.rollout_frames
 
-    def given_up_all(self) -> None:  # noqa: B027
+    def given_up_all(self) -> None:
         """Nothing that was asked for until now is wanted any more."""
 
     def _longest_idle_first(self) -> list[Seat]:

@@ -7,14 +7,20 @@ being fetched; rollouts are handed on first come, first served, unless staleness
 Workers come and go (:mod:`.workers` says who is there). What was asked of one that is gone is asked
 of another.
 
-::
+It is made of parts, each of which knows only those below it::
 
-    Pool ──▶ Giver ──▶ Gathering ──▶ Requests ──▶ Order
-                                      (ledger)    whom to ask, what to hand on
+    Pool            the user's thread, and those who look after workers
+      Instructions    what all workers are to know before they collect again
+      Giver           rollouts that other trainers take
+      Gathering       asks workers for rollouts, and fetches them
+      Waiting         the lock, and how the user's thread waits
+        Requests        what was asked for, and what became of it
+        Order           whom to ask, and what to hand on
+        Seats           who is there
 
-Right of :class:`.Gathering` nothing knows of threads, clocks or the wire. There is one lock
-(:class:`.Waiting` has it), and two ways in, which take it: the methods of :class:`Pool`, and
-:meth:`.Gathering.then`, where workers answer. All else is called with it held.
+The last three are pure. There is one lock. It is taken where something comes in: by the methods of
+:class:`Pool` and :meth:`.Instructions.give`, which it calls, and where a worker answers, in
+:meth:`.Gathering.then`. All the rest is called with it held.
 """
 
 from __future__ import annotations
@@ -158,7 +164,7 @@ class Pool:
                 return
             seat = self._seats.take(worker_id, incarnation, peer)
             self._book.joined(worker_id, incarnation)
-            self.stale_frames.setdefault(worker_id, 0)
+            self._requests.stale_frames.setdefault(worker_id, 0)
             version = self._sender.welcome(worker_id, peer)
             if version:
                 self._sent.publish(version, [worker_id])
@@ -326,7 +332,7 @@ class Pool:
         # In sync mode it must not go on with what it has.
         if not (self._plan.sync or isinstance(error, WorkerLost)):
             return
-        seat = self._seats[worker_id]
+        seat = self._seats.get(worker_id)
         if isinstance(error, WorkerError) and error.worker_id is None:
             self.fail(error)  # nobody else would fare better
         elif seat is not None:
@@ -376,7 +382,7 @@ class Pool:
         """Call a method of a worker's service; fails with WorkerLost if it isn't there."""
         with self._lock:
             self._waiting.check()
-            seat = self._seats[worker_id]
+            seat = self._seats.get(worker_id)
             if seat is not None:
                 return self._transport.call(seat.peer, method, *args)
         answer: Future[Any] = Future()

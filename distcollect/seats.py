@@ -178,7 +178,7 @@ class Seats:
         """All who are there."""
         return iter(self._taken.values())
 
-    def __getitem__(self, worker_id: int) -> Seat | None:
+    def get(self, worker_id: int) -> Seat | None:
         """Who is in this slot; None if nobody is."""
         return self._taken.get(worker_id)
 
