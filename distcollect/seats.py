@@ -218,7 +218,8 @@ class Seats:
 
     def collecting(self) -> list[Seat]:
         """Those who are there to collect."""
-        return [seat for seat in self if seat.worker_id not in self._set_aside]
+        set_aside = self._set_aside
+        return [seat for seat in self._taken.values() if seat.worker_id not in set_aside]
 
     def staying(self) -> list[Seat]:
         """Of these, those that may be asked for more."""
