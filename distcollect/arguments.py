@@ -391,3 +391,44 @@ def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:
     if not ids or len(set(ids)) != len(ids):
         raise ArgumentError(f"worker_ids={wanted!r}: name each worker once, and at least one")
     return list(ids)
+
+
+def stragglers(
+    preemptive_threshold: float | None, batch_deadline_s: float | None, *, sync: bool
+) -> None:
+    """Refuse what can't say for whom a batch doesn't wait.
+
+    Raises:
+        ArgumentError: it is out of bounds, or batches don't wait for anybody.
+        ArgumentTypeError: it is no number.
+    """
+    for name, value, most in (
+        ("preemptive_threshold", preemptive_threshold, 1.0),
+        ("batch_deadline_s", batch_deadline_s, float("inf")),
+    ):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ArgumentTypeError(f"{name}={value!r}: must be a number")
+        if not 0 < value <= most:
+            bounds = "above 0" if most == float("inf") else "above 0 and at most 1"
+            raise ArgumentError(f"{name}={value!r}: must be {bounds}")
+        if not sync:
+            raise ArgumentError(
+                f"{name}={value!r} is for sync=True: without it nobody waits for the slowest"
+            )
+
+
+def num_collecting(num_workers: int, evaluation: EvaluationWorkers | None) -> int:
+    """Workers that don't evaluate.
+
+    Raises:
+        ArgumentError: there are none.
+    """
+    num_evaluating = evaluation.num_workers if evaluation else 0
+    if evaluation and num_evaluating >= num_workers:
+        raise ArgumentError(
+            f"EvaluationWorkers(num_workers={num_evaluating}): of {num_workers} worker(s), at "
+            "least one has to collect"
+        )
+    return num_workers - num_evaluating

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -116,6 +117,11 @@ class Seat:
         """Whether there is memory for one more rollout."""
         return self.num_requests - min(self.unsettled, default=self.num_requests) < NUM_SLABS
 
+    def settle(self, asked: Asked) -> None:
+        """This rollout is here, or given up: its slab may be written over."""
+        self.unsettled.discard(asked.number)
+        self.open.discard(asked)
+
 
 @dataclass(eq=False)
 class Asked:
@@ -153,3 +159,68 @@ class Asked:
     def lies_there(self) -> bool:
         """Whether it lies ready on its worker, and is not on its way here."""
         return not (self.offer is None or self.fetching or self.failed or self.rollout is not None)
+
+
+class Seats:
+    """Who is there, and whose place is to be taken again. Nothing here locks; the caller does.
+
+    Attributes:
+        coming: slots whose next process is on its way.
+    """
+
+    def __init__(self, set_aside: frozenset[int] = frozenset()) -> None:
+        """Nobody yet; those in the slots ``set_aside`` don't collect."""
+        self.coming: set[int] = set()
+        self._set_aside = set_aside
+        self._taken: dict[int, Seat] = {}
+
+    def __iter__(self) -> Iterator[Seat]:
+        """All who are there."""
+        return iter(self._taken.values())
+
+    def get(self, worker_id: int) -> Seat | None:
+        """Who is in this slot; None if nobody is."""
+        return self._taken.get(worker_id)
+
+    def find(self, worker_id: int, incarnation: int) -> Seat | None:
+        """This process's, if it is there."""
+        seat = self._taken.get(worker_id)
+        return seat if seat is not None and seat.incarnation == incarnation else None
+
+    def take(self, worker_id: int, incarnation: int, peer: int) -> Seat:
+        """A process is there. Where it goes in turn it is as far as who has delivered least."""
+        turn = min((other.turn for other in self.collecting()), default=0)
+        self.coming.discard(worker_id)
+        seat = self._taken[worker_id] = Seat(worker_id, incarnation, peer, turn=turn)
+        return seat
+
+    def vacate(self, worker_id: int, incarnation: int, *, replaced: bool) -> Seat | None:
+        """A process is gone, ``replaced`` by one that is to come; its seat if it had one."""
+        if replaced:
+            self.coming.add(worker_id)
+        else:
+            self.coming.discard(worker_id)
+        seat = self.find(worker_id, incarnation)
+        if seat is not None:
+            del self._taken[worker_id]
+            seat.gone = True
+        return seat
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The slots in order, with those whose next process is on its way."""
+        return tuple(sorted(self._taken.keys() | self.coming))
+
+    @property
+    def num_coming(self) -> int:
+        """How many of those on their way will collect."""
+        return len(self.coming - self._set_aside)
+
+    def collecting(self) -> list[Seat]:
+        """Those who are there to collect."""
+        set_aside = self._set_aside
+        return [seat for seat in self._taken.values() if seat.worker_id not in set_aside]
+
+    def staying(self) -> list[Seat]:
+        """Of these, those that may be asked for more."""
+        return [seat for seat in self.collecting() if not (seat.untold or seat.leaving)]

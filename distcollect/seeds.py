@@ -43,3 +43,19 @@ def policy_seed(seed: int, index: int, stream: int = Stream.POLICY) -> int:
     """The seed of what a policy draws for env ``index``, below 2**64: no two envs' are the same."""
     entropy = np.random.SeedSequence([seed, int(stream), index])
     return int(entropy.generate_state(1, np.uint64)[0])
+
+
+def process_seeds(
+    seed: int, envs: range, incarnation: int, *, static: bool
+) -> tuple[list[int], list[int]]:
+    """What a worker's process is seeded with: its envs', and its policy's for each of them.
+
+    Args:
+        seed: of all.
+        envs: the numbers of its envs among those of the run.
+        incarnation: which process in its slot; it doesn't repeat what the one before did.
+        static: all envs get the same.
+    """
+    stream = Stream.REPLACED + 2 * incarnation if incarnation else 0
+    env_seeds = [env_seed(seed, 0 if static else env, stream=stream) for env in envs]
+    return env_seeds, [policy_seed(seed, env, stream=stream + 1) for env in envs]

@@ -45,7 +45,9 @@ def settled(collector: dc.RPCDataCollector, condition: Callable[[dc.Frames], boo
     """The ledger's sum once it is so; what happens on other threads takes its time."""
     pool = collector._pool
     with pool._lock:
-        assert pool._changed.wait_for(lambda: condition(pool.ledger.total), SOON_S), pool.ledger
+        assert pool._waiting.changed.wait_for(lambda: condition(pool.ledger.total), SOON_S), (
+            pool.ledger
+        )
         return pool.ledger.total
 
 

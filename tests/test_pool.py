@@ -173,7 +173,7 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
         raise interruption
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "_wait", wait_and_be_interrupted)
+        patch.setattr(pool._waiting, "wait", wait_and_be_interrupted)
         with pytest.raises(interruption):
             pool.gather_all(1)
     pool.push(FLAT)
@@ -188,7 +188,7 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
             transport.answer(worker_id).arrive()
         assert ready()
 
-    monkeypatch.setattr(pool, "_wait", wait)
+    monkeypatch.setattr(pool._waiting, "wait", wait)
     rollouts = pool.gather_all(1)
     assert [r.header.policy_version for r in rollouts] == [(1, 1), (1, 1)]
     assert [r.header.worker_id for r in rollouts] == [0, 1]
@@ -231,7 +231,7 @@ def test_several_stale_rollouts_are_given_up_at_once() -> None:
 
 def _next(pool: Pool) -> Rollout:
     for _ in range(5):
-        for asked in list(pool._arrived):
+        for asked in list(pool._requests.arrived):
             offer = asked.offer
             if isinstance(offer, Offer) and offer.fetched and not offer.fetched.done():
                 offer.arrive()
@@ -265,7 +265,7 @@ def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPat
         transport.answer(0)  # it is being fetched
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool, "_wait", wait)
+    monkeypatch.setattr(pool._waiting, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
         pool.gather_all(1)
     pool.close()

@@ -165,7 +165,8 @@ class Run:
         self.has: dict[int, int] = {}
         self.on_acknowledged: Any = None
         self.on_left_out: Any = None
-        monkeypatch.setattr("distcollect.pool.time", self.clock)
+        for module in ("pool", "waiting", "giving"):
+            monkeypatch.setattr(f"distcollect.{module}.time", self.clock)
         self.pool = Pool(
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
@@ -173,7 +174,7 @@ class Run:
             reports=self,
             staleness=staleness,
         )
-        self.pool._changed = self  # type: ignore[assignment]
+        self.pool._waiting.changed = self  # type: ignore[assignment]
         for worker_id in range(num_workers):
             self.join(worker_id)
 

@@ -353,7 +353,7 @@ def test_padding_counts_nowhere_as_frames() -> None:
             Slow.stepped.wait()
             Slow.stepped.clear()
             Slow.stepped.wait()
-            collector._pool._preempt()
+            collector._pool._gathering.preempt()
 
         thread = threading.Thread(target=publish_then_preempt)
         thread.start()

@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -29,14 +26,14 @@ from distcollect.errors import (
     ArgumentTypeError,
     BatchTimeout,
     CollectorStateError,
-    DeadlineError,
     WorkerError,
     WorkerLost,
 )
-from distcollect.evaluation import Evaluation, Evaluators, shares
+from distcollect.evaluation import Evaluation
 from distcollect.flat import published
 from distcollect.handle import PushHandle
 from distcollect.handover import RolloutReference, Taker
+from distcollect.lags import count_lags
 from distcollect.ledger import LedgerReport
 from distcollect.membership import State
 from distcollect.notice import heed
@@ -44,11 +41,11 @@ from distcollect.placement import num_cores
 from distcollect.policy import Exploration
 from distcollect.pool import Pool
 from distcollect.publisher import Publisher, Weights, WorkerIds
+from distcollect.questions import Questions, evaluators
 from distcollect.rollout import Header, Layout, Rollout, assemble
 from distcollect.seats import BatchPlan, Pace
 from distcollect.seeds import Stream, env_seed
 from distcollect.stats import Stats
-from distcollect.threads import missing
 from distcollect.transport import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, identity
 from distcollect.updaters import Site, WeightUpdaterBase
 from distcollect.weights import WeightSender
@@ -69,11 +66,7 @@ from .torchrl_names import takes_torchrl_names
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _ENVS_PER_TRAINER = 1 << 24
-# For what a worker has to say about its deadline to get here.
-_ANSWER_S = 5.0
 
 
 class RPCDataCollector(DataCollectorBase):
@@ -247,8 +240,7 @@ class RPCDataCollector(DataCollectorBase):
         self._weight_sync = weight_sync or WeightSync()
         masks = staleness is not None and staleness.mode == "mask"
         self._mask_above = staleness.max_policy_lag if staleness and masks else None
-        preempts = preemptive_threshold is not None or batch_deadline_s is not None
-        self._masks = masks or preempts
+        self._masks = masks or preemptive_threshold is not None or batch_deadline_s is not None
         if reproducible and staleness is not None and not masks:
             raise ArgumentError(
                 f"reproducible=True and {staleness}: the lag is fixed then; mode='mask' would do"
@@ -259,9 +251,9 @@ class RPCDataCollector(DataCollectorBase):
         self._updater = arguments.updater(weight_updater) or default_updater(
             self._weight_sync.backend
         )
-        _check_stragglers(preemptive_threshold, batch_deadline_s, sync=sync)
+        arguments.stragglers(preemptive_threshold, batch_deadline_s, sync=sync)
         count = self._num_to_start(num_workers, create_env_fn)
-        num_collecting = _num_collecting(count, evaluation)
+        num_collecting = arguments.num_collecting(count, evaluation)
         sharing = num_collecting if sync else 1
         arguments.num_steps(frames_per_batch, sharing, envs_per_worker)
         makers = arguments.env_makers(create_env_fn, count)
@@ -334,7 +326,7 @@ class RPCDataCollector(DataCollectorBase):
                 reports=workers,
                 book=self._book,
             )
-            self._evaluators = _evaluators(self._pool, evaluation, range(num_collecting, count))
+            self._evaluators = evaluators(self._pool, evaluation, range(num_collecting, count))
             workers.attach(self._pool)
         except BaseException:
             workers.close()
@@ -352,6 +344,7 @@ class RPCDataCollector(DataCollectorBase):
             max_interval=max_weight_update_interval,
             gpus=workers.gpus,
         )
+        self._questions = Questions(self._pool, self._publisher.selected)
         self._finalizer = weakref.finalize(self, partial(_close, self._pool, workers))
 
     def _num_to_start(self, num_workers: int | None, create_env_fn: object) -> int:
@@ -442,7 +435,7 @@ class RPCDataCollector(DataCollectorBase):
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
         batch = self._assembled(self._layout, rollouts)
         headers = [rollout.header for rollout in rollouts]
-        lags = self._note_lag(batch, rollouts, self._pool.lag)
+        lags = self._note_lags(batch, rollouts, self._pool.lag)
         workers = [header.worker_id for header in headers]
         self._book.delivered(zip(workers, lags, strict=True))
         if (limit := self._mask_above) is not None:
@@ -557,7 +550,7 @@ class RPCDataCollector(DataCollectorBase):
         self._book.does("assemble")
         batch = self._assembled(reference.layout, rollouts)
         newest = self._pool.version
-        self._note_lag(batch, rollouts, lambda _, version: max(0, newest - version))
+        self._note_lags(batch, rollouts, lambda _, version: max(0, newest - version))
         return self._handed_on(self._delivery.shaped(batch, reference.layout))
 
     def _check_hands_over(self, method: str) -> None:
@@ -582,38 +575,10 @@ class RPCDataCollector(DataCollectorBase):
                 return None
             raise
 
-    def _note_lag(
+    def _note_lags(
         self, batch: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
     ) -> list[list[tuple[int, int]]]:
-        """Work out the lags of a batch's frames, and its mask where that is wanted.
-
-        Args:
-            batch: of these rollouts.
-            rollouts: in their order.
-            lag_of: of a worker's frames of a version.
-
-        Returns:
-            (lag, frames that have it) of each rollout.
-        """
-        versions = batch["collector", "policy_version"]
-        by_rollout = versions.reshape(len(rollouts), -1)
-        traj_ids = batch["collector", "traj_ids"].reshape(len(rollouts), -1)
-        limit = self._mask_above
-        lags: list[list[tuple[int, int]]] = [[] for _ in rollouts]
-        stale: list[tuple[int, int]] = []
-        for index, rollout in enumerate(rollouts):
-            for version, num_frames in _versions(
-                rollout.header, by_rollout[index], traj_ids[index]
-            ):
-                lag = lag_of(rollout.header.worker_id, version)
-                lags[index].append((lag, num_frames))
-                if limit is not None and lag > limit:
-                    stale.append((index, version))
-        if limit is not None:
-            fresh = torch.ones_like(by_rollout, dtype=torch.bool)
-            for index, version in stale:
-                fresh[index][by_rollout[index] == version] = False
-            batch["collector", "mask"] &= fresh.reshape(versions.shape)
+        lags = count_lags(batch, rollouts, lag_of, self._mask_above)
         self._lag = LagStats.of([count for counts in lags for count in counts])
         return lags
 
@@ -694,14 +659,7 @@ class RPCDataCollector(DataCollectorBase):
         worker_ids: WorkerIds,
         timeout_s: float,
     ) -> dict[int, list[Any]]:
-        selected = self._asked(worker_ids)
-        answers = {w: self._pool.call(w, "call_envs", method, args, kwargs) for w in selected}
-        named = worker_ids is not None
-        return _answers(f"call({method!r})", answers, timeout_s, all_of_them=named)
-
-    def _asked(self, worker_ids: WorkerIds) -> Sequence[int]:
-        """Those that are named; else all that are there."""
-        return self._pool.present if worker_ids is None else self._publisher.selected(worker_ids)
+        return self._questions.call(method, args, kwargs, worker_ids, timeout_s)
 
     def _evaluate(
         self,
@@ -711,33 +669,7 @@ class RPCDataCollector(DataCollectorBase):
         seed: int | None,
         timeout_s: float,
     ) -> Evaluation:
-        deadline = time.monotonic() + timeout_s
-        parts: list[Evaluation] = []
-        while owed := num_episodes - sum(len(part.returns) for part in parts):
-            selected = self._asked(worker_ids)
-            if not selected:
-                raise WorkerLost("no worker is there to evaluate the policy")
-            limit_s = max(0.0, deadline - time.monotonic())
-            # Again if workers were lost: others play what they owe.
-            first = len(parts) << 16
-            answers = {
-                w: self._pool.call(
-                    w,
-                    "evaluate",
-                    share,
-                    deterministic,
-                    None if seed is None else env_seed(seed, first + w, stream=Stream.EVALUATION),
-                    limit_s,
-                )
-                for w, share in zip(selected, shares(owed, len(selected)), strict=True)
-                if share
-            }
-            # They have that deadline too, and say more about it.
-            named = worker_ids is not None
-            parts += _answers(
-                "evaluate()", answers, limit_s + _ANSWER_S, all_of_them=named
-            ).values()
-        return Evaluation.joined(parts)
+        return self._questions.evaluate(num_episodes, worker_ids, deterministic, seed, timeout_s)
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -769,78 +701,3 @@ def _close(pool: Pool, workers: Workers) -> None:
     finally:
         workers.close()
     log.info("where the frames went:\n%s", pool.ledger)
-
-
-def _answers(
-    what: str, answers: Mapping[int, Future[T]], timeout_s: float, *, all_of_them: bool
-) -> dict[int, T]:
-    """What workers answered; those that were lost are left out, unless all have to be there."""
-    if late := missing(answers, timeout_s):
-        raise DeadlineError(
-            f"workers {late} did not answer {what} within {timeout_s:g} s; timeout_s=... gives "
-            "longer, worker_ids=... leaves them out"
-        )
-    return {
-        worker_id: answer.result()
-        for worker_id, answer in answers.items()
-        if all_of_them or not isinstance(answer.exception(), WorkerLost)
-    }
-
-
-def _num_collecting(num_workers: int, evaluation: EvaluationWorkers | None) -> int:
-    """Workers that don't evaluate; raises ArgumentError if there are none."""
-    num_evaluating = evaluation.num_workers if evaluation else 0
-    if evaluation and num_evaluating >= num_workers:
-        raise ArgumentError(
-            f"EvaluationWorkers(num_workers={num_evaluating}): of {num_workers} worker(s), at "
-            "least one has to collect"
-        )
-    return num_workers - num_evaluating
-
-
-def _evaluators(
-    pool: Pool, plan: EvaluationWorkers | None, worker_ids: Collection[int]
-) -> Evaluators | None:
-    if plan is None:
-        return None
-    evaluators = Evaluators(partial(_ask_to_evaluate, pool, plan), worker_ids)
-    pool.on_weights = evaluators.has_weights
-    return evaluators
-
-
-def _ask_to_evaluate(pool: Pool, plan: EvaluationWorkers, worker_id: int) -> Future[Evaluation]:
-    return pool.call(
-        worker_id, "evaluate", plan.num_episodes, plan.deterministic, None, plan.timeout_s
-    )
-
-
-def _versions(
-    header: Header, versions: torch.Tensor, traj_ids: torch.Tensor
-) -> list[tuple[int, int]]:
-    """(policy_version, frames that have it) of a rollout."""
-    lowest, highest = header.policy_version
-    if lowest == highest:
-        return [(lowest, header.num_frames)]
-    is_real = traj_ids >= 0
-    values, counts = np.unique(versions[is_real].numpy(force=True), return_counts=True)
-    return list(zip(values.tolist(), counts.tolist(), strict=True))
-
-
-def _check_stragglers(
-    preemptive_threshold: float | None, batch_deadline_s: float | None, *, sync: bool
-) -> None:
-    for name, value, most in (
-        ("preemptive_threshold", preemptive_threshold, 1.0),
-        ("batch_deadline_s", batch_deadline_s, float("inf")),
-    ):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ArgumentTypeError(f"{name}={value!r}: must be a number")
-        if not 0 < value <= most:
-            bounds = "above 0" if most == float("inf") else "above 0 and at most 1"
-            raise ArgumentError(f"{name}={value!r}: must be {bounds}")
-        if not sync:
-            raise ArgumentError(
-                f"{name}={value!r} is for sync=True: without it nobody waits for the slowest"
-            )
