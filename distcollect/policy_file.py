@@ -205,14 +205,26 @@ def import_from_here() -> None:
 def _load_weights(policy: object, file: Path, given: str) -> bytes:
     if not isinstance(policy, nn.Module):
         raise ArgumentError(f"--weights {file}: {given} is no torch module, so it has no weights")
+    has_to = "it has to hold that module's state_dict(), as torch.save writes it"
     try:
         data = file.read_bytes()
+    except OSError as error:
+        raise ArgumentError(
+            f"--weights {file} can't be loaded into {given} ({error.strerror}); {has_to}"
+        ) from error
+    try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Anything may be raised; what torch says is about settings that nobody here has.
+        raise ArgumentError(
+            f"--weights {file} can't be loaded into {given}: torch.save has not written it, or "
+            f"not from tensors alone; {has_to}"
+        ) from error
+    try:
         policy.load_state_dict(state)
     except Exception as error:
-        # What is no pickle may raise anything.
         raise ArgumentError(
-            f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); it "
-            "has to hold that module's state_dict(), as torch.save writes it"
+            f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); "
+            f"{has_to}"
         ) from error
     return data
