@@ -253,12 +253,18 @@ class InTurn(Order):
 
     def choose(self, arrived: Sequence[Asked]) -> Asked | None:
         """That of the worker whose turn it is, once all others that can be are at work."""
+        in_line = self._seats.collecting()
+        for asked in arrived:
+            if asked.rollout is not None and asked.seat not in in_line:
+                return asked  # of one that is gone, whose turn won't come any more
         if any(
             _is_idle(seat, arrived) and not self.is_up_to_date(seat.worker_id)
             for seat in self._seats.staying()
         ):
             return None
-        due = min(self._seats.collecting(), key=_turn, default=None)
+        if self._has_asked_for_all():  # who has nothing to give won't be asked for anything
+            in_line = [seat for seat in in_line if not _is_idle(seat, arrived)]
+        due = min(in_line, key=_turn, default=None)
         return next((asked for asked in arrived if asked.seat is due), None)
 
     def delivered(self, asked: Asked) -> None:

@@ -205,4 +205,5 @@ def _on_workers(more: float, stats: Stats) -> str:
         where = f", as far as there are cores for them (this host has {stats.num_cores})"
     if stats.in_process:
         return f"Of a collector with workers, {count} would be of use{where}."
-    return f"{count.capitalize()} more workers would still help{where}."
+    workers = "worker" if count == "about 1" else "workers"
+    return f"{count.capitalize()} more {workers} would still help{where}."

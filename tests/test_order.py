@@ -164,6 +164,31 @@ def test_in_turn_is_in_turn_whoever_comes_first() -> None:
     assert [play.hand_on(), play.hand_on(), play.hand_on()] == [1, 2, None]
 
 
+def test_in_turn_hands_on_what_is_left_of_who_is_gone() -> None:
+    play = Play(IN_TURN, 2)
+    play.order.begin()
+    play.ask()
+    play.come(1)
+    play.lose(1, replaced=True)
+    play.seats.take(1, 1, 2)
+    assert play.hand_on() == 1
+
+
+def test_in_turn_nobody_waits_for_who_is_asked_for_nothing_more() -> None:
+    play = Play(replace(IN_TURN, num_frames=3 * FRAMES), 3)
+    play.order.begin()
+    assert play.ask() == [0, 1, 2]
+    play.come(2)
+    play.lose(0, replaced=True)
+    play.come(1)
+    assert play.hand_on() == 1
+    assert play.ask() == [1], "for what is missing"
+    play.come(1)
+    play.seats.take(0, 1, 3)
+    assert play.ask() == [], "all frames are asked for"
+    assert [play.hand_on(), play.hand_on()] == [2, 1]
+
+
 def test_what_got_too_stale_is_given_up_and_in_sync_mode_asked_for_again() -> None:
     play = Play(SYNC, 2, staleness=Staleness(0, mode="drop"))
     play.order.begin()

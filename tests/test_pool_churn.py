@@ -802,6 +802,7 @@ def test_what_is_on_its_way_at_the_end_is_accounted_for(monkeypatch: pytest.Monk
         (9, ASYNC, None, 1.0),
         (10, ASYNC, Staleness(0), 0.5),
         (11, replace(ASYNC, num_frames=None), Staleness(1, mode="drop"), 0.5),
+        (20, replace(ASYNC, in_turn=True), None, 0),
     ],
     ids=[
         "sync",
@@ -816,6 +817,7 @@ def test_what_is_on_its_way_at_the_end_is_accounted_for(monkeypatch: pytest.Monk
         "async-all-handed-over",
         "async-pace-0-half-handed-over",
         "async-drop-half-handed-over",
+        "async-in-turn",
     ],
 )
 def test_churn(

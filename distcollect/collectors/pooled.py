@@ -646,8 +646,8 @@ class RPCDataCollector(DataCollectorBase):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         self._check_open()
-        self._seed = seed, static_seed
         self._pool.seed(seed, static_seed=static_seed, timeout_s=self._faults.batch_timeout_s)
+        self._seed = seed, static_seed
         num_slots = max(self._pool.worker_ids, default=-1) + 1
         return env_seed(seed, self._probe.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 
