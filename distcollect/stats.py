@@ -1,4 +1,4 @@
-"""What a collector has done so far: a snapshot, and what a worker's process tells of itself."""
+"""Statistics: a snapshot of what a collector has done, and what worker processes report."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Work(NamedTuple):
     """What a process has done since its first rollout; all but the episodes in nanoseconds.
 
     Attributes:
-        busy_ns: collecting; the next three are parts of it.
-        env_ns: stepping and resetting envs.
-        policy_ns: choosing actions.
-        swap_ns: swapping weights in.
-        wait_ns: between two rollouts, for a request.
-        cpu_ns: of CPU that the thread that steps has used while it collected.
-        returns: of the episodes that ended in the last rollout.
-        lengths: theirs, in frames.
+        busy_ns: time spent collecting; the next three are parts of it.
+        env_ns: time spent stepping and resetting envs.
+        policy_ns: time spent choosing actions.
+        swap_ns: time spent swapping weights in.
+        wait_ns: time between two rollouts, waiting for a request.
+        cpu_ns: CPU time that the stepping thread used while it collected.
+        returns: sums of rewards of the episodes that ended in the last rollout.
+        lengths: their lengths, in frames.
     """
 
     busy_ns: int = 0
@@ -37,19 +37,20 @@ NO_WORK = Work()
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """How one worker, or all together, spent their time, as shares of it.
+    """How one worker, or all of them together, spent their time: shares from 0 to 1.
 
-    All but the last add up to 1, once there is anything to tell; before, all are 0.
+    The first five add up to 1; until the first rollout has come, all are 0.
 
     Attributes:
         env: stepping and resetting envs.
         policy: choosing actions.
         swap: swapping new weights in.
-        other: writing frames down and the like.
-        wait: between two rollouts, for a request.
-        transfer: meanwhile, a rollout was on its way to the trainer.
-        cpu: share of the time spent collecting in which the thread that steps used a CPU: low if
-            envs sleep or wait, or others take the CPU.
+        other: everything else while collecting, such as writing frames to memory.
+        wait: waiting for a request between two rollouts.
+        transfer: the share of time in which a rollout was on its way to the trainer; it overlaps
+            with the others.
+        cpu: of the time spent collecting, the share in which the stepping thread used a CPU. It is
+            low if envs sleep or wait, or if other processes take the CPU.
     """
 
     env: float = 0.0
@@ -66,11 +67,12 @@ class TrainerTimes:
     """How the thread that takes batches spent its time, as shares that add up to 1.
 
     Attributes:
-        train: between two batches: your code; or in the background, a rate limit or a pause.
-        collect: waiting for rollouts that are being collected; where the collector steps the envs
-            itself, doing that.
+        train: between two batches, in your code; after ``start()``, held up by a rate limit or a
+            pause.
+        collect: waiting for rollouts that are being collected; in collectors that step envs
+            themselves, stepping them.
         weights: packing and sending weights, and waiting until workers have them.
-        transfer: waiting for rollouts that lie ready to get here.
+        transfer: waiting for rollouts that are ready to arrive.
         assemble: making batches of them.
     """
 
@@ -83,26 +85,27 @@ class TrainerTimes:
 
 @dataclass(frozen=True)
 class Lags:
-    """How old the policy of delivered frames was.
+    """How many versions behind the policy of delivered frames was.
 
     Attributes:
-        frames: lag, in versions, to how many delivered frames have it; by rising lag.
+        frames: maps a lag, in versions, to the number of delivered frames that have it; in order
+            of lag.
     """
 
     frames: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def mean(self) -> float:
-        """0.0 if there are no frames."""
+        """Mean lag of all frames; 0.0 if there are none."""
         return sum(lag * n for lag, n in self.frames.items()) / max(1, sum(self.frames.values()))
 
     @property
     def max(self) -> int:
-        """0 if there are no frames."""
+        """The highest lag; 0 if there are no frames."""
         return max(self.frames, default=0)
 
     def quantile(self, share: float) -> int:
-        """At least this share of all frames, 0 to 1, has no higher lag."""
+        """The smallest lag that at least this share (0 to 1) of the frames does not exceed."""
         missing = share * sum(self.frames.values())
         for lag, count in self.frames.items():
             missing -= count
@@ -113,15 +116,15 @@ class Lags:
 
 @dataclass(frozen=True)
 class EpisodeStats:
-    """Episodes that ended: the env said so, or ``max_frames_per_traj`` did.
+    """Episodes that ended because the env, or ``max_frames_per_traj``, said so.
 
     Attributes:
-        count: all of them.
-        mean_return: sum of rewards, on average over the last hundred of the run; NaN before the
-            first.
-        mean_length: frames, likewise.
-        min_return: the lowest of these hundred.
-        max_return: the highest.
+        count: how many have ended.
+        mean_return: mean sum of rewards of the last hundred; NaN before the first has ended, as
+            the next three are.
+        mean_length: their mean length, in frames.
+        min_return: their lowest sum of rewards.
+        max_return: their highest.
     """
 
     count: int = 0
@@ -133,22 +136,22 @@ class EpisodeStats:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """Of one worker; of all processes that were in its slot.
+    """Statistics of one worker, that is, of all processes that had its worker_id.
 
     Attributes:
         state: "joining", "ready", "suspected", "lost" or "left".
-        frames: delivered.
-        frames_per_s: lately, see :class:`Stats`.
-        mean_frames_per_s: since the first batch was asked for.
-        lag: of its delivered frames.
+        frames: frames delivered.
+        frames_per_s: recent rate, see :class:`Stats`.
+        mean_frames_per_s: mean rate since the first batch was asked for.
+        lag: policy lag of its delivered frames.
         times: how it spent its time.
-        num_bytes: of its rollouts that came here.
-        num_ready: rollouts of it that lie ready, there or here.
+        num_bytes: size of its rollouts that were fetched.
+        num_ready: its rollouts that are ready and not delivered yet.
         num_restarts: how often its process was replaced.
         num_env_faults: how often an env raised in the present process.
-        num_episodes: that ended.
-        lost: frames that it stepped and that are not delivered, by cause.
-        may_be_lost: so many more, at most, where its host vanished with the count.
+        num_episodes: episodes that ended.
+        lost: frames that were stepped and not delivered, by cause.
+        may_be_lost: how many more may be lost, at most, if its host vanished along with the count.
     """
 
     state: str = "ready"
@@ -168,33 +171,33 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a collector has done so far.
+    """A snapshot of what a collector has done so far; ``collector.stats()`` makes one.
 
     Attributes:
         collector: name of its class.
-        elapsed_s: since the first batch was asked for.
-        frames: collected, with padding, and those of runs that it goes on from.
-        resumed_frames: of these, those of runs that it goes on from.
+        elapsed_s: seconds since the first batch was asked for.
+        frames: frames collected, with padding and with those of the run that was resumed.
+        resumed_frames: how many of these are from the run that was resumed.
         total_frames: frames until it ends; -1: endless.
         delivered: real frames that this collector delivered, or handed over to another trainer.
-        frames_per_s: lately: over ten seconds, or over the last batch if that took longer.
-        mean_frames_per_s: over ``elapsed_s``.
-        policy_version: of the newest published weights.
-        lag: of the delivered frames.
-        episodes: that ended.
+        frames_per_s: recent rate: over ten seconds, or over the last batch if that took longer.
+        mean_frames_per_s: mean rate over ``elapsed_s``.
+        policy_version: version of the weights that were published last.
+        lag: policy lag of the delivered frames.
+        episodes: episodes that ended.
         trainer: how the thread that takes batches spent its time.
-        times: how the workers spent theirs, all together.
-        num_bytes: of rollouts that came here from workers.
-        num_ready: rollouts that lie ready, there or here.
-        mean_ready: the same, on average when a batch was asked for.
+        times: how all workers together spent theirs.
+        num_bytes: size of all rollouts fetched from workers.
+        num_ready: rollouts that are ready and not delivered yet.
+        mean_ready: their mean number at the moments when a batch was asked for.
         num_restarts: how often worker processes were replaced.
         lost: frames that were stepped and not delivered, by cause.
-        may_be_lost: so many more, at most, on hosts that vanished.
+        may_be_lost: how many more may be lost, at most, on hosts that vanished.
         sync: whether a batch is collected when it is asked for.
         in_process: whether the collector steps its envs itself.
-        num_cores: of this host, if all workers are here; else 0.
-        ended: it was shut down.
-        workers: by worker_id.
+        num_cores: cores of this host, if all workers are on it; otherwise 0.
+        ended: whether it was shut down.
+        workers: statistics of each worker, by worker_id.
     """
 
     collector: str = ""
@@ -224,7 +227,7 @@ class Stats:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until ``total_frames`` at the rate of late; None if nobody can say."""
+        """Seconds until ``total_frames`` at the recent rate; None if that can't be told."""
         if self.total_frames == -1 or not self.frames_per_s:
             return None
         collected = self.frames - self.resumed_frames
@@ -233,13 +236,13 @@ class Stats:
         return max(0, self.total_frames - self.frames) * real / self.frames_per_s
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers, texts and dicts of these by name, as JSON can hold them."""
+        """All of it as a dict that JSON can hold; NaN and infinity become None."""
         plain: dict[str, Any] = _plain(self)
         return plain
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Stats:
-        """From :meth:`as_dict`, also of a version that told more, or less."""
+        """Reads :meth:`as_dict`; unknown entries are ignored, and missing ones get defaults."""
         parts: dict[str, Callable[[Any], Any]] = {
             "lag": _lags,
             "episodes": lambda value: _known(EpisodeStats, value),
