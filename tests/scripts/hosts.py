@@ -70,7 +70,7 @@ def say(text):
     print(text, flush=True)
 
 
-def measure(collector, num_batches=8):
+def measure(collector, num_batches=32):
     """Say how many bytes of observations come in a second, and how many each is on the wire."""
     for _ in range(4):
         collector.next()
@@ -123,7 +123,7 @@ def main():
         cables()
     elif sys.argv[1] == "rate":
         with dc.RPCDataCollector(Noise, frames_per_batch=FRAMES) as collector:
-            measure(collector, num_batches=32)
+            measure(collector)
     elif sys.argv[1] == "elastic":
         collect(3)
     else:
