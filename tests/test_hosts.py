@@ -267,8 +267,8 @@ def test_a_slow_link_and_cables_that_are_pulled(network: Network) -> None:
     options = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-endpoint=node1:29514")
     trainer, *_ = [network.torchrun(h, *options, HOSTS, "cables") for h in (1, 2, 3)]
     measured = json.loads(trainer.next_line('{"wire"'))
-    # One copy of each observation, and at most 3% that comes along with it; but for a rollout of each
-    # worker, of 32 in all, that was on its way when counting began or ended.
+    # One copy of each observation, and at most 3% that comes along with it; but for a rollout of
+    # each worker, of 32 in all, that was on its way when counting began or ended.
     assert 0.9 < measured["wire"] < 1.15
     trainer.next_line("running")
     network.cable(3, "down")
