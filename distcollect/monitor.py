@@ -91,13 +91,13 @@ class Watch:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 add(JsonLines(folder / STATS_FILE, options.every_s))
+                if options.tensorboard:
+                    add(_tensorboard(folder, options.every_s))
             except OSError as error:
                 raise ArgumentError(
                     f"Monitor(run_dir={str(folder)!r}): can't be written to ({error.strerror}); "
                     "name another folder"
                 ) from error
-            if options.tensorboard:
-                add(_tensorboard(folder, options.every_s))
         if options.prometheus_port is not None:
             add(_prometheus(options.prometheus_port, self._now))
         if options.callback is not None:

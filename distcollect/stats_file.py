@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import ArgumentError
 from .stats import Stats
@@ -102,7 +102,7 @@ def stats_file(run: Path) -> Path:
     """The file of a run's folder; or ``run`` itself, if it is one.
 
     Raises:
-        ArgumentError: there is none, or it can't be read.
+        ArgumentError: there is none.
     """
     file = run / STATS_FILE if run.is_dir() else run
     if not file.is_file():
@@ -110,9 +110,23 @@ def stats_file(run: Path) -> Path:
             f"{run}: there is no {STATS_FILE}; name the folder that was the run's run_dir, as in "
             "Monitor(run_dir=...)"
         )
-    if not os.access(file, os.R_OK):
-        raise ArgumentError(f"{file} can't be read: you may not")
     return file
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[BinaryIO]:
+    """Open it to be read.
+
+    Raises:
+        ArgumentError: it can't be read.
+    """
+    try:
+        with file.open("rb") as lines:
+            yield lines
+    except OSError as error:
+        raise ArgumentError(
+            f"{file} can't be read ({error.strerror}): name a run's folder that you may read"
+        ) from error
 
 
 def snapshots(lines: Iterable[bytes]) -> Iterator[Snapshot]:
@@ -127,9 +141,12 @@ def snapshots(lines: Iterable[bytes]) -> Iterator[Snapshot]:
 
 
 def newest(file: Path) -> Snapshot | None:
-    """The last snapshot in ``file``, of which only the end is read; None: there is none yet."""
+    """The last snapshot in ``file``, of which only the end is read; None: there is none yet.
+
+    Raises: as :func:`opened`.
+    """
     size = _BLOCK_BYTES
-    with file.open("rb") as lines:
+    with opened(file) as lines:
         end = lines.seek(0, os.SEEK_END)
         while True:
             start = lines.seek(max(0, end - size))

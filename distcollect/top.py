@@ -62,13 +62,7 @@ def news_of(run: Path) -> News:
         ArgumentError: there is none.
     """
     file = stats_file(run)
-    try:
-        told = newest(file)
-    except OSError as error:
-        raise ArgumentError(
-            f"{file} can't be read ({error.strerror}): name the folder that was the run's run_dir, "
-            "as in Monitor(run_dir=...)"
-        ) from error
+    told = newest(file)
     if told is None:
         raise ArgumentError(
             f"{file} says nothing yet of a run: if one has only just begun, try again in some "

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from scripts.marked import Marked
+
+if TYPE_CHECKING:
+    from distcollect.chaos.hosts import Hosts
 
 _started: list[str] = []
 
@@ -33,3 +39,19 @@ def started() -> Callable[[], list[str]]:
     """Tells which processes were started since the test began."""
     before = len(_started)
     return lambda: _started[before:]
+
+
+@pytest.fixture(scope="module")
+def three_hosts() -> Iterator[Hosts]:
+    """Hosts 1, 2 and 3, of names of their own, that are network namespaces on this machine."""
+    from distcollect.chaos.hosts import Hosts  # noqa: PLC0415 - few tests need it
+
+    hosts = Hosts(Path(__file__).parent / "testbed")
+    try:
+        hosts.__enter__()
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"this machine can't make network namespaces: {error}")
+    try:
+        yield hosts
+    finally:
+        hosts.__exit__()

@@ -35,7 +35,6 @@ from distcollect.chaos.hosts import Hosts
 HERE = Path(__file__).parent
 LAUNCHED = HERE / "scripts" / "launched.py"
 HOSTS = HERE / "scripts" / "hosts.py"
-TESTBED = HERE / "testbed"
 SECOND = "10.198.7"  # within the namespaces alone, as the third
 THIRD = "fd00:198:7:"
 NOBODY = 65534
@@ -146,28 +145,21 @@ class Network:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+def hosts(three_hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Hosts:
     folder = tmp_path_factory.mktemp("names")
-    hosts = Hosts(TESTBED)
-    try:
-        hosts.__enter__()
-    except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"this machine can't make network namespaces: {error}")
-    try:
-        for host in (1, 2, 3):
-            hosts.do(host, "cable", "eth1", f"{SECOND}.{host}/24")
-            hosts.do(host, "cable", "eth2", f"{THIRD}:{host}/64")
-            names = ["127.0.0.1 localhost", f"127.0.1.1 node{host}"]
-            names += [f"{SECOND}.{other} node{other}" for other in (1, 2, 3) if other != host]
-            file = folder / f"hosts{host}"
-            file.write_text("\n".join(names) + "\n")
-            bind = ["mount", "--bind", str(file), "/etc/hosts"]
-            subprocess.run(
-                [*hosts.on(host), *bind], check=True, timeout=20, env={**os.environ, **hosts.env}
-            )
-        yield hosts
-    finally:
-        hosts.__exit__()
+    hosts = three_hosts
+    for host in (1, 2, 3):
+        hosts.do(host, "cable", "eth1", f"{SECOND}.{host}/24")
+        hosts.do(host, "cable", "eth2", f"{THIRD}:{host}/64")
+        names = ["127.0.0.1 localhost", f"127.0.1.1 node{host}"]
+        names += [f"{SECOND}.{other} node{other}" for other in (1, 2, 3) if other != host]
+        file = folder / f"hosts{host}"
+        file.write_text("\n".join(names) + "\n")
+        bind = ["mount", "--bind", str(file), "/etc/hosts"]
+        subprocess.run(
+            [*hosts.on(host), *bind], check=True, timeout=20, env={**os.environ, **hosts.env}
+        )
+    return hosts
 
 
 @pytest.fixture

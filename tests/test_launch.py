@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from distcollect.chaos.hosts import Hosts
-
 HERE = Path(__file__).parent
 SCRIPT = HERE / "scripts" / "launched.py"
 TRAINERS = HERE / "scripts" / "trainers.py"
@@ -70,20 +68,12 @@ def slurm_variables(rank, num_hosts, per_host):
 
 
 @pytest.fixture(scope="module")
-def on_host():
+def on_host(three_hosts):
     """A function that prefixes a command so that it runs on host 1, 2 or 3."""
-    hosts = Hosts(TESTBED)
-    try:
-        hosts.__enter__()
-    except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"this machine can't make network namespaces: {error}")
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for variable in hosts.env.items():
-                patch.setenv(*variable)
-            yield lambda host, *command: [*hosts.on(host), *command]
-    finally:
-        hosts.__exit__()
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in three_hosts.env.items():
+            patch.setenv(*variable)
+        yield lambda host, *command: [*three_hosts.on(host), *command]
 
 
 def torchrun(*options):

@@ -12,10 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from distcollect import SyncDataCollector
-
 from .bare import BareLoop
-from .contenders import Values
+from .contenders import Values, make_sync
 from .workloads import WORKLOADS
 
 _FEWEST_PAIRS = 8
@@ -26,12 +24,7 @@ def run_beside_bare(seconds: float, *, name: str) -> Values:
     torch.set_num_threads(1)
     workload = WORKLOADS[name]
     bare = BareLoop(workload).batches()
-    with SyncDataCollector(
-        workload.make_env,
-        workload.make_policy(),
-        frames_per_batch=workload.rollout_frames,
-        envs_per_worker=workload.num_envs,
-    ) as collector:
+    with make_sync(workload, workload.make_policy()) as collector:
         ratio, pairs = ratio_of_pairs(
             lambda: next(bare), collector.next, seconds, clock=time.perf_counter
         )

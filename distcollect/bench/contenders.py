@@ -69,12 +69,7 @@ def run_sync(workload: Workload, seconds: float, *, compiled: bool = False) -> V
     policy: Any = workload.make_policy()
     if compiled:
         policy = torch.compile(policy, options=COMPILE_OPTIONS)
-    with SyncDataCollector(
-        workload.make_env,
-        policy,
-        frames_per_batch=workload.rollout_frames,
-        envs_per_worker=workload.num_envs,
-    ) as collector:
+    with make_sync(workload, policy) as collector:
         return {"frames_per_s": frames_per_s(_counted(collector), seconds)}
 
 
@@ -123,6 +118,17 @@ def _saved(collector: RPCDataCollector, workload: Workload) -> Iterator[Batch]:
             while not saved.is_complete:
                 batch = collector.next()
                 yield int(batch["collector", "worker_id"][0, 0]), saved.add(batch)
+
+
+def make_sync(workload: Workload, policy: Any, **options: Any) -> SyncDataCollector:
+    """An endless collector with rollouts of the workload's size; ``options`` are more arguments."""
+    return SyncDataCollector(
+        workload.make_env,
+        policy,
+        frames_per_batch=workload.rollout_frames,
+        envs_per_worker=workload.num_envs,
+        **options,
+    )
 
 
 def make_rpc(

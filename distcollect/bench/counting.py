@@ -17,7 +17,7 @@ from distcollect.rollout import Slab
 from distcollect.verdict import verdict
 
 from .alternating import ratio_of_pairs
-from .contenders import Values
+from .contenders import Values, make_sync
 from .workloads import WORKLOADS, Workload
 
 _NEVER = 1 << 62
@@ -64,13 +64,7 @@ def run_counting(seconds: float, *, name: str) -> Values:
 
 
 def _collector(workload: Workload, policy: nn.Module) -> SyncDataCollector:
-    return SyncDataCollector(
-        workload.make_env,
-        policy,
-        frames_per_batch=workload.rollout_frames,
-        envs_per_worker=workload.num_envs,
-        monitor=Monitor(view=False),
-    )
+    return make_sync(workload, policy, monitor=Monitor(view=False))
 
 
 def run_telling(seconds: float) -> Values:

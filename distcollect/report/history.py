@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distcollect.errors import ArgumentError
-from distcollect.stats_file import STATS_FILE, Snapshot, snapshots
+from distcollect.stats_file import STATS_FILE, Snapshot, opened, snapshots
 
 # As many points as a curve of this width can show.
 MAX_POINTS = 400
@@ -102,17 +102,12 @@ def read(file: Path) -> History:
     """The history in ``file``.
 
     Raises:
-        ArgumentError: nothing in it is a snapshot of a collector.
+        ArgumentError: it can't be read, or nothing in it is a snapshot of a collector.
     """
-    try:
-        with file.open("rb") as lines:
-            num_lines = sum(1 for _ in lines)
-        with file.open("rb") as lines:
-            history = history_of(snapshots(lines), per_point=-(-num_lines // MAX_POINTS))
-    except OSError as error:
-        raise ArgumentError(
-            f"{file} can't be read ({error.strerror}): name a run's folder that you may read"
-        ) from error
+    with opened(file) as lines:
+        num_lines = sum(1 for _ in lines)
+        lines.seek(0)
+        history = history_of(snapshots(lines), per_point=-(-num_lines // MAX_POINTS))
     if not history.points:
         raise ArgumentError(
             f"{file} holds no snapshots of a collector: if the run has only just begun, try again "
