@@ -10,56 +10,134 @@
             collector.update_policy_weights_(policy)
 """
 
-from .background import RateLimited, ReplayBuffer
-from .broadcast import AutoUpdater, BroadcastUpdater
-from .checkpoint import Checkpoint
-from .collectors import (
-    DataCollectorBase,
-    LagStats,
-    MultiaSyncDataCollector,
-    MultiSyncDataCollector,
-    RPCDataCollector,
-    SyncDataCollector,
-    aSyncDataCollector,
-)
-from .config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
-from .envs import EnvContext, PettingZooEnv
-from .errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BatchTimeout,
-    CollectorStateError,
-    DeadlineError,
-    DistCollectError,
-    EnvError,
-    LaunchError,
-    PolicyError,
-    PolicyNotSendable,
-    RolloutGone,
-    SpaceError,
-    WeightsError,
-    WeightsTimeout,
-    WorkerError,
-    WorkerLost,
-    WorkerMismatch,
-)
-from .evaluation import Evaluation
-from .handle import PushHandle
-from .handover import RolloutReference
-from .launch import num_workers, run
-from .ledger import Frames, LedgerReport
-from .membership import State as WorkerState
-from .policy import Exploration
-from .seats import Pace
-from .stats import EpisodeStats, Lags, Stats, TrainerTimes, WorkerStats, WorkerTimes
-from .updaters import (
-    RPCUpdater,
-    SharedMemoryUpdater,
-    Source,
-    WeightUpdaterBase,
-)
-from .verdict import Verdict
-from .version import __version__
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from distcollect.version import __version__
+
+if TYPE_CHECKING:
+    from distcollect.collectors.base import DataCollectorBase, LagStats
+    from distcollect.collectors.checkpoint import Checkpoint
+    from distcollect.collectors.local import (
+        MultiaSyncDataCollector,
+        MultiSyncDataCollector,
+        aSyncDataCollector,
+    )
+    from distcollect.collectors.replay import RateLimited, ReplayBuffer
+    from distcollect.collectors.rpc import RPCDataCollector
+    from distcollect.collectors.sync import SyncDataCollector
+    from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
+    from distcollect.envs.make import EnvContext
+    from distcollect.envs.pettingzoo import PettingZooEnv
+    from distcollect.errors import (
+        ArgumentError,
+        ArgumentTypeError,
+        BatchTimeout,
+        CollectorStateError,
+        DeadlineError,
+        DistCollectError,
+        EnvError,
+        LaunchError,
+        PolicyError,
+        PolicyNotSendable,
+        RolloutGone,
+        SpaceError,
+        WeightsError,
+        WeightsTimeout,
+        WorkerError,
+        WorkerLost,
+        WorkerMismatch,
+    )
+    from distcollect.launch.run import num_workers, run
+    from distcollect.policy.base import Exploration
+    from distcollect.results import (
+        EpisodeStats,
+        Evaluation,
+        Frames,
+        Lags,
+        LedgerReport,
+        Pace,
+        Stats,
+        TrainerTimes,
+        WorkerStats,
+        WorkerTimes,
+    )
+    from distcollect.results import (
+        State as WorkerState,
+    )
+    from distcollect.telemetry.bottleneck import Verdict
+    from distcollect.trainer.handover import RolloutReference
+    from distcollect.weights.broadcast import AutoUpdater, BroadcastUpdater
+    from distcollect.weights.push_handle import PushHandle
+    from distcollect.weights.updaters import (
+        RPCUpdater,
+        SharedMemoryUpdater,
+        Source,
+        WeightUpdaterBase,
+    )
+
+# Where each public name is defined. It is imported at its first use: a worker process imports
+# single modules of this package, and is not to load the collectors and what they need.
+_MODULES = {
+    "ArgumentError": "distcollect.errors",
+    "ArgumentTypeError": "distcollect.errors",
+    "AutoUpdater": "distcollect.weights.broadcast",
+    "BatchTimeout": "distcollect.errors",
+    "BroadcastUpdater": "distcollect.weights.broadcast",
+    "Checkpoint": "distcollect.collectors.checkpoint",
+    "CollectorStateError": "distcollect.errors",
+    "DataCollectorBase": "distcollect.collectors.base",
+    "DeadlineError": "distcollect.errors",
+    "DistCollectError": "distcollect.errors",
+    "EnvContext": "distcollect.envs.make",
+    "EnvError": "distcollect.errors",
+    "EpisodeStats": "distcollect.results",
+    "Evaluation": "distcollect.results",
+    "EvaluationWorkers": "distcollect.config",
+    "Exploration": "distcollect.policy.base",
+    "Faults": "distcollect.config",
+    "Frames": "distcollect.results",
+    "LagStats": "distcollect.collectors.base",
+    "Lags": "distcollect.results",
+    "LaunchError": "distcollect.errors",
+    "LedgerReport": "distcollect.results",
+    "Monitor": "distcollect.config",
+    "MultiSyncDataCollector": "distcollect.collectors.local",
+    "MultiaSyncDataCollector": "distcollect.collectors.local",
+    "Pace": "distcollect.results",
+    "PettingZooEnv": "distcollect.envs.pettingzoo",
+    "PolicyError": "distcollect.errors",
+    "PolicyNotSendable": "distcollect.errors",
+    "PushHandle": "distcollect.weights.push_handle",
+    "RPCDataCollector": "distcollect.collectors.rpc",
+    "RPCUpdater": "distcollect.weights.updaters",
+    "RateLimited": "distcollect.collectors.replay",
+    "ReplayBuffer": "distcollect.collectors.replay",
+    "RolloutGone": "distcollect.errors",
+    "RolloutReference": "distcollect.trainer.handover",
+    "SharedMemoryUpdater": "distcollect.weights.updaters",
+    "Source": "distcollect.weights.updaters",
+    "SpaceError": "distcollect.errors",
+    "Staleness": "distcollect.config",
+    "Stats": "distcollect.results",
+    "SyncDataCollector": "distcollect.collectors.sync",
+    "TrainerTimes": "distcollect.results",
+    "Verdict": "distcollect.telemetry.bottleneck",
+    "WeightSync": "distcollect.config",
+    "WeightUpdaterBase": "distcollect.weights.updaters",
+    "WeightsError": "distcollect.errors",
+    "WeightsTimeout": "distcollect.errors",
+    "WorkerError": "distcollect.errors",
+    "WorkerLost": "distcollect.errors",
+    "WorkerMismatch": "distcollect.errors",
+    "WorkerState": "distcollect.results",
+    "WorkerStats": "distcollect.results",
+    "WorkerTimes": "distcollect.results",
+    "aSyncDataCollector": "distcollect.collectors.local",
+    "num_workers": "distcollect.launch.run",
+    "run": "distcollect.launch.run",
+}
+_NAMES = {"WorkerState": "State"}
 
 __all__ = [
     "ArgumentError",
@@ -121,3 +199,15 @@ __all__ = [
     "num_workers",
     "run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'distcollect' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), _NAMES.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from .errors import ArgumentError, ArgumentTypeError
-from .stats import Stats
+from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.results import Stats
 
 _OPTIONAL = {"step_timeout_s", "max_worker_bytes"}
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}

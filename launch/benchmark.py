@@ -8,7 +8,7 @@ The same as ``python -m distcollect bench``; ``--help`` says more.
 
 import sys
 
-from distcollect.cli import main
+from distcollect.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", *sys.argv[1:]]))

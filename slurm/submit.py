@@ -2,7 +2,7 @@
 
 import sys
 
-from distcollect.cli import main
+from distcollect.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["submit", *sys.argv[1:]]))

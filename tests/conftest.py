@@ -12,7 +12,7 @@ import pytest
 from scripts.marked import Marked
 
 if TYPE_CHECKING:
-    from distcollect.chaos.hosts import Hosts
+    from chaos.hosts import Hosts
 
 _started: list[str] = []
 
@@ -44,7 +44,7 @@ def started() -> Callable[[], list[str]]:
 @pytest.fixture(scope="module")
 def three_hosts() -> Iterator[Hosts]:
     """Hosts 1, 2 and 3, of names of their own, that are network namespaces on this machine."""
-    from distcollect.chaos.hosts import Hosts  # noqa: PLC0415 - few tests need it
+    from chaos.hosts import Hosts  # noqa: PLC0415 - few tests need it
 
     hosts = Hosts(Path(__file__).parent / "testbed")
     try:

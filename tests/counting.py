@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from distcollect.spaces import Arrays, Key, flatten, leaves_of, unflatten
+from distcollect.rollout.spaces import Arrays, Key, flatten, leaves_of, unflatten
 
 LENGTHS = (3, 1, 4, 2)  # of episodes; an episode of a single step is where most goes wrong
 EPISODES = 200  # the episode counter starts again here, so that it fits into uint8

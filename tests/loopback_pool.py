@@ -8,19 +8,20 @@ from typing import Any
 from unittest.mock import patch
 
 import distcollect as dc
-from distcollect.collectors import pooled
+from distcollect.collectors import rpc as pooled
 from distcollect.config import Faults
-from distcollect.crew import Crew
-from distcollect.loopback import LoopbackTransport
-from distcollect.membership import State
-from distcollect.transport import identity
-from distcollect.worker import Probe, Worker
+from distcollect.engine.build import Probe
+from distcollect.results import State
+from distcollect.supervision.interfaces import Crew
+from distcollect.transport.loopback import LoopbackTransport
+from distcollect.transport.peer_ids import identity
+from distcollect.worker.service import Worker
 
 ADDRESS = "127.0.0.1"
 
 
 class LoopbackWorkers:
-    """As :class:`~distcollect.workers.Workers`, each on a thread of this process; none return."""
+    """Workers on threads of this process, behind the interface of the worker manager."""
 
     def __init__(
         self,

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from scripts.marked import Marked
 
-from distcollect.bench.command import select
-from distcollect.bench.items import ITEMS, Item, Part
-from distcollect.bench.report import table, targets_table
-from distcollect.bench.runner import Outcome, run_item
-from distcollect.bench.stats import Spread, best, paired
-from distcollect.bench.targets import TARGETS
-from distcollect.bench.windows import NotEnough, frames_per_s
-from distcollect.cli import main
+from distcollect.commands.bench.command import select
+from distcollect.commands.bench.items import ITEMS, Item, Part
+from distcollect.commands.bench.report import table, targets_table
+from distcollect.commands.bench.runner import Outcome, run_item
+from distcollect.commands.bench.stats import Spread, best, paired
+from distcollect.commands.bench.targets import TARGETS
+from distcollect.commands.bench.windows import NotEnough, frames_per_s
+from distcollect.commands.main import main
 
 
 def test_spread() -> None:
@@ -172,8 +172,8 @@ def test_nothing_is_left_when_the_benchmark_is_killed(marked: Marked) -> None:
 
 def test_importing_the_package_imports_no_benchmark() -> None:
     code = (
-        "import sys, distcollect.cli\n"
-        "unwanted = 'distcollect.bench', 'torchrl', 'stable_baselines3'\n"
+        "import sys, distcollect.commands.main\n"
+        "unwanted = 'distcollect.commands.bench', 'torchrl', 'stable_baselines3'\n"
         "print([name for name in sys.modules if name.startswith(unwanted)])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Short runs of ``launch/chaos.py``; and its checks do see what they are there for."""
+"""Short runs of ``tests/chaos/run.py``; and its checks do see what they are there for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chaos.checks import Checker, CheckError, Delivered, Plan
+from chaos.envs import Maker, Marking
 from tensordict import TensorDict
 
 import distcollect as dc
-from distcollect.chaos.checks import Checker, CheckError, Delivered, Plan
-from distcollect.chaos.envs import Maker, Marking
 
-SCRIPT = Path(__file__).parents[1] / "launch" / "chaos.py"
+SCRIPT = Path(__file__).parents[1] / "tests" / "chaos" / "run.py"
 PLAN = Plan(sync=False, num_workers=1, num_envs=2, num_steps=30)
 # A round takes as long as it is told, and on a busy machine a minute to begin and to end.
 END_S = 300

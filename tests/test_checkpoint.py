@@ -15,7 +15,7 @@ from scripts.marked import Marked
 from torch import nn
 
 import distcollect as dc
-from distcollect import notice
+from distcollect.launch import preemption as notice
 
 SCRIPT = Path(__file__).parent / "scripts" / "checkpointed.py"
 

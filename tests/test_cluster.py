@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from distcollect.cluster import Cluster, listen_address
 from distcollect.errors import LaunchError
+from distcollect.launch.worker_hosts import Cluster, listen_address
 
 
 class Connection:

@@ -25,9 +25,10 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
-from distcollect import cli, collect
-from distcollect.policy_file import named_policy
-from distcollect.saved import SavedFrames, frame_bytes
+from distcollect.commands import main as cli
+from distcollect.commands.collect import command as collect
+from distcollect.commands.collect.policy_file import named_policy
+from distcollect.commands.collect.saved import SavedFrames, frame_bytes
 
 TESTS = Path(__file__).parent
 SLOW = "scripts.counted_env:SlowlyCounted-v0"

@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 import distcollect as dc
-from distcollect.spaces import flatten
+from distcollect.rollout.spaces import flatten
 
 N, T = 3, 7
 Spec = dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]

@@ -18,8 +18,8 @@ import torch.utils.data
 from scripts.marked import Marked
 
 import distcollect as dc
-from distcollect import notice
-from distcollect.collectors.torchrl_names import _NO_EFFECT, _REFUSED, _translated
+from distcollect.collectors.torchrl_compat import _NO_EFFECT, _REFUSED, _translated
+from distcollect.launch import preemption as notice
 
 ROOT = Path(__file__).parent.parent
 DOCS = resources.files("distcollect") / "docs"
@@ -30,7 +30,7 @@ PAGES = {
 
 
 def saved_frames(folder: Path) -> str:
-    from distcollect.saved import SavedFrames  # noqa: PLC0415
+    from distcollect.commands.collect.saved import SavedFrames  # noqa: PLC0415
 
     with (
         dc.SyncDataCollector("CartPole-v1", frames_per_batch=20) as collector,

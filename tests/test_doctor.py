@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import distcollect as dc
-from distcollect.doctor import checks, report
-from distcollect.doctor.checks import Finding
-from distcollect.doctor.links import Link, idle_cores, skew
-from distcollect.doctor.survey import Survey, addresses_of, look
-from distcollect.network import listen
-from distcollect.rpc import missing_symbols
+from distcollect.commands.doctor import checks, report
+from distcollect.commands.doctor.checks import Finding
+from distcollect.commands.doctor.links import Link, idle_cores, skew
+from distcollect.commands.doctor.survey import Survey, addresses_of, look
+from distcollect.net.interfaces import listen
+from distcollect.transport.rpc import missing_symbols
 
 HERE = look(0, "127.0.0.1")
 FAR = replace(

@@ -16,11 +16,15 @@ from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torch import nn
 
-from distcollect.engine import Counts, Engine, StepOptions, Stopped
+from distcollect.common.step_counter import Counts
+from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.engine import Engine, StepOptions
+from distcollect.engine.env_recovery import Stopped
 from distcollect.errors import ArgumentError, EnvError
-from distcollect.flat import LiveWeights
-from distcollect.rollout import Header, Rollout, Slab, assemble
-from distcollect.worker import WorkerPlan, build_engine
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slab import Slab
 
 N, T = 2, 6
 # "native-next" goes another way through the engine, since its rows drift apart.

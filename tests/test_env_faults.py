@@ -25,13 +25,16 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
-from distcollect import rebuilder
 from distcollect.config import Faults
-from distcollect.engine import Engine, StepOptions, Stopped
-from distcollect.envs import Faulted, make_envs
-from distcollect.rollout import Header, Rollout, Slab, assemble
-from distcollect.transport import CollectRequest
-from distcollect.worker import WorkerPlan, build_engine
+from distcollect.engine import env_recovery as rebuilder
+from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.engine import Engine, StepOptions, Stopped
+from distcollect.envs.base import Faulted
+from distcollect.envs.make import make_envs
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slab import Slab
+from distcollect.transport.protocol import CollectRequest
 
 N, T = 3, 6
 LONG = (100,)

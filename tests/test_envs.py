@@ -28,10 +28,11 @@ from gymnasium import spaces
 from gymnasium.wrappers import RecordEpisodeStatistics, TransformObservation
 from gymnasium.wrappers import vector as vector_wrappers
 
-from distcollect.envs import EnvBatch, EnvContext, check_env_id, make_envs
+from distcollect.common.seeding import env_seed
+from distcollect.envs.base import EnvBatch
+from distcollect.envs.make import EnvContext, check_env_id, make_envs
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
-from distcollect.seeds import env_seed
-from distcollect.spaces import Arrays, Key, flatten
+from distcollect.rollout.spaces import Arrays, Key, flatten
 
 N = 3
 INFO_KEYS = ["lap", "ratio", "flag", "pair", "nest", "stepped", "odd"]

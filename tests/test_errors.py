@@ -29,20 +29,21 @@ from scripts.marked import Marked
 from torch import nn
 
 import distcollect as dc
-from distcollect import cli, notice
-from distcollect.cluster import (
+from distcollect.commands import main as cli
+from distcollect.launch import preemption as notice
+from distcollect.launch.rendezvous import Meeting
+from distcollect.launch.run_folder import ENDED, RunFolder
+from distcollect.launch.supervisor import join
+from distcollect.launch.topology import Launch
+from distcollect.launch.worker_hosts import (
     Cluster,
     ClusterEvents,
     host_and_port,
     read_token,
     set_launched,
 )
-from distcollect.launch import join
-from distcollect.link import Gate, GateEvents
-from distcollect.meeting import Meeting
-from distcollect.network import listen
-from distcollect.run_folder import ENDED, RunFolder
-from distcollect.topology import Launch
+from distcollect.net.interfaces import listen
+from distcollect.net.server import Gate, GateEvents
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

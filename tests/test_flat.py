@@ -12,7 +12,8 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.errors import ArgumentTypeError, WeightsError
-from distcollect.flat import LiveWeights, WeightLayout, checksum
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.policy.weight_layout import WeightLayout, checksum
 
 
 class Net(nn.Module):

@@ -20,10 +20,12 @@ from counting import CountingMaker
 from loopback_pool import LoopbackWorkers, loopback_collector
 
 import distcollect as dc
-from distcollect import transport
-from distcollect.rollout import Rollout, Slab, assemble
-from distcollect.shared import SharedTensor
-from distcollect.transport import Identity, identify, identity
+from distcollect.common.shared_memory import SharedTensor
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Rollout
+from distcollect.rollout.slab import Slab
+from distcollect.transport import protocol as transport
+from distcollect.transport.peer_ids import Identity, identify, identity
 
 SOON_S = 20
 STEPS = 50

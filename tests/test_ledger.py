@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from distcollect.ledger import Frames, Ledger
+from distcollect.results import Frames
+from distcollect.trainer.ledger import Ledger
 
 FRAMES = 10
 

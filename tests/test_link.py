@@ -20,9 +20,11 @@ import pytest
 from scripts.marked import Marked
 
 import distcollect as dc
-from distcollect.launch import join
-from distcollect.link import Connection, Gate, GateEvents, Lifeline, Message, versions
-from distcollect.meeting import Meeting
+from distcollect.launch.rendezvous import Meeting
+from distcollect.launch.supervisor import join
+from distcollect.net.client import Lifeline
+from distcollect.net.framing import Message, versions
+from distcollect.net.server import Connection, Gate, GateEvents
 
 SOON_S = 5
 TOKEN = "a token"

@@ -12,14 +12,8 @@ from typing import Any
 
 import pytest
 
-from distcollect.membership import (
-    Command,
-    Membership,
-    Overdue,
-    Ping,
-    Start,
-    State,
-)
+from distcollect.results import State
+from distcollect.supervision.membership import Command, Membership, Overdue, Ping, Start
 
 SILENCE_S = 8.0
 START_S = 100.0

@@ -16,11 +16,12 @@ import pytest
 from rich.console import Console
 
 import distcollect as dc
-from distcollect import monitor
-from distcollect.monitor import Prometheus, Watch
-from distcollect.stats import EpisodeStats, Stats, WorkerStats
-from distcollect.stats_file import JsonLines
-from distcollect.view import Display, is_terminal
+from distcollect.results import EpisodeStats, Stats, WorkerStats
+from distcollect.telemetry import monitor
+from distcollect.telemetry.display import Display, is_terminal
+from distcollect.telemetry.monitor import Watch
+from distcollect.telemetry.prometheus import Prometheus
+from distcollect.telemetry.stats_file import JsonLines
 
 STATS = Stats(collector="X", elapsed_s=5.0, frames=10, delivered=10)
 

@@ -13,9 +13,16 @@ from shutil import which
 import pytest
 
 import distcollect as dc
-from distcollect.broadcast import name_interface
-from distcollect.network import interface_of, interfaces, listen, own_address_of, route_to, way_to
-from distcollect.rpc import address_of
+from distcollect.net.interfaces import (
+    interface_of,
+    interfaces,
+    listen,
+    own_address_of,
+    route_to,
+    way_to,
+)
+from distcollect.transport.rpc import address_of
+from distcollect.weights.broadcast import name_interface
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -85,7 +92,8 @@ def test_all_addresses_of_an_interface(spare: str) -> None:
         assert interface_of(address) == spare
     listen("fd00:213:77::1").close()
     start = (
-        "from distcollect.rpc import RpcTransport; RpcTransport(1, address='10.213.77.2').close()"
+        "from distcollect.transport.rpc import RpcTransport\n"
+        "RpcTransport(1, address='10.213.77.2').close()"
     )
     command = [sys.executable, "-c", start]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional
 
 import distcollect as dc
-from distcollect.noise import RowNoise
-from distcollect.seeds import policy_seed
+from distcollect.common.seeding import policy_seed
+from distcollect.policy.per_env_rng import RowNoise
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import replace
 
 from distcollect.config import Staleness
-from distcollect.order import order_for
-from distcollect.requests import Requests
-from distcollect.rollout import Header
-from distcollect.schedule import SentVersions
-from distcollect.seats import Asked, BatchPlan, Seat, Seats
-from distcollect.transport import NUM_SLABS
+from distcollect.rollout.header import Header
+from distcollect.trainer.request_policy import order_for
+from distcollect.trainer.requests import Requests
+from distcollect.trainer.staleness import SentVersions
+from distcollect.trainer.worker_slots import Asked, BatchPlan, Seat, Seats
+from distcollect.transport.protocol import NUM_SLABS
 
 FRAMES = 4
 SYNC = BatchPlan(sync=True, num_rollouts=2, num_envs=1, num_steps=FRAMES)

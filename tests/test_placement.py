@@ -13,7 +13,7 @@ import pytest
 from scripts.telling import Telling
 
 import distcollect as dc
-from distcollect.placement import (
+from distcollect.launch.cpu_placement import (
     Host,
     Place,
     choose,
@@ -141,7 +141,7 @@ def test_a_real_quota(cgroup: Path) -> None:
     ask = (
         "import os, sys; from pathlib import Path;"
         "Path(sys.argv[1]).write_text(str(os.getpid()));"
-        "from distcollect.placement import num_cores; print(num_cores())"
+        "from distcollect.launch.cpu_placement import num_cores; print(num_cores())"
     )
     told = subprocess.run(
         [sys.executable, "-c", ask, str(cgroup / "cgroup.procs")],
@@ -158,7 +158,9 @@ def test_a_worker_runs_where_it_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
     core = max(os.sched_getaffinity(0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("distcollect.cluster.choose", lambda *_, **__: Place((core,), 3))
+    monkeypatch.setattr(
+        "distcollect.launch.worker_hosts.choose", lambda *_, **__: Place((core,), 3)
+    )
     with dc.RPCDataCollector(Telling, frames_per_batch=4, total_frames=4, num_workers=1) as c:
         [batch] = c
     told = batch["observation"][0, 0].tolist()

@@ -25,8 +25,10 @@ from torch import nn
 from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 import distcollect as dc
-from distcollect.policy import Exploration, RandomPolicy, UserPolicy
-from distcollect.spaces import Arrays, Key, flatten, leaves_of
+from distcollect.policy.base import Exploration
+from distcollect.policy.random import RandomPolicy
+from distcollect.policy.user import UserPolicy
+from distcollect.rollout.spaces import Arrays, Key, flatten, leaves_of
 
 N = 3
 

@@ -11,11 +11,12 @@ import torch
 
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
-from distcollect.handle import PushHandle, PushRecord
-from distcollect.pool import Pool
-from distcollect.rollout import Header, Rollout, Tensors
-from distcollect.seats import BatchPlan
-from distcollect.transport import CollectRequest
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.layout import Tensors
+from distcollect.trainer.pool import Pool
+from distcollect.trainer.worker_slots import BatchPlan
+from distcollect.transport.protocol import CollectRequest
+from distcollect.weights.push_handle import PushHandle, PushRecord
 
 FRAMES = 4
 

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from distcollect.common.threads import LOOK_UP_S
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout, DistCollectError, WorkerLost
-from distcollect.handle import PushHandle, PushRecord
-from distcollect.pool import Pool
-from distcollect.rollout import Header, Rollout, Tensors
-from distcollect.seats import BatchPlan
-from distcollect.threads import LOOK_UP_S
-from distcollect.transport import NUM_SLABS, CollectRequest, Offer
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.layout import Tensors
+from distcollect.trainer.pool import Pool
+from distcollect.trainer.worker_slots import BatchPlan
+from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Offer
+from distcollect.weights.push_handle import PushHandle, PushRecord
 
 FRAMES = 4
 FLAT = torch.zeros(16, dtype=torch.uint8)

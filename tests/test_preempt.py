@@ -19,11 +19,13 @@ from torch import nn
 
 import distcollect as dc
 from distcollect.config import Faults
-from distcollect.engine import Engine, Stopped
-from distcollect.flat import LiveWeights
-from distcollect.rollout import Header, Rollout, Slab, assemble
-from distcollect.transport import CollectRequest
-from distcollect.worker import WorkerPlan, build_engine
+from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.engine import Engine, Stopped
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slab import Slab
+from distcollect.transport.protocol import CollectRequest
 
 N, T = 3, 8
 LENGTHS = (3, 1, 4, 2)

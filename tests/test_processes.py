@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from scripts.marked import Marked
 
-from distcollect.processes import End, LocalProcesses, ProcessEvents, describe_exit
+from distcollect.launch.local_processes import End, LocalProcesses, ProcessEvents, describe_exit
 
 SOON_S = 5
 HANG = "import time; time.sleep(1000)"

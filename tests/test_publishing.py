@@ -25,7 +25,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
-from distcollect.updaters import Site
+from distcollect.weights.updaters import Site
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
 
@@ -449,7 +449,7 @@ class TestUpdaters:
         self, collect: Collect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Both ends drop the same ones."""
-        monkeypatch.setattr("distcollect.broadcast._MAX_GROUPS", 2)
+        monkeypatch.setattr("distcollect.weights.broadcast._MAX_GROUPS", 2)
         collector = collect(num_workers=3, weight_updater=dc.BroadcastUpdater())
         for version in range(1, 13):
             worker_id = version % 3
@@ -459,7 +459,7 @@ class TestUpdaters:
             collector.update_policy_weights_(Telling(version), worker_ids=[0, 2])
 
     def test_groups_leave_nothing_in_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("distcollect.broadcast._MAX_GROUPS", 2)
+        monkeypatch.setattr("distcollect.weights.broadcast._MAX_GROUPS", 2)
         limit_s = 0.2
         updater = dc.BroadcastUpdater()
         updater.attach(Site("127.0.0.1", limit_s, {0: ""}))

@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
-from distcollect.link import Lifeline
+from distcollect.net.client import Lifeline
 
 END_S = 10
 JOIN_S = 100  # a supervisor and then a worker import torch, on whatever machine this is

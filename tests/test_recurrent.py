@@ -24,10 +24,12 @@ from torch import distributions as d
 from torch import nn
 
 import distcollect as dc
-from distcollect.engine import Engine, StepOptions
+from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.engine import Engine, StepOptions
 from distcollect.errors import PolicyError
-from distcollect.rollout import Header, Rollout, Slab, assemble
-from distcollect.worker import WorkerPlan, build_engine
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slab import Slab
 
 N, T = 3, 10
 LENGTHS = (3, 1, 4, 7)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from distcollect import recycler
+from distcollect.common import tensor_cache as recycler
 
 LARGE = (3, 1 << 19)
 

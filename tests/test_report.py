@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from distcollect import cli
-from distcollect.report.charts import duration, short, ticks
-from distcollect.report.history import Event, Span, history_of, read
-from distcollect.report.page import page
+from distcollect.commands import main as cli
+from distcollect.commands.report.charts import duration, short, ticks
+from distcollect.commands.report.history import Event, Span, history_of, read
+from distcollect.commands.report.page import page
 
 BEGUN_AT = 1_700_000_000.0
 

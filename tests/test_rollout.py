@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from distcollect.rollout import Header, Layout, Rollout, Slab, assemble
-from distcollect.spaces import Leaf
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.layout import Layout
+from distcollect.rollout.slab import Slab
+from distcollect.rollout.spaces import Leaf
 
 N, T = 2, 4
 # Small leaves travel together, large ones by themselves.

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 
 import pytest
 
-from distcollect.schedule import Pacer, SentVersions, Ticket, lagging
+from distcollect.trainer.staleness import Pacer, SentVersions, Ticket, lagging
 
 
 class Trainer:

@@ -11,11 +11,13 @@ import pytest
 import torch.distributed as dist
 
 import distcollect as dc
-from distcollect.cluster import read_token
-from distcollect.link import Connection, Gate, GateEvents, Lifeline, Message
-from distcollect.meeting import GatePlace, Meeting
-from distcollect.network import check_not_public, same_address
-from distcollect.topology import Launch
+from distcollect.launch.rendezvous import GatePlace, Meeting
+from distcollect.launch.topology import Launch
+from distcollect.launch.worker_hosts import read_token
+from distcollect.net.client import Lifeline
+from distcollect.net.framing import Message
+from distcollect.net.interfaces import check_not_public, same_address
+from distcollect.net.server import Connection, Gate, GateEvents
 
 SECRET = "e9d1a2-nobody-may-see-this"
 
@@ -112,7 +114,7 @@ def test_a_peers_token_is_not_kept(versions: str, monkeypatch: pytest.MonkeyPatc
     try:
         lifeline = Lifeline("127.0.0.1", gate.port, 10)
         if versions == "wrong":
-            monkeypatch.setattr("distcollect.link.versions", lambda: {"torch": "0.4"})
+            monkeypatch.setattr("distcollect.net.framing.versions", lambda: {"torch": "0.4"})
         if versions == "right":
             lifeline.join("worker", SECRET)
         else:

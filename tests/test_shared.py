@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import distcollect as dc
-from distcollect.shared import Segment, SharedTensor, allocate
+from distcollect.common.shared_memory import Segment, SharedTensor, allocate
 
 HOLDER = """
 import json, sys

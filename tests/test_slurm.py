@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from slurm_cluster import SCRIPT, SlurmCluster, SubmittedRun, cluster, needs_slurm
 
-from distcollect.cli import main
+from distcollect.commands.main import main
 
 __all__ = ["cluster"]
 

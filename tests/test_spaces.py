@@ -12,7 +12,7 @@ from counting import ACTIONS, OBSERVATIONS
 from gymnasium import spaces
 
 from distcollect.errors import SpaceError
-from distcollect.spaces import (
+from distcollect.rollout.spaces import (
     RESERVED,
     Leaf,
     ends_of,

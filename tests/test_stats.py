@@ -18,13 +18,22 @@ import torch
 from loopback_pool import loopback_collector
 
 import distcollect as dc
-from distcollect.book import Book
-from distcollect.ledger import Frames, LedgerReport
-from distcollect.meter import Episodes
-from distcollect.monitor import exposition
-from distcollect.rollout import Header, Layout, Slab
-from distcollect.stats import EpisodeStats, Lags, Stats, TrainerTimes, Work, WorkerTimes
-from distcollect.view import log_line
+from distcollect.results import (
+    EpisodeStats,
+    Frames,
+    Lags,
+    LedgerReport,
+    Stats,
+    TrainerTimes,
+    WorkerTimes,
+)
+from distcollect.rollout.header import Header, Work
+from distcollect.rollout.layout import Layout
+from distcollect.rollout.slab import Slab
+from distcollect.telemetry.display import log_line
+from distcollect.telemetry.prometheus import exposition
+from distcollect.telemetry.recorder import Book
+from distcollect.telemetry.step_timer import Episodes
 
 S = 1_000_000_000  # ns
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from distcollect.report.history import read
-from distcollect.stats import Stats
-from distcollect.stats_file import JsonLines, newest, snapshots
+from distcollect.commands.report.history import read
+from distcollect.results import Stats
+from distcollect.telemetry.stats_file import JsonLines, newest, snapshots
 
 
 def write(path: Path, *frames: int) -> None:

@@ -15,11 +15,11 @@ import cloudpickle
 import pytest
 
 import distcollect as dc
-from distcollect.cli import main
-from distcollect.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
-from distcollect.slurm import disks, states
-from distcollect.slurm.jobs import Job, Resources, Submitter
-from distcollect.slurm.submit import minutes
+from distcollect.commands.main import main
+from distcollect.commands.slurm import disks, states
+from distcollect.commands.slurm.jobs import Job, Resources, Submitter
+from distcollect.commands.slurm.submit import minutes
+from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "scripts" / "submitted.py"

@@ -24,12 +24,11 @@ from scripts.marked import Marked
 from trace_file import assert_answered, assert_named, assert_nested, load
 
 import distcollect as dc
-from distcollect import cli
-from distcollect.ledger import LedgerReport
-from distcollect.monitor import figures
-from distcollect.report.charts import duration, short
-from distcollect.stats import Stats
-from distcollect.view import log_line
+from distcollect.commands import main as cli
+from distcollect.commands.report.charts import duration, short
+from distcollect.results import LedgerReport, Stats
+from distcollect.telemetry.display import log_line
+from distcollect.telemetry.prometheus import figures
 
 EVERY_S = 0.2
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None

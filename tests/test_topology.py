@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import distcollect as dc
-from distcollect.topology import Launch, Launcher, first_host, last_host
+from distcollect.launch.topology import Launch, Launcher, first_host, last_host
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run",

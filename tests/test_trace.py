@@ -30,9 +30,10 @@ from trace_file import (
 )
 
 import distcollect as dc
-from distcollect import meter
-from distcollect.meter import Recorder
-from distcollect.trace import STEPS, WEIGHTS, ClockOffset, Span, Trace
+from distcollect.rollout.header import Span
+from distcollect.telemetry import step_timer as meter
+from distcollect.telemetry.step_timer import Recorder
+from distcollect.telemetry.trace import STEPS, WEIGHTS, ClockOffset, Trace
 
 SKEW = 5 * 86_400 * 1_000_000_000  # ns: another host was started days ago
 US = 1000  # ns

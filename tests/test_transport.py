@@ -16,10 +16,11 @@ import torch
 from scripts.peer import WORKER_ID, Service, rollout
 
 import distcollect as dc
-from distcollect import rpc
-from distcollect.loopback import LoopbackTransport
-from distcollect.rpc import RpcTransport
-from distcollect.transport import INLINE_BYTES, CollectRequest, identity
+from distcollect.transport import rpc
+from distcollect.transport.loopback import LoopbackTransport
+from distcollect.transport.peer_ids import identity
+from distcollect.transport.protocol import INLINE_BYTES, CollectRequest
+from distcollect.transport.rpc import RpcTransport
 
 SOON_S = 10
 SMALL, LARGE = 100, 200_000

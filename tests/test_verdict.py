@@ -15,8 +15,8 @@ from loopback_pool import loopback_collector
 from torch import nn
 
 import distcollect as dc
-from distcollect.stats import Stats, TrainerTimes, WorkerStats, WorkerTimes
-from distcollect.verdict import verdict
+from distcollect.results import Stats, TrainerTimes, WorkerStats, WorkerTimes
+from distcollect.telemetry.bottleneck import verdict
 
 BUSY = WorkerTimes(env=0.9, policy=0.05, other=0.05, cpu=0.2)
 

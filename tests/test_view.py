@@ -18,10 +18,10 @@ import pytest
 from rich.console import Console
 
 import distcollect as dc
-from distcollect.cli import main
-from distcollect.stats import EpisodeStats, Lags, Stats, TrainerTimes, WorkerStats, WorkerTimes
-from distcollect.top import news_of
-from distcollect.view import Display, rendered
+from distcollect.commands.main import main
+from distcollect.commands.top import news_of
+from distcollect.results import EpisodeStats, Lags, Stats, TrainerTimes, WorkerStats, WorkerTimes
+from distcollect.telemetry.display import Display, rendered
 
 SCRIPT = Path(__file__).parent / "scripts" / "shown.py"
 WORKER = WorkerStats(frames=250, frames_per_s=50.0, times=WorkerTimes(env=0.8, wait=0.2))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from distcollect.trace import STEPS, WEIGHTS
+from distcollect.telemetry.trace import STEPS, WEIGHTS
 
 Events = list[dict[str, Any]]
 

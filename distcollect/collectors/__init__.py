@@ -1,9 +1,13 @@
 """The collectors: what a user iterates over."""
 
-from .base import DataCollectorBase, LagStats
-from .inprocess import SyncDataCollector
-from .local import MultiaSyncDataCollector, MultiSyncDataCollector, aSyncDataCollector
-from .pooled import RPCDataCollector
+from distcollect.collectors.base import DataCollectorBase, LagStats
+from distcollect.collectors.local import (
+    MultiaSyncDataCollector,
+    MultiSyncDataCollector,
+    aSyncDataCollector,
+)
+from distcollect.collectors.rpc import RPCDataCollector
+from distcollect.collectors.sync import SyncDataCollector
 
 __all__ = [
     "DataCollectorBase",

@@ -15,21 +15,23 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 import gymnasium as gym
 from tensordict import TensorDict
 
-from distcollect import arguments, recycler
-from distcollect.background import Background, RateLimited, ReplayBuffer, put
-from distcollect.book import Book
+from distcollect.collectors import validation
+from distcollect.collectors.batch_format import Delivery, WholeTrajectories
+from distcollect.collectors.replay import Background, RateLimited, ReplayBuffer, put
+from distcollect.common import checks
+from distcollect.common import tensor_cache as recycler
+from distcollect.common.seeding import Stream, env_seed
 from distcollect.config import Faults, Monitor
-from distcollect.delivery import Delivery, WholeTrajectories
-from distcollect.engine import StepOptions
+from distcollect.engine.engine import StepOptions
 from distcollect.errors import ArgumentError, CollectorStateError
-from distcollect.evaluation import Evaluation
-from distcollect.handle import PushHandle
-from distcollect.monitor import Watch
-from distcollect.publisher import Weights, WorkerIds
-from distcollect.rollout import Header, Layout
-from distcollect.seeds import Stream, env_seed
-from distcollect.stats import Stats
-from distcollect.verdict import Verdict, verdict
+from distcollect.results import Evaluation, Stats
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import Layout
+from distcollect.telemetry.bottleneck import Verdict, verdict
+from distcollect.telemetry.monitor import Watch
+from distcollect.telemetry.recorder import Book
+from distcollect.trainer.publisher import Weights, WorkerIds
+from distcollect.weights.push_handle import PushHandle
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
@@ -131,9 +133,9 @@ class DataCollectorBase(ABC):
         Raises:
             ArgumentError, ArgumentTypeError: these sizes can't work.
         """
-        arguments.positive("frames_per_batch", frames_per_batch)
+        checks.positive("frames_per_batch", frames_per_batch)
         self.frames_per_batch = frames_per_batch
-        num_batches = arguments.total_batches(total_frames, frames_per_batch)
+        num_batches = validation.total_batches(total_frames, frames_per_batch)
         self.total_frames = -1 if num_batches is None else num_batches * frames_per_batch
         self._frames = 0
         self._resumed_frames = 0
@@ -524,7 +526,7 @@ class DataCollectorBase(ABC):
             WorkerLost: a worker that was named is lost, or all are.
         """
         self._check_open()
-        arguments.positive("num_episodes", num_episodes)
+        checks.positive("num_episodes", num_episodes)
         limit_s = self._limit_s(timeout_s)
         return self._evaluate(num_episodes, worker_ids, deterministic, seed, limit_s)
 
@@ -666,6 +668,6 @@ def check_random_frames(value: int | None) -> int:
 def step_options(
     max_frames_per_traj: int | None, reset_at_each_iter: bool, clip_actions: bool
 ) -> StepOptions:
-    """How to step. Raises as :func:`~distcollect.arguments.positive` does."""
-    arguments.positive("max_frames_per_traj", max_frames_per_traj, optional=True)
+    """How to step. Raises as :func:`~distcollect.common.checks.positive` does."""
+    checks.positive("max_frames_per_traj", max_frames_per_traj, optional=True)
     return StepOptions(max_frames_per_traj, reset_at_each_iter, clip_actions)

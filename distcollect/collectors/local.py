@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from distcollect.collectors.base import EnvMaker
+from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.errors import ArgumentError
-
-from .base import EnvMaker
-from .pooled import RPCDataCollector
 
 
 class MultiSyncDataCollector(RPCDataCollector):

@@ -1,8 +1,8 @@
 """Envs of every kind behind one stepping interface."""
 
-from .base import EnvBatch, Fault, Faulted, Step
-from .make import EnvContext, check_env_id, is_env, make_envs
-from .pettingzoo import PettingZooEnv
+from distcollect.envs.base import EnvBatch, Fault, Faulted, Step
+from distcollect.envs.make import EnvContext, check_env_id, is_env, make_envs
+from distcollect.envs.pettingzoo import PettingZooEnv
 
 __all__ = [
     "EnvBatch",

@@ -22,7 +22,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
 from distcollect.errors import ArgumentError, EnvError
-from distcollect.spaces import Arrays, Leaf, ends_of, leaves_of
+from distcollect.rollout.spaces import Arrays, Leaf, ends_of, leaves_of
 
 Env: TypeAlias = gym.Env[Any, Any]
 AnyVectorEnv: TypeAlias = VectorEnv[Any, Any, Any]

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from distcollect.envs.base import InfoKeys, Space, told
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
-from distcollect.spaces import RESERVED, ends_of, leaves_of
-
-from .base import InfoKeys, Space, told
+from distcollect.rollout.spaces import RESERVED, ends_of, leaves_of
 
 EPISODE = "episode"
 # Where the values of these entries come from is documented, so nobody has to declare them.

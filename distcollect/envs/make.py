@@ -16,13 +16,12 @@ import torch
 from gymnasium.envs.registration import find_highest_version, parse_env_id
 from gymnasium.vector import VectorEnv
 
+from distcollect.envs.base import Env, EnvBatch, InfoKeys, Maker, name_of, told
+from distcollect.envs.pettingzoo import PettingZooEnv
+from distcollect.envs.single import PlainBatch
+from distcollect.envs.vector import VectorBatch
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
-from distcollect.spaces import leaves_of
-
-from .base import Env, EnvBatch, InfoKeys, Maker, name_of, told
-from .pettingzoo import PettingZooEnv
-from .plain import PlainBatch
-from .vector import VectorBatch
+from distcollect.rollout.spaces import leaves_of
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def _batch(
             raise ArgumentError(
                 "info_keys: a TorchRL env brings them along itself, see its set_info_dict_reader"
             )
-        from .torchrl import TorchRLBatch  # noqa: PLC0415 - see _is_torchrl
+        from distcollect.envs.torchrl import TorchRLBatch  # noqa: PLC0415 - see _is_torchrl
 
         return TorchRLBatch(envs, makers)
     if isinstance(envs[0], VectorEnv):

@@ -11,10 +11,9 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, iterate
 
+from distcollect.envs.base import Space
 from distcollect.errors import ArgumentError, EnvError, SpaceError
-from distcollect.spaces import Entries, flatten, leaves_of, unflatten
-
-from .base import Space
+from distcollect.rollout.spaces import Entries, flatten, leaves_of, unflatten
 
 ParallelEnv: TypeAlias = Any  # pettingzoo.ParallelEnv, which may not be installed
 Tree: TypeAlias = dict[str, Any]

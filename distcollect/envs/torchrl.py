@@ -17,11 +17,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import AutoResetTransform, Compose, TransformedEnv, VecGymEnvTransform
 
+from distcollect.envs.base import EnvBatch, Fault, Step, called
+from distcollect.envs.torchrl_specs import DONE, Specs, entries_of
 from distcollect.errors import ArgumentError, EnvError, SpaceError
-from distcollect.spaces import Arrays, Key
-
-from .base import EnvBatch, Fault, Step, called
-from .specs import DONE, Specs, entries_of
+from distcollect.rollout.spaces import Arrays, Key
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 

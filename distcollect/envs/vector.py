@@ -10,11 +10,10 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 
+from distcollect.envs.base import AnyVectorEnv, EnvBatch, Fault, InfoKeys, Step, called, misfit
+from distcollect.envs.info import EPISODE, first_of_each, space_of_info
 from distcollect.errors import EnvError
-from distcollect.spaces import Arrays, unflatten
-
-from .base import AnyVectorEnv, EnvBatch, Fault, InfoKeys, Step, called, misfit
-from .info import EPISODE, first_of_each, space_of_info
+from distcollect.rollout.spaces import Arrays, unflatten
 
 # So long may an env that raised take to answer what it was asked before it is closed.
 _CLOSE_TIMEOUT_S = 1.0

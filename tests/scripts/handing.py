@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import distcollect as dc
-from distcollect.rpc import RpcTransport
-from distcollect.transport import INLINE_BYTES, TRAJ_IDS_PER_TRAINER
+from distcollect.transport.peer_ids import TRAJ_IDS_PER_TRAINER
+from distcollect.transport.protocol import INLINE_BYTES
+from distcollect.transport.rpc import RpcTransport
 
 SOON_S = 60
 FRAMES = 50

@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 
-from distcollect.link import Connection, Gate, GateEvents, Lifeline, Message
+from distcollect.net.client import Lifeline
+from distcollect.net.framing import Message
+from distcollect.net.server import Connection, Gate, GateEvents
 
 
 def fork_a_child() -> None:

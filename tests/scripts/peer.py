@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from distcollect import rpc
-from distcollect.rollout import Header, Tensors
-from distcollect.transport import CollectRequest
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import Tensors
+from distcollect.transport import rpc
+from distcollect.transport.protocol import CollectRequest
 
 WORKER_ID = 7
 

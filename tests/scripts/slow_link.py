@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distcollect.chaos.hosts import Hosts
+from chaos.hosts import Hosts
 
 HERE = Path(__file__).parent
 REPEATS = 3

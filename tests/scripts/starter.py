@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from distcollect.processes import LocalProcesses, ProcessEvents
+from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 
 folder, *todo = sys.argv[1:]
 processes = LocalProcesses(ProcessEvents())

@@ -1,1 +1,0 @@
-"""Real workers, injured at random, and a check of every frame that arrives: ``launch/chaos.py``."""

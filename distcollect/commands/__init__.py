@@ -1,0 +1,1 @@
+"""``distcollect COMMAND``: one module or package for each command."""

@@ -1,0 +1,58 @@
+"""The process in which one part is measured: ``python -m distcollect.commands.bench.child``.
+
+Its standard input stays open as long as the benchmark lives; when that ends, so does everything
+here, also after a ``kill -9``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+import warnings
+from pathlib import Path
+
+from distcollect.commands.bench.items import ITEMS
+from distcollect.commands.bench.peers import Unfit
+
+
+def main() -> None:
+    """Measure a part and write what came of it to a file as JSON; then end at once."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("item")
+    parser.add_argument("part")
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("result", type=Path)
+    given = parser.parse_args()
+    threading.Thread(target=_end_with_parent, args=(given.result.parent,), daemon=True).start()
+    warnings.simplefilter("ignore")
+    outcome: dict[str, object]
+    try:
+        outcome = {"values": ITEMS[given.item].part(given.part).run(given.seconds)}
+    except Unfit as reason:
+        outcome = {"skipped": str(reason)}
+    except Exception as error:  # noqa: BLE001 - whatever a peer raises is what came of it
+        outcome = {"failed": f"{type(error).__name__}: {error}"}
+    # Appears whole or not at all.
+    partial = given.result.with_suffix(".partial")
+    partial.write_text(json.dumps(outcome))
+    partial.replace(given.result)
+    # Peers may have threads and processes that end never, or late.
+    os._exit(0)
+
+
+def _end_with_parent(folder: Path) -> None:
+    # Not through sys.stdin, whose lock a forked process would find taken.
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    shutil.rmtree(folder, ignore_errors=True)  # its owner didn't live to do so
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

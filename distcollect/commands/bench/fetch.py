@@ -1,0 +1,247 @@
+"""How fast a rollout of 64 MB gets from one process to another: ours, and what torch offers raw.
+
+A second process holds the tensors; this one fetches them again and again into memory of its own
+(new memory each time, but for Gloo's), and nothing else happens meanwhile. All ways are free of
+idle polling: no ``shm`` transport. Values are GB/s.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed
+import torch.distributed.rpc  # noqa: TID251 - what torch alone gives is the yardstick
+
+from distcollect.common.shared_memory import allocate
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import Layout, Tensors
+from distcollect.rollout.slab import Slab
+from distcollect.rollout.spaces import Leaf
+from distcollect.transport.protocol import CollectRequest
+from distcollect.transport.rpc import RpcTransport
+
+# Torch declares no types for much of what is used here.
+dist: Any = torch.distributed
+rpc: Any = torch.distributed.rpc  # noqa: TID251
+
+Values: TypeAlias = "dict[str, float]"
+
+LOOPBACK = "127.0.0.1"
+_ROWS, _STEPS = 16, 148  # of 84x84x4 bytes: 67 MB
+_PIECES = 8
+_TIMEOUT_S = 60.0
+_WARM_UP = 3
+_ENOUGH = 5  # fetches, at least
+
+
+def rollout(*, shared: bool = False) -> Tensors:
+    """A rollout of Atari's size as a worker holds it; ``shared``: for a trainer on its host."""
+    layout = Layout(
+        num_envs=_ROWS,
+        carried=(Leaf(("observation",), (4, 84, 84), torch.uint8),),
+        action=(Leaf(("action",), (), torch.int64),),
+        extras=(Leaf(("action_log_prob",), (), torch.float32),),
+    )
+    slab = Slab(layout, _STEPS, shared=shared)
+    slab.root["observation",].fill(7)
+    return slab.tensors()
+
+
+def pieces() -> Tensors:
+    """As many bytes in 8 equal tensors, which the RPC layer moves side by side."""
+    size = sum(tensor.nbytes for tensor in rollout()) // _PIECES
+    return [torch.full((size,), 7, dtype=torch.uint8) for _ in range(_PIECES)]
+
+
+def run_distcollect(seconds: float, *, mapped: bool) -> Values:
+    """``Offer.fetch`` of our transport; ``mapped``: from memory that both map, else over RPC."""
+    with other_process(_serve_distcollect) as pipe:
+        transport = RpcTransport(0, address=LOOPBACK)
+        pipe.send(transport.endpoint)
+        endpoint, sample = received(pipe)
+        transport.connect(1, endpoint, sample if mapped else None)
+        took: list[float] = []
+        num_bytes = 0
+
+        def fetch() -> None:
+            nonlocal num_bytes
+            begin = time.perf_counter()
+            offer = transport.collect(1, CollectRequest(_STEPS)).result(_TIMEOUT_S)
+            tensors = offer.fetch().result(_TIMEOUT_S)
+            took.append(time.perf_counter() - begin)
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
+
+        _repeat(fetch, seconds)
+        pipe.send("bye")
+        transport.close()
+    return {"gb_per_s": num_bytes * (len(took) - _WARM_UP) / sum(took[_WARM_UP:]) / 1e9}
+
+
+def run_rpc_channel(seconds: float, channel: str) -> Values:
+    """An RRef's ``to_here()`` over the ``uv`` transport and one channel: the best of two forms."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        other_process(_serve_rpc, folder, channel) as pipe,
+    ):
+        _join_rpc(0, folder, channel)
+        rates = []
+        for form in (rollout, pieces):
+            rref = rpc.remote("member1", form)
+            num_bytes = sum(tensor.nbytes for tensor in rref.to_here(_TIMEOUT_S))
+            rates.append(_gb_per_s(partial(rref.to_here, _TIMEOUT_S), num_bytes, seconds))
+        pipe.send("bye")
+    return {"gb_per_s": max(rates), "whole_gb_per_s": rates[0], "in_8_gb_per_s": rates[1]}
+
+
+def run_gloo(seconds: float) -> Values:
+    """Gloo's ``recv`` into the same memory each time."""
+    target = torch.zeros(sum(tensor.nbytes for tensor in rollout()), dtype=torch.uint8)
+    with tempfile.TemporaryDirectory() as folder, other_process(_serve_gloo, folder) as pipe:
+        group = _join_gloo(0, folder)
+
+        def fetch() -> None:
+            pipe.send("next")
+            group.recv([target], 1, 0).wait()
+
+        rate = _gb_per_s(fetch, target.nbytes, seconds)
+        pipe.send("bye")
+    return {"gb_per_s": rate}
+
+
+def run_shared_memory(seconds: float) -> Values:
+    """Tensors in shared memory, as torch.multiprocessing sends them, copied to memory of ours."""
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    with other_process(_serve_shared, queue) as pipe:
+        tensors = queue.get()
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+
+        def fetch() -> None:
+            pipe.send("next")  # every other way has a round trip as well
+            received(pipe)
+            _ = [tensor.clone() for tensor in tensors]
+
+        rate = _gb_per_s(fetch, num_bytes, seconds)
+        pipe.send("bye")
+    return {"gb_per_s": rate}
+
+
+def _repeat(fetch: Callable[[], object], seconds: float) -> tuple[int, float]:
+    """(how often, seconds) without the first few times."""
+    for _ in range(_WARM_UP):
+        fetch()
+    begin, count = time.perf_counter(), 0
+    while count < _ENOUGH or time.perf_counter() - begin < seconds:
+        fetch()
+        count += 1
+    return count, time.perf_counter() - begin
+
+
+def _gb_per_s(fetch: Callable[[], object], num_bytes: int, seconds: float) -> float:
+    count, elapsed = _repeat(fetch, seconds)
+    return num_bytes * count / elapsed / 1e9
+
+
+@contextmanager
+def other_process(serve: Callable[..., None], *args: Any) -> Iterator[Any]:
+    """Another process, at the end of a pipe that ``serve`` gets first; reaped afterwards."""
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = multiprocessing.Pipe()
+    process = context.Process(target=serve, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+        process.join(_TIMEOUT_S)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def received(pipe: Any) -> Any:
+    """What the other process says next; it gets a minute for it."""
+    if not pipe.poll(_TIMEOUT_S):
+        raise TimeoutError(f"the other process said nothing for {_TIMEOUT_S:g} s")
+    return pipe.recv()
+
+
+class _Source:
+    """A worker's service that always has the same rollout ready."""
+
+    worker_id = 0
+
+    def __init__(self) -> None:
+        self._tensors = {shared: rollout(shared=shared) for shared in (False, True)}
+        num_bytes = sum(tensor.nbytes for tensor in self._tensors[False])
+        self._header = Header(0, 0, 0, _ROWS * _STEPS, _STEPS, num_bytes, (0, 0))
+
+    def configure(self, payload: bytes) -> Future[Any]:
+        raise NotImplementedError
+
+    def preempt(self, sequence: int) -> None:
+        raise NotImplementedError
+
+    def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
+        done: Future[tuple[Header, Tensors]] = Future()
+        done.set_result((self._header, self._tensors[request.shared]))
+        return done
+
+
+def _serve_distcollect(pipe: Any) -> None:
+    transport = RpcTransport(1, address=LOOPBACK, service=_Source())
+    transport.connect(0, received(pipe))
+    pipe.send((transport.endpoint, allocate(mmap.PAGESIZE)[1]))
+    pipe.recv()
+    os._exit(0)
+
+
+def _join_rpc(rank: int, folder: str, channel: str) -> None:
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{folder}/store",
+        rpc_timeout=_TIMEOUT_S,
+        _transports=["uv"],
+        _channels=[channel],
+    )
+    rpc.init_rpc(f"member{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+
+
+def _serve_rpc(pipe: Any, folder: str, channel: str) -> None:
+    _join_rpc(1, folder, channel)
+    pipe.recv()
+    os._exit(0)
+
+
+def _join_gloo(rank: int, folder: str) -> Any:
+    store = dist.FileStore(f"{folder}/store", 2)
+    kind = dist.ProcessGroupGloo
+    options = kind._Options()  # noqa: SLF001 - the only way to name the interface
+    options._devices = [kind.create_device(hostname=LOOPBACK)]  # noqa: SLF001
+    return kind(store, rank, 2, options)
+
+
+def _serve_gloo(pipe: Any, folder: str) -> None:
+    source = torch.full((sum(tensor.nbytes for tensor in rollout()),), 7, dtype=torch.uint8)
+    group = _join_gloo(1, folder)
+    while pipe.recv() == "next":
+        group.send([source], 0, 0).wait()
+
+
+def _serve_shared(pipe: Any, queue: Any) -> None:
+    tensors = pieces()
+    for tensor in tensors:
+        tensor.share_memory_()  # type: ignore[no-untyped-call]
+    queue.put(tensors)
+    while pipe.recv() == "next":
+        pipe.send("here")

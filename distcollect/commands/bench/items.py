@@ -1,0 +1,258 @@
+"""All that can be measured, by name: items, and the parts each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from distcollect import BroadcastUpdater
+from distcollect.commands.bench import (
+    alternating,
+    counting,
+    faults,
+    fetch,
+    figures,
+    replay,
+    weights,
+)
+from distcollect.commands.bench.contenders import CONTENDERS, Contender, Values
+from distcollect.commands.bench.weights import MB
+from distcollect.commands.bench.workloads import WORKLOADS, Workload
+
+# Beside the windows themselves: imports, starting workers, compiling.
+_LIMIT_S = 120.0
+BROADCAST = BroadcastUpdater
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to measure, in a process of its own.
+
+    Attributes:
+        name: unique within its item.
+        about: a line for a person.
+        run: from the window's length in seconds to named values.
+        baseline: the part whose "frames_per_s" is its limit, None where that makes no sense.
+        needs: modules that must be installed.
+        limit_s: when it counts as hung, on top of ten windows.
+    """
+
+    name: str
+    about: str
+    run: Callable[[float], Values]
+    baseline: str | None = None
+    needs: tuple[str, ...] = ()
+    limit_s: float = _LIMIT_S
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is measured together, interleaved.
+
+    Attributes:
+        name: as the command line has it.
+        about: a line for a person.
+        parts: in the order in which each repeat measures them.
+        is_workload: whether its parts are contenders.
+    """
+
+    name: str
+    about: str
+    parts: tuple[Part, ...]
+    is_workload: bool = False
+
+    def part(self, name: str) -> Part:
+        """The part of that name."""
+        return next(part for part in self.parts if part.name == name)
+
+
+def _of_workload(workload: Workload) -> Item:
+    def part(contender: Contender) -> Part:
+        return Part(
+            contender.name,
+            contender.about,
+            partial(contender.run, workload),
+            contender.baseline,
+            contender.needs + workload.needs,
+        )
+
+    fitting = (c for c in CONTENDERS.values() if c.only is None or workload.name in c.only)
+    parts = tuple(part(contender) for contender in fitting)
+    return Item(workload.name, workload.about, parts, is_workload=True)
+
+
+def _scaling(num_workers: int) -> Part:
+    return Part(
+        str(num_workers),
+        f"{num_workers} worker(s)",
+        partial(figures.run_scaling, num_workers=num_workers),
+        limit_s=_LIMIT_S + 10 * num_workers,
+    )
+
+
+def _channel(name: str) -> Part:
+    run = partial(fetch.run_rpc_channel, channel=name)
+    return Part(f"rpc-{name}", f"raw RPC over uv and {name}", run)
+
+
+def _ours(name: str, about: str, *, mapped: bool) -> Part:
+    return Part(name, about, partial(fetch.run_distcollect, mapped=mapped))
+
+
+def _pushed(name: str, about: str, *, leaves: int, num_bytes: int) -> Item:
+    raw = partial(weights.run_raw, num_bytes=num_bytes, num_receivers=3)
+    ours = partial(weights.run_push, leaves=leaves, num_bytes=num_bytes, num_workers=3)
+    return Item(
+        name,
+        about,
+        (
+            Part("raw", "raw Gloo broadcast", raw),
+            Part("distcollect", "distcollect", ours),
+            Part("broadcast", "distcollect.BroadcastUpdater", partial(ours, make=BROADCAST)),
+        ),
+    )
+
+
+def _pushed_busy(name: str, about: str, num_bytes: int) -> Item:
+    ours = partial(weights.run_busy, num_bytes=num_bytes)
+    torchrl = partial(weights.run_busy_torchrl, num_bytes=num_bytes)
+    about_torchrl = 'torchrl RPCCollector(launcher="mp")'
+    return Item(
+        name,
+        about,
+        (
+            Part("distcollect", "distcollect", ours),
+            Part("broadcast", "distcollect.BroadcastUpdater", partial(ours, make=BROADCAST)),
+            Part("torchrl", about_torchrl, torchrl, needs=("torchrl",)),
+        ),
+    )
+
+
+def _one_of(num_workers: int) -> Part:
+    return Part(
+        str(num_workers),
+        f"to 1 of {num_workers} worker(s)",
+        partial(weights.run_one_of, num_bytes=16 * MB, num_workers=num_workers),
+        limit_s=_LIMIT_S + 10 * num_workers,
+    )
+
+
+_SEVERAL_LEAVES = 4
+_CARTPOLES = ("cartpole-1", "cartpole-16", "cartpole-64")
+
+_FIGURES = (
+    Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
+    Item(
+        "fetch",
+        "a 64 MB rollout from process to process",
+        (
+            _ours("distcollect", "distcollect, on one host", mapped=True),
+            _ours("distcollect-rpc", "distcollect, as between hosts", mapped=False),
+            _channel("cma"),
+            _channel("mpt_uv"),
+            _channel("basic"),
+            Part("gloo", "raw Gloo recv, memory reused", fetch.run_gloo),
+            Part("shared", "torch.multiprocessing, then a copy", fetch.run_shared_memory),
+        ),
+    ),
+    Item(
+        "wire",
+        "bytes on the wire",
+        (Part("atari", "an Atari rollout", figures.run_wire, needs=WORKLOADS["atari"].needs),),
+    ),
+    Item(
+        "idle",
+        "CPU of who has nothing to do",
+        (
+            Part("trainer", "trainer in next(), slow envs", figures.run_waiting_trainer),
+            Part("worker", "worker, nothing asked", figures.run_idle_worker),
+        ),
+    ),
+    Item(
+        "trainer",
+        "the trainer's own cost",
+        (Part("cartpole-16", "batches of 4096 frames, 2 workers", figures.run_trainer),),
+    ),
+    Item(
+        "replay",
+        "start() fills a replay buffer, CartPole-v1, 16 envs, 1 worker",
+        (
+            Part("idle", "while the trainer sleeps", replay.run_idle, needs=("torchrl",)),
+            Part("training", "while it trains", replay.run_training, needs=("torchrl",)),
+        ),
+    ),
+    Item(
+        "alternating",
+        "SyncDataCollector and the bare loop, batch by batch in turn in one process",
+        tuple(
+            Part(name, name, partial(alternating.run_beside_bare, name=name)) for name in _CARTPOLES
+        ),
+    ),
+    Item(
+        "counting",
+        "what statistics cost",
+        (
+            *(Part(name, name, partial(counting.run_counting, name=name)) for name in _CARTPOLES),
+            Part("telling", "the display and the JSON lines", counting.run_telling),
+        ),
+    ),
+    Item(
+        "memory",
+        "a worker's memory when the trainer stops asking",
+        (Part("big-obs", "rollouts of 32 MiB", figures.run_memory),),
+    ),
+    _pushed(
+        "push-64mb", "push of 64 MB to 3 idle workers", leaves=_SEVERAL_LEAVES, num_bytes=64 * MB
+    ),
+    _pushed(
+        "push-500", "push of 500 leaves, 2 MB, to 3 idle workers", leaves=500, num_bytes=2 * MB
+    ),
+    _pushed_busy("push-1mb", "push of 1 MB to 2 collecting workers", 1 * MB),
+    _pushed_busy("push-100mb", "push of 100 MB to 2 collecting workers", 100 * MB),
+    Item(
+        "pause",
+        "how long a push stops the engine",
+        (
+            Part(
+                "64mb",
+                "64 MB, 3 idle workers",
+                partial(
+                    weights.run_pause, leaves=_SEVERAL_LEAVES, num_bytes=64 * MB, num_workers=3
+                ),
+            ),
+        ),
+    ),
+    Item("one-of-8", "push of 16 MB to one idle worker", (_one_of(8), _one_of(1))),
+    Item(
+        "torn",
+        "frames collected with weights of two versions",
+        (Part("4mb", "4 MB pushed at full rate to 2 workers", weights.run_torn),),
+    ),
+    Item(
+        "kill",
+        "workers that are killed or stopped",
+        (
+            Part("survivors", "one of four killed", faults.run_survivors),
+            Part("stopped", "one of two stopped", faults.run_stopped),
+            Part("recovery", "one of four killed and replaced", faults.run_recovery, limit_s=300),
+        ),
+    ),
+    Item(
+        "churn",
+        "200 kills in one run",
+        (Part("kills", "four workers at a time", faults.run_churn, limit_s=1800),),
+    ),
+    Item(
+        "straggler",
+        "eight workers, preemptive_threshold=0.75",
+        (
+            Part("even", "equally fast", partial(faults.run_straggler, slow=False)),
+            Part("slow", "one 5 times slower", partial(faults.run_straggler, slow=True)),
+        ),
+    ),
+)
+
+ITEMS: dict[str, Item] = {
+    item.name: item for item in (*map(_of_workload, WORKLOADS.values()), *_FIGURES)
+}

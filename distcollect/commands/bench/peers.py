@@ -1,0 +1,229 @@
+"""The peers' loops and collectors, set up as their manuals have it, nothing costly left on.
+
+TorchRL: ``GymWrapper`` around the same env (categorical actions), ``SerialEnv`` for n > 1, the same
+policy as a ``TensorDictModule`` that writes "action" and "action_log_prob"; the collector stores
+``next`` observations and trajectory ids as it always does.
+
+Gymnasium and Stable-Baselines3: the policy steps a vector env in a loop of the caller's, and
+observation, action, log-probability, reward, terminated (SB3: done) and truncated are written into
+preallocated arrays ``[T, n]``. ``AsyncVectorEnv`` and ``SubprocVecEnv`` have a process for each
+env, so 2n processes stand against two workers with n envs each.
+
+The modules are imported by name when they are needed: none has to be installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+from distcollect.commands.bench.windows import Batch, frames_per_s
+from distcollect.commands.bench.workloads import Workload
+
+_NUM_WORKERS = 2
+_ENDLESS = 10**12  # TorchRL's RPCCollector yields nothing with its own endless, -1
+_MAX_PROCESSES = 64
+
+
+class Unfit(RuntimeError):
+    """A contender that makes no sense on this workload; says why."""
+
+
+class _Acting(nn.Module):
+    """The policy's dict of extras as a second output, as a TensorDictModule wants it."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        action, written = self.policy(observation)
+        return action, written["action_log_prob"]
+
+
+class _TorchRLMaker:
+    """Makes the env of one TorchRL worker; can be pickled."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._make_env = workload.make_env
+        self._num_envs = workload.num_envs
+
+    def _one(self) -> Any:
+        gym_module = importlib.import_module("torchrl.envs.libs.gym")
+        return gym_module.GymWrapper(self._make_env(), categorical_action_encoding=True)
+
+    def __call__(self) -> Any:
+        if self._num_envs == 1:
+            return self._one()
+        return importlib.import_module("torchrl.envs").SerialEnv(self._num_envs, self._one)
+
+
+def _torchrl_policy(workload: Workload) -> Any:
+    module = importlib.import_module("tensordict.nn").TensorDictModule
+    return module(
+        _Acting(workload.make_policy()),
+        in_keys=["observation"],
+        out_keys=["action", "action_log_prob"],
+    )
+
+
+def _torchrl_counted(collector: Any) -> Iterator[Batch]:
+    for batch in collector:
+        yield 0, batch.numel()
+
+
+def run_torchrl(workload: Workload, seconds: float) -> dict[str, float]:
+    """``Collector`` (once SyncDataCollector), stepping in this process."""
+    torch.set_num_threads(1)
+    collectors = importlib.import_module("torchrl.collectors")
+    kind = getattr(collectors, "Collector", None) or collectors.SyncDataCollector
+    collector = kind(
+        _TorchRLMaker(workload)(),
+        _torchrl_policy(workload),
+        frames_per_batch=workload.rollout_frames,
+        total_frames=_ENDLESS,
+    )
+    return {"frames_per_s": frames_per_s(_torchrl_counted(collector), seconds)}
+
+
+def run_torchrl_multi(workload: Workload, seconds: float, *, sync: bool) -> dict[str, float]:
+    """``MultiSyncCollector`` or ``MultiAsyncCollector`` with two workers."""
+    collectors = importlib.import_module("torchrl.collectors")
+    if sync:
+        kind = getattr(collectors, "MultiSyncCollector", None) or collectors.MultiSyncDataCollector
+    else:
+        kind = (
+            getattr(collectors, "MultiAsyncCollector", None) or collectors.MultiaSyncDataCollector
+        )
+    collector = kind(
+        [_TorchRLMaker(workload)] * _NUM_WORKERS,
+        _torchrl_policy(workload),
+        frames_per_batch=workload.rollout_frames * (_NUM_WORKERS if sync else 1),
+        total_frames=_ENDLESS,
+        **({"cat_results": 0} if sync and workload.num_envs > 1 else {}),
+    )
+    return {"frames_per_s": frames_per_s(_torchrl_counted(collector), seconds)}
+
+
+def make_torchrl_rpc(workload: Workload) -> Any:
+    """An endless ``RPCCollector(launcher="mp")``, first come first served, with two workers."""
+    distributed = importlib.import_module("torchrl.collectors.distributed")
+    kind = getattr(distributed, "RPCCollector", None) or distributed.RPCDataCollector
+    return kind(
+        [_TorchRLMaker(workload)] * _NUM_WORKERS,
+        _torchrl_policy(workload),
+        frames_per_batch=workload.rollout_frames,
+        total_frames=_ENDLESS,
+        launcher="mp",
+        sync=False,
+    )
+
+
+def run_torchrl_rpc(workload: Workload, seconds: float) -> dict[str, float]:
+    """``RPCCollector(launcher="mp")`` with two workers."""
+    return {"frames_per_s": frames_per_s(_torchrl_counted(make_torchrl_rpc(workload)), seconds)}
+
+
+class _Store:
+    """Preallocated arrays ``[T, n]`` for a vector env's frames."""
+
+    def __init__(self, workload: Workload, env: Any, rows: int) -> None:
+        self.steps = workload.num_steps
+        space, action_space = env.observation_space, env.action_space
+        self.observation = np.zeros((self.steps, rows, *space.shape), space.dtype)
+        self.action = np.zeros((self.steps, rows, *action_space.shape), action_space.dtype)
+        self.log_prob = np.zeros((self.steps, rows), np.float32)
+        self.reward = np.zeros((self.steps, rows), np.float32)
+        self.terminated = np.zeros((self.steps, rows), bool)
+        self.truncated = np.zeros((self.steps, rows), bool)
+
+
+def _space_donor(workload: Workload) -> Any:
+    """A single env, for its spaces."""
+    env = workload.make_env()
+    env.close()
+    return env
+
+
+def _gym_batches(workload: Workload, envs: Any, rows: int) -> Iterator[Batch]:
+    """Gymnasium's vector envs in SAME_STEP mode: every step is a transition of every env."""
+    store = _Store(workload, _space_donor(workload), rows)
+    policy = workload.make_policy()
+    observation, _ = envs.reset()
+    while True:
+        with torch.inference_mode():
+            for step in range(store.steps):
+                action, written = policy(torch.from_numpy(observation))
+                store.observation[step] = observation
+                store.action[step] = chosen = action.numpy()
+                store.log_prob[step] = written["action_log_prob"].numpy()
+                # True final observations arrive in the infos, which hold on to them.
+                observation, reward, terminated, truncated, _ = envs.step(chosen)
+                store.reward[step] = reward
+                store.terminated[step] = terminated
+                store.truncated[step] = truncated
+        yield 0, store.reward.size
+
+
+def run_gym_sync(workload: Workload, seconds: float) -> dict[str, float]:
+    """A loop over ``SyncVectorEnv`` with n envs, observations not copied."""
+    torch.set_num_threads(1)
+    envs: Any = gym.vector.SyncVectorEnv(
+        [workload.make_env] * workload.num_envs,
+        copy=False,
+        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
+    )
+    batches = _gym_batches(workload, envs, workload.num_envs)
+    return {"frames_per_s": frames_per_s(batches, seconds)}
+
+
+def _two_workers_worth(workload: Workload) -> int:
+    rows = _NUM_WORKERS * workload.num_envs
+    if rows > _MAX_PROCESSES:
+        raise Unfit(f"would be {rows} processes, one for each env")
+    return rows
+
+
+def run_gym_async(workload: Workload, seconds: float) -> dict[str, float]:
+    """A loop over ``AsyncVectorEnv`` with 2n envs, observations in shared memory, not copied."""
+    rows = _two_workers_worth(workload)
+    envs: Any = gym.vector.AsyncVectorEnv(
+        [workload.make_env] * rows,
+        copy=False,
+        context="fork",
+        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
+    )
+    return {"frames_per_s": frames_per_s(_gym_batches(workload, envs, rows), seconds)}
+
+
+def run_sb3(workload: Workload, seconds: float) -> dict[str, float]:
+    """A loop over ``SubprocVecEnv`` with 2n envs."""
+    rows = _two_workers_worth(workload)
+    vec_env = importlib.import_module("stable_baselines3.common.vec_env")
+    envs = vec_env.SubprocVecEnv([workload.make_env] * rows, start_method="fork")
+    return {"frames_per_s": frames_per_s(_sb3_batches(workload, envs, rows), seconds)}
+
+
+def _sb3_batches(workload: Workload, envs: Any, rows: int) -> Iterator[Batch]:
+    store = _Store(workload, _space_donor(workload), rows)
+    policy = workload.make_policy()
+    observation = envs.reset()
+    while True:
+        with torch.inference_mode():
+            for step in range(store.steps):
+                action, written = policy(torch.from_numpy(observation))
+                store.observation[step] = observation
+                store.action[step] = chosen = action.numpy()
+                store.log_prob[step] = written["action_log_prob"].numpy()
+                observation, reward, done, infos = envs.step(chosen)
+                store.reward[step] = reward
+                store.terminated[step] = done
+                if done.any():
+                    store.truncated[step] = [info["TimeLimit.truncated"] for info in infos]
+        yield 0, store.reward.size

@@ -1,0 +1,212 @@
+"""What is to be reached, as ratios of measured values; each line is a line of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from distcollect.commands.bench.runner import Outcome
+from distcollect.commands.bench.stats import Spread, best, paired
+
+Results: TypeAlias = "Mapping[str, Mapping[str, Outcome]]"
+# The names of an item, of its part, and of one of the part's values.
+Source: TypeAlias = "tuple[str, str, str]"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio and its bound.
+
+    Attributes:
+        what: a line for a person.
+        above: the numerator.
+        below: the denominator, the largest of these within a repeat; empty: 1.
+        bound: of the median ratio.
+        at_least: whether the bound is the least that will do, or the most.
+        times: factor of the denominator.
+        plus: what is added to the denominator.
+    """
+
+    what: str
+    above: Source
+    below: tuple[Source, ...]
+    bound: float
+    at_least: bool = True
+    times: float = 1.0
+    plus: float = 0.0
+
+    def ratios(self, results: Results) -> Spread | None:
+        """The ratio of each repeat; None if one side was not measured."""
+        above = _values(results, self.above)
+        if above is None:
+            return None
+        columns = [_values(results, source) for source in self.below]
+        there = [column for column in columns if column is not None]
+        if not there:
+            return None if self.below else Spread.of(above)
+        below = [
+            None if value is None else value * self.times + self.plus for value in best(*there)
+        ]
+        return Spread.of(paired(above, below))
+
+    def reached(self, ratio: float) -> bool:
+        """Whether ``ratio`` is within the bound."""
+        return ratio >= self.bound if self.at_least else ratio <= self.bound
+
+
+def _values(results: Results, source: Source) -> list[float | None] | None:
+    item, part, name = source
+    if item not in results or part not in results[item]:
+        return None
+    return [None if values is None else values[name] for values in results[item][part].values]
+
+
+def _rate(item: str, contender: str) -> Source:
+    return item, contender, "frames_per_s"
+
+
+def _over(workload: str, above: str, below: str, bound: float) -> Target:
+    what = f"{above} / {below}, {workload}"
+    return Target(what, _rate(workload, above), (_rate(workload, below),), bound)
+
+
+def _beside_bare(workload: str, bound: float) -> Target:
+    return Target(f"sync / bare, {workload}", ("alternating", workload, "speed_ratio"), (), bound)
+
+
+def _scaling(num_workers: int, bound: float) -> Target:
+    what = f"{num_workers} sleeping workers / {num_workers} x one"
+    one = _rate("scaling", "1")
+    return Target(what, _rate("scaling", str(num_workers)), (one,), bound, times=num_workers)
+
+
+def _at_most(what: str, bound: float, above: Source, *below: Source) -> Target:
+    return Target(what, above, below, bound, at_least=False)
+
+
+def _pushed(what: str, bound: float, part: str, name: str) -> Target:
+    raw = ("push-64mb", "raw", "gb_per_s")
+    return Target(f"{what} / raw broadcast", ("push-64mb", part, name), (raw,), bound)
+
+
+def _pushed_500(part: str) -> Target:
+    return Target(
+        f"push of 500 leaves, {part} / (raw broadcast + 5 ms)",
+        ("push-500", part, "s"),
+        (("push-500", "raw", "s"),),
+        1.0,
+        at_least=False,
+        plus=0.005,
+    )
+
+
+def _peers_push(size: str, item: str, bound: float, ours: str = "distcollect") -> Target:
+    what = f"torchrl's push / {ours}, {size}, collecting"
+    return Target(what, (item, "torchrl", "s"), ((item, ours, "s"),), bound)
+
+
+_RAW_WAYS = ("rpc-cma", "rpc-mpt_uv", "rpc-basic", "gloo", "shared")
+
+TARGETS: tuple[Target, ...] = (
+    _beside_bare("cartpole-16", 0.90),
+    _beside_bare("cartpole-64", 0.90),
+    _beside_bare("cartpole-1", 0.75),
+    _over("cartpole-16", "rpc-async-x2", "bare-x2", 0.85),
+    _over("cartpole-16", "async", "bare", 0.85),
+    _over("cartpole-16", "multi-async-x2", "bare-x2", 0.85),
+    _over("spin-1ms", "rpc-async-x2", "bare-x2", 0.93),
+    _over("mujoco", "rpc-async-x2", "bare-x2", 0.93),
+    _over("atari", "rpc-async-x2", "bare-x2", 0.93),
+    _over("cartpole-1", "rpc-async-x2", "torchrl-rpc-x2", 6),
+    _over("cartpole-16", "rpc-async-x2", "torchrl-rpc-x2", 5),
+    _over("cartpole-1", "sync", "torchrl", 3.5),
+    _over("cartpole-16", "sync", "torchrl", 3),
+    _over("cartpole-1", "sync-compiled", "bare", 1.3),
+    _scaling(8, 0.95),
+    _scaling(24, 0.90),
+    Target(
+        "64 MB fetch / best raw way",
+        ("fetch", "distcollect", "gb_per_s"),
+        tuple(("fetch", way, "gb_per_s") for way in _RAW_WAYS),
+        0.90,
+    ),
+    _at_most(
+        "bytes on the wire / one copy, Atari",
+        1.05,
+        ("wire", "atari", "bytes_on_wire"),
+        ("wire", "atari", "bytes_of_one_copy"),
+    ),
+    _at_most("CPU of a waiting trainer / a core", 0.02, ("idle", "trainer", "core_share")),
+    _at_most("CPU of start()'s thread / a core", 0.05, ("replay", "training", "core_share")),
+    Target(
+        "frames/s into a replay buffer, while training / without",
+        _rate("replay", "training"),
+        (_rate("replay", "idle"),),
+        0.85,
+    ),
+    _at_most("CPU of an idle worker / a core", 0.02, ("idle", "worker", "core_share")),
+    _at_most(
+        "trainer's CPU / time, 4096 CartPole frames",
+        0.05,
+        ("trainer", "cartpole-16", "cpu_s_per_batch"),
+        ("trainer", "cartpole-16", "s_per_batch"),
+    ),
+    *(
+        _at_most(f"CPU with statistics / without, {name}", 1.01, ("counting", name, "cpu_ratio"))
+        for name in ("cartpole-1", "cartpole-16", "cartpole-64")
+    ),
+    _at_most("CPU of the display / a core", 0.01, ("counting", "telling", "core_share")),
+    _at_most(
+        "worker's memory / slabs x rollout, idle trainer",
+        1.10,
+        ("memory", "big-obs", "growth_bytes"),
+        ("memory", "big-obs", "bound_bytes"),
+    ),
+    _pushed("64 MB broadcast", 0.90, "broadcast", "broadcast_gb_per_s"),
+    _pushed("64 MB push", 0.75, "distcollect", "gb_per_s"),
+    _pushed("64 MB push by BroadcastUpdater", 0.75, "broadcast", "gb_per_s"),
+    _pushed_500("distcollect"),
+    _pushed_500("broadcast"),
+    _peers_push("1 MB", "push-1mb", 3),
+    _peers_push("1 MB", "push-1mb", 3, "broadcast"),
+    _peers_push("100 MB", "push-100mb", 1.5),
+    _peers_push("100 MB", "push-100mb", 1.5, "broadcast"),
+    _at_most(
+        "engine's pause / 64 MB push",
+        0.05,
+        ("pause", "64mb", "apply_s"),
+        ("pause", "64mb", "push_s"),
+    ),
+    _at_most(
+        "16 MB push to 1 of 8 workers / to an only one",
+        1.1,
+        ("one-of-8", "8", "s"),
+        ("one-of-8", "1", "s"),
+    ),
+    _at_most("frames with torn weights", 0, ("torn", "4mb", "bad_frames")),
+    Target(
+        "frames/s after one of four was killed / 3/4 of before",
+        ("kill", "survivors", "after"),
+        (("kill", "survivors", "before"),),
+        0.95,
+        times=0.75,
+    ),
+    _at_most("s until a killed worker is seen", 1, ("kill", "survivors", "seen_s")),
+    _at_most("s until a stopped worker is seen", 10, ("kill", "stopped", "seen_s")),
+    _at_most(
+        "from a kill to the replacement's first frames / a cold start",
+        1.2,
+        ("kill", "recovery", "recovery_s"),
+        ("kill", "recovery", "cold_s"),
+    ),
+    _at_most("MB that stay with the trainer per kill", 0.1, ("churn", "kills", "mb_per_kill")),
+    _at_most("threads that stay after 200 kills", 0, ("churn", "kills", "threads")),
+    _at_most("descriptors that stay after 200 kills", 0, ("churn", "kills", "descriptors")),
+    Target(
+        "frames/s with one of eight 5 times slower / none",
+        ("straggler", "slow", "frames_per_s"),
+        (("straggler", "even", "frames_per_s"),),
+        0.70,
+    ),
+)

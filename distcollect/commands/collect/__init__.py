@@ -1,0 +1,1 @@
+"""``distcollect collect``: frames of an env to disk."""

@@ -1,0 +1,180 @@
+"""``distcollect collect``: frames of an env to disk, with no program written for it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+
+from distcollect.collectors.rpc import RPCDataCollector
+from distcollect.commands.collect.policy_file import NamedPolicy, import_from_here, named_policy
+from distcollect.commands.collect.saved import SavedFrames, frame_bytes
+from distcollect.commands.main import INTERRUPTED
+from distcollect.common.checks import positive
+from distcollect.config import Monitor
+from distcollect.envs.make import check_env_id
+from distcollect.errors import ArgumentError
+from distcollect.launch.run import run as launch
+from distcollect.results import Stats
+from distcollect.telemetry.display import is_terminal, log_line
+from distcollect.telemetry.monitor import wants_view
+
+_STEPS = 256  # of each env in a rollout, unless asked otherwise
+_TELL_EVERY_S = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be typed after ``distcollect collect``."""
+    parser.add_argument("--env", metavar="ID", required=True, help='a Gymnasium id, or "module:ID"')
+    parser.add_argument("--frames", metavar="N", type=int, required=True, help="how many")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="a new folder, or that of an earlier call that was cut off, to continue it",
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="a TorchScript file, MODULE:NAME, or a module saved by torch.save (default: random)",
+    )
+    parser.add_argument(
+        "--weights", metavar="FILE", type=Path, help="a state_dict() to load into MODULE:NAME"
+    )
+    parser.add_argument(
+        "--trust-policy",
+        action="store_true",
+        help="allow a --policy saved by torch.save, which may run any code when it is loaded",
+    )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="take the policy's most likely actions"
+    )
+    parser.add_argument(
+        "--num-workers", metavar="W", type=int, help="worker processes (default: one per core)"
+    )
+    parser.add_argument(
+        "--envs-per-worker",
+        metavar="n",
+        type=int,
+        default=1,
+        help="(default: %(default)d)",
+    )
+    parser.add_argument(
+        "--frames-per-batch",
+        metavar="F",
+        type=int,
+        help=f"frames that a worker delivers at a time (default: {_STEPS} from each of its envs)",
+    )
+    parser.add_argument("--seed", metavar="S", type=int, help="the same frames each time")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Collect; 0 when all frames are there, 130 after Ctrl-C.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is wrong; nothing was started.
+        CollectorStateError: another process is writing to the folder.
+        DistCollectError: collecting failed, as an iteration over the collector would say.
+    """
+    status = launch(lambda: _collect(given))
+    return 0 if status is None else status
+
+
+def _collect(given: argparse.Namespace) -> int:
+    for name in ("frames", "envs_per_worker"):
+        positive(f"--{name.replace('_', '-')}", getattr(given, name))
+    for name in ("num_workers", "frames_per_batch"):
+        positive(f"--{name.replace('_', '-')}", getattr(given, name), optional=True)
+    import_from_here()  # for --env module:ID as well
+    policy = named_policy(given.policy, given.weights, trust=given.trust_policy)
+    bytes_per_frame = _frame_bytes(given.env)
+    names = ("env", "deterministic", "num_workers", "envs_per_worker", "frames_per_batch", "seed")
+    settings = {name: getattr(given, name) for name in names}
+    with SavedFrames(given.out, given.frames, {**settings, "policy": policy.identity}) as saved:
+        if saved.is_complete:
+            _tell(f"all {saved.frames:,} frames are in {given.out} already")
+            return 0
+        saved.check_room(bytes_per_frame)
+        saved.begin()
+        try:
+            _fill(saved, given, policy)
+        except KeyboardInterrupt:
+            _tell(
+                f"interrupted with {saved.frames:,} of {given.frames:,} frames in {given.out}: the "
+                "same command goes on from there"
+            )
+            return INTERRUPTED
+        _tell(f"{saved.frames:,} frames are in {given.out}: TensorDict.load_memmap() reads them")
+    return 0
+
+
+def _frame_bytes(env_id: str) -> int:
+    check_env_id(env_id)
+    try:
+        env = gym.make(env_id)
+    except Exception as error:
+        raise ArgumentError(
+            f"--env {env_id} can't be made here ({type(error).__name__}: {error}): install what it "
+            "needs, or name another"
+        ) from error
+    try:
+        return frame_bytes(env)
+    finally:
+        env.close()
+
+
+def _fill(saved: SavedFrames, given: argparse.Namespace, policy: NamedPolicy) -> None:
+    num_envs = given.envs_per_worker
+    missing = saved.num_frames - saved.frames
+    default = num_envs * min(_STEPS, -(-missing // num_envs))
+    frames_per_batch = given.frames_per_batch or default
+    with RPCDataCollector(
+        given.env,
+        policy.policy,
+        policy_factory=policy.factory,
+        frames_per_batch=frames_per_batch,
+        # Of the last batch there may be some too many.
+        total_frames=-(-saved.num_frames // frames_per_batch) * frames_per_batch,
+        num_workers=given.num_workers,
+        envs_per_worker=num_envs,
+        exploration_type="deterministic" if given.deterministic else "random",
+        # First come, first served would give other frames each time.
+        reproducible=given.seed is not None,
+        monitor=_monitor(),
+    ) as collector:
+        _go_on(collector, saved, given.seed)
+        while not saved.is_complete:
+            saved.add(collector.next())
+
+
+def _monitor() -> Monitor | None:
+    """Where no terminal shows how it goes, a line says so now and then."""
+    if is_terminal(sys.stderr) or not wants_view(Monitor()):
+        return None
+    return Monitor(view=False, callback=_tell_progress, every_s=_TELL_EVERY_S)
+
+
+def _tell_progress(stats: Stats) -> None:
+    if not stats.ended:
+        _tell(log_line(stats))
+
+
+def _go_on(collector: RPCDataCollector, saved: SavedFrames, seed: int | None) -> None:
+    if not saved.frames:
+        if seed is not None:
+            collector.set_seed(seed)
+        return
+    earlier = {
+        "frames": saved.frames,
+        "next_traj_id": saved.next_traj_id,
+        "seed": None if seed is None else (seed, False),
+        "resumes": saved.resumes - 1,
+    }
+    collector.load_state_dict({**collector.state_dict(), **earlier})
+
+
+def _tell(message: str) -> None:
+    print(f"distcollect collect: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,231 @@
+"""A policy that is named on a command line."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import io
+import pickle
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from distcollect.errors import ArgumentError
+
+
+class NamedPolicy(NamedTuple):
+    """A collector's arguments for a policy, and what tells it from another one.
+
+    Attributes:
+        policy: the collector's ``policy``.
+        factory: the collector's ``policy_factory``; None for both: random actions.
+        identity: the same string means the same policy, as far as that can be told.
+    """
+
+    policy: Callable[..., Any] | None
+    factory: Callable[[], Callable[..., Any]] | None
+    identity: str
+
+
+def named_policy(given: str | None, weights: Path | None = None, *, trust: bool) -> NamedPolicy:
+    """The policy that ``given`` names.
+
+    A file is either a TorchScript archive, whose code is TorchScript and can't call Python's
+    functions, or a module that was saved by ``torch.save``: a pickle, which may do anything when it
+    is loaded, so it takes ``trust``. ``module:name`` is imported, as any module is that you run.
+
+    Args:
+        given: a file, or ``module:name`` with the name of a policy, or of a class or a function
+            without parameters that makes one; None: random actions.
+        weights: a file with the policy's state dict; it is loaded without running any code.
+        trust: unpickle a module.
+
+    Raises:
+        ArgumentError: there is no such thing, it is of another kind, or can't be trusted.
+    """
+    if given is None:
+        if weights is not None:
+            raise ArgumentError(f"--weights {weights} needs a --policy whose weights they are")
+        return NamedPolicy(None, None, "random")
+    file = Path(given)
+    if file.is_file():
+        if weights is not None:
+            raise ArgumentError(
+                f"--weights {weights}: the policy in {file} has weights already; leave one out, or "
+                "name the policy's code by --policy MODULE:NAME"
+            )
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise ArgumentError(f"--policy {file} can't be read: {error.strerror}") from error
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if _is_torchscript(data):
+            return NamedPolicy(None, partial(Scripted, data), digest)
+        return NamedPolicy(_unpickled(file, data, trust=trust), None, digest)
+    found = _imported(given)
+    identity = given
+    policy = _made(given, found) if _is_maker(found) else found
+    if not callable(policy):
+        raise ArgumentError(
+            f"--policy {given}: {policy!r} can't be called, so it is no policy; name a module or "
+            "function from observations to actions"
+        )
+    if weights is not None:
+        data = _load_weights(policy, weights, given)
+        identity += f" sha256:{hashlib.sha256(data).hexdigest()}"
+    return NamedPolicy(policy, None, identity)
+
+
+def _is_maker(found: object) -> bool:
+    if inspect.isclass(found):
+        return True
+    try:
+        return inspect.isroutine(found) and not inspect.signature(found).parameters
+    except ValueError:  # some that are built in have no signature
+        return False
+
+
+def _made(given: str, maker: Callable[[], Any]) -> Any:
+    try:
+        return maker()
+    except Exception as error:
+        raise ArgumentError(
+            f"--policy {given}: {maker.__name__}() raised {type(error).__name__}: {error}; "
+            "name what makes the policy without arguments"
+        ) from error
+
+
+class Scripted(nn.Module):
+    """A TorchScript archive as a policy, which it can't be by itself: it can't be pickled."""
+
+    def __init__(self, archive: bytes) -> None:
+        """Load it, on the CPU."""
+        super().__init__()
+        with warnings.catch_warnings():
+            # Scripting is deprecated; what people have scripted is still there.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.script = torch.jit.load(io.BytesIO(archive), map_location="cpu")  # type: ignore[no-untyped-call]
+        script = self.script
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return script(*args, **kwargs)
+
+        # By its parameters' names it is told which entries of the observation it takes.
+        names = [argument.name for argument in script.forward.schema.arguments[1:]]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in names]
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+def _is_torchscript(data: bytes) -> bool:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return any(name.partition("/")[2] == "constants.pkl" for name in archive.namelist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return False  # no archive, or a broken one
+
+
+def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
+    try:
+        held = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        # What torch finds in a pickle beside weights it refuses by this; noise fails in many ways.
+        refused = isinstance(error, pickle.UnpicklingError)
+        if not refused or not zipfile.is_zipfile(io.BytesIO(data)):
+            raise ArgumentError(
+                f"--policy {file} is no file that torch.save or torch.jit.save has written: name "
+                "one that is, or MODULE:NAME"
+            ) from error
+    else:
+        raise ArgumentError(
+            f"--policy {file} holds a {type(held).__name__}, no module: name the code that it has "
+            f"the weights of by --policy MODULE:NAME, with --weights {file}"
+        )
+    if not trust:
+        raise ArgumentError(
+            f"--policy {file} is a pickle, which may run any code when it is loaded: add "
+            "--trust-policy if you know where it comes from, or save the policy by torch.jit.save"
+        )
+    import_from_here()
+    try:
+        policy = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise ArgumentError(
+            f"--policy {file} can't be loaded ({type(error).__name__}: {error}): the modules that "
+            "define it have to be importable from here"
+        ) from error
+    if not callable(policy):
+        raise ArgumentError(
+            f"--policy {file} holds a {type(policy).__name__}, which is no policy: save a module "
+            "or function from observations to actions"
+        )
+    return policy  # type: ignore[no-any-return]
+
+
+def _imported(given: str) -> Any:
+    module_name, _, name = given.partition(":")
+    if not (module_name and name):
+        raise ArgumentError(
+            f"--policy {given}: there is no such file; give one, or MODULE:NAME for what a module "
+            "defines"
+        )
+    import_from_here()
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ArgumentError(
+            f"--policy {given}: module {module_name!r} can't be imported ({error}); it is looked "
+            "for in this folder and in PYTHONPATH"
+        ) from error
+    except Exception as error:
+        raise ArgumentError(
+            f"--policy {given}: importing the module {module_name!r} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, name):
+        origin = getattr(module, "__file__", "built in")
+        raise ArgumentError(
+            f"--policy {given}: module {module_name!r} ({origin}) has no {name!r}; name a policy "
+            "that it defines, or a class or function that makes one"
+        )
+    return getattr(module, name)
+
+
+def import_from_here() -> None:
+    """Let modules in the working folder be imported.
+
+    As ``python -m`` does; a console script has its own folder there instead.
+    """
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
+def _load_weights(policy: object, file: Path, given: str) -> bytes:
+    if not isinstance(policy, nn.Module):
+        raise ArgumentError(f"--weights {file}: {given} is no torch module, so it has no weights")
+    wanted = "it has to hold that module's state_dict(), as torch.save writes it"
+    try:
+        data = file.read_bytes()
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ArgumentError(f"--weights {file} can't be read: {error.strerror}") from error
+    except Exception as error:
+        # Without torch's words, which recommend what would run code from the file.
+        raise ArgumentError(f"--weights {file} is no file of weights: {wanted}") from error
+    try:
+        policy.load_state_dict(state)
+    except Exception as error:
+        raise ArgumentError(
+            f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); "
+            f"{wanted}"
+        ) from error
+    return data

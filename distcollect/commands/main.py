@@ -1,0 +1,63 @@
+"""The command line: ``python -m distcollect COMMAND``.
+
+A command's arguments and what it does live in a module of its own, which is imported only when the
+command is the one that was typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from distcollect.errors import DistCollectError
+from distcollect.version import __version__
+
+# name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
+_COMMANDS = {
+    "bench": (
+        "distcollect.commands.bench.command",
+        "compare speed with a bare loop and other collectors",
+    ),
+    "cancel": ("distcollect.commands.slurm.cancel", "cancel the jobs of a run on a SLURM cluster"),
+    "collect": ("distcollect.commands.collect.command", "collect frames of an env to disk"),
+    "doctor": ("distcollect.commands.doctor.command", "find out why hosts don't connect"),
+    "report": ("distcollect.commands.report.command", "make an HTML page about a run"),
+    "status": ("distcollect.commands.slurm.status", "show the jobs of a run on a SLURM cluster"),
+    "submit": ("distcollect.commands.slurm.submit", "submit a training script to a SLURM cluster"),
+    "top": ("distcollect.commands.top", "show how a run is going, from its run_dir"),
+    "worker": ("distcollect.commands.worker", "start a worker that joins a running trainer"),
+}
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status.
+
+    Args:
+        argv: without the program's name; None: this process's own.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="distcollect")
+    parser.add_argument("--version", action="version", version=f"distcollect {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module_name, about) in _COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about)
+        if given[:1] == [name]:
+            module = importlib.import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    parsed = parser.parse_args(given)
+    try:
+        status: int = parsed.run(parsed)
+    except DistCollectError as error:
+        print(f"distcollect: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status

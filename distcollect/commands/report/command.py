@@ -1,0 +1,42 @@
+"""``distcollect report``: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from distcollect.commands.report.history import read
+from distcollect.commands.report.page import page
+from distcollect.errors import ArgumentError
+from distcollect.telemetry.stats_file import STATS_FILE, stats_file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be typed after ``distcollect report``."""
+    parser.add_argument(
+        "folder", metavar="RUN", type=Path, help=f"the run_dir of its Monitor, with {STATS_FILE}"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="the page (default: report.html in that folder)",
+    )
+
+
+def run(given: argparse.Namespace) -> int:
+    """Write the page.
+
+    Raises:
+        ArgumentError: there are no statistics, or the page can't be written.
+    """
+    file = stats_file(given.folder)
+    out = given.out or file.parent / "report.html"
+    text = page(read(file), file.resolve().parent.name)
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"--out {out}: {error.strerror}; name another file") from error
+    print(f"distcollect report: {out}", file=sys.stderr)
+    return 0

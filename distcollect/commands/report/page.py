@@ -1,0 +1,208 @@
+"""The page about a run: one file of HTML that loads nothing."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from html import escape
+
+from distcollect.commands.report.charts import Curve, Lane, bars, curves, duration, lanes, short
+from distcollect.commands.report.history import Event, History, Point
+
+_MAX_LANES = 64
+_MAX_BARS = 60
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1c2430; --soft: #667085; --paper: #fff; --card: #f6f7f9;
+  --grid: #e3e6ea; --a: #2f6fde; --b: #d9730d; --ready: #4c9f70; --joining: #9ec5e8;
+  --suspected: #e0a72e; --lost: #c8423b; --left: #a3a9b3; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6e8eb; --soft: #98a1ae; --paper: #14171c;
+  --card: #1d2127; --grid: #30363f; --a: #6ba1ff; --b: #f0a35e; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 24px 20px 48px; max-width: 860px; color: var(--text);
+  background: var(--paper); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 24px; margin: 0; } h2 { font-size: 17px; margin: 30px 0 4px; }
+p { margin: 4px 0; } .soft, .none { color: var(--soft); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(120px, 1fr)); gap: 10px;
+  margin: 18px 0; }
+.tile { background: var(--card); border-radius: 8px; padding: 10px 12px; }
+.tile b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; }
+.tile span { color: var(--soft); font-size: 13px; }
+.verdict { background: var(--card); border-left: 4px solid var(--a); border-radius: 4px;
+  padding: 10px 14px; white-space: pre-wrap; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
+.grid { stroke: var(--grid); } .axis { stroke: var(--soft); }
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.curve.a { stroke: var(--a); } .curve.b { stroke: var(--b); stroke-dasharray: 5 3; }
+.hover { fill: transparent; } .hover.a:hover { fill: var(--a); } .hover.b:hover { fill: var(--b); }
+.bar { fill: var(--a); }
+.ready { fill: var(--ready); } .joining { fill: var(--joining); } .lost { fill: var(--lost); }
+.suspected { fill: var(--suspected); } .left { fill: var(--left); }
+.mark { stroke: var(--paper); stroke-width: 1.5; } .mark.joined { fill: var(--a); }
+.legend { font-size: 13px; color: var(--soft); }
+.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
+  margin: 0 5px 0 12px; vertical-align: -1px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--grid); }
+th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; }
+tr.all td { font-weight: 600; } .wide { overflow-x: auto; }
+"""
+
+
+def page(history: History, name: str) -> str:
+    """The page about ``history``, of the run called ``name``."""
+    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(history.begun_at))
+    state = "" if history.ended else ", and not ended when this was written"
+    parts = [
+        f"<h1>{escape(name)}</h1>",
+        f'<p class="soft">{escape(history.collector)}, begun {begun}{state}</p>',
+        _tiles(history),
+    ]
+    if history.verdict:
+        parts.append(f'<p class="verdict">{escape(history.verdict)}</p>')
+    parts += _curves(history)
+    parts += _workers(history)
+    parts += _lags(history)
+    parts += _ledger(history)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}</title><style>{_STYLE}</style></head>"
+        f"<body>\n{chr(10).join(parts)}\n</body></html>\n"
+    )
+
+
+def _tiles(history: History) -> str:
+    lost = sum(sum(causes.values()) for causes in history.lost.values())
+    rate = history.total_delivered / history.elapsed_s if history.elapsed_s else 0.0
+    last = next((p for p in reversed(history.points) if p and p.episode_return is not None), None)
+    tiles = {
+        "frames delivered": short(history.total_delivered),
+        "frames/s, on average": short(rate),
+        "collecting": duration(history.elapsed_s),
+        "workers": str(len(history.spans)),
+        "episodes": short(history.episodes),
+        "return, at last": "-" if last is None else short(last.episode_return or 0.0),
+        "processes replaced": str(history.restarts),
+        "frames lost": short(lost),
+    }
+    cells = (f'<div class="tile"><b>{v}</b><span>{name}</span></div>' for name, v in tiles.items())
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _over_time(history: History, figure: str) -> list[tuple[float, float] | None]:
+    of = operator.attrgetter(figure)
+
+    def at(point: Point | None) -> tuple[float, float] | None:
+        return None if point is None or of(point) is None else (point.t_s, of(point))
+
+    return [at(point) for point in history.points]
+
+
+def _curves(history: History) -> list[str]:
+    end_s = history.end_s
+    parts: list[str] = []
+    for title, figure in (
+        ("Frames per second", "frames_per_s"),
+        ("Episode return, mean of the last hundred", "episode_return"),
+        ("Episode length in frames, mean of the last hundred", "episode_length"),
+    ):
+        curve = Curve(title.partition(",")[0].lower(), "a", _over_time(history, figure))
+        from_zero = figure != "episode_return"
+        parts += [f"<h2>{title}</h2>", curves(title, [curve], end_s, from_zero=from_zero)]
+    both = [
+        Curve("mean lag", "a", _over_time(history, "lag_mean")),
+        Curve("highest lag", "b", _over_time(history, "lag_max")),
+    ]
+    legend = [("--a", "mean"), ("--b", "highest")]
+    parts += ["<h2>Lag of the delivered frames, in versions</h2>", _legend(legend)]
+    return [*parts, curves("Lag", both, end_s)]
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    shown = (f'<i style="background: var({color})"></i>{name}' for color, name in entries)
+    return f'<p class="legend">{"".join(shown)}</p>'
+
+
+def _workers(history: History) -> list[str]:
+    shown = sorted(history.spans)[:_MAX_LANES]
+    events: dict[int, list[Event]] = defaultdict(list)
+    for event in history.events:
+        events[event.worker_id].append(event)
+    rows = [
+        Lane(
+            f"worker {worker_id}",
+            [
+                (s.begin_s, s.end_s, s.state, f"{s.state}, from {duration(s.begin_s)}")
+                for s in history.spans[worker_id]
+            ],
+            [
+                (e.t_s, e.what, f"worker {worker_id} {e.what}, seen at {duration(e.t_s)}")
+                for e in events[worker_id]
+            ],
+        )
+        for worker_id in shown
+    ]
+    counts = Counter(event.what for event in history.events)
+    told = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
+    more = len(history.spans) - len(shown)
+    states = [(f"--{name}", name) for name in ("joining", "ready", "suspected", "lost", "left")]
+    dots = [("--a", "dot: joined")]
+    note = told or "Nobody joined or was lost on the way."
+    if more > 0:
+        note += f" {more:,} more workers are not shown."
+    return [
+        "<h2>Workers: joins and losses</h2>",
+        f'<p class="soft">{note}</p>',
+        _legend([*states, *dots]),
+        lanes("Workers over time", rows, history.end_s),
+    ]
+
+
+def _lags(history: History) -> list[str]:
+    highest = max(history.lags, default=0)
+    width = highest // _MAX_BARS + 1
+    by_bar: Counter[str] = Counter()
+    for low in range(0, highest + 1, width):
+        name = str(low) if width == 1 else f"{low}-{low + width - 1}"
+        by_bar[name] = sum(history.lags[lag] for lag in range(low, low + width))
+    total = sum(by_bar.values())
+
+    def tell(name: str, count: float) -> str:
+        return f"lag {name}: {count:,.0f} frames, {count / total:.1%}"
+
+    return [
+        "<h2>How old the policy of delivered frames was</h2>",
+        '<p class="soft">Share of the frames by lag, in versions.</p>',
+        bars("Histogram of lags", dict(by_bar), tell),
+    ]
+
+
+def _ledger(history: History) -> list[str]:
+    causes = sorted({cause for lost in history.lost.values() for cause, n in lost.items() if n})
+    # Of hosts that vanished.
+    more = history.may_be_lost
+    has_more = any(more.values())
+    heads = ["worker", "delivered", *(f"lost: {cause}" for cause in causes)]
+    heads += ["at most more"] * has_more
+
+    def row(name: str, delivered: int, lost: Counter[str], more: int, style: str = "") -> str:
+        cells = [name, f"{delivered:,}", *(f"{lost[cause]:,}" for cause in causes)]
+        cells += [f"{more:,}"] * has_more
+        return f"<tr{style}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+    rows = [
+        row(str(w), history.delivered[w], history.lost[w], more[w])
+        for w in sorted(history.delivered)
+    ]
+    total: Counter[str] = Counter()
+    for lost in history.lost.values():
+        total.update(lost)
+    rows.append(row("all", history.total_delivered, total, sum(more.values()), ' class="all"'))
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
+    return [
+        "<h2>Where the frames went</h2>",
+        f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>',
+    ]

@@ -1,0 +1,246 @@
+"""The jobs of a run: their sbatch files, and handing them to SLURM through submitit."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import submitit
+from submitit.slurm import slurm as submitit_slurm
+
+from distcollect.commands.slurm import task
+from distcollect.commands.slurm.task import Task
+from distcollect.errors import LaunchError
+from distcollect.launch import run_folder
+from distcollect.launch.run_folder import RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
+
+_COMMAND_TIMEOUT_S = 60.0
+# For a task to have its job requeued, after the script had its time to save.
+_REQUEUE_S = 10.0
+
+# The tasks' own process then imports neither torch nor the rest of distcollect.
+cloudpickle.register_pickle_by_value(task)
+cloudpickle.register_pickle_by_value(run_folder)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks of SLURM.
+
+    Attributes:
+        nodes: hosts.
+        tasks_per_node: processes on each.
+        cpus_per_task: cores of each.
+        gpus_per_node: on each host.
+        mem_gb: on each host; None: the cluster's default.
+        time_min: after so many minutes it is ended, and requeued.
+        further: more of sbatch's options by their long names; "" for one without a value.
+        setup: shell lines to be run before.
+    """
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    mem_gb: float | None = None
+    time_min: int = 60
+    further: Mapping[str, str] = field(default_factory=dict)
+    setup: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, or an array of equal ones.
+
+    Attributes:
+        name: for SLURM's lists.
+        trains: its first task is the trainer.
+        resources: of each job.
+        command: what each task runs.
+        count: how many; more than one make an array.
+    """
+
+    name: str
+    trains: bool
+    resources: Resources
+    command: Sequence[str]
+    count: int = 1
+
+    @property
+    def num_tasks(self) -> int:
+        """In each of them."""
+        return self.resources.nodes * self.resources.tasks_per_node
+
+
+@dataclass(frozen=True)
+class Submitter:
+    """Turns jobs of one run into sbatch files, and submits them.
+
+    Attributes:
+        folder: the run's.
+        cwd: where scripts run.
+        notice_s: SLURM's signal comes so many seconds before the time is up.
+        max_time_limits: how often a job is requeued when its time is up.
+    """
+
+    folder: RunFolder
+    cwd: Path
+    notice_s: int
+    max_time_limits: int
+
+    def sbatch_file(self, job: Job) -> str:
+        """What is handed to sbatch."""
+        executor = [sys.executable, "-u", "-m", "submitit.core._submit", str(self.folder.logs)]
+        text: str = submitit_slurm._make_sbatch_string(  # noqa: SLF001 - no public way before submitting
+            command=shlex.join(executor),
+            folder=self.folder.logs,
+            map_count=job.count if job.count > 1 else None,
+            **self._parameters(job),
+        )
+        return text
+
+    def test(self, job: Job) -> str:
+        """Ask SLURM whether it could ever run a job; why not, "" if it could."""
+        with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+            file.write(self.sbatch_file(job))
+            file.flush()
+            done = run_command(["sbatch", "--test-only", file.name])
+        return "" if done.returncode == 0 else done.stderr.strip()
+
+    def submit(self, job: Job) -> str:
+        """Submit a job; its id.
+
+        Raises:
+            LaunchError: SLURM refused.
+        """
+        executor = submitit.SlurmExecutor(self.folder.logs, max_num_timeout=self.max_time_limits)
+        executor.update_parameters(**self._parameters(job))
+        tasks = [self._task(job) for _ in range(job.count)]
+        try:
+            submitted = executor.submit_array(tasks)
+        except (
+            submitit.core.utils.FailedJobError,
+            submitit.core.utils.FailedSubmissionError,
+        ) as error:
+            raise LaunchError(f"sbatch refused the job {job.name!r}: {error}") from error
+        job_id = str(submitted[0].job_id).split("_")[0]
+        self.folder.write(
+            f"jobs/{job_id}.json",
+            {
+                "id": job_id,
+                "trains": job.trains,
+                "count": job.count,
+                "num_tasks": job.num_tasks,
+                "submitted": time.time(),
+            },
+        )
+        return job_id
+
+    def _task(self, job: Job) -> Task:
+        return Task(
+            list(job.command),
+            str(self.folder.path),
+            str(self.cwd),
+            job.trains,
+            max(5.0, self.notice_s - _REQUEUE_S),
+            {
+                RUN_VARIABLE: str(self.folder.path),
+                TOKEN_VARIABLE: str(self.folder.token_file),
+                "PYTHONUNBUFFERED": "1",
+            },
+        )
+
+    def _parameters(self, job: Job) -> dict[str, Any]:
+        asked = job.resources
+        # One node that fails, or one task, must not end the others.
+        further: dict[str, str | bool] = {"requeue": True, "no-kill": True}
+        further |= {name: value or True for name, value in asked.further.items()}
+        parameters = {
+            "job_name": job.name,
+            "nodes": asked.nodes,
+            "ntasks_per_node": asked.tasks_per_node,
+            "cpus_per_task": asked.cpus_per_task,
+            "time": asked.time_min,
+            "signal_delay_s": self.notice_s,
+            "setup": list(asked.setup) or None,
+            "additional_parameters": further,
+            # srun doesn't take over what sbatch was told of CPUs, from SLURM 22.05 on.
+            "srun_args": [
+                *("--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--open-mode=append"),
+                f"--cpus-per-task={asked.cpus_per_task}",
+            ],
+            "wckey": None,
+        }
+        if asked.gpus_per_node:
+            parameters["gpus_per_node"] = asked.gpus_per_node
+        if asked.mem_gb is not None:
+            parameters["mem"] = f"{round(asked.mem_gb * 1024)}MB"
+        return parameters
+
+
+def partitions() -> dict[str, str]:
+    """Name of each partition to what its nodes have, in words.
+
+    Raises:
+        LaunchError: there is no SLURM here, or it doesn't answer.
+    """
+    check_slurm()
+    form = "%R|%D node(s) with up to %c CPUs, %m MB of memory, %G for at most %l"
+    done = run_command(["sinfo", "--noheader", "--format", form])
+    if done.returncode:
+        raise LaunchError(
+            "SLURM doesn't answer: is this a login node, and is the cluster up? sinfo says:\n"
+            f"{done.stderr.strip()}"
+        )
+    found: dict[str, str] = {}
+    for line in done.stdout.splitlines():
+        name, _, about = line.partition("|")
+        about = about.replace("(null)", "no GPUs")
+        found[name] = f"{found[name]}; {about}" if name in found else about
+    return found
+
+
+def check_slurm() -> None:
+    """Raise LaunchError unless SLURM's commands are here."""
+    missing = [name for name in ("sbatch", "srun", "sinfo", "scontrol") if not shutil.which(name)]
+    if missing:
+        raise LaunchError(
+            f"this machine has no SLURM: {', '.join(missing)} can't be found. Log in to the "
+            "cluster's login node; or start the script by torchrun, or by plain python"
+        )
+
+
+def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run one of SLURM's commands.
+
+    Raises:
+        LaunchError: no answer in time.
+    """
+    try:
+        return subprocess.run(
+            list(command),
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"{command[0]} did not answer within {_COMMAND_TIMEOUT_S:g} s; is SLURM's controller "
+            "up?"
+        ) from error
+
+
+def worker_command(folder: RunFolder, num_threads: int) -> list[str]:
+    """What a worker's task runs."""
+    command = [sys.executable, "-m", "distcollect", "worker", "--run", str(folder.path)]
+    return [*command, "--threads", str(num_threads)]

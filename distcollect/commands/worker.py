@@ -1,0 +1,127 @@
+"""``distcollect worker``: a worker for a trainer that runs or will run, from any host."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from distcollect.commands.argtypes import above_0, count
+from distcollect.errors import ArgumentError, LaunchError
+from distcollect.launch.cpu_placement import Place
+from distcollect.launch.rendezvous import Meeting
+from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder, RunOver
+from distcollect.launch.supervisor import supervise
+from distcollect.launch.worker_hosts import host_and_port, read_token
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be typed after ``distcollect worker``."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="where the trainer listens (its argument listen=, or DISTCOLLECT_LISTEN)",
+    )
+    where.add_argument(
+        "--run",
+        dest="run_folder",
+        metavar="FOLDER",
+        type=Path,
+        help="the run folder of 'distcollect submit', on a disk that this host shares; the "
+        "trainer's address and token are read from there, and again when it was requeued",
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="the file with the run's token (default: what DISTCOLLECT_TOKEN_FILE names, else the "
+        "token in DISTCOLLECT_TOKEN)",
+    )
+    parser.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=above_0,
+        help=f"how long to wait for the trainer (default: {_WAIT_S:g}; with --run, the run's "
+        "patience)",
+    )
+    parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=count,
+        default=1,
+        help="threads that torch uses in the worker (default: %(default)d)",
+    )
+
+
+def run(given: argparse.Namespace) -> int:
+    """Serve until the trainer is done.
+
+    Raises:
+        ArgumentError: no address, or no token.
+        LaunchError: the trainer can't be reached, or refused.
+    """
+    if given.run_folder is not None:
+        return _join_run(RunFolder(given.run_folder), given)
+    host, port = host_and_port("--join", given.join)
+    meeting = Meeting(host, port, _token(given.token_file))
+    _serve(lambda: meeting, given.threads, _WAIT_S if given.wait is None else given.wait, None)
+    return 0
+
+
+def _token(file: str | os.PathLike[str] | None) -> str:
+    if file is not None:
+        os.environ[TOKEN_VARIABLE] = str(file)
+    token = read_token()
+    if token is None:
+        raise ArgumentError(
+            "the trainer's token is missing: name the file that holds it by --token-file or "
+            "DISTCOLLECT_TOKEN_FILE"
+        )
+    return token
+
+
+def _serve(
+    find: Callable[[], Meeting], num_threads: int, timeout_s: float, patience_s: float | None
+) -> None:
+    place = Place(None, num_threads)
+    supervise(find, rank=None, place=place, timeout_s=timeout_s, patience_s=patience_s)
+
+
+def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
+    if not folder.settings:
+        raise ArgumentError(
+            f"--run {folder.path}: no run of 'distcollect submit' is there, as seen from this "
+            "host; name the folder that it printed, on a disk that this host shares"
+        )
+    token = _token(given.token_file or folder.token_file)
+    wait_s = folder.patience_s if given.wait is None else given.wait
+
+    def find() -> Meeting:
+        host, port = folder.address()
+        return Meeting(host, port, token)
+
+    log.warning("waiting up to %g s for the trainer of %s", wait_s, folder.path)
+    try:
+        _serve(find, given.threads, wait_s, wait_s)
+    except RunOver as error:
+        log.warning("the run is over: %s", error)
+    except LaunchError as error:
+        said = folder.read("trainer.json")
+        if said is None:
+            raise LaunchError(
+                f"{error}\nIts job may still be queued: 'distcollect status {folder.path}' tells; "
+                "--wait SECONDS gives it longer"
+            ) from error
+        raise LaunchError(
+            f"{error}\n{folder.path}/trainer.json says: {said}. If the trainer that wrote this is "
+            "long gone, the address is stale: 'distcollect status' tells what became of its job, "
+            "'distcollect cancel' ends the rest. If it runs, can this host reach that address, and "
+            f"is {folder.token_file} the run's own?"
+        ) from error
+    return 0

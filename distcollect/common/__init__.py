@@ -1,0 +1,1 @@
+"""What every other package may use: threads, shared memory, seeds, counters, checks."""

@@ -1,0 +1,1 @@
+"""Steps envs with a policy into preallocated memory."""

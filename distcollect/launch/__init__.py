@@ -1,0 +1,1 @@
+"""Launches: torchrun, SLURM, plain Python; and the processes of this host."""

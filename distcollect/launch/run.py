@@ -1,0 +1,186 @@
+"""``run(main)``: one line for every kind of launch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed
+
+from distcollect.common import checks
+from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
+from distcollect.launch.preemption import Interrupted
+from distcollect.launch.rendezvous import gate_place, own_address
+from distcollect.launch.run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
+from distcollect.launch.supervisor import (
+    supervise_rank,
+)
+from distcollect.launch.topology import Launch, Launcher, own_name
+from distcollect.launch.worker_hosts import (
+    Cluster,
+    current,
+    listen_address,
+    read_token,
+    set_launched,
+)
+from distcollect.net.interfaces import LOOPBACK
+from distcollect.transport.peer_ids import identify
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Torch declares no types for its stores.
+dist: Any = torch.distributed
+
+
+def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
+    """Call ``main`` on the trainer and serve on all other ranks of the launch.
+
+    Under ``torchrun`` and ``srun``, rank 0 calls ``main``, and every other rank is a worker for the
+    collectors that ``main`` makes, until it returns. Under ``distcollect submit --worker-jobs`` the
+    workers are in separate jobs. Without a launcher ``main`` is called in this process, and
+    collectors start local workers.
+
+    Args:
+        main: the training function.
+        num_trainers: how many ranks, the first ones, call ``main``, each with its own share of the
+            others as workers. Within ``main``, RANK and WORLD_SIZE count trainers only, so
+            ``torch.distributed.init_process_group()`` makes a group of these, for example for DDP.
+            Each trainer publishes to its own workers: after a step that all trainers took together,
+            all workers get the same weights, as the same version. With the same seed, each
+            trainer's envs still have seeds of their own.
+
+    Returns:
+        What ``main`` returned; None on the other ranks.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: ``num_trainers`` can't be used.
+        LaunchError: there are too few ranks, or they can't find each other.
+    """
+    if not callable(main):
+        raise ArgumentTypeError(f"run({main!r}): must be a function without parameters, your main")
+    checks.positive("num_trainers", num_trainers)
+    launch = Launch.detect()
+    folder = RunFolder.here()
+    if launch.launcher is Launcher.NONE:
+        if num_trainers > 1:
+            raise ArgumentError(
+                f"num_trainers={num_trainers} needs a launcher: start the script by torchrun "
+                f"--nproc-per-node={2 * num_trainers} or more, or by srun"
+            )
+        if folder is None or not folder.num_workers:
+            return main()
+        cluster = _open_to_all(folder)
+    else:
+        launch = launch.part(num_trainers)
+        if launch.rank > 0:
+            supervise_rank(launch)
+            return None
+        identify(launch.run_id, launch.trainer, num_trainers)
+        cluster = _open_gate(launch)
+    set_launched(cluster)
+    if folder is not None and launch.trainer == 0:
+        folder.tell(LISTENING, host=cluster.address, port=cluster.gate.port, pid=os.getpid())
+    failed, resumes = True, False
+    try:
+        with _among_trainers(launch, num_trainers):
+            result = main()
+    except Interrupted:
+        failed, resumes = False, folder is not None
+        raise
+    except SystemExit as error:
+        failed = error.code not in (None, 0)
+        raise
+    else:
+        failed = False
+        return result
+    finally:
+        set_launched(None)
+        # Torchrun starts ranks again only if all have failed; elsewhere they would hide the cause.
+        fails = failed and launch.launcher is Launcher.TORCHRUN
+        cluster.close(failed=fails, resumes=resumes)
+
+
+@contextlib.contextmanager
+def _among_trainers(launch: Launch, num_trainers: int) -> Iterator[None]:
+    """Torch's variables as they are among the trainers alone."""
+    if num_trainers == 1:
+        yield
+        return
+    variables = {"RANK": str(launch.trainer), "WORLD_SIZE": str(num_trainers)}
+    if launch.launcher is Launcher.SLURM:
+        assert launch.master is not None
+        host, port = launch.master
+        host = LOOPBACK if launch.num_hosts == 1 else host
+        # The trainers' gates have the ports from this one on.
+        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port + num_trainers)}
+        variables["LOCAL_RANK"] = str(launch.trainer)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def num_workers(default: int) -> int:
+    """Number of workers that this launch provides; ``default`` without a launcher.
+
+    For sizes that depend on it, such as ``frames_per_batch``. With several trainers it is the
+    number of this trainer's workers: call it within ``main``.
+
+    Args:
+        default: what to return for a script that was started by plain python.
+
+    Raises:
+        LaunchError: the launcher's variables can't be used.
+    """
+    if (launched := current()) is not None:
+        return launched.num_workers(None)
+    launch = Launch.detect()
+    if launch.launcher is Launcher.NONE:
+        folder = RunFolder.here()
+        return default if folder is None else folder.num_workers or default
+    return launch.num_workers
+
+
+def _open_gate(launch: Launch) -> Cluster:
+    place = gate_place(launch)
+    cluster = Cluster(
+        place.address,
+        place.token,
+        num_ranks=launch.num_workers,
+        port=place.port,
+        trainer=launch.trainer,
+    )
+    place.announce(cluster.gate.port)
+    cluster.store = place.store
+    return cluster
+
+
+def _open_to_all(folder: RunFolder) -> Cluster:
+    """The trainer's side of a run whose workers are in jobs of their own."""
+    token = read_token()
+    if token is None:
+        raise LaunchError(
+            f"{TOKEN_VARIABLE} is not set, but the workers of this run come with what is in "
+            f"{folder.token_file}: set it to that file, as 'distcollect submit' does"
+        )
+    address, port = listen_address()
+    if not port:
+        address = own_address(own_name())
+    return Cluster(
+        address,
+        token,
+        num_expected=folder.num_workers,
+        patience_s=folder.patience_s,
+        port=port,
+    )

@@ -1,0 +1,220 @@
+"""Who am I in this launch.
+
+The only reader of the launchers' environment variables.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from distcollect.errors import LaunchError
+
+_VARIABLES = (
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "TORCHELASTIC_RUN_ID",
+    ),
+    *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
+    *("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_CPUS_PER_TASK"),
+)
+
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_BY_TORCHRUN = (
+    f"Start this by torchrun, which sets them all; or unset {_TORCHRUN} to run it by itself"
+)
+_BY_SRUN = (
+    "Start this by srun, also within a batch script, which is no task of a step; or unset "
+    "SLURM_PROCID to run it by itself"
+)
+
+
+class Launcher(enum.Enum):
+    """What started this process."""
+
+    NONE = "none"
+    TORCHRUN = "torchrun"
+    SLURM = "slurm"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in its launch.
+
+    Attributes:
+        launcher: what started it.
+        rank: 0 is the trainer.
+        world_size: trainer and workers together.
+        num_hosts: hosts in the launch.
+        local_world_size: ranks on this host.
+        run_id: the same on all ranks, different from other launches on these hosts.
+        master: host name and port where the ranks meet; None without a launcher.
+        trainer: which of several trainers this part of the launch belongs to.
+        local_rank: of the ranks on this host.
+        cores_per_rank: CPU cores that the scheduler has set aside for each rank; None: it doesn't
+            say.
+        last_host: the name of a host that isn't the trainer's, "" where it isn't known.
+    """
+
+    launcher: Launcher = Launcher.NONE
+    rank: int = 0
+    world_size: int = 1
+    num_hosts: int = 1
+    local_world_size: int = 1
+    run_id: str = ""
+    master: tuple[str, int] | None = None
+    trainer: int = 0
+    local_rank: int = 0
+    cores_per_rank: int | None = None
+    last_host: str = ""
+
+    @classmethod
+    def detect(cls, env: Mapping[str, str] | None = None) -> Launch:
+        """Read the launchers' variables; torchrun's win, as it may itself run under srun.
+
+        Raises:
+            LaunchError: they are there but can't be used.
+        """
+        env = os.environ if env is None else env
+        try:
+            launch = cls._read(env)
+            _check(launch)
+        except ValueError as error:
+            shown = {name: env[name] for name in _VARIABLES if name in env}
+            way = _BY_TORCHRUN if _TORCHRUN in env else _BY_SRUN
+            raise LaunchError(
+                f"the launcher's variables can't be used: {error}. {way}. They are {shown}"
+            ) from error
+        return launch
+
+    @classmethod
+    def _read(cls, env: Mapping[str, str]) -> Launch:
+        if _TORCHRUN in env:
+            return cls(
+                Launcher.TORCHRUN,
+                rank=_whole(env, "RANK"),
+                world_size=_whole(env, "WORLD_SIZE"),
+                num_hosts=_whole(env, "GROUP_WORLD_SIZE", 1),
+                local_world_size=_whole(env, "LOCAL_WORLD_SIZE"),
+                run_id=env[_TORCHRUN],
+                master=(_text(env, "MASTER_ADDR"), _whole(env, "MASTER_PORT")),
+                local_rank=_whole(env, "LOCAL_RANK"),
+            )
+        if "SLURM_PROCID" in env and _whole(env, "SLURM_NTASKS", 1) > 1:
+            return cls._from_slurm(env)
+        return cls()
+
+    @classmethod
+    def _from_slurm(cls, env: Mapping[str, str]) -> Launch:
+        nodes = _text(env, "SLURM_STEP_NODELIST")
+        job, step = _whole(env, "SLURM_JOB_ID"), _whole(env, "SLURM_STEP_ID", 0)
+        host = env.get("MASTER_ADDR") or first_host(nodes)
+        # A port that all tasks of this step can work out, and that two jobs seldom share.
+        port = _whole(env, "MASTER_PORT", 20_000 + (job * 31 + step * 7) % 10_000)
+        tasks = _whole(env, "SLURM_NTASKS")
+        hosts = _whole(env, "SLURM_STEP_NUM_NODES", _whole(env, "SLURM_NNODES", 1))
+        return cls(
+            Launcher.SLURM,
+            rank=_whole(env, "SLURM_PROCID"),
+            world_size=tasks,
+            num_hosts=hosts,
+            local_world_size=_local_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", ""), tasks, hosts),
+            run_id=f"slurm-{job}-{step}",
+            master=(host, port),
+            local_rank=_whole(env, "SLURM_LOCALID", 0),
+            cores_per_rank=_whole(env, "SLURM_CPUS_PER_TASK")
+            if "SLURM_CPUS_PER_TASK" in env
+            else None,
+            last_host=last_host(nodes) if hosts > 1 else "",
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """Worker ranks in this launch."""
+        return self.world_size - 1
+
+    def part(self, num_trainers: int) -> Launch:
+        """This rank's part of a launch whose first ranks are trainers, as a launch of its own.
+
+        The other ranks are dealt out to the trainers in turn.
+
+        Raises:
+            LaunchError: somebody would have no workers, or couldn't be found by them.
+        """
+        num_workers = self.world_size - num_trainers
+        if num_workers < num_trainers:
+            raise LaunchError(
+                f"this launch has {self.world_size} process(es): {num_trainers} trainer(s) with a "
+                f"worker each are {2 * num_trainers} (--nproc-per-node={2 * num_trainers}); or "
+                "start the script with plain python"
+            )
+        is_trainer = self.rank < num_trainers
+        turn, trainer = divmod(self.rank - num_trainers, num_trainers)
+        if is_trainer:
+            turn, trainer = -1, self.rank
+        if self.launcher is Launcher.SLURM and num_trainers > self.local_world_size:
+            raise LaunchError(
+                f"{num_trainers} trainers, but the first host has {self.local_world_size} task(s): "
+                "all of them have to be there"
+            )
+        own = len(range(trainer, num_workers, num_trainers))
+        return replace(self, rank=1 + turn, world_size=1 + own, trainer=trainer)
+
+
+def _check(launch: Launch) -> None:
+    """Raise ValueError if what the variables say can't be."""
+    if not 0 <= launch.rank < launch.world_size:
+        raise ValueError(f"rank {launch.rank} is none of the {launch.world_size} that there are")
+    if launch.master is not None and not 0 < launch.master[1] < 1 << 16:
+        raise ValueError(f"MASTER_PORT={launch.master[1]} is no port")
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        raise ValueError(f"{name} is not set")
+    return env[name]
+
+
+def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable's number; ``default`` where it isn't set, or empty."""
+    if default is not None and not env.get(name):
+        return default
+    text = _text(env, name)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is no whole number") from None
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a SLURM node list: "node[03-05,9],gpu1" gives "node03"."""
+    # Only the commas outside of brackets part hosts.
+    first = re.split(r",(?![^\[]*\])", nodelist)[0]
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
+
+
+def last_host(nodelist: str) -> str:
+    """The last name of a SLURM node list: "gpu1,node[03-05,9]" gives "node9"."""
+    last = re.split(r",(?![^\[]*\])", nodelist)[-1]
+    return re.sub(r"\[(?:[^\]]*[,-])?([^\]]*)\]", r"\1", last)
+
+
+def _local_tasks(tasks_per_node: str, tasks: int, hosts: int) -> int:
+    # "2(x3),1": two tasks on each of three hosts, one on the next. The largest is a safe guess.
+    counts = [int(part.split("(")[0]) for part in tasks_per_node.split(",") if part]
+    return max(counts, default=-(-tasks // hosts))
+
+
+def own_name(env: Mapping[str, str] | None = None) -> str:
+    """What this host is called on the cluster's network."""
+    env = os.environ if env is None else env
+    return env.get("MASTER_ADDR") or socket.gethostname()

@@ -1,0 +1,1 @@
+"""Sockets: interfaces, and the control connections between a trainer and its workers."""

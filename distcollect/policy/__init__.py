@@ -1,0 +1,1 @@
+"""Policies of every kind behind one call, their weights, and their randomness."""

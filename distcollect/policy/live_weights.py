@@ -1,0 +1,127 @@
+"""The weights that a policy computes with, and the version that is swapped in next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from distcollect.policy.weight_layout import (
+    WeightLayout,
+    device_of,
+    state_tensors,
+)
+
+_MOST_READY = 8  # versions that wait for a rollout to begin; one or two at a time really do
+
+
+class LiveWeights:
+    """A module whose weights are swapped for a whole new version in one go, between two steps.
+
+    One thread receives versions (:meth:`spare`, then :meth:`commit`), another applies the newest
+    (:meth:`apply`). A buffer that is being written to is never in use, and one that is ready is
+    never written to, so what the policy computes with is always one whole version.
+
+    Attributes:
+        module: what has them; None if there are none.
+        layout: how they lie in a buffer.
+        device: where the buffers are: where all of the module's tensors are, else the CPU.
+        version: policy_version of the weights in use.
+        pending: a newer version lies ready.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, exclude: Sequence[str] = (), *, keeps_each: bool = False
+    ) -> None:
+        """Swap the weights of ``module``.
+
+        Args:
+            module: see above.
+            exclude: patterns of names that are left alone.
+            keeps_each: older versions that lie ready stay so, for who may ask for one of them.
+        """
+        self.module = module
+        self.layout = WeightLayout.of(module, exclude)
+        self.device = device_of(module)
+        self.version = 0
+        self.pending = False
+        state = state_tensors(module)
+        self._tensors = [state[entry.names[0]] for entry in self.layout.entries]
+        self._lock = threading.Lock()
+        self._spares: list[torch.Tensor] = []
+        self._most_ready = _MOST_READY if keeps_each else 1
+        self._ready: list[tuple[torch.Tensor, int]] = []  # by rising version
+        self._live: torch.Tensor | None = None
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def newest(self) -> int:
+        """policy_version of the weights that the next step will use."""
+        with self._lock:
+            return self._ready[-1][1] if self._ready else self.version
+
+    def spare(self) -> torch.Tensor:
+        """A buffer to write a version into, uint8 ``[layout.num_bytes]``.
+
+        Give it back with :meth:`commit`, or with :meth:`discard` if it could not be filled.
+        """
+        with self._lock:
+            return self._spares.pop() if self._spares else self.layout.empty(self.device)
+
+    def copy_newest(self, buffer: torch.Tensor) -> None:
+        """Fill ``buffer`` with the weights that the next step will use.
+
+        To be called on the thread that receives: nobody else writes to buffers.
+        """
+        with self._lock:
+            newest = self._ready[-1][0] if self._ready else self._live
+        if newest is not None:
+            buffer.copy_(newest)
+            return
+        self.layout.pack(self.layout.select(self.module), buffer)
+
+    def discard(self, buffer: torch.Tensor) -> None:
+        """Forget a buffer from :meth:`spare`: what was to fill it may write to it yet."""
+        self._views.pop(buffer.data_ptr(), None)
+
+    def commit(self, buffer: torch.Tensor, version: int) -> None:
+        """Offer a filled buffer as ``version``; it replaces one that was not applied yet."""
+        with self._lock:
+            self._ready.append((buffer, version))
+            while len(self._ready) > self._most_ready:
+                self._spares.append(self._ready.pop(0)[0])
+            self.pending = True
+
+    def apply(self, up_to: int | None = None) -> None:
+        """Make the newest version the module's weights: a change of pointers, no copy.
+
+        Args:
+            up_to: the newest version that will do; None: any.
+        """
+        with self._lock:
+            due = [each for each in self._ready if up_to is None or each[1] <= up_to]
+            if not due:
+                return
+            # All at once, as the receiving thread looks here for what a change is a change of.
+            self._spares += [buffer for buffer, _ in due[:-1]]
+            del self._ready[: len(due)]
+            buffer, self.version = due[-1]
+            self.pending = bool(self._ready)
+            before, self._live = self._live, buffer
+        for tensor, view in zip(self._tensors, self._views_of(buffer), strict=True):
+            if tensor.device == self.device:
+                tensor.data = view
+            else:
+                tensor.data.copy_(view)
+        if before is not None:
+            with self._lock:
+                self._spares.append(before)
+
+    def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Made once for each of the few buffers, so that the engine doesn't stand still for it."""
+        views = self._views.get(buffer.data_ptr())
+        if views is None:
+            views = self._views[buffer.data_ptr()] = self.layout.views(buffer)
+        return views

@@ -1,0 +1,62 @@
+"""Random actions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from distcollect.policy.base import Policy
+from distcollect.policy.recurrent import PolicyState
+from distcollect.rollout.spaces import flatten, leaves_of
+
+
+class RandomPolicy(Policy):
+    """Actions drawn from the action space, one generator for each env."""
+
+    def __init__(
+        self, space: gym.Space[Any], num_envs: int, state: PolicyState | None = None
+    ) -> None:
+        """Actions for ``num_envs`` envs; ``state``: of a policy that this one stands in for."""
+        self.state = state
+        self._leaves = leaves_of(space, "action")
+        # A space draws from a generator of its own, so each env needs its own copy.
+        self._spaces = [_copy_space(space) for _ in range(num_envs)]
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        for space, seed in zip(self._spaces, seeds, strict=True):
+            space.seed(seed)
+
+    def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        if self.state is not None:
+            self.state.advance({})
+        drawn = [list(flatten(space, space.sample())) for space in self._spaces]
+        columns = [
+            np.stack([np.asarray(row[index], leaf.numpy_dtype) for row in drawn])
+            for index, leaf in enumerate(self._leaves)
+        ]
+        return [torch.from_numpy(column) for column in columns], ()
+
+    def for_rows(
+        self, rows: Sequence[int]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Draws for no others, whose generators are to go on as if nothing had happened."""
+        if self.state is not None:
+            self.state.advance({}, rows)
+        columns = [leaf.zeros(len(self._spaces)) for leaf in self._leaves]
+        for row in rows:
+            space = self._spaces[row]
+            for column, part in zip(columns, flatten(space, space.sample()), strict=True):
+                column[row] = part
+        return [torch.from_numpy(column) for column in columns], ()
+
+
+def _copy_space(space: gym.Space[Any]) -> gym.Space[Any]:
+    # The copy carries the generator's state along, and all envs would draw the same.
+    fresh = copy.deepcopy(space)
+    fresh.seed(None)
+    return fresh

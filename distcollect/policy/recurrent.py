@@ -1,0 +1,182 @@
+"""What a recurrent policy carries from one frame of an episode to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
+
+from distcollect.errors import PolicyError
+from distcollect.policy.calling import Tensors, as_key, parameters_of, to_tensor
+from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, nested
+
+IS_INIT = Leaf(("is_init",), (1,), torch.bool)
+
+
+class PolicyState:
+    """The hidden state of n envs, as it is before their next frames.
+
+    Attributes:
+        entries: what it consists of.
+        leaves: the same, and ``is_init`` if the policy asks for that.
+        arrays: ``[n, *shape]`` for each of them. These arrays are never replaced, only rewritten.
+    """
+
+    def __init__(self, num_envs: int, initial: Callable[[], Tensors], *, flagged: bool) -> None:
+        """All envs are at the start of an episode.
+
+        Args:
+            num_envs: n.
+            initial: gives the state at the start of episodes, ``[n, *shape]`` for each entry.
+            flagged: have ``is_init``, bool ``[n, 1]``, True in an episode's first frame.
+        """
+        self._initial = initial
+        self.entries = tuple(
+            Leaf(key, tuple(value.shape[1:]), value.dtype) for key, value in initial().items()
+        )
+        self.leaves = (*self.entries, IS_INIT) if flagged else self.entries
+        self.arrays: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
+        self._num_envs = num_envs
+        self._is_init = self.arrays.get(IS_INIT.key)
+        self.begin(range(num_envs))
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Episodes start in ``rows``."""
+        if not len(rows):
+            return
+        rows = list(rows)
+        # Each time anew: it may be learned.
+        initial = self._initial()
+        for leaf in self.entries:
+            self.arrays[leaf.key][rows] = initial[leaf.key].numpy()[rows]
+        if self._is_init is not None:
+            self._is_init[rows] = True
+
+    def advance(self, new: Mapping[Key, torch.Tensor], rows: Sequence[int] | None = None) -> None:
+        """A frame has been chosen an action for.
+
+        Args:
+            new: ``[n, *shape]`` of each entry after it; empty: all stay as they are.
+            rows: which envs' frame it was; None: all.
+
+        Raises:
+            PolicyError: an entry has another shape than at the start, or another kind of dtype.
+        """
+        where = slice(None) if rows is None else list(rows)
+        for leaf in self.entries:
+            if leaf.key not in new:
+                continue
+            value, array = new[leaf.key], self.arrays[leaf.key]
+            other_kind = value.is_floating_point() != leaf.dtype.is_floating_point
+            if value.shape != array.shape or other_kind:
+                raise PolicyError(
+                    f"the policy returned the state {'.'.join(leaf.key)!r} of shape "
+                    f"{list(value.shape)} and dtype {value.dtype}, but episodes start with shape "
+                    f"{list(array.shape)} and dtype {leaf.dtype}"
+                )
+            array[where] = value.numpy()[where]
+        if self._is_init is not None:
+            self._is_init[where] = False
+
+
+def state_of(
+    policy: Callable[..., Any], inputs: Tensors, context: AbstractContextManager[Any]
+) -> PolicyState | None:
+    """The state that ``policy`` carries from frame to frame; None if it carries none.
+
+    A policy is recurrent if it has a method ``initial_state(num_envs)``, or is a TensorDictModule
+    that reads an entry and writes it under "next". The latter is then called once without a state,
+    as TorchRL's modules can be, to see what it writes, and its states start as zeros.
+
+    Args:
+        policy: the user's.
+        inputs: what else it is given, ``[n, *shape]``.
+        context: in which it is to be called.
+
+    Raises:
+        PolicyError: what it carries at the start of an episode can't be told, or has a name that
+            is taken.
+    """
+    num_envs = len(next(iter(inputs.values())))
+    carried: list[Key] = []
+    if isinstance(policy, TensorDictModuleBase):
+        reads = [as_key(key) for key in policy.in_keys]
+        written = {as_key(key) for key in policy.out_keys}
+        carried = [key for key in reads if ("next", *key) in written]
+    else:
+        reads = [(parameter.name,) for parameter in parameters_of(policy)]
+    flagged = IS_INIT.key in reads and IS_INIT.key not in inputs
+    initial: Callable[[], Tensors]
+    if callable(getattr(policy, "initial_state", None)):
+        initial = partial(_given, policy, num_envs)
+    elif carried:
+        zeros = _zeros_like_written(policy, inputs, carried, context)
+        initial = partial(dict, zeros)
+    elif flagged:
+        initial = dict
+    else:
+        return None
+    state = PolicyState(num_envs, initial, flagged=flagged)
+    keys = [leaf.key for leaf in state.leaves]
+    if taken := [key for key in keys if key in inputs or key[0] in RESERVED]:
+        raise PolicyError(
+            f"the policy has a state {'.'.join(taken[0])!r}, a name that is taken; call it "
+            "otherwise"
+        )
+    if missing := [key for key in carried if key not in keys]:
+        raise PolicyError(
+            f"the policy reads {'.'.join(missing[0])!r} and writes it under 'next', but its "
+            "initial_state() has no such entry: let it give one"
+        )
+    return state
+
+
+def _given(policy: Any, num_envs: int) -> Tensors:
+    """What the policy says that episodes start with."""
+    try:
+        with torch.no_grad():
+            entries = policy.initial_state(num_envs)
+    except Exception as error:
+        raise PolicyError(
+            f"the policy's initial_state() raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(entries, Mapping):
+        raise PolicyError(
+            f"the policy's initial_state() returned a {type(entries).__name__}; it must be a dict "
+            "of tensors by name"
+        )
+    state = {as_key(name): to_tensor(value, name) for name, value in entries.items()}
+    for key, value in state.items():
+        if value.shape[:1] != (num_envs,):
+            raise PolicyError(
+                f"the policy's initial_state({num_envs}) has {'.'.join(key)!r} of shape "
+                f"{list(value.shape)}; its first dimension must be the {num_envs} envs"
+            )
+    return state
+
+
+def _zeros_like_written(
+    policy: Callable[..., Any],
+    inputs: Tensors,
+    carried: Sequence[Key],
+    context: AbstractContextManager[Any],
+) -> Tensors:
+    num_envs = len(next(iter(inputs.values())))
+    first = {IS_INIT.key: torch.ones(num_envs, 1, dtype=torch.bool), **inputs}
+    td = TensorDict(nested(first), batch_size=[num_envs], device=next(iter(inputs.values())).device)
+    try:
+        with context:
+            output = policy(td)
+        written = output["next"]
+        return {key: torch.zeros_like(to_tensor(written[key], key)) for key in carried}
+    except Exception as error:
+        raise PolicyError(
+            f"the policy carries {', '.join(repr('.'.join(key)) for key in carried)} from frame to "
+            f"frame, but without them it raised {type(error).__name__}: {error}; give it a method "
+            "initial_state(num_envs) that returns a dict of what they start as"
+        ) from error

@@ -1,0 +1,316 @@
+"""A policy's weights as one flat buffer: what is sent, and what a worker swaps in."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from distcollect.errors import ArgumentTypeError, WeightsError
+from distcollect.rollout.spaces import dtype_name
+
+# Every entry starts at a multiple of this, so that a view of any dtype is aligned.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter or buffer: its names (more than one if it is tied) and where it lies."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Where the next may begin."""
+        return -(-(self.offset + self.num_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How less than a whole flat buffer travels.
+
+    Attributes:
+        dtype: of floats that are wider in the module.
+        entries: indices of those that travel; None: all.
+    """
+
+    dtype: torch.dtype | None = None
+    entries: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Where each parameter and persistent buffer of a module lies in a flat buffer.
+
+    Attributes:
+        entries: in ``state_dict`` order.
+        num_bytes: size of the buffer, a multiple of 16.
+        not_sent: names of buffers that aren't persistent, and of what was excluded: they may be
+            given, and stay behind.
+    """
+
+    entries: tuple[Entry, ...]
+    num_bytes: int
+    not_sent: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, module: nn.Module | None, exclude: Sequence[str] = ()) -> WeightLayout:
+        """The layout of ``module``, empty for None; without names that match ``exclude``.
+
+        What is excluded is given as patterns, as for file names: ``critic.*``.
+        """
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        state = state_tensors(module)
+        excluded = {
+            name for name in state if any(fnmatchcase(name, pattern) for pattern in exclude)
+        }
+        for name, value in state.items():
+            if name in excluded:
+                continue
+            names.setdefault(id(value), []).append(name)
+            tensors[id(value)] = value
+        buffers = {name for name, _ in module.named_buffers()} if module is not None else set()
+        return cls._packed(
+            [(tuple(names[key]), tuple(t.shape), t.dtype) for key, t in tensors.items()],
+            frozenset(excluded | (buffers - state.keys())),
+        )
+
+    @classmethod
+    def _packed(
+        cls,
+        parts: Iterable[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]],
+        not_sent: frozenset[str] = frozenset(),
+    ) -> WeightLayout:
+        entries: list[Entry] = []
+        offset = 0
+        for names, shape, dtype in parts:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            entries.append(Entry(names, shape, dtype, offset, num_bytes))
+            offset = entries[-1].end
+        return cls(tuple(entries), offset, not_sent)
+
+    def reduced(self, wire: Wire) -> WeightLayout:
+        """The layout of what travels: chosen entries, wide floats as narrower ones."""
+        chosen = (
+            self.entries
+            if wire.entries is None
+            else [self.entries[index] for index in wire.entries]
+        )
+
+        def narrowed(dtype: torch.dtype) -> torch.dtype:
+            narrow = wire.dtype
+            return (
+                narrow
+                if narrow is not None
+                and dtype.is_floating_point
+                and dtype.itemsize > narrow.itemsize
+                else dtype
+            )
+
+        return self._packed((e.names, e.shape, narrowed(e.dtype)) for e in chosen)
+
+    def transfer(self, source: torch.Tensor, target: torch.Tensor, into: WeightLayout) -> None:
+        """Copy the entries that both layouts have from one flat buffer to another's.
+
+        ``source`` is of this layout, ``target`` of ``into``.
+        """
+        theirs = dict(zip((e.names for e in into.entries), into.views(target), strict=True))
+        with torch.no_grad():
+            for entry, view in zip(self.entries, self.views(source), strict=True):
+                if entry.names in theirs:
+                    theirs[entry.names].copy_(view)
+
+    def changed(self, before: torch.Tensor, after: torch.Tensor) -> tuple[int, ...]:
+        """Which entries differ between two flat buffers."""
+        return tuple(
+            index
+            for index, entry in enumerate(self.entries)
+            if not torch.equal(
+                before[entry.offset : entry.offset + entry.num_bytes],
+                after[entry.offset : entry.offset + entry.num_bytes],
+            )
+        )
+
+    def empty(self, device: torch.device | None = None) -> torch.Tensor:
+        """A zeroed flat buffer, uint8 ``[num_bytes]`` (the gaps between entries stay zero)."""
+        return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor for each entry, sharing the memory of ``flat``."""
+        # Few calls, as they are what takes the time where there are many entries.
+        whole = {dtype: flat.view(dtype) for dtype in {entry.dtype for entry in self.entries}}
+        return [
+            whole[entry.dtype]
+            .narrow(0, entry.offset // entry.dtype.itemsize, math.prod(entry.shape))
+            .view(entry.shape)
+            for entry in self.entries
+        ]
+
+    def pack(self, weights: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
+        """Copy ``weights``, as :meth:`select` gives them, into ``flat``."""
+        # One call for all entries of a dtype that follow each other, with the gaps between them:
+        # of many small ones a call for each is what takes the time.
+        with torch.no_grad():
+            for dtype, run in itertools.groupby(self.entries, lambda entry: entry.dtype):
+                entries = list(run)
+                gap = torch.zeros(_ALIGNMENT // dtype.itemsize, dtype=dtype, device=flat.device)
+                parts: list[torch.Tensor] = []
+                for entry in entries:
+                    parts.append(weights[entry.names[0]].reshape(-1).to(flat.device))
+                    if rest := entry.end - entry.offset - entry.num_bytes:
+                        parts.append(gap[: rest // dtype.itemsize])
+                torch.cat(parts, out=flat[entries[0].offset : entries[-1].end].view(dtype))
+
+    def load(self, source: object, module: nn.Module | None) -> None:
+        """Copy weights into ``module``; ``source``, and what is raised, as for :meth:`select`."""
+        new, own = self.select(source), self.select(module)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(new[name])
+
+    def select(self, source: object) -> dict[str, torch.Tensor]:
+        """The tensors for all entries from whatever the user gave, by their first name.
+
+        Args:
+            source: a module, a TensorDict of parameters, or a state dict.
+
+        Raises:
+            ArgumentTypeError: it is nothing of the kind.
+            WeightsError: an entry is missing, too many, or has another shape or dtype.
+        """
+        given = named_tensors(source)
+        known = {name for entry in self.entries for name in entry.names} | self.not_sent
+        problems = [f"unknown key {name!r}" for name in given if name not in known]
+        selected: dict[str, torch.Tensor] = {}
+        for entry in self.entries:
+            name = next((name for name in entry.names if name in given), None)
+            if name is None:
+                problems.append(f"missing key {entry.names[0]!r}")
+                continue
+            value = given[name]
+            if tuple(value.shape) != entry.shape:
+                problems.append(
+                    f"{name!r} has shape {list(value.shape)}, the policy needs {list(entry.shape)}"
+                )
+            elif value.dtype != entry.dtype:
+                problems.append(
+                    f"{name!r} has dtype {dtype_name(value.dtype)}, the policy needs "
+                    f"{dtype_name(entry.dtype)}"
+                )
+            selected[entry.names[0]] = value
+        if problems:
+            more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+            raise WeightsError(
+                f"these weights don't fit the policy: {'; '.join(problems[:5])}{more}. "
+                "Nothing was sent"
+            )
+        return selected
+
+
+def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        WeightsError: names the key.
+    """
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise WeightsError(
+                f"{name!r} holds a NaN or an infinity (WeightSync(check_finite=True)). "
+                "Nothing was sent"
+            )
+
+
+def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Refuse finite values that would be infinite as ``dtype``.
+
+    Raises:
+        WeightsError: names the key.
+    """
+    limit = torch.finfo(dtype).max
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.numel():
+            largest = float(tensor.detach().abs().max())
+            if limit < largest < math.inf:
+                raise WeightsError(
+                    f"{name!r} holds a value of magnitude {largest:g}, too large for "
+                    f"WeightSync(wire_dtype={dtype_name(dtype)!r}): use 'bfloat16'. Nothing was "
+                    "sent"
+                )
+
+
+def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | None:
+    """What has the weights that are published: the policy, or it and ``models`` by their names.
+
+    A policy that is no module has none.
+    """
+    module = policy if isinstance(policy, nn.Module) else None
+    if not models:
+        return module
+    return nn.ModuleDict({**models} if module is None else {"policy": module, **models})
+
+
+def named_tensors(source: object) -> dict[str, torch.Tensor]:
+    """The tensors of a module, TensorDict, state dict, or dict of these, by their dotted names.
+
+    Raises:
+        ArgumentTypeError: it is none of them, or holds something that is no tensor.
+    """
+    if isinstance(source, nn.Module):
+        return state_tensors(source)
+    if isinstance(source, TensorDictBase):
+        return {
+            name if isinstance(name, str) else ".".join(name): value
+            for name, value in source.items(include_nested=True, leaves_only=True)
+        }
+    if isinstance(source, Mapping):
+        named: dict[str, torch.Tensor] = {}
+        for name, value in source.items():
+            if isinstance(value, nn.Module | Mapping | TensorDictBase):
+                parts = named_tensors(value)
+                named.update({f"{name}.{inner}": part for inner, part in parts.items()})
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise ArgumentTypeError(
+                    f"weights: {name!r} is a {type(value).__name__}, not a tensor"
+                )
+            named[str(name)] = value
+        return named
+    raise ArgumentTypeError(
+        "weights must be a module, a TensorDict of parameters, a state dict, or a dict of these by "
+        f"the models' names, not {type(source).__name__}"
+    )
+
+
+def state_tensors(module: nn.Module | None) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a module, by name."""
+    if module is None:
+        return {}
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def device_of(module: nn.Module | None) -> torch.device:
+    """The device of all of a module's weights; the CPU if they are on several."""
+    devices = {tensor.device for tensor in state_tensors(module).values()}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+
+def checksum(flat: torch.Tensor) -> int:
+    """Wrapping sum of a flat buffer's 8-byte words: as fast as memory.
+
+    A half-written buffer doesn't match.
+    """
+    return int(flat.view(torch.int64).sum())

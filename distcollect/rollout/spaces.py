@@ -1,0 +1,170 @@
+"""Gymnasium spaces as flat lists of tensor leaves, and values to and from them.
+
+A space is a tree: Dict and Tuple are its branches, and each end is a leaf of fixed shape and dtype.
+A leaf's key is the path to it (a Tuple's entries are called "0", "1", ...); a space that is itself
+a leaf gets the name of its role, "observation" or "action", as its whole key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from distcollect.errors import SpaceError
+
+Key = tuple[str, ...]
+Arrays = dict[Key, np.ndarray]  # one array for each leaf, in the leaves' order
+
+# Keys that batches need for themselves: an entry of a Dict observation can't have these names.
+RESERVED = frozenset({"action", "collector", "done", "next", "reward", "terminated", "truncated"})
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a batch: its key, and the shape and dtype it has in a single frame."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The same dtype, as numpy names it."""
+        return numpy_dtype(self.dtype)
+
+    def zeros(self, *lead: int) -> np.ndarray:
+        """A zeroed array ``[*lead, *shape]``."""
+        return np.zeros((*lead, *self.shape), self.numpy_dtype)
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.key)} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Entries(spaces.Dict):
+    """A Dict whose entries stand at the top level of a batch even if they are actions."""
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The numpy dtype of the same name as ``dtype``."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """The torch dtype of the same name as ``dtype``.
+
+    Raises:
+        TypeError: torch has none, as for strings and objects.
+    """
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def leaves_of(space: gym.Space[Any], role: str) -> tuple[Leaf, ...]:
+    """The leaves of ``space``, depth first, in the space's own order.
+
+    Args:
+        space: an observation or action space of a single env.
+        role: "observation" or "action". For an action, and for a Tuple, it is the first part of
+            each key; the entries of a Dict observation, and of :class:`Entries`, stand at the top
+            level.
+
+    Raises:
+        SpaceError: a part of the space has no fixed shape (Text, Graph, Sequence, OneOf), or an
+            entry has a name that the batch needs for itself.
+    """
+    top_level = isinstance(space, spaces.Dict if role == "observation" else Entries)
+    if role == "observation" and isinstance(space, spaces.Dict):
+        for name in space:
+            if name in RESERVED:
+                raise SpaceError(
+                    f"the observation space has an entry {name!r}, a name that batches need for "
+                    f"themselves; rename it in a wrapper (reserved: {', '.join(sorted(RESERVED))})"
+                )
+    return tuple(_walk(space, () if top_level else (role,), role))
+
+
+def _walk(space: gym.Space[Any], key: Key, role: str) -> Iterator[Leaf]:
+    match space:
+        case spaces.Dict():
+            for name, part in space.items():
+                yield from _walk(part, (*key, str(name)), role)
+        case spaces.Tuple():
+            for index, part in enumerate(space):
+                yield from _walk(part, (*key, str(index)), role)
+        case spaces.Discrete():
+            yield Leaf(key, (), torch.int64)
+        case gym.Space(shape=tuple(shape), dtype=np.dtype() as dtype):
+            yield Leaf(key, shape, torch_dtype(dtype))
+        case _:
+            where = ".".join(key) or role
+            raise SpaceError(
+                f"{where}: a {type(space).__name__} space has no fixed shape and dtype, so no "
+                "batch can carry it; turn it into Box, Discrete, MultiDiscrete, MultiBinary, "
+                "Dict or Tuple in a wrapper"
+            )
+
+
+def ends_of(
+    space: gym.Space[Any], way: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], gym.Space[Any]]]:
+    """Each leaf space with the way to it: what to index a value with, one after the other.
+
+    In the leaves' order, so that hot code can walk a value without walking the space again.
+    """
+    match space:
+        case spaces.Dict():
+            for name, part in space.items():
+                yield from ends_of(part, (*way, name))
+        case spaces.Tuple():
+            for index, part in enumerate(space):
+                yield from ends_of(part, (*way, index))
+        case _:
+            yield way, space
+
+
+def flatten(space: gym.Space[Any], value: Any) -> Iterator[Any]:
+    """The parts of ``value``, one for each leaf of ``space``, in the leaves' order.
+
+    Works for one value and for a batch of values (a vector env's), as it only walks the tree.
+    """
+    match space:
+        case spaces.Dict():
+            for name, part in space.items():
+                yield from flatten(part, value[name])
+        case spaces.Tuple():
+            for part, item in zip(space, value, strict=True):
+                yield from flatten(part, item)
+        case _:
+            yield value
+
+
+def unflatten(space: gym.Space[Any], parts: Iterator[Any]) -> Any:
+    """The inverse of :func:`flatten`: takes from ``parts`` as many as ``space`` has leaves."""
+    match space:
+        case spaces.Dict():
+            return {name: unflatten(part, parts) for name, part in space.items()}
+        case spaces.Tuple():
+            return tuple(unflatten(part, parts) for part in space)
+        case _:
+            return next(parts)
+
+
+def nested(flat: Mapping[Key, Any]) -> dict[str, Any]:
+    """``{("a", "b"): x}`` as ``{"a": {"b": x}}``."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        branch = tree
+        for part in key[:-1]:
+            branch = branch.setdefault(part, {})
+        branch[key[-1]] = value
+    return tree
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as users write it, for example "float32"."""
+    return str(dtype).removeprefix("torch.")

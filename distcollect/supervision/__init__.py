@@ -1,0 +1,1 @@
+"""Which workers are in the run: starts, watches and replaces them."""

@@ -1,0 +1,1 @@
+"""Counters, traces, and how they are shown: terminal, file, Prometheus, TensorBoard."""

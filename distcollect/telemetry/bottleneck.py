@@ -1,0 +1,209 @@
+"""What a run is bound by, and what would help most: one sentence from a snapshot."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from distcollect.results import Stats, WorkerStats
+
+Bound = Literal["trainer", "env", "policy", "network", "weights", "unknown"]
+
+# Further workers help as long as the trainer waits for rollouts for more of its time than this.
+_WORTHWHILE = 0.1
+_MANY = 10  # times as many workers as there are
+# A thread that steps with less of a CPU waits for something else, so that a core has room for more.
+_BUSY_CPU = 0.7
+_FULL = 0.8  # of the cores
+# A worker that is so much busier than all on average holds the others up.
+_STRAGGLER = 1.5
+# What was only begun is mostly warming up.
+_BRIEF_S = 2.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run is bound by.
+
+    Attributes:
+        bound: what takes most of the time: "trainer" (your code between two batches), the workers'
+            "env" or "policy", "network" (writing frames down, moving rollouts, making batches,
+            round trips) or "weights"; "unknown" before the first batch.
+        shares: shares of the trainer's time by these names, which add up to 1.
+        more_workers: how many more workers would still help; infinity: many.
+        sentence: all of this in words, and what would help most.
+    """
+
+    bound: Bound
+    shares: dict[str, float]
+    more_workers: float
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def verdict(stats: Stats) -> Verdict:
+    """What ``stats`` says of the whole run until then."""
+    if not stats.delivered or not stats.elapsed_s:
+        return Verdict("unknown", {}, 0, "Nothing was delivered yet: nothing can be said.")
+    shares = _shares(stats)
+    bound: Bound = max(shares, key=lambda name: shares[name])  # type: ignore[arg-type]
+    more = _more_workers(stats, shares["env"] + shares["policy"])
+    parts = ", ".join(
+        f"{name} {share:.0%}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= 0.005
+    )
+    by = _BOUND_BY_ITSELF.get(bound) if stats.in_process else None
+    sentence = f"{by or _BOUND_BY[bound]} (of the time: {parts}). {_advice(bound, stats)} "
+    sentence += _on_workers(more, stats)
+    if stats.elapsed_s < _BRIEF_S:
+        sentence += f" That is from {stats.elapsed_s:.2g} s only."
+    return Verdict(bound, shares, more, sentence)
+
+
+_BOUND_BY = {
+    "trainer": "Bound by the trainer's own work between two batches",
+    "env": "Bound by the envs",
+    "policy": "Bound by the policy's inference",
+    "network": "Bound by moving rollouts to the trainer",
+    "weights": "Bound by sending weights",
+}
+# Of a collector that steps its envs itself.
+_BOUND_BY_ITSELF = {
+    "network": "Bound by writing frames down and making batches of them",
+    "weights": "Bound by taking over weights",
+}
+
+
+def _shares(stats: Stats) -> dict[str, float]:
+    """The trainer's time; what it waits for collection is what the workers do meanwhile."""
+    spent, work = stats.trainer, stats.times
+    # What is neither envs nor policy is round trips: a worker that waits though it is waited for.
+    waits = 0.0 if stats.in_process else _idle_while_wanted(stats)
+    parts = {
+        "env": work.env,
+        "policy": work.policy,
+        "weights": work.swap,
+        "network": work.other + waits,
+    }
+    total = sum(parts.values()) or 1.0
+    shares = {name: spent.collect * part / total for name, part in parts.items()}
+    shares["trainer"] = spent.train
+    shares["weights"] += spent.weights
+    shares["network"] += spent.transfer + spent.assemble
+    return shares
+
+
+def _idle_while_wanted(stats: Stats) -> float:
+    """Share of the workers' time in which they waited while the trainer waited for rollouts."""
+    wait = stats.times.wait
+    if stats.sync:
+        # They wait in any case while the trainer does something else.
+        wait -= 1 - stats.trainer.collect
+        # Or for the slowest of them, which is the envs' or the policy's doing.
+        busy = [1 - worker.times.wait for worker in _collecting(stats).values()]
+        if busy:
+            wait -= max(busy) - sum(busy) / len(busy)
+    return max(0.0, wait)
+
+
+def _collecting(stats: Stats) -> dict[int, WorkerStats]:
+    """Neither those set aside nor those that are gone; once the run is over, all that collected."""
+    did = {worker_id: each for worker_id, each in stats.workers.items() if each.frames}
+    do = {w: each for w, each in did.items() if each.state in ("ready", "suspected")}
+    return do or did
+
+
+def _more_workers(stats: Stats, waits: float) -> float:
+    """How many more would still help, if the trainer ``waits`` for envs and policies."""
+    num_workers = max(1, len(_collecting(stats)))
+    if waits <= _WORTHWHILE:
+        return 0
+    others = 1 - waits
+    if stats.sync and not stats.in_process:
+        # Collecting takes W / W' of its time with W' workers, and the rest as long as before.
+        wanted = num_workers * waits / max(others, 1e-9) * (1 - _WORTHWHILE) / _WORTHWHILE
+    elif stats.in_process:
+        # Another process would collect while this one trains.
+        wanted = waits / max(others, 1e-9)
+    else:
+        # They collect all the time; the trainer could take so many times as much.
+        wanted = num_workers * (1 - stats.times.wait) / max(others, 1e-9)
+    more = math.ceil(wanted) - (0 if stats.in_process else num_workers)
+    return math.inf if more > _MANY * num_workers else max(0, more)
+
+
+def _advice(bound: Bound, stats: Stats) -> str:
+    if bound == "network":
+        return _advice_on_network(stats)
+    if bound == "env":
+        return _advice_on_envs(stats)
+    if bound == "weights" and stats.in_process:
+        return "Publish less often, or train the collector's own policy, which takes no copy."
+    return _ADVICE[bound]
+
+
+_ADVICE = {
+    "trainer": "A faster training step helps most, or less of it for each batch.",
+    "policy": "A smaller or compiled policy helps, a GPU for it (policy_device), or more envs for "
+    "each of its calls (envs_per_worker).",
+    "weights": "Publish less often or with wait=False, or send less: "
+    "WeightSync(wire_dtype='bfloat16'), changes_only, exclude.",
+}
+
+
+def _advice_on_envs(stats: Stats) -> str:
+    slow = _straggler(stats)
+    if slow is not None:
+        return (
+            f"Worker {slow} holds the others up: give it less to do, or set preemptive_threshold."
+        )
+    if stats.times.cpu < _BUSY_CPU:
+        return (
+            f"Their threads use a CPU for {stats.times.cpu:.0%} of that time only: the envs wait "
+            "for something, or others take the CPU."
+        )
+    return "Faster envs help."
+
+
+def _advice_on_network(stats: Stats) -> str:
+    moved = stats.num_bytes / max(1, stats.delivered)
+    if stats.trainer.assemble > max(stats.trainer.transfer, stats.trainer.collect):
+        return (
+            "Most of it is copying on the trainer: smaller observations help (uint8, "
+            "compact_obs=True), or a lighter postproc or replay buffer."
+        )
+    if stats.in_process:
+        return "More envs in each step help (envs_per_worker)."
+    if stats.trainer.transfer > stats.trainer.collect:
+        return (
+            f"A frame has {moved:,.0f} bytes: smaller observations help (uint8 instead of floats, "
+            "a lower resolution), or workers on the trainer's host."
+        )
+    return "Most of it is round trips: longer rollouts help, by a larger frames_per_batch."
+
+
+def _straggler(stats: Stats) -> int | None:
+    busy = {w: 1 - each.times.wait for w, each in _collecting(stats).items()}
+    if not stats.sync or len(busy) < 2:
+        return None
+    slowest = max(busy, key=lambda w: busy[w])
+    return slowest if busy[slowest] >= _STRAGGLER * sum(busy.values()) / len(busy) else None
+
+
+def _on_workers(more: float, stats: Stats) -> str:
+    if not more:
+        return "More workers would not help."
+    count = "many" if more == math.inf else f"about {more:.0f}"
+    num_running = 0 if stats.in_process else len(_collecting(stats))
+    taken = stats.times.cpu * num_running >= _FULL * stats.num_cores
+    where = ""
+    if stats.num_cores and stats.times.cpu >= _BUSY_CPU and (taken or more > stats.num_cores):
+        where = f", as far as there are cores for them (this host has {stats.num_cores})"
+    if stats.in_process:
+        return f"Of a collector with workers, {count} would be of use{where}."
+    workers = "worker" if count == "about 1" else "workers"
+    return f"{count.capitalize()} more {workers} would still help{where}."

@@ -1,0 +1,243 @@
+"""How a snapshot looks to a person: in one line, or as a display on a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from distcollect.results import Stats, WorkerStats
+from distcollect.telemetry.bottleneck import verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+# Before the first display: short runs need none.
+_FIRST_AFTER_S = 2.0
+# What drawing it takes, some 10 ms, is less than a hundredth of that.
+_EVERY_S = 2.0
+_YEARS_S = 2 * 365 * 86400.0
+# Lines of the display beside those of workers.
+_OTHER_LINES = 13
+
+_on_screen = threading.Lock()  # a terminal has room for one display
+
+
+def log_line(stats: Stats) -> str:
+    """A snapshot in one line."""
+    parts = [*_progress(stats), *_episodes(stats), _lag(stats), _waiting(stats), *_lost(stats)]
+    if stats.num_restarts:
+        parts.append(f"{stats.num_restarts} restarts")
+    return ", ".join(parts)
+
+
+def rendered(stats: Stats, height: int) -> RenderableType:
+    """A snapshot for a terminal with so many lines."""
+    from rich.console import Group  # noqa: PLC0415 - takes a while, and most runs have no terminal
+    from rich.text import Text  # noqa: PLC0415
+
+    trainer = ", ".join(_shares(vars(stats.trainer)))
+    lines = [
+        f"{stats.collector}: " + ", ".join(_progress(stats)),
+        ", ".join([*_episodes(stats), _lag(stats), f"version {stats.policy_version}"]),
+        f"trainer: {trainer or 'nothing yet'}",
+        ", ".join(
+            [
+                *_lost(stats),
+                f"{stats.num_restarts} restarts",
+                f"{stats.num_ready} rollouts ready",
+                f"{stats.num_bytes / 1e6:,.0f} MB fetched",
+            ]
+        ),
+    ]
+    shown, left = _worth_showing(stats.workers, max(1, height - _OTHER_LINES))
+    return Group(
+        *(Text(line, overflow="ellipsis", no_wrap=True) for line in lines),
+        _table(shown),
+        *([Text(f"and {left}")] if left else []),
+        Text(str(verdict(stats))),
+    )
+
+
+def _worth_showing(
+    workers: Mapping[int, WorkerStats], most: int
+) -> tuple[list[tuple[int, WorkerStats]], str]:
+    """So many workers by id, those that don't collect before others; and what the rest are."""
+    chosen = sorted(workers, key=lambda worker_id: workers[worker_id].state == "ready")
+    rest = Counter(workers[worker_id].state for worker_id in chosen[most:])
+    told = ", ".join(f"{count:,} more {state}" for state, count in rest.items())
+    return [(worker_id, workers[worker_id]) for worker_id in sorted(chosen[:most])], told
+
+
+def _progress(stats: Stats) -> list[str]:
+    total = stats.total_frames
+    frames = f"{stats.frames:,} frames"
+    if total != -1:
+        frames = f"{stats.frames:,} of {total:,} frames ({stats.frames / total:.0%})"
+    parts = [frames]
+    if stats.ended:
+        parts.append(f"ended after {_duration(stats.elapsed_s)}")
+    elif stats.remaining_s is not None:
+        parts.append(f"{_duration(stats.remaining_s)} to go")
+    return [
+        *parts,
+        f"{stats.frames_per_s:,.0f} frames/s now",
+        f"{stats.mean_frames_per_s:,.0f} on average",
+    ]
+
+
+def _episodes(stats: Stats) -> list[str]:
+    episodes = stats.episodes
+    if not episodes.count:
+        return ["no episode yet"]
+    spread = f"{episodes.min_return:,.4g} to {episodes.max_return:,.4g}"
+    return [
+        f"{episodes.count:,} episodes",
+        f"return {episodes.mean_return:,.4g} ({spread})",
+        f"length {episodes.mean_length:,.4g}",
+    ]
+
+
+def _lag(stats: Stats) -> str:
+    return f"lag {stats.lag.mean:.2g} (at most {stats.lag.max})"
+
+
+def _waiting(stats: Stats) -> str:
+    waits = stats.trainer.collect + stats.trainer.transfer + stats.trainer.weights
+    return f"trainer waits {waits:.0%}, workers {stats.times.wait:.0%}"
+
+
+def _lost(stats: Stats) -> list[str]:
+    lost = [f"{cause} {count:,}" for cause, count in stats.lost.items()]
+    if stats.may_be_lost:
+        lost.append(f"at most {stats.may_be_lost:,} more")
+    return [f"lost: {', '.join(lost)}"] if lost else []
+
+
+def _shares(values: dict[str, float]) -> Iterable[str]:
+    return (f"{name} {share:.0%}" for name, share in values.items() if share >= 0.005)
+
+
+def _duration(seconds: float) -> str:
+    if seconds > _YEARS_S:  # a total may stand for "endless"
+        return "years"
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _table(workers: Iterable[tuple[int, WorkerStats]]) -> RenderableType:
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("worker", "state"):
+        table.add_column(name)
+    for name in ("frames/s", "lag", "env", "policy", "waits", "restarts", "lost"):
+        table.add_column(name, justify="right")
+    for worker_id, worker in workers:
+        table.add_row(str(worker_id), *_cells(worker))
+    return table
+
+
+def _cells(worker: WorkerStats) -> list[str]:
+    times = worker.times
+    return [
+        worker.state,
+        f"{worker.frames_per_s:,.0f}",
+        f"{worker.lag.mean:.2g}",
+        f"{times.env:.0%}",
+        f"{times.policy:.0%}",
+        f"{times.wait:.0%}",
+        str(worker.num_restarts),
+        f"{sum(worker.lost.values()):,}",
+    ]
+
+
+class Display:
+    """A display at the bottom of the terminal; what is printed meanwhile goes above it.
+
+    It gives way to a progress bar of tqdm's, which would fight with it for the place.
+    """
+
+    about = "the display"
+    every_s = _EVERY_S
+
+    def __init__(self, console: Console | None = None) -> None:
+        """Show it on ``console``; None: on standard error, if that is free."""
+        self._console = console
+        self._live: Live | None = None
+        self._gave_way = False
+
+    def write(self, stats: Stats) -> None:
+        """Show a snapshot; the last one stays."""
+        if self._gave_way or (stats.elapsed_s < _FIRST_AFTER_S and self._live is None):
+            return
+        if _has_progress_bar():
+            self._gave_way = True
+            self.close()
+            return
+        if self._live is None and (stats.ended or not self._begin()):
+            return
+        assert self._live is not None
+        self._live.update(rendered(stats, self._live.console.height), refresh=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was, with the last display above."""
+        live, self._live = self._live, None
+        if live is None:
+            return
+        try:
+            live.stop()
+        finally:
+            # Also where the terminal is gone.
+            _streams.clear()
+            _on_screen.release()
+
+    def _begin(self) -> bool:
+        from rich.console import Console  # noqa: PLC0415
+        from rich.live import Live  # noqa: PLC0415
+
+        if not _on_screen.acquire(blocking=False):
+            return False
+        console = self._console or Console(stderr=True)
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            transient=False,
+            # Standard output that goes elsewhere must go on doing so.
+            redirect_stdout=is_terminal(sys.stdout),
+        )
+        before = sys.stdout, sys.stderr
+        self._live.start()
+        _streams[:] = before
+        # So that a run that is killed leaves one.
+        console.show_cursor(True)
+        return True
+
+
+def is_terminal(stream: object) -> bool:
+    """Whether ``stream`` leads to one; it may be a stand-in for a stream, None or closed."""
+    try:
+        return bool(stream.isatty())  # type: ignore[attr-defined]
+    except (AttributeError, ValueError):
+        return False
+
+
+def _has_progress_bar() -> bool:
+    tqdm = sys.modules.get("tqdm")
+    return tqdm is not None and bool(getattr(tqdm.tqdm, "_instances", ()))
+
+
+_streams: list[Any] = []  # standard output and error, as they were before a display
+
+
+def _in_child() -> None:
+    # The display's lock may have been held when this process was forked off, e.g. for an env.
+    if _streams:
+        sys.stdout, sys.stderr = _streams
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,252 @@
+"""Tells how a collector goes while it runs: a thread that hands snapshots to whoever wants them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from distcollect.config import Monitor
+from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.results import Stats
+from distcollect.telemetry.bottleneck import verdict
+from distcollect.telemetry.display import Display, is_terminal, log_line
+from distcollect.telemetry.prometheus import open_prometheus
+from distcollect.telemetry.stats_file import STATS_FILE, JsonLines
+from distcollect.telemetry.tensorboard import open_tensorboard
+from distcollect.telemetry.trace import Trace
+
+log = logging.getLogger("distcollect")
+
+VIEW_VARIABLE = "DISTCOLLECT_VIEW"
+_LOG_EVERY_S = 30.0
+_JOIN_TIMEOUT_S = 5.0
+_SHUTDOWN_S = 120.0  # longer than a collector takes for it
+
+
+class Writer(Protocol):
+    """Takes snapshots, from one thread at a time.
+
+    Attributes:
+        about: what it is to the user.
+        every_s: how often it wants one.
+    """
+
+    about: str
+    every_s: float
+
+    def write(self, stats: Stats) -> None:
+        """Take one; the last has ``stats.ended``."""
+
+    def close(self) -> None:
+        """Give back what it holds; nothing more comes."""
+
+
+class Watch:
+    """The thread of one collector that hands out snapshots; none while nobody wants any.
+
+    Attributes:
+        trace: where spans go; None: nowhere.
+    """
+
+    def __init__(
+        self, options: Monitor | None, trace: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Open what ``options`` name, and a ``trace``, which goes before theirs.
+
+        Raises:
+            ArgumentError: a file or a port can't be opened, or a package is missing.
+            ArgumentTypeError: ``options`` are none.
+        """
+        options = Monitor() if options is None else options
+        if not isinstance(options, Monitor):
+            raise ArgumentTypeError(f"monitor={options!r}: must be a distcollect.Monitor")
+        self._writers: list[Writer] = []
+        self._latest: Callable[[], Stats | None] = lambda: None
+        self._last: Stats | None = None
+        self._final: Stats | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._begun = False
+        self._closed = False
+        path = options.trace if trace is None else trace
+        self.trace = None if path is None else Trace(path)
+        try:
+            self._open(options)
+        except BaseException:
+            self._drop_all()
+            self._close_trace()
+            raise
+
+    def _open(self, options: Monitor) -> None:
+        add = self._writers.append
+        if options.run_dir is not None:
+            folder = Path(options.run_dir)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                add(JsonLines(folder / STATS_FILE, options.every_s))
+                if options.tensorboard:
+                    add(open_tensorboard(folder, options.every_s))
+            except OSError as error:
+                raise ArgumentError(
+                    f"Monitor(run_dir={str(folder)!r}): can't be written to ({error.strerror}); "
+                    "name another folder"
+                ) from error
+        if options.prometheus_port is not None:
+            add(open_prometheus(options.prometheus_port, self._now))
+        if options.callback is not None:
+            add(_Callback(options.callback, options.every_s))
+        if wants_view(options):
+            if is_terminal(sys.stderr):
+                add(Display())
+            elif log.isEnabledFor(logging.INFO):
+                add(LogLines())
+
+    def _now(self) -> Stats | None:
+        return self._latest()
+
+    @property
+    def has_begun(self) -> bool:
+        """See :meth:`begin`."""
+        return self._begun
+
+    def begin(self, latest: Callable[[], Stats | None]) -> None:
+        """Batches are asked for from now on; ``latest`` gives snapshots, None if there are none."""
+        self._begun = True
+        self._latest = latest
+        if self._writers and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="distcollect-monitor")
+            self._thread.daemon = True
+            self._thread.start()
+
+    def close(self, last: Stats | None) -> None:
+        """Hand out the last snapshot, if there is one, and end. Again is no error."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._final = last
+        self._end.set()
+        thread = self._thread
+        # A callback may shut its collector down, and one that nobody holds any more may be
+        # finalized on any thread.
+        if thread is None or thread is threading.current_thread():
+            self._finish()
+        else:
+            thread.join(_JOIN_TIMEOUT_S)
+            if thread.is_alive():
+                log.warning(
+                    "the end of the run is not told: what is told of it hangs for %g s: %s",
+                    _JOIN_TIMEOUT_S,
+                    ", ".join(writer.about for writer in self._writers),
+                )
+        last = self._last if last is None else last
+        if self._begun and last is not None and last.delivered:
+            log.info("%s", verdict(last))
+        self._close_trace()
+
+    def _close_trace(self) -> None:
+        if self.trace is not None:
+            self.trace.close()
+
+    # The thread that tells.
+
+    def _run(self) -> None:
+        try:
+            self._hand_out()
+        except Exception:
+            log.exception("no more is told of the run, which goes on")
+        finally:
+            self._finish()
+
+    def _hand_out(self) -> None:
+        due = {id(writer): time.monotonic() + writer.every_s for writer in self._writers}
+        while self._writers:
+            pause_s = min(due[id(writer)] for writer in self._writers) - time.monotonic()
+            if self._end.wait(min(max(0.0, pause_s), threading.TIMEOUT_MAX)):
+                return
+            stats = self._latest()
+            if stats is None:
+                return
+            if stats.ended:
+                self._end.wait(_SHUTDOWN_S)  # the last is that of close, once all is settled
+                return
+            self._last = stats
+            for writer in list(self._writers):
+                if due[id(writer)] <= time.monotonic() and not self._end.is_set():
+                    self._write(writer, stats)
+                    due[id(writer)] = time.monotonic() + writer.every_s
+
+    def _finish(self) -> None:
+        """Hand out the last snapshot, and close all."""
+        last = self._last if self._final is None else self._final
+        if last is not None and self._begun:
+            for writer in list(self._writers):
+                self._write(writer, replace(last, ended=True))
+        self._drop_all()
+
+    def _write(self, writer: Writer, stats: Stats) -> None:
+        try:
+            writer.write(stats)
+        except (Exception, SystemExit):
+            # What is told of a run must never end it.
+            log.exception("%s failed, and is told nothing more; the run goes on", writer.about)
+            self._drop(writer)
+
+    def _drop_all(self) -> None:
+        for writer in list(self._writers):
+            self._drop(writer)
+
+    def _drop(self, writer: Writer) -> None:
+        if writer not in self._writers:
+            return  # it shut the collector down, and then raised
+        self._writers.remove(writer)
+        try:
+            writer.close()
+        except Exception:
+            # As above: a terminal may be gone.
+            log.debug("closing %s failed", writer.about, exc_info=True)
+
+
+def wants_view(options: Monitor) -> bool:
+    """Whether to show how it goes."""
+    if options.view is not None:
+        return options.view
+    return os.environ.get(VIEW_VARIABLE, "1").lower() not in ("0", "off", "false", "no")
+
+
+class _Callback:
+    """The user's function."""
+
+    about = "Monitor(callback=...)"
+
+    def __init__(self, function: Callable[[Stats], object], every_s: float) -> None:
+        self.every_s = every_s
+        self._function = function
+
+    def write(self, stats: Stats) -> None:
+        self._function(stats)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class LogLines:
+    """A line of the log every half minute."""
+
+    about = "the log"
+    every_s = _LOG_EVERY_S
+
+    def write(self, stats: Stats) -> None:
+        """One line."""
+        log.info("%s", log_line(stats))
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -1,0 +1,158 @@
+"""The file ``stats.jsonl`` that a run writes into its folder: one snapshot in each line.
+
+A run may be killed while it writes a line, and go on in the same folder later; and who reads may
+come while a line is being written. So a line that is no snapshot is passed over, wherever it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from distcollect.errors import ArgumentError
+from distcollect.results import Stats
+from distcollect.telemetry.bottleneck import verdict
+
+log = logging.getLogger("distcollect")
+
+STATS_FILE = "stats.jsonl"
+
+# Longer lines, as hundreds of workers make them, come less often: some 50 MB an hour are enough.
+_LINE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 16
+
+Snapshot = Mapping[str, Any]
+
+
+class JsonLines:
+    """Writes them.
+
+    A line holds :meth:`Stats.as_dict`, and besides
+
+    - "time": when, in seconds since 1970;
+    - "verdict": :func:`~.verdict.verdict` of it, in words;
+    - "collector_id": the same in all lines of a collector, and only in these.
+    """
+
+    def __init__(self, path: Path, every_s: float) -> None:
+        """Append to ``path``, or where another collector does that just now, to one beside it."""
+        self._file = _open_alone(path)
+        self.about = str(self._file.name)
+        self.every_s = self._shortest_s = every_s
+        self._id = secrets.token_hex(6)
+
+    def write(self, stats: Stats) -> None:
+        """A line, visible to others at once."""
+        about = {"time": time.time(), "collector_id": self._id}
+        line = {**about, **stats.as_dict(), "verdict": str(verdict(stats))}
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False)
+        data = f"{text}\n".encode()
+        self.every_s = self._shortest_s * max(1.0, len(data) / _LINE_BYTES)
+        _write_all(self._file, data)
+
+    def close(self) -> None:
+        """Close the file, and leave it to others."""
+        with contextlib.suppress(OSError):
+            # Processes that were forked off meanwhile have it open still.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+
+def _open_alone(path: Path) -> FileIO:
+    """Open a file to append to, at the begin of a line.
+
+    Nothing of it is kept back in this process: neither a full disk nor a fork makes lines twice.
+    """
+    for number in itertools.count(1):
+        name = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        file = FileIO(name, "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            continue
+        except OSError:
+            log.debug("%s can't be locked: this disk has no locks", name)
+        if number > 1:
+            log.warning("another collector writes to %s: this one writes to %s", path, name)
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            _write_all(file, b"\n")  # the last run was killed as it wrote
+        return file
+    raise AssertionError
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    while data:
+        # Fewer on a disk that is nearly full; the next call says so.
+        data = data[file.write(data) or 0 :]
+
+
+def stats_file(run: Path) -> Path:
+    """The file of a run's folder; or ``run`` itself, if it is one.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    file = run / STATS_FILE if run.is_dir() else run
+    if not file.is_file():
+        raise ArgumentError(
+            f"{run}: there is no {STATS_FILE}; name the folder that was the run's run_dir, as in "
+            "Monitor(run_dir=...)"
+        )
+    return file
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[BinaryIO]:
+    """Open it to be read.
+
+    Raises:
+        ArgumentError: it can't be read.
+    """
+    try:
+        with file.open("rb") as lines:
+            yield lines
+    except OSError as error:
+        raise ArgumentError(
+            f"{file} can't be read ({error.strerror}): name a run's folder that you may read"
+        ) from error
+
+
+def snapshots(lines: Iterable[bytes]) -> Iterator[Snapshot]:
+    """Those of ``lines`` that are snapshots."""
+    for line in lines:
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, Mapping) and "time" in told and "frames_per_s" in told:
+            yield told
+
+
+def newest(file: Path) -> Snapshot | None:
+    """The last snapshot in ``file``, of which only the end is read; None: there is none yet.
+
+    Raises: as :func:`opened`.
+    """
+    size = _BLOCK_BYTES
+    with opened(file) as lines:
+        end = lines.seek(0, os.SEEK_END)
+        while True:
+            start = lines.seek(max(0, end - size))
+            # The first may be the end of a line.
+            tail = lines.read(end - start).splitlines()[start > 0 :]
+            found = next(snapshots(reversed(tail)), None)
+            if found is not None or start == 0:
+                return found
+            size *= 4

@@ -1,0 +1,233 @@
+"""Counters of a process that steps envs: where its time went, and which episodes it finished.
+
+They cost next to nothing: in the hot loop the clock is looked at for every few steps only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+
+from distcollect.common.clock import clock_ns
+from distcollect.rollout.header import Span, Work
+from distcollect.rollout.slab import Slab
+from distcollect.telemetry.trace import ROLLOUT, STEPS, WEIGHTS
+
+# So many steps between two that are timed, where a step is short; each stands for all of them.
+# A prime, as envs may do something every so many steps themselves.
+_STRIDE = 7
+# Where steps take longer each is timed: looking at the clock takes some 0.2 us.
+_SHORT_NS = 1_000_000
+# A trace has the steps of the first rollouts, each of them, and then of every so many rollouts.
+_WHOLE_ROLLOUTS = 4
+_EVERY_ROLLOUT = 64
+_MOST_STEPS = 256  # of a rollout; from more than that every second is left out, and so on
+_MOST_OTHERS = 64
+
+
+class Meter:
+    """What an engine counts in.
+
+    Attributes:
+        env_ns, policy_ns, swap_ns: see :class:`Work`.
+        due: the step of the rollout under way that is to be timed next.
+        stride: how many steps a timed one stands for.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.env_ns = 0
+        self.policy_ns = 0
+        self.swap_ns = 0
+        self.due = 0
+        self.stride = 1
+        self._busy_ns = 0
+        self._wait_ns = 0
+        self._cpu_ns = 0
+        self._began_at = 0
+        self._cpu_at = 0
+        self._ended_at: int | None = None
+        self._episodes = Episodes(num_envs)
+        self._finished: tuple[list[float], list[int]] = ([], [])
+
+    def begin(self) -> None:
+        """A rollout begins."""
+        if self.due > _STRIDE:
+            self.due = 0  # the last one was broken off
+        now = self._began_at = clock_ns()
+        self._cpu_at = time.thread_time_ns()
+        if self._ended_at is not None:
+            self._wait_ns += now - self._ended_at
+
+    def end(self) -> None:
+        """It is over, however it ended."""
+        now = self._ended_at = clock_ns()
+        self._busy_ns += now - self._began_at
+        self._cpu_ns += time.thread_time_ns() - self._cpu_at
+
+    def excuse(self) -> None:
+        """What was done since the last rollout was no waiting for a request."""
+        if self._ended_at is not None:
+            self._ended_at = clock_ns()
+
+    def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
+        """A step was timed, which stands for so many: the policy's part, then the envs'."""
+        self.policy_ns += (middle - begin) * stride
+        self.env_ns += (end - middle) * stride
+
+    def swapped(self, begin: int, end: int, version: int) -> None:
+        """The newest weights were asked for, which are these."""
+        self.swap_ns += end - begin
+
+    def was_reset(self, begin: int, end: int) -> None:
+        """All envs were reset."""
+        self.env_ns += end - begin
+
+    def received(self, version: int, begin: int, end: int) -> None:
+        """Weights came here; told by the thread that receives them."""
+
+    def spans(self) -> tuple[Span, ...]:
+        """What was done when in the last rollout, as far as it is noted; its tensors are ready."""
+        return ()
+
+    def collected(self, slab: Slab) -> None:
+        """A rollout is complete."""
+        self.due = max(0, self.due - slab.num_steps)
+        # Not by the last step: after a slow one, the next would count for less than it stands for.
+        took_ns = clock_ns() - self._began_at
+        self.stride = 1 if took_ns > _SHORT_NS * slab.num_steps else _STRIDE
+        self._finished = self._episodes.add(slab)
+
+    def work(self) -> Work:
+        """All of it, as of the last rollout."""
+        returns, lengths = self._finished
+        return Work(
+            self._busy_ns,
+            self.env_ns,
+            self.policy_ns,
+            self.swap_ns,
+            self._wait_ns,
+            self._cpu_ns,
+            tuple(returns),
+            tuple(lengths),
+        )
+
+
+class Recorder(Meter):
+    """A meter that also notes what was done when, for a trace."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs)
+        self._num_begun = 0
+        self._version = 0
+        self._thinning = 0  # of the timed steps, one of so many is noted; 0: none
+        self._num_timed = 0
+        self._steps: list[tuple[int, int, int]] = []
+        self._others: deque[Span] = deque(maxlen=_MOST_OTHERS)
+        self._received: deque[Span] = deque(maxlen=_MOST_OTHERS)
+
+    def begin(self) -> None:
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        is_whole = number < _WHOLE_ROLLOUTS
+        if is_whole:
+            self.due, self.stride = 0, 1
+        self._thinning = 1 if is_whole or number % _EVERY_ROLLOUT == 0 else 0
+        self._num_timed = 0
+        self._steps.clear()
+        self._others.clear()
+        super().begin()
+
+    def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
+        super().timed(begin, middle, end, stride)
+        if not self._thinning:
+            return
+        if self._num_timed % self._thinning == 0:
+            self._steps.append((begin, middle, end))
+            if len(self._steps) > _MOST_STEPS:
+                del self._steps[1::2]
+                self._thinning *= 2
+        self._num_timed += 1
+
+    def swapped(self, begin: int, end: int, version: int) -> None:
+        super().swapped(begin, end, version)
+        if version != self._version:
+            self._version = version
+            self._others.append((STEPS, f"swap in version {version}", begin, end))
+
+    def was_reset(self, begin: int, end: int) -> None:
+        super().was_reset(begin, end)
+        self._others.append((STEPS, "reset", begin, end))
+
+    def received(self, version: int, begin: int, end: int) -> None:
+        self._received.append((WEIGHTS, f"receive version {version}", begin, end))
+
+    def spans(self) -> tuple[Span, ...]:
+        if self._ended_at is None:
+            return ()
+        spans = [
+            (STEPS, ROLLOUT, self._began_at, self._ended_at),
+            (STEPS, "hand over", self._ended_at, clock_ns()),
+            *self._others,
+        ]
+        for begin, middle, end in self._steps:
+            spans += [(STEPS, "policy", begin, middle), (STEPS, "env", middle, end)]
+        while self._received:
+            spans.append(self._received.popleft())
+        return tuple(spans)
+
+
+class Episodes:
+    """Returns and lengths of episodes that may span rollouts of n envs."""
+
+    def __init__(self, num_envs: int) -> None:
+        # Of the trajectory that each row's last frame belongs to.
+        self._ids = np.full(num_envs, -1, np.int64)
+        self._returns = np.zeros(num_envs)
+        self._lengths = np.zeros(num_envs, np.int64)
+
+    def add(self, slab: Slab) -> tuple[list[float], list[int]]:
+        """Returns and lengths of the episodes that end in the next rollout.
+
+        Those that end because their env raised are left out, as those that are cut off by a reset.
+        """
+        ids = slab.traj_ids.reshape(-1)
+        num_steps = slab.num_steps
+        ended = slab.terminated | slab.truncated
+        if slab.faulted.any():
+            ended &= ~slab.faulted
+        # Parts of trajectories, one row's after another's.
+        begins = np.empty(len(ids), bool)
+        np.not_equal(ids[1:], ids[:-1], out=begins[1:])
+        begins[::num_steps] = True
+        (first,) = begins.nonzero()
+        returns = np.add.reduceat(slab.reward.reshape(-1), first, dtype=np.float64)
+        last = np.empty_like(first)
+        np.subtract(first[1:], 1, out=last[:-1])
+        last[-1] = len(ids) - 1
+        lengths = last - first + 1
+        parts = ids[first]
+        is_end = ended.reshape(-1)[last]
+        if slab.num_frames == len(ids):
+            heads = first.searchsorted(np.arange(0, len(ids), num_steps))
+            rows: slice | np.ndarray = slice(None)
+        else:
+            real = parts >= 0
+            of = first[real] // num_steps
+            returns, lengths, parts = returns[real], lengths[real], parts[real]
+            is_end = is_end[real]
+            rows, heads = np.unique(of, return_index=True)
+            if not len(rows):
+                return [], []
+        # What began in an earlier rollout.
+        goes_on = parts[heads] == self._ids[rows]
+        # Not times goes_on: what is no number would be none in the next episode either.
+        returns[heads] += np.where(goes_on, self._returns[rows], 0.0)
+        lengths[heads] += self._lengths[rows] * goes_on
+        tails = np.empty_like(heads)
+        np.subtract(heads[1:], 1, out=tails[:-1])
+        tails[-1] = len(parts) - 1
+        self._ids[rows] = parts[tails]
+        self._returns[rows] = returns[tails]
+        self._lengths[rows] = lengths[tails]
+        return returns[is_end].tolist(), lengths[is_end].tolist()

@@ -1,0 +1,50 @@
+"""Statistics for TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distcollect.errors import ArgumentError
+from distcollect.results import Stats
+from distcollect.telemetry.prometheus import figures
+
+
+def open_tensorboard(folder: Path, every_s: float) -> TensorBoard:
+    """Write events to ``folder``.
+
+    Raises:
+        ArgumentError: tensorboard is not installed.
+    """
+    try:
+        return TensorBoard(folder, every_s)
+    except ImportError as error:
+        raise ArgumentError(
+            f"Monitor(tensorboard=True): {error}; pip install 'distcollect[tensorboard]' brings it"
+        ) from error
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, by frames."""
+
+    about = "Monitor(tensorboard=True)"
+
+    def __init__(self, folder: Path, every_s: float) -> None:
+        """Write events to ``folder``. Raises ModuleNotFoundError without tensorboard."""
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+
+        self.every_s = every_s
+        self._events: Any = SummaryWriter(str(folder))
+
+    def write(self, stats: Stats) -> None:
+        """All that changes with time, but for single workers."""
+        for name, value in figures(stats).items():
+            # In groups: "trainer_share/train", and "collector/frames_per_s".
+            group, share, part = name.partition("_share_")
+            tag = f"{group}_share/{part}" if share else f"collector/{name}"
+            self._events.add_scalar(tag, value, stats.frames)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._events.close()

@@ -1,0 +1,341 @@
+"""A trace: what every process did when, in one file for a viewer of time lines.
+
+The file is a JSON array of Chrome's trace events, which ui.perfetto.dev and chrome://tracing load.
+Workers note spans by their own clocks; they travel with rollouts. How far a worker's clock is from
+the trainer's follows from the rollouts alone: each began after it was asked for, and had ended
+before it was heard of. That leaves an error of half the time that the quickest question and the
+quickest answer so far took together; rollouts of hosts with clocks of their own tell both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.rollout.header import Span
+
+log = logging.getLogger(__name__)
+
+# The thread of a worker whose spans lie between question and answer.
+STEPS = "steps"
+WEIGHTS = "weights"
+BATCHES = "batches"
+# The span of a worker's that has a whole rollout in it.
+ROLLOUT = "rollout"
+
+# Some 100 bytes each. Viewers become slow beyond.
+MAX_EVENTS = 1_000_000
+# Times are multiples of this. An eighth of a microsecond is exact in floating point, in which
+# viewers compute: else what ends as another begins may overlap it, and they leave that out.
+_TICK_NS = 125
+_TICKS_PER_US = 8
+# What comes within so long is written at once.
+_GATHER_S = 0.2
+_JOIN_TIMEOUT_S = 10.0
+_NOTHING: Mapping[str, Any] = {}
+_FULL = "the trace is full: nothing was kept from here on"
+
+
+class ClockOffset:
+    """How far the clock of another process is from ours.
+
+    What it says is right about every rollout so far, until the clocks have drifted apart by more
+    than messages take: then it begins again with the newest.
+    """
+
+    def __init__(self) -> None:
+        self._lowest: int | None = None
+        self._highest: int | None = None
+
+    def narrow(self, asked_ns: int, begun_ns: int, ended_ns: int, heard_ns: int) -> int:
+        """Learn from a rollout; what is to be added to the other clock to have ours.
+
+        With it the rollout lies between question and answer, unless the clocks differ by more than
+        the messages took within this one rollout.
+
+        Args:
+            asked_ns: when it was asked for, by our clock.
+            begun_ns: when it was begun, by the other.
+            ended_ns: when it had ended, by the other.
+            heard_ns: when that was heard of, by our clock.
+        """
+        lowest, highest = asked_ns - begun_ns, heard_ns - ended_ns
+        if self._lowest is not None and self._highest is not None:
+            both = max(lowest, self._lowest), min(highest, self._highest)
+            if both[0] <= both[1]:
+                lowest, highest = both
+        self._lowest, self._highest = lowest, highest
+        # Processes of one host have the same clock.
+        return 0 if lowest <= 0 <= highest else (lowest + highest) // 2
+
+    @property
+    def error_ns(self) -> int:
+        """By so much may the last offset be wrong, where the clock is not ours."""
+        if self._lowest is None or self._highest is None:
+            return 0
+        return max(0, self._highest - self._lowest + 1) // 2
+
+
+class Trace:
+    """Writes one file, on a thread of its own; any thread may tell it of something.
+
+    After :meth:`close` the file is a whole JSON array; if the process is killed, the end of the
+    array is missing, which viewers don't mind, and up to half a second of events.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_events: int = MAX_EVENTS,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """Begin the file anew.
+
+        Args:
+            path: of the file.
+            max_events: the last one says so if there were more.
+            clock: of this process, in nanoseconds.
+
+        Raises:
+            ArgumentError: it can't be written.
+            ArgumentTypeError: ``path`` is none.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise ArgumentTypeError(f"trace={path!r}: must be the path of a file")
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - see _run
+        except OSError as error:
+            raise ArgumentError(
+                f"trace={str(path)!r} can't be written ({error.strerror}): name a file in a folder "
+                "that is there and that you may write to"
+            ) from error
+        self._path = path
+        self._left = max_events
+        self._closed = False
+        # Garbage may be collected under it, and with that a collector be closed.
+        self._lock = threading.RLock()
+        self._origin = clock()
+        self._newest_us = 0.0
+        self._ids = itertools.count(1)  # of processes and threads: none is there twice
+        self._threads: dict[tuple[int, str], int] = {}
+        self._processes: dict[tuple[int, int], int] = {}  # of (worker_id, incarnation)
+        self._clocks: dict[int, ClockOffset] = {}  # by process
+        self._received_until: dict[int, int] = {}
+        self._doing: tuple[str, int, int] | None = None
+        self._num_fetches = 0
+        self._queue: queue.SimpleQueue[list[dict[str, Any]]] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._trainer = self._new_process("trainer", BATCHES, sort_index=0)
+        self._thread = threading.Thread(target=self._run, name="distcollect-trace", daemon=True)
+        self._thread.start()
+
+    # What is told of; times are nanoseconds of this process's clock.
+
+    def does(self, activity: str, begin: int, end: int) -> None:
+        """What the thread that takes batches did; in the order of time."""
+        with self._lock:
+            if self._doing is not None and self._doing[0] == activity and self._doing[2] == begin:
+                self._doing = activity, self._doing[1], end
+                return
+            self._put_doing()
+            self._doing = activity, begin, end
+
+    def rollout(
+        self, worker_id: int, incarnation: int, spans: Sequence[Span], asked: int, heard: int
+    ) -> None:
+        """A rollout was asked for and lies ready; ``spans`` are what its worker did for it."""
+        with self._lock:
+            question = f"ask worker {worker_id}"  # of one worker there is one at a time
+            self._spans(self._trainer, [(question, ROLLOUT, asked, heard)])
+            ours = [span for span in spans if span[0] == STEPS]
+            if not ours:
+                return
+            process = self._process(worker_id, incarnation)
+            clock = self._clocks.setdefault(process, ClockOffset())
+            begun = min(begin for _, _, begin, _ in ours)
+            ended = max(end for _, _, _, end in ours)
+            offset = clock.narrow(asked, begun, ended, heard)
+            # Viewers leave out what overlaps another span of its thread, as it could otherwise
+            # where the offset has changed.
+            earliest = {STEPS: asked, WEIGHTS: self._received_until.get(process, 0)}
+            placed: list[Span] = []
+            for thread, name, begin, end in spans:
+                first = min(max(begin + offset, earliest[thread]), heard)
+                last = min(max(end + offset, earliest[thread]), heard)
+                placed.append((thread, name, first, last))
+                if thread == WEIGHTS:
+                    earliest[WEIGHTS] = last
+            self._received_until[process] = earliest[WEIGHTS]
+            about = {"clock_ahead_s": -offset / 1e9, "error_s": clock.error_ns / 1e9}
+            self._spans(process, placed, {ROLLOUT: about} if offset else {})
+
+    def rollout_here(self, spans: Sequence[Span]) -> None:
+        """A rollout was collected in this process."""
+        with self._lock:
+            self._spans(self._trainer, spans)
+
+    def fetched(self, worker_id: int, begin: int, end: int) -> None:
+        """A rollout was moved here."""
+        with self._lock:
+            self._num_fetches += 1
+            about = {
+                "cat": "fetch",
+                "name": f"fetch from worker {worker_id}",
+                "pid": self._trainer,
+                "tid": self._tid(self._trainer, BATCHES),
+                "id2": {"local": hex(self._num_fetches)},  # else viewers show it as no process's
+            }
+            # Not as others: two of one worker may overlap.
+            self._put(
+                [
+                    {"ph": "b", **about, "ts": self._us(begin)},
+                    {"ph": "e", **about, "ts": self._us(end)},
+                ]
+            )
+
+    def pushed(self, version: int, begin: int, ready: int, sent: int, end: int) -> None:
+        """Weights were sent: once receivers were ready, until they had acknowledged."""
+        with self._lock:
+            steps = (
+                (f"push version {version}", begin, end),
+                ("ready", begin, ready),
+                ("send", ready, sent),
+                ("acknowledge", sent, end),
+            )
+            self._spans(self._trainer, [(WEIGHTS, *step) for step in steps])
+
+    def close(self) -> None:
+        """Write what is left, and end the array. Again is no error."""
+        with self._lock:
+            if not self._closed:
+                self._put_doing()
+                self._end("end of the trace")
+        self._closing.set()
+        # A collector that nobody holds any more may be finalized on that very thread.
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    # Events.
+
+    def _put_doing(self) -> None:
+        if self._doing is not None:
+            activity, begin, end = self._doing
+            self._doing = None
+            self._spans(self._trainer, [(BATCHES, activity, begin, end)])
+
+    def _spans(
+        self, process: int, spans: Sequence[Span], about: Mapping[str, Any] = _NOTHING
+    ) -> None:
+        """Put spans; ``about`` is what is told of those of a name."""
+        self._put(
+            [
+                {
+                    "ph": "X",
+                    "name": name,
+                    "pid": process,
+                    "tid": self._tid(process, thread),
+                    "ts": (begin_us := self._us(begin)),
+                    "dur": self._us(end) - begin_us,
+                    **({"args": about[name]} if name in about else {}),
+                }
+                for thread, name, begin, end in spans
+            ]
+        )
+
+    def _us(self, at: int) -> float:
+        """Small numbers, which a viewer that reads them as floats doesn't round."""
+        us = max(0, at - self._origin) // _TICK_NS / _TICKS_PER_US
+        self._newest_us = max(self._newest_us, us)
+        return us
+
+    def _process(self, worker_id: int, incarnation: int) -> int:
+        key = worker_id, incarnation
+        if key not in self._processes:
+            name = f"worker {worker_id}"
+            if incarnation:
+                name += f", incarnation {incarnation}"
+            self._processes[key] = self._new_process(name, STEPS, sort_index=1 + worker_id)
+        return self._processes[key]
+
+    def _new_process(self, name: str, main_thread: str, *, sort_index: int) -> int:
+        """An id for it: the real ones of processes on several hosts could be the same."""
+        process = next(self._ids)
+        self._threads[process, main_thread] = process
+        self._put(
+            [
+                _about("process_name", process, process, name=name),
+                _about("process_sort_index", process, process, sort_index=sort_index),
+                _about("thread_name", process, process, name=main_thread),
+            ]
+        )
+        return process
+
+    def _tid(self, process: int, thread: str) -> int:
+        key = process, thread
+        if key not in self._threads:
+            self._threads[key] = next(self._ids)
+            self._put([_about("thread_name", process, self._threads[key], name=thread)])
+        return self._threads[key]
+
+    def _put(self, events: list[dict[str, Any]]) -> None:
+        if self._closed or not events:
+            return
+        if len(events) > self._left:
+            self._end(_FULL)
+            return
+        self._left -= len(events)
+        self._queue.put(events)
+
+    def _end(self, reason: str) -> None:
+        self._closed = True
+        about = {"ph": "i", "s": "g", "name": reason, "pid": self._trainer, "tid": self._trainer}
+        self._queue.put([{**about, "ts": self._newest_us}])
+        self._queue.put([])  # nothing more comes
+
+    # The thread that writes.
+
+    def _run(self) -> None:
+        try:
+            with self._file:
+                self._write()
+        except OSError:
+            # What is told of a run must never end it.
+            log.exception("the trace %s ends here; the run goes on", self._path)
+            with self._lock:
+                self._closed = True
+
+    def _write(self) -> None:
+        between = "[\n"
+        while True:
+            gathered = [self._queue.get()]
+            # More may come at once, and goes to the disk in one go.
+            self._closing.wait(_GATHER_S)
+            while not self._queue.empty():
+                gathered.append(self._queue.get())
+            events = [event for some in gathered for event in some]
+            # A comma stands before an event, so that nothing is left open behind the last.
+            lines = [json.dumps(event, separators=(",", ":")) for event in events]
+            if lines:
+                self._file.write(between + ",\n".join(lines))
+                between = ",\n"
+            if not gathered[-1]:
+                self._file.write("\n]\n")
+                break
+            self._file.flush()
+        if events and events[-1]["name"] == _FULL:
+            log.warning("the trace %s is full, and ends here; the run goes on", self._path)
+
+
+def _about(what: str, process: int, thread: int, **args: object) -> dict[str, Any]:
+    """The event that tells a viewer of a process or a thread."""
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}

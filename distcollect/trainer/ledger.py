@@ -1,0 +1,182 @@
+"""Every frame that a worker stepped: delivered, or lost and why.
+
+Pure bookkeeping: nothing here locks; the caller does. For each process
+
+    stepped = delivered + waiting + lost by cause + not known yet
+
+and once it has ended the last term is lost, by the cause of its end. The number of frames that a
+process stepped comes with each rollout's header, and at its end from a counter that outlives it.
+Where that can't be read (its host is gone), the frames it stepped since its last header are known
+to be "at most" those of the rollouts that it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from distcollect.results import Frames, LedgerReport
+
+
+@dataclass
+class _Account:
+    """Of one process, or summed over processes that have ended."""
+
+    stepped: int = 0
+    delivered: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
+    at_most: int = 0
+
+    def add(self, other: _Account) -> None:
+        self.stepped += other.stepped
+        self.delivered += other.delivered
+        self.lost.update(other.lost)
+        self.at_most += other.at_most
+
+    def frames(self) -> Frames:
+        lost = {cause: count for cause, count in sorted(self.lost.items()) if count}
+        settled = self.delivered + sum(lost.values())
+        return Frames(self.stepped, self.delivered, lost, self.stepped - settled, self.at_most)
+
+
+@dataclass
+class _Process:
+    """What is known of a process.
+
+    Attributes:
+        own_losses: what it said itself that it lost, by cause.
+        waiting: frames of rollouts that were announced and not settled, by sequence number.
+        next_sequence: of the next rollout.
+        ended: it is over.
+    """
+
+    account: _Account = field(default_factory=_Account)
+    own_losses: Mapping[str, int] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
+    next_sequence: int = 0
+    ended: bool = False
+
+
+class _Over:
+    """Incarnations of a slot of which nothing more is to come; they end nearly in their order."""
+
+    def __init__(self) -> None:
+        self._all_below = 0
+        self._above: set[int] = set()
+
+    def __contains__(self, incarnation: int) -> bool:
+        return incarnation < self._all_below or incarnation in self._above
+
+    def add(self, incarnation: int) -> None:
+        self._above.add(incarnation)
+        while self._all_below in self._above:
+            self._above.remove(self._all_below)
+            self._all_below += 1
+
+
+class Ledger:
+    """Accounts for every frame, exactly once by (worker_id, incarnation, sequence)."""
+
+    def __init__(self) -> None:
+        self._past: dict[int, _Account] = {}
+        self._processes: dict[tuple[int, int], _Process] = {}
+        self._over: dict[int, _Over] = {}
+
+    def announce(
+        self,
+        worker_id: int,
+        incarnation: int,
+        sequence: int,
+        num_frames: int,
+        *,
+        stepped: int,
+        lost: Mapping[str, int],
+    ) -> None:
+        """A rollout lies ready; ``stepped`` and ``lost`` are its process's totals.
+
+        Raises:
+            ValueError: it was announced before, or one before it never was.
+        """
+        process = self._process(worker_id, incarnation)
+        if process.ended or sequence != process.next_sequence:
+            awaited = "none" if process.ended else process.next_sequence
+            raise ValueError(
+                f"worker {worker_id}, incarnation {incarnation}: rollout {sequence} was announced, "
+                f"but {awaited} is next"
+            )
+        process.next_sequence += 1
+        process.waiting[sequence] = num_frames
+        process.account.stepped = stepped
+        for cause, count in lost.items():
+            process.account.lost[cause] += count - process.own_losses.get(cause, 0)
+        process.own_losses = dict(lost)
+
+    def deliver(self, worker_id: int, incarnation: int, sequence: int) -> None:
+        """It was handed to the user. KeyError if it is not waiting: it was settled before."""
+        process = self._processes[worker_id, incarnation]
+        process.account.delivered += process.waiting.pop(sequence)
+        self._forget(worker_id, incarnation)
+
+    def lose(self, worker_id: int, incarnation: int, sequence: int, cause: str) -> None:
+        """It will never be handed to the user. KeyError as for :meth:`deliver`."""
+        process = self._processes[worker_id, incarnation]
+        process.account.lost[cause] += process.waiting.pop(sequence)
+        self._forget(worker_id, incarnation)
+
+    def lose_waiting(self, cause: str) -> None:
+        """No rollout that waits will be handed to the user."""
+        for (worker_id, incarnation), process in list(self._processes.items()):
+            for sequence in list(process.waiting):
+                self.lose(worker_id, incarnation, sequence, cause)
+
+    def end(
+        self, worker_id: int, incarnation: int, cause: str, *, stepped: int | None, at_most: int = 0
+    ) -> None:
+        """A process is over: what it stepped and nobody knows of is lost by ``cause``.
+
+        Args:
+            worker_id: its slot.
+            incarnation: which process.
+            cause: of its end.
+            stepped: frames that it stepped in all; None: nobody can say.
+            at_most: so many it may have stepped since its last header, where nobody can say.
+        """
+        process = self._process(worker_id, incarnation)
+        if process.ended:
+            return
+        process.ended = True
+        account = process.account
+        if stepped is None:
+            account.at_most = at_most
+        else:
+            account.stepped = stepped
+        known = account.delivered + account.lost.total() + sum(process.waiting.values())
+        account.lost[cause] += account.stepped - known
+        self._forget(worker_id, incarnation)
+
+    def report(self) -> LedgerReport:
+        """Where all frames went, as far as is known now."""
+        accounts: dict[int, _Account] = {}
+        for worker_id, past in self._past.items():
+            accounts.setdefault(worker_id, _Account()).add(past)
+        for (worker_id, _), process in self._processes.items():
+            accounts.setdefault(worker_id, _Account()).add(process.account)
+        total = _Account()
+        for account in accounts.values():
+            total.add(account)
+        workers = {worker_id: accounts[worker_id].frames() for worker_id in sorted(accounts)}
+        return LedgerReport(workers, total.frames())
+
+    def _process(self, worker_id: int, incarnation: int) -> _Process:
+        if incarnation in self._over.setdefault(worker_id, _Over()):
+            return _Process(ended=True)
+        return self._processes.setdefault((worker_id, incarnation), _Process())
+
+    def _forget(self, worker_id: int, incarnation: int) -> None:
+        """Keep only the sums of a process of which nothing more is to come."""
+        process = self._processes[worker_id, incarnation]
+        if process.ended and not process.waiting:
+            self._past.setdefault(worker_id, _Account()).add(process.account)
+            self._over[worker_id].add(incarnation)
+            del self._processes[worker_id, incarnation]

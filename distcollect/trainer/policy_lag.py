@@ -1,0 +1,59 @@
+"""How many versions old each frame of a batch is, and which frames are masked for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from distcollect.rollout.header import Header, Rollout
+
+
+def count_lags(
+    batch: TensorDict,
+    rollouts: Sequence[Rollout],
+    lag_of: Callable[[int, int], int],
+    mask_above: int | None = None,
+) -> list[list[tuple[int, int]]]:
+    """Work out the lags of a batch's frames, and mask those that lag too much.
+
+    Args:
+        batch: ``[W * n, T]``, of these rollouts; its mask is written to.
+        rollouts: in their order.
+        lag_of: worker_id and policy_version to the lag of such a frame.
+        mask_above: frames that lag more are none of the batch; None: all are.
+
+    Returns:
+        (lag, frames that have it) of each rollout.
+    """
+    versions = batch["collector", "policy_version"]
+    by_rollout = versions.reshape(len(rollouts), -1)
+    traj_ids = batch["collector", "traj_ids"].reshape(len(rollouts), -1)
+    lags: list[list[tuple[int, int]]] = [[] for _ in rollouts]
+    stale: list[tuple[int, int]] = []
+    for index, rollout in enumerate(rollouts):
+        for version, num_frames in _versions(rollout.header, by_rollout[index], traj_ids[index]):
+            lag = lag_of(rollout.header.worker_id, version)
+            lags[index].append((lag, num_frames))
+            if mask_above is not None and lag > mask_above:
+                stale.append((index, version))
+    if mask_above is not None:
+        fresh = torch.ones_like(by_rollout, dtype=torch.bool)
+        for index, version in stale:
+            fresh[index][by_rollout[index] == version] = False
+        batch["collector", "mask"] &= fresh.reshape(versions.shape)
+    return lags
+
+
+def _versions(
+    header: Header, versions: torch.Tensor, traj_ids: torch.Tensor
+) -> list[tuple[int, int]]:
+    """(policy_version, frames that have it) of a rollout."""
+    lowest, highest = header.policy_version
+    if lowest == highest:
+        return [(lowest, header.num_frames)]
+    is_real = traj_ids >= 0
+    values, counts = np.unique(versions[is_real].numpy(force=True), return_counts=True)
+    return list(zip(values.tolist(), counts.tolist(), strict=True))

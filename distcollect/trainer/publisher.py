@@ -1,0 +1,163 @@
+"""What a collector does to publish weights: pick them, check them, pick the receivers, push."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from distcollect.common import checks
+from distcollect.common import tensor_cache as recycler
+from distcollect.config import WeightSync
+from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.policy.weight_layout import WeightLayout, check_finite, check_range
+from distcollect.trainer.pool import Pool
+from distcollect.trainer.staleness import lagging
+from distcollect.weights.push_handle import PushHandle
+from distcollect.weights.updaters import WeightUpdaterBase, gpu_of
+
+Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
+WorkerIds: TypeAlias = (
+    "int | slice | torch.device | Sequence[int] | Sequence[torch.device] | str | None"
+)
+
+
+class Publisher:
+    """Publishes the weights of a collector's policy and models.
+
+    Attributes:
+        last: the workers whose frames are in the batch that was taken last.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        layout: WeightLayout,
+        own: nn.Module | None,
+        *,
+        updater: WeightUpdaterBase,
+        options: WeightSync,
+        max_interval: int | None,
+        gpus: Mapping[int, str],
+    ) -> None:
+        """Publish through ``pool``.
+
+        Args:
+            pool: has the workers.
+            layout: of their weights.
+            own: what is published if nothing is given.
+            updater: how weights get to the workers.
+            options: what is sent.
+            max_interval: so many versions behind, and a worker is lagging.
+            gpus: worker_id to a name of the GPU that has its policy, "" for the CPU.
+        """
+        self.last: list[int] = []
+        self._pool = pool
+        self._layout = layout
+        self._own = own
+        self._updater = updater
+        self._options = options
+        self._max_interval = max_interval
+        self._gpus = gpus
+
+    def publish(self, source: Weights | None, worker_ids: WorkerIds) -> PushHandle | None:
+        """See :meth:`~distcollect.RPCDataCollector.update_policy_weights_`."""
+        selected = self.selected(worker_ids)
+        if not self._layout.entries or not selected:
+            return None
+        if source is None:
+            source = self._downloaded()
+        if source is None:
+            raise ArgumentTypeError(
+                "this collector has no policy of its own (it was given policy_factory): pass the "
+                "weights to send"
+            )
+        weights = self._layout.select(source)
+        if self._options.check_finite:
+            check_finite(weights)
+        if (narrow := self._options.narrow_dtype) is not None:
+            check_range(weights, narrow)
+        # Packed where they are, so that a GPU's weights cross the bus in one piece.
+        device = next(iter(weights.values())).device
+        self._updater.check(device, selected)
+        return self._pool.push(self._snapshot(weights, device), selected)
+
+    def _downloaded(self) -> Weights | None:
+        """What is published if nothing is given; newer weights of a server are its first."""
+        served = self._updater._get_server_weights()  # noqa: SLF001 - the name that TorchRL has
+        if served is None or self._own is None:
+            return self._own if served is None else served
+        self._layout.load(served, self._own)
+        return self._own
+
+    def publish_own(self, *, sync: bool) -> None:
+        """Publish between two batches, without having been asked."""
+        if sync:
+            handle = self.publish(None, None)
+            if handle is not None:
+                handle.wait()
+            return
+        selected = {*self.last} & {*self._pool.worker_ids}  # one may have left since
+        if self._max_interval is not None:
+            selected.update(self._lagging(self._max_interval))
+        self.publish(None, sorted(selected))
+
+    def _snapshot(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+        flat = (
+            self._layout.empty(device)
+            if device.type != "cpu"
+            else recycler.empty((self._layout.num_bytes,), torch.uint8)
+        )
+        self._layout.pack(weights, flat)
+        if flat.is_cuda:
+            # It is read on another thread, and so in another stream's time.
+            torch.cuda.current_stream(device).synchronize()
+        return flat
+
+    def selected(self, worker_ids: WorkerIds) -> Sequence[int]:
+        """The workers that are meant.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: none, or nothing that selects any.
+        """
+        everyone = self._pool.worker_ids
+        if not isinstance(worker_ids, str):
+            by_device = checks.devices_among(worker_ids)
+            if by_device:
+                return self._with_policy_on(by_device)
+            return checks.worker_ids(worker_ids, everyone) or everyone
+        if worker_ids == "all":
+            return everyone
+        if worker_ids == "last_batch":
+            if not self.last:
+                raise ArgumentError(
+                    "worker_ids='last_batch': no batch was taken yet; take one first"
+                )
+            return self.last
+        if worker_ids == "lagging":
+            if self._max_interval is None:
+                raise ArgumentError(
+                    "worker_ids='lagging' needs max_weight_update_interval, a whole number of "
+                    "versions, at the collector's construction"
+                )
+            return self._lagging(self._max_interval)
+        raise ArgumentTypeError(
+            f"worker_ids={worker_ids!r}: must be an int or a list of ints, or 'all', 'last_batch' "
+            "or 'lagging'"
+        )
+
+    def _with_policy_on(self, devices: Sequence[torch.device]) -> list[int]:
+        wanted = {gpu_of(device) for device in devices}
+        selected = [w for w in self._pool.worker_ids if self._gpus.get(w, "") in wanted]
+        if not selected:
+            raise ArgumentError(
+                f"worker_ids={[*devices]}: no worker has its policy there; policy_device= puts it "
+                "somewhere, and worker_ids may name workers instead"
+            )
+        return selected
+
+    def _lagging(self, more_than: int) -> list[int]:
+        return lagging(self._pool.acknowledged, self._pool.version + 1, more_than)

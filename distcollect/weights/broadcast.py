@@ -1,0 +1,362 @@
+"""Weights by broadcast: process groups of exactly those who are to get them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from distcollect.errors import ArgumentError
+from distcollect.net.interfaces import interface_of, listen
+from distcollect.weights.updaters import (
+    SharedMemoryUpdater,
+    Site,
+    Source,
+    WeightUpdaterBase,
+    gpu_of,
+)
+
+# Torch declares no types for its stores and process groups.
+dist: Any = torch.distributed
+
+# Groups that the trainer keeps for reuse, the most recently used; its workers keep the same.
+_MAX_GROUPS = 32
+# Gloo waits five times as long for a member's connection. All have joined by then, and who waits
+# for one that has died since is told so; this is for when even that doesn't get through.
+_CONNECT_TIMEOUT_S = 2.0
+
+
+def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
+    """The backend for a group whose members have their weights on ``gpus``.
+
+    NCCL needs a GPU of its own for each member; where it can't be, Gloo goes through pinned memory.
+
+    Raises:
+        ArgumentError: NCCL is wanted and can't be.
+    """
+    possible = dist.is_nccl_available() and all(gpus) and len(set(gpus)) == len(gpus)
+    if wanted == "nccl" and not possible:
+        raise ArgumentError(
+            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but have "
+            f"{[gpu or 'cpu' for gpu in gpus]} (trainer first); use backend='auto'"
+        )
+    return "nccl" if possible and wanted != "gloo" else "gloo"
+
+
+class Groups:
+    """Process groups by name, the least recently used dropped first."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._under_way: dict[str, threading.Event] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all there are."""
+        with self._lock:
+            return tuple(self._groups)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Leave all others."""
+        for name in self.names:
+            if name not in names:
+                self.drop(name)
+
+    def join(self, place: FromGroup, store: Any, address: str) -> None:
+        """Be in a group, without waiting for its other members."""
+        with self._lock:
+            group = self._groups.get(place.group)
+        if group is None:
+            prefixed = dist.PrefixStore(place.group, store)
+            if place.on_gpu:
+                name_interface(address)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = place.timeout  # noqa: SLF001 - there is no public way
+                group = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
+            else:
+                group = _gloo(prefixed, place, address)
+        with self._lock:
+            self._groups[place.group] = group
+            self._groups.move_to_end(place.group)
+
+    def broadcast(self, place: FromGroup, flat: torch.Tensor) -> None:
+        """Broadcast ``flat`` from rank 0; all members of the group must do so together.
+
+        Raises:
+            RuntimeError: a member is gone or too late, or the group was dropped meanwhile. It is
+                dropped then, ``flat`` may be torn, and may still be written to.
+        """
+        over = threading.Event()
+        with self._lock:
+            held = [self._groups.get(place.group)]
+            self._under_way[place.group] = over
+        try:
+            _broadcast(held, place, flat, over)
+        except RuntimeError:
+            self.drop(place.group)
+            # Gloo can't end what is under way, and giving the group back waits for that.
+            threading.Thread(target=_outlast, args=(held,), daemon=True).start()
+            raise
+        finally:
+            with self._lock:
+                del self._under_way[place.group]
+
+    def drop(self, name: str) -> None:
+        """Leave a group; who waits in its broadcast is told at once."""
+        with self._lock:
+            group = self._groups.pop(name, None)
+            over = self._under_way.get(name)
+        # A NCCL kernel that waits for a dead peer would wait for ever.
+        if group is not None and group.name() == "nccl":
+            group.abort()
+        if over is not None:
+            over.set()
+
+    def close(self) -> None:
+        """Leave all."""
+        self.keep_only(())
+
+
+def _broadcast(
+    held: list[Any], place: FromGroup, flat: torch.Tensor, over: threading.Event
+) -> None:
+    """Broadcast in the group in ``held``, and put the work there too.
+
+    They are in no variable, so that an error's traceback doesn't keep them.
+    """
+    if held[0] is None:
+        raise RuntimeError(f"process group {place.group} was left before its broadcast")
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = place.timeout
+    held.append(held[0].broadcast([flat], options))
+    if place.on_gpu:
+        held[1].wait(place.timeout)
+        torch.cuda.synchronize(flat.device)
+        return
+    done = held[1].get_future()
+    done.add_done_callback(lambda _: over.set())
+    over.wait(place.timeout_s)
+    if not done.done():
+        raise RuntimeError(
+            f"the broadcast in process group {place.group} was given up: a member is gone, or it "
+            f"took longer than {place.timeout_s:g} s"
+        )
+    held[1].wait()
+
+
+def _outlast(held: list[Any]) -> None:
+    with contextlib.suppress(RuntimeError, IndexError):
+        held[1].wait()
+    held.clear()
+
+
+def _gloo(store: Any, place: FromGroup, address: str) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
+    # The address names the interface, and connections are made on first use: a broadcast needs a
+    # tree of them, not all pairs. So nobody is waited for here.
+    options._devices = [  # noqa: SLF001
+        dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
+    ]
+    options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)  # noqa: SLF001
+    return dist.ProcessGroupGloo(store, place.rank, place.size, options)
+
+
+def name_interface(address: str) -> None:
+    """Have NCCL use the interface of ``address``: it takes it from the environment only.
+
+    Nothing where the user has named one. Nor for loopback: NCCL reads it once in a process, which
+    may need the network later on, for other groups.
+    """
+    interface = interface_of(address)
+    if interface not in (None, "lo"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+@dataclass(frozen=True)
+class FromGroup(Source):
+    """From a process group's broadcast; the first mention of a group under a name makes the group.
+
+    Attributes:
+        group: its name.
+        rank: the receiver's; the trainer is 0.
+        size: how many are in it.
+        store: host and port of the store where its members find each other.
+        timeout_s: for the broadcast.
+        on_gpu: whether it is one of NCCL's, else Gloo's.
+        kept: the names of the groups that the trainer has; all others are left.
+    """
+
+    group: str
+    rank: int
+    size: int
+    store: tuple[str, int]
+    timeout_s: float
+    on_gpu: bool = False
+    kept: tuple[str, ...] = ()
+
+    @property
+    def timeout(self) -> timedelta:
+        """``timeout_s`` as torch takes it."""
+        return timedelta(seconds=self.timeout_s)
+
+    def join(self, keep: dict[str, Any]) -> None:
+        if "store" not in keep:
+            host, port = self.store
+            keep["store"] = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
+            keep["groups"] = Groups()
+        keep["groups"].keep_only(self.kept)
+        keep["groups"].join(self, keep["store"], keep["address"])
+
+    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+        keep["groups"].broadcast(self, target)
+
+
+class BroadcastUpdater(WeightUpdaterBase):
+    """One broadcast to a process group of exactly the receivers."""
+
+    together = True
+
+    def __init__(self, backend: str = "auto") -> None:
+        """``backend``: "gloo"; "nccl"; or "auto", see :class:`~distcollect.WeightSync`."""
+        self._backend = backend
+        self._groups = Groups()
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._left: deque[tuple[float, str, int]] = deque()  # since when, name, size
+        self._counter = itertools.count()
+        self._store: Any = None
+        self._current: FromGroup | None = None
+        self._staging: torch.Tensor | None = None
+
+    def attach(self, site: Site) -> None:
+        self._site = site
+        listener = listen(site.address)
+        self._endpoint = (site.address, listener.getsockname()[1])
+        # TCPStore would listen on every interface; it takes over a socket that is bound already.
+        self._store = dist.TCPStore(
+            *self._endpoint,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=site.timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+    def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
+        """Raise ArgumentError if NCCL is wanted, and trainer and workers have no GPU each."""
+        self._backend_for(device, worker_ids)
+
+    def _backend_for(self, device: torch.device, worker_ids: Sequence[int]) -> str:
+        gpus = [gpu_of(device), *(self._site.gpus.get(worker_id, "") for worker_id in worker_ids)]
+        return choose_backend(self._backend, gpus)
+
+    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+        on_gpu = self._backend_for(payload.device, list(peers)) == "nccl"
+        members = (on_gpu, *peers.values())
+        existing = self._groups.names
+        self._groups.keep_only(existing[-_MAX_GROUPS + 1 :])
+        existing = self._groups.names
+        for gone, name in [item for item in self._names.items() if item[1] not in existing]:
+            del self._names[gone]
+            self._left.append((time.monotonic(), name, len(gone)))
+        self._clear_store()
+        if members not in self._names:
+            self._names[members] = f"weights{next(self._counter)}"
+        name, size = self._names[members], len(peers) + 1
+        kept = (*existing, name)
+        first = FromGroup(name, 0, size, self._endpoint, self._site.timeout_s, on_gpu, kept)
+        self._current = first
+        self._groups.join(first, self._store, self._site.address)
+        return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
+
+    def _clear_store(self) -> None:
+        """Delete what members of groups that were left had put there for each other."""
+        # For so long, one that is late may look for another.
+        deadline = time.monotonic() - self._site.timeout_s
+        while self._left and self._left[0][0] < deadline:
+            _, name, size = self._left.popleft()
+            for rank in range(size):
+                self._store.delete_key(f"{name}/0/{rank}")
+
+    def send(self, payload: torch.Tensor) -> None:
+        assert self._current is not None
+        if payload.is_cuda and not self._current.on_gpu:
+            if self._staging is None or len(self._staging) != len(payload):
+                self._staging = torch.empty_like(payload, device="cpu", pin_memory=True)
+            payload = self._staging.copy_(payload)
+        self._groups.broadcast(self._current, payload)
+
+    def forget(self, peer: int) -> None:
+        """A receiver is gone, or failed: its groups are of no use any more."""
+        for (_, *members), name in list(self._names.items()):
+            if peer in members:
+                self._groups.drop(name)
+
+    def close(self) -> None:
+        self._groups.close()
+        self._store = None
+
+
+class AutoUpdater(WeightUpdaterBase):
+    """The default: workers on the trainer's host map its memory, the others get one broadcast.
+
+    Where policies are on GPUs, all get the broadcast.
+    """
+
+    def __init__(self) -> None:
+        self._near = SharedMemoryUpdater()
+        self._far = BroadcastUpdater()
+
+    def attach(self, site: Site) -> None:
+        self._site = site
+        self._far.attach(site)
+
+    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+        near = {w: peer for w, peer in peers.items() if self._is_near(payload, w, peer)}
+        far = {w: peer for w, peer in peers.items() if w not in near}
+        self.together = bool(far)
+        sources = dict(self._near.sources(payload, near)) if near else {}
+        if far:
+            sources.update(self._far.sources(payload, far))
+        return sources
+
+    def _is_near(self, payload: torch.Tensor, worker_id: int, peer: int) -> bool:
+        on_gpu = payload.is_cuda or self._site.gpus[worker_id]
+        return not on_gpu and self._site.is_near(peer)
+
+    def send(self, payload: torch.Tensor) -> None:
+        if self.together:
+            self._far.send(payload)
+
+    def forget(self, peer: int) -> None:
+        self._far.forget(peer)
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
+
+
+def default_updater(backend: str) -> WeightUpdaterBase:
+    """What moves weights where the user names nothing but :class:`~distcollect.WeightSync`'s.
+
+    Raises:
+        ArgumentError: this process can't have a part in it.
+    """
+    lacks = "sees no GPU" if dist.is_nccl_available() else "has a torch without NCCL"
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.device_count()):
+        raise ArgumentError(
+            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but this process "
+            f"{lacks}; use backend='auto'"
+        )
+    return AutoUpdater() if backend == "auto" else BroadcastUpdater(backend)

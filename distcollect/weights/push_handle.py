@@ -1,0 +1,133 @@
+"""What the user holds of a version that is on its way to workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distcollect.common.threads import LOOK_UP_S
+from distcollect.errors import DistCollectError, WeightsTimeout
+
+
+@dataclass
+class PushRecord:
+    """What was measured of a version's way."""
+
+    timings: dict[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class PushHandle:
+    """A version on its way to workers.
+
+    Attributes:
+        version: the policy_version that is being sent.
+        worker_ids: the workers that it is sent to.
+    """
+
+    def __init__(
+        self, version: int, worker_ids: Sequence[int], record: PushRecord, timeout_s: float
+    ) -> None:
+        self.version = version
+        self.worker_ids = tuple(worker_ids)
+        self._record = record
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._acknowledged: dict[int, int] = {}
+        self._left_out: dict[int, DistCollectError] = {}
+        self._later: set[int] = set()
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """How long the push took, in seconds; empty before it was sent.
+
+        "ready_s" until the workers were ready, "transfer_s" for the weights, "acknowledge_s" until
+        the last had acknowledged, "total_s" since the publication. Stays empty if a newer version
+        was sent in its place.
+        """
+        return dict(self._record.timings)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what was sent to each worker; 0 if a newer version was sent in its place."""
+        return self._record.num_bytes
+
+    @property
+    def acknowledged(self) -> dict[int, int]:
+        """Workers that have it: worker_id to the acknowledged version, this one or a newer one."""
+        with self._lock:
+            return dict(self._acknowledged)
+
+    @property
+    def left_out(self) -> dict[int, DistCollectError]:
+        """Workers that don't have it: worker_id to the error that says why.
+
+        A worker that was merely late, or is being replaced, disappears from here once it has it.
+        """
+        with self._lock:
+            return dict(self._left_out)
+
+    def done(self) -> bool:
+        """Whether it is known for every worker if it has these weights."""
+        with self._lock:
+            return not self._open()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until it is known for every worker if it has these weights.
+
+        While all workers are late or being replaced, it keeps waiting for one of them.
+
+        Args:
+            timeout_s: seconds; None: ``WeightSync.ready_timeout_s`` plus twice
+                ``Faults.weights_timeout_s``.
+
+        Raises:
+            WeightsTimeout: not known at the deadline, or no worker has them; names the workers.
+            WorkerError: no worker could receive them; WorkerLost if they are gone.
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        with self._lock:
+            while waited_for := self._open() or self._awaited():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise WeightsTimeout(
+                        f"version {self.version} is not acknowledged by workers {waited_for} "
+                        f"after {limit:g} s; Faults(weights_timeout_s=...) gives them longer"
+                    )
+                self._changed.wait(min(remaining, LOOK_UP_S))
+            if self.worker_ids and not self._acknowledged:
+                # Without what it keeps alive from the last time that it was raised.
+                raise next(iter(self._left_out.values())).with_traceback(None)
+
+    def _awaited(self) -> list[int]:
+        """Who gets it later, if nobody has it yet."""
+        return [] if self._acknowledged else sorted(self._later)
+
+    def _open(self) -> list[int]:
+        return [
+            worker_id
+            for worker_id in self.worker_ids
+            if worker_id not in self._acknowledged and worker_id not in self._left_out
+        ]
+
+    def settle(
+        self, worker_id: int, outcome: int | DistCollectError, *, for_now: bool = False
+    ) -> None:
+        """Note the version that a worker acknowledged, or why it is left out.
+
+        ``for_now``: it, or who takes its place, is to get it later.
+        """
+        with self._lock:
+            self._later.discard(worker_id)
+            if isinstance(outcome, int):
+                self._left_out.pop(worker_id, None)
+                self._acknowledged[worker_id] = outcome
+            elif worker_id not in self._acknowledged:
+                self._left_out[worker_id] = outcome
+                if for_now:
+                    self._later.add(worker_id)
+            self._changed.notify_all()

@@ -1,0 +1,1 @@
+"""Injures real workers at random, and checks every frame: ``tests/chaos/run.py``."""

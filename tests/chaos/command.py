@@ -1,0 +1,333 @@
+"""Rounds of collection under injuries: arguments, the loop, and what is told at the end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import random
+import resource
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import distcollect as dc
+from chaos.checks import Checker, Plan
+from chaos.envs import Maker, Marking
+from chaos.hosts import Hosts, Joiners, Marked
+from chaos.injuries import Injuries, Injury
+from distcollect.results import LedgerReport
+from distcollect.supervision.membership import PRESENT
+
+_SETTLE_S = 20.0
+_PUSH_WAIT_S = 1.0
+_JOINED_TIMEOUT_S = 100.0  # a supervisor may have to wait until its network is back
+_FAULTS = dc.Faults(
+    start_timeout_s=120.0,
+    batch_timeout_s=120.0,
+    weights_timeout_s=10.0,
+    leave_timeout_s=10.0,
+    silence_timeout_s=4.0,
+    step_timeout_s=6.0,
+    max_restarts=100_000,
+)
+# Torch's own, for good from the first time on, and sockets whose end takes a moment.
+_NEVER_BACK = 2
+
+
+def main(argv: Sequence[str] | None = None, *, testbed: Path | None = None) -> int:
+    """Run; 0 if all that must hold did."""
+    given = _parse(argv)
+    if given.hosts and (testbed is None or os.geteuid() != 0 or not shutil.which("ip")):
+        print("chaos: --hosts makes network namespaces: needs the testbed, root and iproute2")
+        return 2
+    seed = secrets.randbits(32) if given.seed is None else given.seed
+    print(f"seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="distcollect-chaos-") as name:
+        folder = Path(name)
+        logging.basicConfig(filename=given.log or folder / "trainer.log", level=logging.INFO)
+        logging.getLogger().handlers[0].setFormatter(
+            logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
+        )
+        with Hosts(testbed if given.hosts else None) as hosts:
+            run = _Run(given, random.Random(seed), hosts, folder)
+            failures = run.all_rounds(given.seconds)
+        if failures and given.log is None:
+            print("--- the trainer's log, its last lines")
+            print("\n".join((folder / "trainer.log").read_text().splitlines()[-60:]))
+    run.tell()
+    if failures:
+        print(f"\n{len(failures)} checks FAILED with seed {seed}:")
+        print("\n".join(f"  {failure}" for failure in failures))
+    else:
+        print(f"\nall checks held; seed {seed}")
+    return int(bool(failures))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="chaos.py", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120.0, help="in all (default: 120)")
+    parser.add_argument("--seed", type=int, help="of the injuries; else drawn, and printed")
+    parser.add_argument("--workers", type=int, default=3, help="that the trainer starts")
+    parser.add_argument("--every", type=float, default=3.0, metavar="SECONDS", help="an injury")
+    parser.add_argument("--round", type=float, default=150.0, metavar="SECONDS", help="of one mode")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--sync", dest="sync", action="store_true", default=None)
+    mode.add_argument("--async", dest="sync", action="store_false", help="else both in turn")
+    parser.add_argument("--hosts", action="store_true", help="two more, as namespaces; needs root")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="where the trainer's log is kept")
+    return parser.parse_args(argv)
+
+
+class _Run:
+    """All rounds of a run."""
+
+    def __init__(
+        self, given: argparse.Namespace, rng: random.Random, hosts: Hosts, folder: Path
+    ) -> None:
+        self._given = given
+        self._rng = rng
+        self._hosts = hosts
+        self._folder = folder
+        self._token_file = folder / "token"
+        self._token_file.touch(mode=0o600)
+        self._token_file.write_text(secrets.token_hex(16))
+        os.environ["DISTCOLLECT_TOKEN_FILE"] = str(self._token_file)
+        self.failures: list[str] = []
+        self._checker = Checker(self.failures)
+        of_injuries = random.Random(rng.random())
+        self._injuries = Injuries(of_injuries, hosts, self._checker, given.every)
+        self._marked = Marked()
+        self._joiners = Joiners(hosts, folder, self._token_file)
+        self._ledgers: list[tuple[str, LedgerReport]] = []
+        self._usages: list[tuple[str, _Usage]] = []
+        self._num_pushes = 0
+
+    def all_rounds(self, seconds: float) -> list[str]:
+        """Collect for so long; what did not hold."""
+        end = time.monotonic() + seconds
+        number = 0
+        sync = bool(self._given.sync)
+        try:
+            while (left := end - time.monotonic()) > 0 and len(self.failures) < 10:
+                # The rest of a round is better at the end of one than in one of its own.
+                self._round(
+                    number, sync, left if left < 1.5 * self._given.round else self._given.round
+                )
+                number += 1
+                sync = not sync if self._given.sync is None else sync
+        finally:
+            self._marked.kill()
+        return self.failures
+
+    def _round(self, number: int, sync: bool, seconds: float) -> None:
+        num_envs = self._rng.choice([1, 2, 3])
+        plan = Plan(sync, self._given.workers, num_envs, self._rng.choice([20, 50]))
+        missing = self._rng.choice(["survivors", "replacement"])
+        faults = replace(_FAULTS, missing_share=missing)
+        folder = self._folder / f"round-{number}"
+        folder.mkdir()
+        port = _free_port(self._hosts.address)
+        address = f"{self._hosts.address}:{port}"
+        mode = f"sync, share of missing: {faults.missing_share}" if sync else "async"
+        print(f"round {number}: {mode}, {num_envs} envs, T = {plan.num_steps}", flush=True)
+        self._usages.append((f"before round {number}", _Usage.now()))
+        policy = Marking()
+        collector = dc.RPCDataCollector(
+            Maker(folder, pause_s=0.002),
+            policy,
+            frames_per_batch=plan.frames_per_batch,
+            num_workers=plan.num_workers,
+            envs_per_worker=num_envs,
+            sync=sync,
+            faults=faults,
+            listen=address,
+        )
+        self._checker.begin(plan)
+        self._injuries.begin(collector, faults, folder, self._joiners, address)
+        try:
+            for host in self._hosts.numbers or (0,):
+                self._joiners.start(host, address)
+            self._collect(collector, policy, seconds, number)
+        finally:
+            self._injuries.stop()
+            begin = time.monotonic()
+            collector.shutdown()
+            took_s = time.monotonic() - begin
+        # Twice the grace at most, and what the ends of torch's agent and of processes take.
+        if took_s > 4 * faults.stop_timeout_s:
+            self._checker.fail(f"shutdown took {took_s:.1f} s")
+        self._end_round(collector, mode)
+        self._usages.append((f"after round {number}", _Usage.now()))
+        ends = [usage for when, usage in self._usages if when.startswith("after")]
+        if more := ends[-1].more_than(ends[0]):
+            self._checker.fail(f"the trainer keeps more after round {number} than after 0: {more}")
+
+    def _collect(
+        self, collector: dc.RPCDataCollector, policy: Marking, seconds: float, number: int
+    ) -> None:
+        """Until the time is over; any error ends the round, and is a failure.
+
+        None is legitimate: worker 0 is never told to leave and may be replaced without a limit,
+        and no env raises as often in a row as it may.
+        """
+        end = time.monotonic() + seconds
+        owed: dict[int, int] = {}
+        noted_at = 0.0
+        while (now := time.monotonic()) < end:
+            if self._rng.random() < 0.3:
+                self._push(collector, policy, owed)
+            try:
+                batch = collector.next()
+            except dc.DistCollectError as error:
+                self._checker.fail(f"next() raised {error!r}")
+                return
+            self._checker.see(batch, time.monotonic(), collector.policy_version, owed)
+            if now - noted_at > 5:
+                self._marked.note_files()
+                if not noted_at:
+                    self._usages.append((f"in round {number}", _Usage.now()))
+                noted_at = now
+
+    def _push(self, collector: dc.RPCDataCollector, policy: Marking, owed: dict[int, int]) -> None:
+        version = collector.policy_version + 1
+        policy.become(version)
+        states = collector.worker_states
+        present = [worker_id for worker_id, state in states.items() if state in PRESENT]
+        selected = None
+        if self._rng.random() < 0.7 and present:
+            selected = self._rng.sample(present, self._rng.randint(1, len(present)))
+        wait = self._rng.random() < 0.1
+        try:
+            handle = collector.update_policy_weights_(policy, worker_ids=selected, wait=False)
+        except dc.ArgumentError:
+            # Whom we selected was lost for good meanwhile; nothing was published.
+            if selected is None or collector.policy_version != version - 1:
+                raise
+            return
+        self._num_pushes += 1
+        assert handle is not None
+        if handle.version != version:
+            self._checker.fail(f"version {handle.version} was published instead of {version}")
+        owed.update(dict.fromkeys(handle.worker_ids, version))
+        if wait:
+            try:
+                handle.wait(_PUSH_WAIT_S)
+            except dc.WeightsTimeout:
+                pass  # somebody hangs
+            except dc.WorkerError:
+                # Legitimate where all that were selected are in trouble.
+                if not set(handle.left_out) >= set(handle.worker_ids):
+                    raise
+
+    def _end_round(self, collector: dc.RPCDataCollector, mode: str) -> None:
+        deaths, vanished = self._injuries.end()
+        for wrong in self._joiners.end_round(_JOINED_TIMEOUT_S):
+            self._checker.fail(wrong)
+        deadline = time.monotonic() + _SETTLE_S
+        while self._marked.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = [*self._marked.describe(), *self._marked.files(), *self._hosts.files()]
+        if left:
+            self._checker.fail(f"left behind: {left}")
+            self._marked.kill()
+        report = collector.ledger
+        self._ledgers.append((mode, report))
+        records = self._injuries.records()
+        for record in records:
+            record.detach()
+        self._checker.check_ledger(report, records, deaths, vanished)
+
+    def tell(self) -> None:
+        """Print what there is to tell of the whole run."""
+        print(f"\n{_injury_table(self._injuries.done)}")
+        for number, (mode, report) in enumerate(self._ledgers):
+            print(f"\nround {number} ({mode})\n{report}")
+        print(f"\n{self._num_pushes} versions were published")
+        for when, usage in self._usages:
+            print(f"{when:>16}: {usage}")
+        first, last = self._usages[min(1, len(self._usages) - 1)][1], self._usages[-1][1]
+        kills = sum(
+            injury.kind in ("kill", "stop", "kill supervisor") for injury in self._injuries.done
+        )
+        growth = (last.resident_mb - first.resident_mb) / max(1, kills)
+        print(f"memory: {growth:+.3f} MB for each of {kills} kills")
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """What the trainer's process takes.
+
+    Attributes:
+        resident_mb: memory.
+        threads: by name.
+        descriptors: by what they are of.
+    """
+
+    resident_mb: float
+    threads: Counter[str]
+    descriptors: Counter[str]
+
+    @classmethod
+    def now(cls) -> _Usage:
+        """At this moment."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        threads: Counter[str] = Counter()
+        descriptors: Counter[str] = Counter()
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # ended meanwhile
+                threads[(task / "comm").read_text().strip()] += 1
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                descriptors[str(link.readlink()).partition(":[")[0]] += 1
+        return cls(pages * resource.getpagesize() / 1e6, threads, descriptors)
+
+    def more_than(self, before: _Usage) -> str:
+        """Of what there is more than before, in words; "" if there is not."""
+        more = [self.threads - before.threads, self.descriptors - before.descriptors]
+        return " and ".join(str(dict(m)) for m in more if m.total() > _NEVER_BACK)
+
+    def __str__(self) -> str:
+        num_descriptors = self.descriptors.total()
+        return (
+            f"{self.resident_mb:.1f} MB, {self.threads.total()} threads, "
+            f"{num_descriptors} descriptors"
+        )
+
+
+def _injury_table(injuries: Sequence[Injury]) -> str:
+    heads = ["injury", "count", "seen: median", "max", "again: median", "max", "with a pause: max"]
+    rows = [heads]
+    for kind in sorted({injury.kind for injury in injuries}):
+        of_kind = [injury for injury in injuries if injury.kind == kind]
+        seen = [i.detected_s for i in of_kind if i.detected_s is not None]
+        prompt = [i.recovered_s for i in of_kind if i.recovered_s is not None and not i.hurried]
+        hurried = [i.recovered_s for i in of_kind if i.recovered_s is not None and i.hurried]
+        rows.append(
+            [kind, str(len(of_kind)), *_summary(seen), *_summary(prompt), _summary(hurried)[1]]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+
+
+def _summary(values: list[float]) -> tuple[str, str]:
+    if not values:
+        return "-", "-"
+    return f"{median(values):.2f} s", f"{max(values):.2f} s"
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as free:
+        free.bind((address, 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,209 @@
+"""What the workers step, and the policy: every frame tells who made it and with which weights.
+
+The envs of a process share a file with the trainer. In it the process counts its steps, which
+tells how many frames there were whatever becomes of it, and takes orders to misbehave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import mmap
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from distcollect.envs.make import EnvContext
+
+JOINER_VARIABLE = "DISTCOLLECT_CHAOS_JOINER"
+# What an observation consists of.
+TOKEN, ENV, NUMBER, EPISODE, STEP, LENGTH = range(6)
+_LENGTHS = (5, 40)
+_FOREVER_S = 10_000
+
+
+class Order(IntEnum):
+    """What the next step or reset of a process is to do."""
+
+    NONE = 0
+    RAISE_IN_STEP = 1
+    RAISE_IN_RESET = 2
+    HANG = 3
+    HANG_WITH_GIL = 4
+
+
+class Record:
+    """A process's file: int64 numbers that it and the trainer read and write.
+
+    Attributes:
+        token: tells the process from all others.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map it; it exists."""
+        self.token = int(path.name, 16)
+        with path.open("r+b") as file:
+            self._cells = np.frombuffer(mmap.mmap(file.fileno(), mmap.PAGESIZE), np.int64)
+
+    @property
+    def order(self) -> Order:
+        """What is to be carried out."""
+        return Order(self._cells[0])
+
+    @property
+    def stepped(self) -> int:
+        """Frames that the process has stepped."""
+        return int(self._cells[1])
+
+    @property
+    def worker_id(self) -> int:
+        """Its slot."""
+        return int(self._cells[2])
+
+    @property
+    def incarnation(self) -> int:
+        """Which process in that slot."""
+        return int(self._cells[3])
+
+    @property
+    def joiner(self) -> int:
+        """The number of whoever brought it; -1: the trainer."""
+        return int(self._cells[4])
+
+    @property
+    def obeyed_at(self) -> float:
+        """When it last carried out an order, by this process's ``time.monotonic()``."""
+        # Hosts have monotonic clocks of their own, but they share this machine's calendar.
+        return time.monotonic() - (time.time() - float(self._cells[5]) / 1e9)
+
+    def detach(self) -> None:
+        """Keep the numbers as they are now, and no descriptor."""
+        self._cells = self._cells.copy()
+
+    def give(self, order: Order) -> None:
+        """Have it carried out once."""
+        self._cells[0] = order
+
+    def obey(self) -> None:
+        """It is being carried out."""
+        self._cells[5] = time.time_ns()
+        self._cells[0] = Order.NONE
+
+    def count_step(self) -> None:
+        """One more frame."""
+        self._cells[1] += 1
+
+    def introduce(self, context: EnvContext) -> None:
+        """Say whose it is."""
+        joiner = int(os.environ.get(JOINER_VARIABLE, "-1"))
+        self._cells[2:5] = context.worker_id, context.incarnation, joiner
+
+
+@functools.cache
+def _my_record(folder: Path) -> Record:
+    token = secrets.randbits(48)
+    new = folder / f"{token:012x}.new"
+    with new.open("wb") as file:
+        file.truncate(mmap.PAGESIZE)
+    return Record(new.rename(folder / f"{token:012x}"))
+
+
+_numbers = itertools.count()
+
+
+class Numbered(gym.Env[np.ndarray, np.int64]):
+    """Numbers its frames from 0, and tells all that is to be checked of them."""
+
+    observation_space = spaces.Box(0, 2**53, (6,), np.int64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, record: Record, pause_s: float) -> None:
+        self._record = record
+        self._pause_s = pause_s
+        self._env = next(_numbers)
+        self._number = 0
+        self._episode = -1
+        self._step = self._length = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        if self._record.order is Order.RAISE_IN_RESET and self._number:
+            self._record.obey()
+            raise RuntimeError("told to raise in reset")
+        self._episode += 1
+        self._step = 0
+        self._length = int(self.np_random.integers(*_LENGTHS))
+        return self._observe(), {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if self._record.order not in (Order.NONE, Order.RAISE_IN_RESET):
+            self._misbehave(self._record.order)
+        time.sleep(self._pause_s)
+        reward = reward_of(self._number)
+        self._step += 1
+        self._number += 1
+        self._record.count_step()
+        return self._observe(), reward, self._step == self._length, False, {}
+
+    def _misbehave(self, order: Order) -> None:
+        self._record.obey()
+        if order is Order.RAISE_IN_STEP:
+            raise RuntimeError("told to raise in step")
+        if order is Order.HANG_WITH_GIL:
+            ctypes.PyDLL(None).sleep(_FOREVER_S)
+        time.sleep(_FOREVER_S)
+
+    def _observe(self) -> np.ndarray:
+        mine = (self._record.token, self._env, self._number)
+        return np.array([*mine, self._episode, self._step, self._length], np.int64)
+
+
+def reward_of(number: int) -> float:
+    """Of the frame with this number."""
+    return float(number % 7)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes envs whose process keeps its file in ``folder``; ``pause_s``: how long a step takes."""
+
+    folder: Path
+    pause_s: float
+
+    def __call__(self, context: EnvContext) -> Numbered:
+        record = _my_record(self.folder)
+        record.introduce(context)
+        return Numbered(record, self.pause_s)
+
+
+class Marking(nn.Module):
+    """Every frame tells the weights that its action was chosen with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mark = nn.Parameter(torch.zeros(1))
+        self.ballast = nn.Parameter(torch.zeros(50_000))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Always the same action; the two ends of the weights, to see that they are of one push."""
+        n = len(observation)
+        ends = torch.stack([self.mark.detach()[0], self.ballast.detach()[-1]])
+        return torch.zeros(n, dtype=torch.int64), {"mark": ends.expand(n, 2)}
+
+    def become(self, version: int) -> None:
+        """Make the weights those of ``version``."""
+        for parameter in self.parameters():
+            parameter.data.fill_(version)

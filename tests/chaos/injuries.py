@@ -1,0 +1,409 @@
+"""Harms workers and their hosts at random, and takes the time until it is seen and made good."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import distcollect as dc
+from chaos.checks import Checker, Seen
+from chaos.envs import Order, Record
+from chaos.hosts import Hosts, Joiner, Joiners, pid_of
+from distcollect.supervision.membership import PRESENT
+
+_LOOK_S = 0.01
+_ACT_S = 0.05
+# Late by more than this is a failure. The machine is busy: several processes start on few cores.
+_SLACK_S = 4.0
+# From an injury until another process has collected, pauses between restarts included.
+_RECOVERY_S = 120.0
+# A replaced process that had worked for less than this is replaced after a pause.
+_SOUND_S = 60.0
+
+WEIGHTS = {
+    "kill": 5,
+    "stop": 2,
+    "pause": 2,
+    "raise in step": 2,
+    "raise in reset": 2,
+    "hang": 1,
+    "hang with the GIL": 1,
+    "leave": 1,
+    "kill supervisor": 1,
+}
+HOST_WEIGHTS = {"unplug": 3, "slow": 1}
+_ORDERS = {
+    "raise in step": Order.RAISE_IN_STEP,
+    "raise in reset": Order.RAISE_IN_RESET,
+    "hang": Order.HANG,
+    "hang with the GIL": Order.HANG_WITH_GIL,
+}
+# After these the process must be gone; after the others it goes on.
+_FATAL = {"kill", "stop", "hang", "hang with the GIL", "kill supervisor", "leave"}
+# A process's counter outlives it where its supervisor does.
+_LAST_WITNESS = {"kill supervisor", *HOST_WEIGHTS}
+
+
+@dataclass(eq=False)
+class Injury:
+    """One of them.
+
+    Attributes:
+        kind: see WEIGHTS.
+        record: of the process that was harmed.
+        at: when, or since when it was to be seen.
+        begun: what was ordered is being done.
+        joiner: who brings the replacement, where that is not its own slot.
+        heal_at: when to make it good.
+        heal: how.
+        healed_at: when that was done.
+        lasts_s: until it is made good.
+        hurried: the slot's process was replaced less than a minute ago, so it has to wait.
+        num_envs: that the process had shown.
+        detected_s: after so long it was seen.
+        recovered_s: after so long (from when it was made good, if it was) there were new frames.
+        over: nothing more is to come.
+    """
+
+    kind: str
+    record: Record
+    at: float
+    begun: bool = False
+    joiner: Joiner | None = None
+    heal_at: float | None = None
+    heal: Callable[[], None] | None = None
+    healed_at: float | None = None
+    lasts_s: float = 0.0
+    hurried: bool = False
+    num_envs: int = 0
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    over: bool = False
+
+    @property
+    def whom(self) -> str:
+        """For people."""
+        return f"worker {self.record.worker_id}.{self.record.incarnation}"
+
+    def __str__(self) -> str:
+        lasted = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
+        parts = [f"{self.kind}{lasted}: {self.whom}"]
+        if self.detected_s is not None:
+            parts.append(f"seen after {self.detected_s:.2f} s")
+        if self.recovered_s is not None:
+            waited = " (with a pause between restarts)" if self.hurried else ""
+            healed = " from then on" if self.healed_at is not None else ""
+            parts.append(f"frames again after {self.recovered_s:.2f} s{healed}{waited}")
+        if not self.over:
+            parts.append("the round ended before")
+        return ", ".join(parts)
+
+
+class Injuries:
+    """Decides who is harmed when, and watches what comes of it.
+
+    Attributes:
+        done: all injuries of the run.
+    """
+
+    def __init__(self, rng: random.Random, hosts: Hosts, checker: Checker, every_s: float) -> None:
+        """One every ``every_s`` on average."""
+        self.done: list[Injury] = []
+        self._rng = rng
+        self._hosts = hosts
+        self._checker = checker
+        self._every_s = every_s
+
+    def begin(
+        self,
+        collector: dc.RPCDataCollector,
+        faults: dc.Faults,
+        folder: Path,
+        joiners: Joiners,
+        address: str,
+    ) -> None:
+        """A round begins."""
+        self._collector = collector
+        self._faults = faults
+        self._folder = folder
+        self._joiners = joiners
+        self._address = address
+        self._records: dict[int, Record] = {}
+        self._present_until: dict[int, float] = {}
+        self._open: list[Injury] = []
+        self._begun = len(self.done)
+        self._restarted: dict[int, float] = {}
+        self._next_at = time.monotonic() + 1.0
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._watch, self._act)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Do no further harm, and leave all as it is."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def end(self) -> tuple[Counter[int], bool]:
+        """The round is over: make good what can be.
+
+        Returns:
+            How many processes died in each slot, and whether somebody had vanished who alone
+            knew how many frames a process had stepped.
+        """
+        arrived = {record.joiner for record in self.records() if record.token in self._checker.seen}
+        for joiner in self._joiners.all:
+            # One that is still on its way finds nobody.
+            joiner.may_end |= joiner.number not in arrived
+        for injury in self._open:
+            if injury.kind in HOST_WEIGHTS and injury.joiner is not None:
+                injury.joiner.may_end = True  # it may learn too late that the trainer is done
+            if injury.heal is not None and injury.healed_at is None:
+                with contextlib.suppress(OSError):
+                    injury.heal()
+            print(f"  {injury}", flush=True)
+        mine = self.done[self._begun :]
+        deaths: Counter[int] = Counter()
+        for injury in mine:
+            # A host that is unplugged may lose a process, and the one that is started in its place.
+            fatal = injury.kind in _FATAL
+            deaths[injury.record.worker_id] += 2 if injury.kind in HOST_WEIGHTS else fatal
+        return deaths, any(injury.kind in _LAST_WITNESS for injury in mine)
+
+    def records(self) -> list[Record]:
+        """Of all processes of this round."""
+        for path in self._folder.iterdir():
+            if not path.suffix and int(path.name, 16) not in self._records:
+                record = Record(path)
+                self._records[record.token] = record
+        return list(self._records.values())
+
+    def _act(self) -> None:
+        """Injure and heal, whether or not batches come meanwhile."""
+        while not self._ended.wait(_ACT_S):
+            try:
+                self._tick(time.monotonic())
+            except Exception:  # noqa: BLE001 - the run fails, and says why
+                self._checker.fail(f"injuring failed: {traceback.format_exc()}")
+                return
+
+    def _tick(self, now: float) -> None:
+        for injury in list(self._open):
+            self._follow(injury, now)
+        if now >= self._next_at:
+            self._next_at = now + self._rng.expovariate(1 / self._every_s)
+            self._injure(now)
+
+    def _follow(self, injury: Injury, now: float) -> None:
+        if injury.heal_at is not None and now >= injury.heal_at and injury.healed_at is None:
+            assert injury.heal is not None
+            with contextlib.suppress(ProcessLookupError):
+                injury.heal()
+            injury.healed_at = time.monotonic()
+        if not injury.begun:
+            self._follow_order(injury, now)
+            return
+        if injury.kind.startswith("raise"):
+            self._follow_env(injury)
+        elif injury.recovered_s is None:
+            recovered_at = self._recovered_at(injury)
+            if recovered_at is not None:
+                injury.recovered_s = recovered_at - (injury.healed_at or injury.at)
+        age_s = now - (injury.healed_at or injury.at)
+        due_s = self._due_s(injury)
+        if due_s is not None and injury.detected_s is None and now - injury.at > due_s:
+            self._over(injury, f"was not seen within {due_s:.1f} s")
+        elif injury.recovered_s is not None:
+            lost = injury.detected_s is not None and injury.kind in ("pause", "slow")
+            self._over(injury, "lost a worker that should have stayed" if lost else "")
+        elif age_s > _RECOVERY_S and (injury.heal_at is None or injury.healed_at is not None):
+            self._over(injury, f"no frames again within {_RECOVERY_S:g} s")
+
+    def _over(self, injury: Injury, wrong: str) -> None:
+        injury.over = True
+        with self._lock:
+            self._open.remove(injury)
+        print(f"  {injury}", flush=True)
+        if wrong:
+            self._checker.fail(f"{injury}: {wrong}; {self._collector.worker_states}")
+
+    def _due_s(self, injury: Injury) -> float | None:
+        """After how long it must have been seen; None: it need not be."""
+        faults = self._faults
+        if injury.kind in ("kill", "kill supervisor"):
+            return 1.0 + _SLACK_S
+        if injury.kind == "stop":
+            return faults.silence_timeout_s * 1.25 + _SLACK_S
+        if injury.kind.startswith("hang"):
+            assert faults.step_timeout_s is not None
+            return faults.step_timeout_s * 1.5 + _SLACK_S
+        if injury.kind == "leave":
+            return faults.leave_timeout_s + _SLACK_S
+        if injury.kind == "unplug":
+            due_s = faults.silence_timeout_s * 1.25 + _SLACK_S
+            return due_s if injury.lasts_s > due_s else None
+        return None
+
+    def _follow_order(self, injury: Injury, now: float) -> None:
+        """It is carried out at the next step or reset, for which somebody has to ask."""
+        injury.begun = injury.record.obeyed_at >= injury.at
+        if injury.begun:
+            injury.at = injury.record.obeyed_at
+        elif now - injury.at > _RECOVERY_S:
+            self._over(injury, f"it was not asked for a step within {_RECOVERY_S:g} s")
+
+    def _follow_env(self, injury: Injury) -> None:
+        seen = self._checker.seen.get(injury.record.token)
+        if seen is not None and len(seen.envs) > injury.num_envs:
+            injury.recovered_s = injury.detected_s = seen.last_at - injury.at
+
+    def _recovered_at(self, injury: Injury) -> float | None:
+        """When the first frame came of who stands in for it."""
+        candidates = [
+            self._checker.seen[record.token].first_at
+            for record in self.records()
+            if record.token in self._checker.seen and self._replaces(record, injury)
+        ]
+        if injury.kind in _FATAL:
+            return min(candidates, default=None)
+        # It may be the same process: what counts is what it collected since.
+        if injury.healed_at is None:
+            return None
+        same = [
+            self._checker.seen[record.token].last_at
+            for record in self.records()
+            if record.token in self._checker.seen
+            and (record.token == injury.record.token or self._replaces(record, injury))
+        ]
+        return min((at for at in same if at > injury.healed_at), default=None)
+
+    def _replaces(self, record: Record, injury: Injury) -> bool:
+        if injury.joiner is not None:
+            return record.joiner == injury.joiner.number and record.token != injury.record.token
+        mine = injury.record
+        in_its_place = record.worker_id == mine.worker_id
+        return in_its_place and bool(record.incarnation > mine.incarnation)
+
+    def _watch(self) -> None:
+        """See when workers go, to the hundredth of a second."""
+        while not self._ended.wait(_LOOK_S):
+            states = self._collector.worker_states
+            now = time.monotonic()
+            with self._lock:
+                for injury in self._open:
+                    if injury.detected_s is None and not injury.kind.startswith("raise"):
+                        state = states.get(injury.record.worker_id)
+                        if state not in PRESENT:
+                            injury.detected_s = now - injury.at
+
+    def _injure(self, now: float) -> None:
+        victims = self._victims(now)
+        if not victims:
+            return
+        weights = {**WEIGHTS, **(HOST_WEIGHTS if self._hosts.numbers else {})}
+        kind = self._rng.choices([*weights], [*weights.values()])[0]
+        victims = [record for record in victims if self._fits(kind, record)]
+        if not victims:
+            return
+        record = self._rng.choice(sorted(victims, key=lambda r: (r.worker_id, r.incarnation)))
+        seen = self._checker.seen[record.token]
+        injury = Injury(kind, record, now, begun=kind not in _ORDERS, num_envs=len(seen.envs))
+        if kind in _FATAL and kind not in ("leave", "kill supervisor"):
+            injury.hurried = now - self._restarted.get(record.worker_id, now - _SOUND_S) < _SOUND_S
+            self._restarted[record.worker_id] = now
+        self.done.append(injury)
+        if self._do(injury, seen):
+            with self._lock:
+                self._open.append(injury)
+        else:
+            self.done.remove(injury)
+
+    def _victims(self, now: float) -> list[Record]:
+        """Processes that work, and have nothing else to bear."""
+        states = self._collector.worker_states
+        busy = {injury.record.worker_id for injury in self._open}
+        cut_off = {injury.record.joiner for injury in self._open if injury.record.joiner >= 0}
+        newest: dict[int, Record] = {}
+        for record in self.records():
+            held = newest.get(record.worker_id)
+            if held is None or record.incarnation > held.incarnation:
+                newest[record.worker_id] = record
+        return [
+            record
+            for worker_id, record in newest.items()
+            if states.get(worker_id) in PRESENT
+            and worker_id not in busy
+            and record.joiner not in cut_off
+            and record.token in self._checker.seen
+        ]
+
+    def _fits(self, kind: str, record: Record) -> bool:
+        joiner = self._joiner_of(record)
+        if kind in HOST_WEIGHTS:
+            return joiner is not None and joiner.host > 0
+        if kind == "kill supervisor":
+            return joiner is not None
+        # Somebody has to stay: with nobody left a run ends, and rightly.
+        return not (kind == "leave" and record.worker_id == 0)
+
+    def _joiner_of(self, record: Record) -> Joiner | None:
+        return next((j for j in self._joiners.all if j.number == record.joiner), None)
+
+    def _do(self, injury: Injury, seen: Seen) -> bool:
+        """Whether it could be done."""
+        record, joiner = injury.record, self._joiner_of(injury.record)
+        if injury.kind in HOST_WEIGHTS:
+            assert joiner is not None
+            self._harm_host(injury, joiner)
+            return True
+        if injury.kind in _ORDERS:
+            record.give(_ORDERS[injury.kind])
+            return True
+        leaves = injury.kind in ("leave", "kill supervisor")
+        pid = joiner.pid() if joiner is not None and leaves else pid_of(record)
+        if pid is None:
+            return False
+        number = {"stop": signal.SIGSTOP, "pause": signal.SIGSTOP, "leave": signal.SIGTERM}
+        if joiner is not None and leaves:
+            joiner.may_end = True
+        try:
+            injury.at = time.monotonic()
+            os.kill(pid, number.get(injury.kind, signal.SIGKILL))
+        except ProcessLookupError:
+            return False
+        if injury.kind == "pause":
+            # Its last sign of life may be a quarter of the time old.
+            injury.lasts_s = self._rng.uniform(0.1, 0.5) * self._faults.silence_timeout_s
+            injury.heal_at = injury.at + injury.lasts_s
+            injury.heal = lambda: os.kill(pid, signal.SIGCONT)
+        if leaves:
+            injury.joiner = self._joiners.start(joiner.host if joiner else 0, self._address)
+        return True
+
+    def _harm_host(self, injury: Injury, joiner: Joiner) -> None:
+        host = joiner.host
+        injury.joiner = joiner
+        injury.lasts_s = self._rng.uniform(3, 20)
+        actions: dict[str, Any] = {
+            "unplug": (("unplug",), ("plug",)),
+            "slow": (("slow", "--delay-ms", "30", "--loss", "1"), ("slow", "off")),
+        }
+        harm, heal = actions[injury.kind]
+        self._hosts.do(host, *harm)
+        injury.at = time.monotonic()
+        injury.heal_at = injury.at + injury.lasts_s
+        injury.heal = lambda: self._hosts.do(host, *heal)
