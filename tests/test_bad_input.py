@@ -238,7 +238,7 @@ def test_other_versions_on_a_worker(
         "real = builtins.__import__\n"
         "def altered(name, *args, **more):\n"
         "    module = real(name, *args, **more)\n"
-        "    if name.startswith('distcollect'):\n"
+        "    if name.startswith('distcollect') and 'torch' in sys.modules:\n"
         "        sys.modules['torch'].__version__ = '1.13.1'\n"
         "    return module\n"
         "builtins.__import__ = altered\n"

@@ -24,7 +24,7 @@ from distcollect.common.shared_memory import SharedTensor
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.slab import Slab
-from distcollect.transport import protocol as transport
+from distcollect.transport import peer_ids
 from distcollect.transport.peer_ids import Identity, identify, identity
 
 SOON_S = 20
@@ -287,7 +287,7 @@ def test_ids_are_dealt_out_to_each_trainer() -> None:
 
 def test_a_process_remains_the_trainer_that_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch refuses another id."""
-    monkeypatch.setattr(transport, "_identity", Identity("before"))
+    monkeypatch.setattr(peer_ids, "_identity", Identity("before"))
     identify("run", 1, 2)
     assert (identity().run_id, identity().new_peer()) == ("run", 3)
     identify("again", 1, 2)

@@ -16,7 +16,7 @@ from distcollect.common.shared_memory import Segment, SharedTensor, allocate
 HOLDER = """
 import json, sys
 from dataclasses import asdict
-from distcollect.shared import allocate
+from distcollect.common.shared_memory import allocate
 memory, segment = allocate(4096)
 memory[:] = 7
 print(json.dumps(asdict(segment)), flush=True)

@@ -154,7 +154,7 @@ def _start_one() -> float:
 _COLD = """
 import time
 from distcollect import RPCDataCollector
-from distcollect.bench.faults import Sleeper
+from distcollect.commands.bench.faults import Sleeper
 begin = time.perf_counter()
 with RPCDataCollector(Sleeper, frames_per_batch=20, num_workers=1) as collector:
     collector.next()
