@@ -336,7 +336,7 @@ class LedgerReport:
         return "\n".join(lines)
 
 
-class Pace(NamedTuple):
+class WorkerThroughput(NamedTuple):
     """How fast a worker is.
 
     Attributes:
@@ -349,11 +349,11 @@ class Pace(NamedTuple):
     mean_s: float = 0.0
     num_preempted: int = 0
 
-    def after(self, took_s: float, *, preempted: bool) -> Pace:
+    def after(self, took_s: float, *, preempted: bool) -> WorkerThroughput:
         """With one more rollout."""
         count = self.num_rollouts + 1
         mean_s = self.mean_s + (took_s - self.mean_s) / count
-        return Pace(count, mean_s, self.num_preempted + preempted)
+        return WorkerThroughput(count, mean_s, self.num_preempted + preempted)
 
 
 class State(enum.Enum):

@@ -5,16 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from scripts.marked import Marked
+from helpers.paths import TESTBED, TESTS
+from helpers.scripts.marked import Marked
 
 if TYPE_CHECKING:
     from chaos.hosts import Hosts
 
 _started: list[str] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test by its folder, which says what it needs."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        item.add_marker(getattr(pytest.mark, folder))
 
 
 def _audit(event: str, args: tuple[object, ...]) -> None:
@@ -46,7 +53,7 @@ def three_hosts() -> Iterator[Hosts]:
     """Hosts 1, 2 and 3, of names of their own, that are network namespaces on this machine."""
     from chaos.hosts import Hosts  # noqa: PLC0415 - few tests need it
 
-    hosts = Hosts(Path(__file__).parent / "testbed")
+    hosts = Hosts(TESTBED)
     try:
         hosts.__enter__()
     except (OSError, subprocess.SubprocessError) as error:

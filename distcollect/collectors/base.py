@@ -16,7 +16,7 @@ import gymnasium as gym
 from tensordict import TensorDict
 
 from distcollect.collectors import validation
-from distcollect.collectors.batch_format import Delivery, WholeTrajectories
+from distcollect.collectors.batch_format import BatchFormat, WholeTrajectories
 from distcollect.collectors.replay import Background, RateLimited, ReplayBuffer, put
 from distcollect.common import checks
 from distcollect.common import tensor_cache as recycler
@@ -28,8 +28,8 @@ from distcollect.results import Evaluation, Stats
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout
 from distcollect.telemetry.bottleneck import Verdict, verdict
-from distcollect.telemetry.monitor import Watch
-from distcollect.telemetry.recorder import Book
+from distcollect.telemetry.monitor import MonitorThread
+from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.publisher import Weights, WorkerIds
 from distcollect.weights.push_handle import PushHandle
 
@@ -71,17 +71,17 @@ def timed(take: _Method) -> _Method:
 
     @functools.wraps(take)
     def wrapper(self: DataCollectorBase, *args: Any, **kwargs: Any) -> Any:
-        book, watch = self._book, self._watch
-        book.does("assemble")
+        stats_recorder, watch = self._stats_recorder, self._monitor_thread
+        stats_recorder.does("assemble")
         if not watch.has_begun:
             watch.begin(_weakly(self.stats))
         try:
             return take(self, *args, **kwargs)
         except StopIteration:
-            book.end()
+            stats_recorder.end()
             raise
         finally:
-            book.does("train")
+            stats_recorder.does("train")
 
     return cast("_Method", wrapper)
 
@@ -122,7 +122,7 @@ class DataCollectorBase(ABC):
         *,
         frames_per_batch: int,
         total_frames: int,
-        delivery: Delivery,
+        delivery: BatchFormat,
         replay_buffer: ReplayBuffer | None,
         faults: Faults | None,
         monitor: Monitor | None,
@@ -145,17 +145,17 @@ class DataCollectorBase(ABC):
         self._closed = False
         self._lag: LagStats | None = None
         self._faults = faults or Faults()
-        self._delivery = delivery
+        self._batch_format = delivery
         self._whole: WholeTrajectories | None = None
         if delivery.trajs_per_batch is not None:
             self._whole = WholeTrajectories(delivery.trajs_per_batch)
         self._replay_buffer = replay_buffer
         self._background: Background | None = None
         self._close_env = True
-        self._watch = Watch(monitor, trace)
-        self._book = Book(trace=self._watch.trace)
+        self._monitor_thread = MonitorThread(monitor, trace)
+        self._stats_recorder = StatsRecorder(trace=self._monitor_thread.trace)
         # For a collector that nobody shuts down.
-        self._unwatch = weakref.finalize(self, self._watch.close, None)
+        self._unwatch = weakref.finalize(self, self._monitor_thread.close, None)
 
     @property
     @abstractmethod
@@ -220,7 +220,7 @@ class DataCollectorBase(ABC):
         return self._handed_on(batch)
 
     def _handed_on(self, batch: TensorDict) -> TensorDict:
-        batch = self._delivery.processed(batch)
+        batch = self._batch_format.processed(batch)
         if self._replay_buffer is None:
             return batch
         put(batch, self._replay_buffer)
@@ -244,7 +244,7 @@ class DataCollectorBase(ABC):
         self._check_not_over()
         rows, headers = self._next(self._limit_s(timeout_s))
         self._note_batch()
-        return self._delivery.shaped(rows, self._layout), headers
+        return self._batch_format.shaped(rows, self._layout), headers
 
     def _check_not_over(self) -> None:
         if self.total_frames != -1 and self._frames >= self.total_frames:
@@ -541,7 +541,7 @@ class DataCollectorBase(ABC):
     ) -> Evaluation: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, versions, seeds and ids for :meth:`load_state_dict`: plain numbers.
+        """StepCounter, versions, seeds and ids for :meth:`load_state_dict`: plain numbers.
 
         Weights and the envs' state are not included: save the weights with it.
         """
@@ -607,12 +607,12 @@ class DataCollectorBase(ABC):
         if self._background is not None:
             self._background.stop()
         self._closed = True
-        self._book.end()
+        self._stats_recorder.end()
         recycler.forget()
 
     def _end_watch(self) -> None:
         """Tell of the run for the last time."""
-        self._watch.close(self.stats())
+        self._monitor_thread.close(self.stats())
 
     def __enter__(self: _Self) -> _Self:
         return self

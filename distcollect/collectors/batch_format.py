@@ -20,7 +20,7 @@ PostProcess = Callable[[TensorDict], Any]
 
 
 @dataclass(frozen=True)
-class Delivery:
+class BatchFormat:
     """How a batch looks.
 
     Attributes:

@@ -26,7 +26,7 @@ from distcollect.collectors.base import (
     step_options,
     timed,
 )
-from distcollect.collectors.batch_format import Delivery, PostProcess
+from distcollect.collectors.batch_format import BatchFormat, PostProcess
 from distcollect.collectors.replay import ReplayBuffer, check_replay_buffer
 from distcollect.collectors.torchrl_compat import takes_torchrl_names
 from distcollect.common import checks
@@ -42,26 +42,26 @@ from distcollect.errors import (
     WorkerLost,
 )
 from distcollect.launch.cpu_placement import num_cores
-from distcollect.launch.preemption import heed
+from distcollect.launch.preemption import exit_if_requested
 from distcollect.launch.worker_hosts import current
 from distcollect.policy.base import Exploration
 from distcollect.policy.weight_layout import published
-from distcollect.results import Evaluation, LedgerReport, Pace, State, Stats
+from distcollect.results import Evaluation, LedgerReport, State, Stats, WorkerThroughput
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
 from distcollect.supervision.manager import Workers
-from distcollect.trainer.handover import RolloutReference, Taker
+from distcollect.trainer.handover import HandoverReceiver, RolloutReference
 from distcollect.trainer.policy_lag import count_lags
 from distcollect.trainer.pool import Pool
 from distcollect.trainer.publisher import Publisher, Weights, WorkerIds
-from distcollect.trainer.remote_calls import Questions, evaluators
+from distcollect.trainer.remote_calls import RemoteCalls, evaluators
 from distcollect.trainer.worker_slots import BatchPlan
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, identity
 from distcollect.weights.broadcast import default_updater
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
-from distcollect.weights.updaters import Site, WeightUpdaterBase
+from distcollect.weights.updaters import UpdaterContext, WeightUpdaterBase
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class RPCDataCollector(DataCollectorBase):
             WorkerLost, WorkerMismatch, DeadlineError: a worker did not start, or did not join. In
                 all these cases nothing is left running.
         """
-        delivery = Delivery(
+        delivery = BatchFormat(
             cat_results,
             self._squeezes,
             set_truncated,
@@ -276,7 +276,7 @@ class RPCDataCollector(DataCollectorBase):
             models=sent_models,
             exclude=tuple(self._weight_sync.exclude),
             max_env_faults=self._faults.max_env_faults,
-            traces=self._watch.trace is not None,
+            traces=self._monitor_thread.trace is not None,
         )
         payloads = pickling.pickled_plans(plan, makers)
         workers = Workers(
@@ -290,7 +290,7 @@ class RPCDataCollector(DataCollectorBase):
         try:
             self._probe = next(iter(workers.probes.values()))
             self._updater.attach(
-                Site(
+                UpdaterContext(
                     workers.address,
                     self._faults.weights_timeout_s,
                     workers.gpus,
@@ -317,13 +317,13 @@ class RPCDataCollector(DataCollectorBase):
                     waits_for_missing=self._faults.missing_share == "replacement",
                     preemptive_threshold=preemptive_threshold,
                     deadline_s=batch_deadline_s,
-                    set_aside=frozenset(range(num_collecting, count)),
+                    reserved=frozenset(range(num_collecting, count)),
                     in_turn=reproducible,
                     first_env=workers.first_traj_id // TRAJ_IDS_PER_TRAINER * _ENVS_PER_TRAINER,
                 ),
                 staleness=staleness,
-                reports=workers,
-                book=self._book,
+                failure_sink=workers,
+                stats_recorder=self._stats_recorder,
             )
             self._evaluators = evaluators(self._pool, evaluation, range(num_collecting, count))
             workers.attach(self._pool)
@@ -331,7 +331,7 @@ class RPCDataCollector(DataCollectorBase):
             workers.close()
             raise
         self._workers = workers
-        self._taker = Taker(workers.transport)
+        self._taker = HandoverReceiver(workers.transport)
         self._reproducible = reproducible
         self._first_traj_id = workers.first_traj_id
         self._publisher = Publisher(
@@ -343,7 +343,7 @@ class RPCDataCollector(DataCollectorBase):
             max_interval=max_weight_update_interval,
             gpus=workers.gpus,
         )
-        self._questions = Questions(self._pool, self._publisher.selected)
+        self._remote_calls = RemoteCalls(self._pool, self._publisher.selected)
         self._finalizer = weakref.finalize(self, partial(_close, self._pool, workers))
 
     def _num_to_start(self, num_workers: int | None, create_env_fn: object) -> int:
@@ -369,7 +369,7 @@ class RPCDataCollector(DataCollectorBase):
         return self._workers.states
 
     @property
-    def worker_paces(self) -> dict[int, Pace]:
+    def worker_paces(self) -> dict[int, WorkerThroughput]:
         """How fast each worker is, by worker_id: shows which ones hold up the others."""
         return self._pool.paces
 
@@ -404,7 +404,7 @@ class RPCDataCollector(DataCollectorBase):
         states = {worker_id: state.value for worker_id, state in workers.states.items()}
         if about.ended:
             states = dict.fromkeys(states, State.LEFT.value)
-        return self._book.snapshot(
+        return self._stats_recorder.snapshot(
             replace(about, sync=self._sync, num_cores=num_cores() if workers.are_near else 0),
             states=states,
             ready=self._pool.num_ready,
@@ -428,7 +428,7 @@ class RPCDataCollector(DataCollectorBase):
             while rollouts is None:
                 rollouts = self._gather(timeout_s)
         except WorkerError:
-            heed()  # who tells this process to end tells the workers as well
+            exit_if_requested()  # who tells this process to end tells the workers as well
             self.shutdown()
             raise
         self._publisher.last = [rollout.header.worker_id for rollout in rollouts]
@@ -436,7 +436,7 @@ class RPCDataCollector(DataCollectorBase):
         headers = [rollout.header for rollout in rollouts]
         lags = self._note_lags(batch, rollouts, self._pool.lag)
         workers = [header.worker_id for header in headers]
-        self._book.delivered(zip(workers, lags, strict=True))
+        self._stats_recorder.delivered(zip(workers, lags, strict=True))
         if (limit := self._mask_above) is not None:
             for worker_id, counts in zip(workers, lags, strict=True):
                 masked = sum(num_frames for lag, num_frames in counts if lag > limit)
@@ -445,7 +445,7 @@ class RPCDataCollector(DataCollectorBase):
 
     def _publish_itself(self) -> None:
         if self._updates_itself and self._batches:
-            with self._book.publishing():
+            with self._stats_recorder.publishing():
                 self._publisher.publish_own(sync=self._sync)
 
     def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
@@ -453,7 +453,7 @@ class RPCDataCollector(DataCollectorBase):
             layout,
             rollouts,
             mask=self._masks,
-            compact=self._delivery.compact_obs,
+            compact=self._batch_format.compact_obs,
             device=self._storing_device,
         )
 
@@ -494,25 +494,25 @@ class RPCDataCollector(DataCollectorBase):
         self._check_not_over()
         try:
             self._publish_itself()
-            asked, key = self._pool.hand_over(self._limit_s(timeout_s), keep_s)
+            request, key = self._pool.hand_over(self._limit_s(timeout_s), keep_s)
         except WorkerError:
             self.shutdown()
             raise
-        assert asked.offer is not None
-        worker_id, header = asked.seat.worker_id, asked.offer.header
+        assert request.offer is not None
+        worker_id, header = request.slot.worker_id, request.offer.header
         self._publisher.last = [worker_id]
         lag = self._pool.lag(worker_id, header.policy_version[0])
-        self._book.delivered([(worker_id, [(lag, header.num_frames)])])
+        self._stats_recorder.delivered([(worker_id, [(lag, header.num_frames)])])
         self._note_batch()
         return RolloutReference(
             identity().trainer,
             identity().run_id,
             header,
             self._layout,
-            asked.seat.peer,
-            self._workers.transport.contact(asked.seat.peer),
+            request.slot.peer,
+            self._workers.transport.contact(request.slot.peer),
             key,
-            None if asked.rollout is None else asked.rollout.tensors,
+            None if request.rollout is None else request.rollout.tensors,
         )
 
     @timed
@@ -544,13 +544,13 @@ class RPCDataCollector(DataCollectorBase):
             raise ArgumentTypeError(
                 f"take_over({reference!r}): must be what another trainer's hand_over() gave"
             )
-        self._book.does("transfer")
+        self._stats_recorder.does("transfer")
         rollouts = [self._taker.take(reference, self._limit_s(timeout_s))]
-        self._book.does("assemble")
+        self._stats_recorder.does("assemble")
         batch = self._assembled(reference.layout, rollouts)
         newest = self._pool.version
         self._note_lags(batch, rollouts, lambda _, version: max(0, newest - version))
-        return self._handed_on(self._delivery.shaped(batch, reference.layout))
+        return self._handed_on(self._batch_format.shaped(batch, reference.layout))
 
     def _check_hands_over(self, method: str) -> None:
         self._check_may_take()
@@ -628,7 +628,7 @@ class RPCDataCollector(DataCollectorBase):
         self._check_open()
         # Of what is published to nobody, those who come later would not know.
         self._workers.await_enough()
-        with self._book.publishing():
+        with self._stats_recorder.publishing():
             handle = self._publisher.publish(policy_or_weights, worker_ids)
             if wait and handle is not None:
                 self._wait_for(handle)
@@ -638,7 +638,7 @@ class RPCDataCollector(DataCollectorBase):
         try:
             handle.wait()
         except WorkerLost:
-            heed()
+            exit_if_requested()
             # All left meanwhile; who comes next begins with these weights.
             if not self._workers.gathers:
                 raise
@@ -658,7 +658,7 @@ class RPCDataCollector(DataCollectorBase):
         worker_ids: WorkerIds,
         timeout_s: float,
     ) -> dict[int, list[Any]]:
-        return self._questions.call(method, args, kwargs, worker_ids, timeout_s)
+        return self._remote_calls.call(method, args, kwargs, worker_ids, timeout_s)
 
     def _evaluate(
         self,
@@ -668,7 +668,7 @@ class RPCDataCollector(DataCollectorBase):
         seed: int | None,
         timeout_s: float,
     ) -> Evaluation:
-        return self._questions.evaluate(num_episodes, worker_ids, deterministic, seed, timeout_s)
+        return self._remote_calls.evaluate(num_episodes, worker_ids, deterministic, seed, timeout_s)
 
     @property
     def evaluations(self) -> list[Evaluation]:

@@ -27,7 +27,7 @@ from distcollect.collectors.base import (
     ends_telling_if_it_fails,
     step_options,
 )
-from distcollect.collectors.batch_format import Delivery, PostProcess
+from distcollect.collectors.batch_format import BatchFormat, PostProcess
 from distcollect.collectors.replay import ReplayBuffer, check_replay_buffer
 from distcollect.collectors.torchrl_compat import takes_torchrl_names
 from distcollect.common import checks
@@ -148,7 +148,7 @@ class SyncDataCollector(DataCollectorBase):
             ArgumentError, ArgumentTypeError: an argument is wrong.
             EnvError, PolicyError: an env or the policy failed when tried out.
         """
-        delivery = Delivery(
+        delivery = BatchFormat(
             squeeze=True,
             set_truncated=set_truncated,
             compact_obs=compact_obs,
@@ -185,7 +185,7 @@ class SyncDataCollector(DataCollectorBase):
             options=step_options(max_frames_per_traj, reset_at_each_iter, clip_actions),
             models=validation.models(models),
             max_env_faults=self._faults.max_env_faults,
-            traces=self._watch.trace is not None,
+            traces=self._monitor_thread.trace is not None,
         )
         self._plan = plan = with_policy(plan)
         self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
@@ -210,7 +210,7 @@ class SyncDataCollector(DataCollectorBase):
     def _snapshot(self, about: Stats) -> Stats:
         counts = self._engine.counts
         frames = Frames(counts.stepped, lost=dict(counts.lost))
-        return self._book.snapshot(
+        return self._stats_recorder.snapshot(
             replace(about, sync=True, in_process=True, num_cores=num_cores()),
             states={0: State.READY.value if not about.ended else State.LEFT.value},
             ready={},
@@ -220,7 +220,7 @@ class SyncDataCollector(DataCollectorBase):
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
         # A slab of its own for each batch: it becomes the batch.
         slab = Slab(self._engine.layout, self._num_steps)
-        self._book.does("collect")
+        self._stats_recorder.does("collect")
         try:
             self._engine.collect(slab, random=self.frames < self._random_frames, fresh=True)
         except Stopped:
@@ -234,18 +234,18 @@ class SyncDataCollector(DataCollectorBase):
             num_bytes=0,
             policy_version=(self._version, self._version),
             env_faults=self._engine.counts.env_faults,
-            work=self._engine.meter.work(),
-            spans=self._engine.meter.spans(),
+            work=self._engine.step_timer.work(),
+            spans=self._engine.step_timer.spans(),
         )
-        self._book.does("assemble")
-        self._book.collected(header)
-        self._book.delivered([(0, [(0, slab.num_frames)])])
+        self._stats_recorder.does("assemble")
+        self._stats_recorder.collected(header)
+        self._stats_recorder.delivered([(0, [(0, slab.num_frames)])])
         rollout = Rollout(header, slab.tensors())
         self._lag = LagStats(0, 0.0, 0)
         rows = assemble(
             self._layout,
             [rollout],
-            compact=self._delivery.compact_obs,
+            compact=self._batch_format.compact_obs,
             device=self._storing_device,
         )
         return rows, [header]
@@ -277,7 +277,7 @@ class SyncDataCollector(DataCollectorBase):
             )
         if self._engine.weights.module is None:
             return
-        with self._book.publishing():
+        with self._stats_recorder.publishing():
             self._publish(policy_or_weights)
 
     def _publish(self, policy_or_weights: Weights | None) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from distcollect.commands.argtypes import above_0, count
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.launch.cpu_placement import Place
-from distcollect.launch.rendezvous import Meeting
+from distcollect.launch.cpu_placement import CpuPlacement
+from distcollect.launch.rendezvous import TrainerAddress
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder, RunOver
 from distcollect.launch.supervisor import supervise
 from distcollect.launch.worker_hosts import host_and_port, read_token
@@ -69,7 +69,7 @@ def run(given: argparse.Namespace) -> int:
     if given.run_folder is not None:
         return _join_run(RunFolder(given.run_folder), given)
     host, port = host_and_port("--join", given.join)
-    meeting = Meeting(host, port, _token(given.token_file))
+    meeting = TrainerAddress(host, port, _token(given.token_file))
     _serve(lambda: meeting, given.threads, _WAIT_S if given.wait is None else given.wait, None)
     return 0
 
@@ -87,9 +87,9 @@ def _token(file: str | os.PathLike[str] | None) -> str:
 
 
 def _serve(
-    find: Callable[[], Meeting], num_threads: int, timeout_s: float, patience_s: float | None
+    find: Callable[[], TrainerAddress], num_threads: int, timeout_s: float, patience_s: float | None
 ) -> None:
-    place = Place(None, num_threads)
+    place = CpuPlacement(None, num_threads)
     supervise(find, rank=None, place=place, timeout_s=timeout_s, patience_s=patience_s)
 
 
@@ -102,9 +102,9 @@ def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
     token = _token(given.token_file or folder.token_file)
     wait_s = folder.patience_s if given.wait is None else given.wait
 
-    def find() -> Meeting:
+    def find() -> TrainerAddress:
         host, port = folder.address()
-        return Meeting(host, port, token)
+        return TrainerAddress(host, port, token)
 
     log.warning("waiting up to %g s for the trainer of %s", wait_s, folder.path)
     try:

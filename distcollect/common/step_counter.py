@@ -8,7 +8,7 @@ import os
 import numpy as np
 
 
-class Counts:
+class StepCounter:
     """Frames stepped in all, and those of them that are in no rollout, by cause.
 
     Attributes:
@@ -49,7 +49,7 @@ STEPPED = 0  # frames stepped in all
 BUSY = 1  # 1 while it steps or resets envs
 
 
-class Vitals:
+class SharedCounters:
     """One page of memory that a process shares with its parent.
 
     Attributes:

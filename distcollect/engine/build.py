@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcollect.common.step_counter import Counts
+from distcollect.common.step_counter import StepCounter
 from distcollect.engine.engine import Engine, StepOptions
 from distcollect.engine.evaluator import Evaluator
 from distcollect.envs.base import EnvBatch
@@ -23,7 +23,7 @@ from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
 from distcollect.policy.weight_layout import WeightLayout, published
 from distcollect.rollout.layout import Layout
-from distcollect.telemetry.step_timer import Recorder
+from distcollect.telemetry.step_timer import TracingStepTimer
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def build_engine(
     worker_id: int = 0,
     incarnation: int = 0,
     shared: bool = False,
-    counts: Counts | None = None,
+    counts: StepCounter | None = None,
 ) -> Engine:
     """Make the envs and the policy of ``plan`` and try them out.
 
@@ -136,7 +136,7 @@ def engine_over(
     *,
     traj_ids: Iterator[int],
     shared: bool = False,
-    counts: Counts | None = None,
+    counts: StepCounter | None = None,
 ) -> Engine:
     """As :func:`build_engine`, with envs that are there, and a policy that was made."""
     policy: Policy
@@ -167,7 +167,7 @@ def engine_over(
         options=plan.options,
         counts=counts,
         max_env_faults=plan.max_env_faults,
-        meter=Recorder(envs.num_envs) if plan.traces else None,
+        step_timer=TracingStepTimer(envs.num_envs) if plan.traces else None,
     )
 
 

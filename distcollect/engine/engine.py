@@ -13,9 +13,9 @@ import numpy as np
 from gymnasium.spaces import Box
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.step_counter import Counts
-from distcollect.engine.env_recovery import Rebuilder, Stopped
-from distcollect.engine.ragged_buffer import Strip
+from distcollect.common.step_counter import StepCounter
+from distcollect.engine.env_recovery import EnvRecovery, Stopped
+from distcollect.engine.ragged_buffer import RaggedBuffer
 from distcollect.envs.base import EnvBatch, Faulted, Step
 from distcollect.errors import ArgumentError, PolicyError
 from distcollect.policy.base import Policy
@@ -24,7 +24,7 @@ from distcollect.policy.random import RandomPolicy
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays, Key
-from distcollect.telemetry.step_timer import Meter
+from distcollect.telemetry.step_timer import StepTimer
 
 _CAUSES: dict[type[BaseException], str] = {
     Stopped: "shut_down",
@@ -64,7 +64,7 @@ class Engine:
         options: how.
         weights: the policy's.
         counts: what it counts frames in.
-        meter: what it counts its time and episodes in.
+        step_timer: what it counts its time and episodes in.
         layout: of the frames.
     """
 
@@ -76,9 +76,9 @@ class Engine:
         *,
         traj_ids: Iterator[int],
         options: StepOptions | None = None,
-        counts: Counts | None = None,
+        counts: StepCounter | None = None,
         max_env_faults: int = 0,
-        meter: Meter | None = None,
+        step_timer: StepTimer | None = None,
     ) -> None:
         """Reset the envs and call the policy once, which tells what it writes.
 
@@ -91,23 +91,23 @@ class Engine:
             counts: what to count in; None: a new one.
             max_env_faults: how often in a row an env that raises while a rollout is collected is
                 made anew.
-            meter: what to count its time in; None: a new one.
+            step_timer: what to count its time in; None: a new one.
 
         Raises:
             ArgumentError: an option that these envs can't follow.
             EnvError, PolicyError: see :mod:`.envs` and :mod:`.policy`.
         """
         self.options = options or StepOptions()
-        if not envs.can_cut:
+        if not envs.supports_partial_reset:
             _refuse_cuts(self.options)
         self.weights = weights
-        self.counts = counts or Counts()
-        self.meter = meter or Meter(envs.num_envs)
+        self.counts = counts or StepCounter()
+        self.step_timer = step_timer or StepTimer(envs.num_envs)
         self.envs = envs
         self._policy = policy
         self._random = RandomPolicy(envs.action_space, envs.num_envs, policy.state)
         self._bounds = _bounds(envs) if self.options.clip_actions else {}
-        self._rebuilder = Rebuilder(envs, self.counts, max_env_faults)
+        self._env_recovery = EnvRecovery(envs, self.counts, max_env_faults)
         self._stopped = False
         self._collecting = False
         self._ending = False  # the rollout under way
@@ -137,7 +137,7 @@ class Engine:
         self.layout = Layout(
             envs.num_envs, carried, envs.action_leaves, policy.extras, envs.outcome_leaves
         )
-        self._strip: Strip | None = None
+        self._ragged: RaggedBuffer | None = None
         self._reset_due = False
         self._begun_at = 0  # frames stepped before the rollout under way
         self._begin_trajectories()
@@ -150,7 +150,7 @@ class Engine:
             policy_seeds: of what the policy draws for each env.
         """
         self._seeds = list(env_seeds)
-        self._rebuilder.seed(self._seeds)
+        self._env_recovery.seed(self._seeds)
         self._random.seed(self._seeds)
         at_random = isinstance(self._policy, RandomPolicy)
         self._policy.seed(env_seeds if at_random else policy_seeds)
@@ -166,7 +166,7 @@ class Engine:
         """Make the running or next :meth:`collect` raise :class:`Stopped` between two steps."""
         with self._lock:
             self._stopped = self._interrupt = True
-        self._rebuilder.stop()
+        self._env_recovery.stop()
 
     def preempt(self) -> None:
         """Make the running :meth:`collect` end between two steps, when it has made one at least.
@@ -220,7 +220,7 @@ class Engine:
             self._ending |= brief
             self._interrupt |= brief
         cells[1] = 1
-        self.meter.begin()
+        self.step_timer.begin()
         try:
             self._swap(version)
             self._collect(slab, random=random, fresh=fresh)
@@ -230,7 +230,7 @@ class Engine:
             raise
         finally:
             cells[1] = 0
-            self.meter.end()
+            self.step_timer.end()
             with self._lock:
                 self._collecting = self._ending = False
                 self._interrupt = self._stopped or bool(self._jobs)
@@ -264,16 +264,16 @@ class Engine:
             for array in slab.extras.values():
                 array.fill(0)
         with policy.exploring():
-            if self.envs.can_cut:
+            if self.envs.supports_partial_reset:
                 self._fill(slab, policy)
             else:
                 self._fill_skewed(slab, policy, fresh)
-        self.meter.collected(slab)
+        self.step_timer.collected(slab)
 
     def _swap(self, up_to: int | None = None) -> None:
         begin = clock_ns()
         self.weights.apply(up_to)
-        self.meter.swapped(begin, clock_ns(), self.weights.version)
+        self.step_timer.swapped(begin, clock_ns(), self.weights.version)
 
     def _reset(self) -> None:
         begin = clock_ns()
@@ -281,12 +281,12 @@ class Engine:
             self.envs.reset(self._seeds)
         except Faulted as faulted:
             for fault in faulted.faults:
-                self._rebuilder.rebuild(fault)
-        self.meter.was_reset(begin, clock_ns())
+                self._env_recovery.rebuild(fault)
+        self.step_timer.was_reset(begin, clock_ns())
         self._seeds = None
         self._reset_due = False
-        if self._strip is not None:
-            self.counts.lose("row_skew", self._strip.drop())
+        if self._ragged is not None:
+            self.counts.lose("row_skew", self._ragged.drop())
         self._begin_trajectories()
 
     def _begin_trajectories(self) -> None:
@@ -301,10 +301,10 @@ class Engine:
             self._state.begin(rows)
 
     def _break_off(self, cause: str) -> None:
-        if self.envs.can_cut:
+        if self.envs.supports_partial_reset:
             self.counts.lose(cause, self.counts.stepped - self._begun_at)
-        elif self._strip is not None:
-            self.counts.lose(cause, self._strip.drop())
+        elif self._ragged is not None:
+            self.counts.lose(cause, self._ragged.drop())
         self._reset_due = True
 
     def _between_steps(self) -> bool:
@@ -336,8 +336,8 @@ class Engine:
         slab.policy_version.fill(weights.version)
         slab.traj_ids[:] = self._traj_ids[:, None]
         cells, stepped, num_envs = self.counts.cells, self.counts.stepped, envs.num_envs
-        streaks = self._rebuilder.streaks
-        meter, due, begin, middle = self.meter, self.meter.due, 0, 0
+        streaks = self._env_recovery.streaks
+        step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
         action: Arrays = {}
         cut = None
         for step in range(slab.num_steps):
@@ -374,8 +374,8 @@ class Engine:
                 stepped = cells[0]
                 continue
             if timed:
-                meter.timed(begin, middle, clock_ns(), meter.stride)
-                due = meter.due = step + meter.stride
+                step_timer.timed(begin, middle, clock_ns(), step_timer.stride)
+                due = step_timer.due = step + step_timer.stride
             stepped += num_envs
             cells[0] = stepped
             rewards[step] = out.reward
@@ -383,7 +383,7 @@ class Engine:
                 column[step] = now
             if out.ended:
                 if streaks:
-                    self._rebuilder.finished(out.ended)
+                    self._env_recovery.finished(out.ended)
                 self._end_trajectories(slab, step, out)
         for key, array in slab.tail.items():
             array[:] = self._now[key]
@@ -404,12 +404,14 @@ class Engine:
         out, longest = faulted.result, self.options.max_frames_per_traj
         rows: Sequence[int] = range(self.envs.num_envs)
         while True:
-            self.counts.add(len(rows) - len(faulted.idle))
+            self.counts.add(len(rows) - len(faulted.not_stepped))
             slab.faulted[faulted.cut_short, step] = True
-            self._rebuilder.finished({*rows}.intersection(out.ended).difference(faulted.cut_short))
+            self._env_recovery.finished(
+                {*rows}.intersection(out.ended).difference(faulted.cut_short)
+            )
             for fault in faulted.faults:
-                self._rebuilder.rebuild(fault)
-            rows = faulted.idle
+                self._env_recovery.rebuild(fault)
+            rows = faulted.not_stepped
             if not rows:
                 break
             self._begin_anew(slab, step, rows)
@@ -421,7 +423,7 @@ class Engine:
                 faulted = another
             else:
                 self.counts.add(len(rows))
-                self._rebuilder.finished({*rows}.intersection(out.ended))
+                self._env_recovery.finished({*rows}.intersection(out.ended))
                 break
         slab.reward[:, step] = out.reward
         for key, column in slab.outcomes.items():
@@ -468,16 +470,16 @@ class Engine:
     def _fill_skewed(self, slab: Slab, policy: Policy, fresh: bool) -> None:
         """As :meth:`_fill`, for envs with filler steps, which make rows drift apart."""
         envs, weights = self.envs, self.weights
-        strip = self._strip
-        if strip is not None and (fresh or strip.num_steps != slab.num_steps):
+        ragged = self._ragged
+        if ragged is not None and (fresh or ragged.num_steps != slab.num_steps):
             # A trajectory can't span the gap that the surplus leaves.
-            for gap in np.flatnonzero(strip.position):
+            for gap in np.flatnonzero(ragged.position):
                 self._traj_ids[gap] = next(self._new_traj_ids)
-            self.counts.lose("row_skew", strip.drop())
-        if strip is None or strip.num_steps != slab.num_steps:
-            strip = self._strip = Strip(self.layout, slab.num_steps)
+            self.counts.lose("row_skew", ragged.drop())
+        if ragged is None or ragged.num_steps != slab.num_steps:
+            ragged = self._ragged = RaggedBuffer(self.layout, slab.num_steps)
         swaps = self.options.swap_within_rollouts
-        while strip.position.min() < slab.num_steps:
+        while ragged.position.min() < slab.num_steps:
             if (self._interrupt or (weights.pending and swaps)) and self._between_steps():
                 break
             before = {key: array.copy() for key, array in self._now.items()}
@@ -493,11 +495,11 @@ class Engine:
             try:
                 out = envs.step(given)
             except Faulted as faulted:
-                self._mend_skewed(strip, before, faulted)
+                self._mend_skewed(ragged, before, faulted)
                 continue
-            self.meter.timed(begin, middle, clock_ns(), 1)
-            if out.ended and self._rebuilder.streaks:
-                self._rebuilder.finished(out.ended)
+            self.step_timer.timed(begin, middle, clock_ns(), 1)
+            if out.ended and self._env_recovery.streaks:
+                self._env_recovery.finished(out.ended)
             real = np.ones(envs.num_envs, bool) if out.real is None else out.real
             self.counts.add(int(real.sum()))
             values: Arrays = {**before, **action, **envs.outcomes}
@@ -510,23 +512,23 @@ class Engine:
             values[TRAJ_IDS] = self._traj_ids
             values[POLICY_VERSION] = np.full(envs.num_envs, weights.version)
             values[FAULTED] = np.zeros(envs.num_envs, bool)
-            overflow = strip.write(real, values, self._now, self._final, out.ended)
+            overflow = ragged.write(real, values, self._now, self._final, out.ended)
             self.counts.lose("row_skew", len(overflow))
             # A frame that found no room leaves a gap, which no trajectory may span.
             for ended in {*out.ended, *overflow}:
                 self._traj_ids[ended] = next(self._new_traj_ids)
             # A filler step is none of the episode that follows it.
             self._begin([*out.ended, *np.flatnonzero(~real)])
-        strip.emit(slab)
+        ragged.emit(slab)
 
-    def _mend_skewed(self, strip: Strip, seen: Arrays, faulted: Faulted) -> None:
+    def _mend_skewed(self, ragged: RaggedBuffer, seen: Arrays, faulted: Faulted) -> None:
         """Make a vector env anew that raised: no row made its transition."""
         for fault in faulted.faults:
-            self._rebuilder.rebuild(fault)
-        for row in faulted.idle:
-            strip.cut_short(row, self._traj_ids[row], seen)
+            self._env_recovery.rebuild(fault)
+        for row in faulted.not_stepped:
+            ragged.cut_short(row, self._traj_ids[row], seen)
             self._traj_ids[row] = next(self._new_traj_ids)
-        self._begin(faulted.idle)
+        self._begin(faulted.not_stepped)
 
 
 def _bounds(envs: EnvBatch) -> dict[Key, tuple[np.ndarray, np.ndarray]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from distcollect.common.backoff import backoff_s
 from distcollect.common.seeding import Stream, env_seed
-from distcollect.common.step_counter import Counts
+from distcollect.common.step_counter import StepCounter
 from distcollect.envs.base import EnvBatch, Fault
 from distcollect.errors import EnvError
 
@@ -33,7 +33,7 @@ class _Streak:
     at_step: int = 0  # of its rows, when the last one came
 
 
-class Rebuilder:
+class EnvRecovery:
     """Makes envs anew, each up to ``max_faults`` times in a row.
 
     Attributes:
@@ -41,7 +41,7 @@ class Rebuilder:
             :meth:`finished`.
     """
 
-    def __init__(self, envs: EnvBatch, counts: Counts, max_faults: int) -> None:
+    def __init__(self, envs: EnvBatch, counts: StepCounter, max_faults: int) -> None:
         self.streaks: dict[tuple[int, ...], _Streak] = {}
         self._envs = envs
         self._counts = counts

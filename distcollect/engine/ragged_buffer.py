@@ -11,7 +11,7 @@ from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
 
-class Strip:
+class RaggedBuffer:
     """Frames of rows that are not at the same step: up to 2T of each row."""
 
     def __init__(self, layout: Layout, num_steps: int) -> None:

@@ -29,7 +29,7 @@ AnyVectorEnv: TypeAlias = VectorEnv[Any, Any, Any]
 Maker: TypeAlias = str | Callable[..., Env | AnyVectorEnv] | Env | AnyVectorEnv
 Space: TypeAlias = gym.Space[Any]
 InfoKeys: TypeAlias = Sequence[str] | Mapping[str, Space | None]
-Way: TypeAlias = tuple[str | int, ...]
+KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 class Step(NamedTuple):
@@ -73,7 +73,7 @@ class Faulted(EnvError):
 
     Attributes:
         faults: one for each of them.
-        idle: the rows that made no transition, in ascending order.
+        not_stepped: the rows that made no transition, in ascending order.
         cut_short: the rows that did, and whose episode goes no further as others of their vector
             env couldn't be reset.
         result: what the step gave, but for the idle rows; those cut short count as truncated.
@@ -84,7 +84,9 @@ class Faulted(EnvError):
         super().__init__(first.message)
         self.__cause__ = first.__cause__
         self.faults = faults
-        self.idle = sorted(row for fault in faults if not fault.stepped for row in fault.rows)
+        self.not_stepped = sorted(
+            row for fault in faults if not fault.stepped for row in fault.rows
+        )
         self.cut_short = cut_short
         self.result = result
 
@@ -105,10 +107,10 @@ class EnvBatch(ABC):
             replaced either.
         final: shapes as ``obs``; for the rows that ended in the last step their true last
             observation, for others undefined.
-        can_cut: whether rows can be reset at any time.
+        supports_partial_reset: whether rows can be reset at any time.
     """
 
-    can_cut: bool = True
+    supports_partial_reset: bool = True
     _resets_itself: bool = False  # within the step: ``obs`` then holds no end of an episode
 
     def __init__(
@@ -130,8 +132,8 @@ class EnvBatch(ABC):
         self.outcomes: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in outcome_leaves}
         self.obs: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
         self.final: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
-        self._observed = with_ways(observed, observation_space)
-        self._noted = with_ways(noted, info_space)
+        self._observed = with_key_paths(observed, observation_space)
+        self._noted = with_key_paths(noted, info_space)
         self._missing = {leaf.key: missing_value(leaf) for leaf in noted}
         self._action_parts = [
             (leaf.key, part.dtype, isinstance(part, spaces.Box) and not part.shape)
@@ -167,9 +169,9 @@ class EnvBatch(ABC):
 
         Raises:
             Faulted: an env raised, or its observation doesn't fit its space.
-            ArgumentError: ``cut`` was given though ``can_cut`` is False.
+            ArgumentError: ``cut`` was given though ``supports_partial_reset`` is False.
         """
-        if cut is not None and not self.can_cut:
+        if cut is not None and not self.supports_partial_reset:
             raise ArgumentError(
                 f"{self._name()}: its rows can't be reset one by one, so episodes can't be cut; "
                 "pass a maker of single envs and envs_per_worker instead"
@@ -306,10 +308,10 @@ class EnvBatch(ABC):
         except EnvError:
             raise
         except Exception as err:
-            raise EnvError(f"{self._name(row)}: {call}() raised {told(err)}") from err
+            raise EnvError(f"{self._name(row)}: {call}() raised {describe(err)}") from err
 
 
-def with_ways(leaves: tuple[Leaf, ...], space: Space) -> list[tuple[Leaf, Way]]:
+def with_key_paths(leaves: tuple[Leaf, ...], space: Space) -> list[tuple[Leaf, KeyPath]]:
     """Each leaf of ``space`` with the way to its part of a value."""
     return [(leaf, way) for leaf, (way, _) in zip(leaves, ends_of(space), strict=True)]
 
@@ -319,12 +321,12 @@ def missing_value(leaf: Leaf) -> Any:
     return np.nan if leaf.dtype.is_floating_point else 0
 
 
-def told(err: Exception) -> str:
+def describe(err: Exception) -> str:
     """An exception in words."""
     return f"{type(err).__name__}: {err}"
 
 
-def misfit(env_name: str, leaf: Leaf, shape: tuple[int, ...]) -> EnvError:
+def shape_error(env_name: str, leaf: Leaf, shape: tuple[int, ...]) -> EnvError:
     """The error for an info entry of another shape."""
     return EnvError(
         f"{env_name}: its info entry {'.'.join(leaf.key)!r} has shape {list(shape)}, expected "

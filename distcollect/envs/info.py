@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from distcollect.envs.base import InfoKeys, Space, told
+from distcollect.envs.base import InfoKeys, Space, describe
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
 from distcollect.rollout.spaces import RESERVED, ends_of, leaves_of
 
@@ -70,7 +70,9 @@ def _find_out(
             if None not in found.values():
                 return
     except Exception as err:
-        raise EnvError(f"{env_name}: trying it for its info entries raised {told(err)}") from err
+        raise EnvError(
+            f"{env_name}: trying it for its info entries raised {describe(err)}"
+        ) from err
     name = next(name for name, space in found.items() if space is None)
     raise ArgumentError(
         f"info_keys: a reset and a step of {env_name} gave nothing under {name!r} that "

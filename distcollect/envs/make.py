@@ -16,7 +16,7 @@ import torch
 from gymnasium.envs.registration import find_highest_version, parse_env_id
 from gymnasium.vector import VectorEnv
 
-from distcollect.envs.base import Env, EnvBatch, InfoKeys, Maker, name_of, told
+from distcollect.envs.base import Env, EnvBatch, InfoKeys, Maker, describe, name_of
 from distcollect.envs.pettingzoo import PettingZooEnv
 from distcollect.envs.single import PlainBatch
 from distcollect.envs.vector import VectorBatch
@@ -71,7 +71,7 @@ def _import_for(env_id: str, module: str) -> None:
         ) from err
     except Exception as err:
         raise ArgumentError(
-            f"no env {env_id!r}: importing the module {module!r} raised {told(err)}"
+            f"no env {env_id!r}: importing the module {module!r} raised {describe(err)}"
         ) from err
 
 
@@ -215,7 +215,7 @@ def _called(maker: Maker, row: int, context: EnvContext) -> Any:
         else:
             env = maker(context=context) if _takes_context(maker) else maker()
     except Exception as err:
-        raise EnvError(f"env {row}: {name} raised {told(err)}") from err
+        raise EnvError(f"env {row}: {name} raised {describe(err)}") from err
     if not is_env(env):
         kind = f"{type(env).__module__}.{type(env).__qualname__}"
         raise EnvError(

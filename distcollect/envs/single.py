@@ -14,12 +14,12 @@ from distcollect.envs.base import (
     EnvBatch,
     Fault,
     InfoKeys,
+    KeyPath,
     Step,
-    Way,
     called,
-    misfit,
     name_of,
-    with_ways,
+    shape_error,
+    with_key_paths,
 )
 from distcollect.envs.info import space_of_info
 from distcollect.envs.pettingzoo import OUTCOMES, PettingZooEnv
@@ -61,7 +61,7 @@ class PlainBatch(EnvBatch):
         super().__init__(
             len(envs), first.observation_space, first.action_space, info_space, outcome_leaves
         )
-        self._told = with_ways(outcome_leaves, outcome_space)
+        self._told = with_key_paths(outcome_leaves, outcome_space)
         self._heeds_info = bool(self._noted or self._told)
         # Discrete actions need no preparation: numpy scalars are copies.
         is_discrete = (
@@ -214,7 +214,7 @@ class PlainBatch(EnvBatch):
         return checked
 
     @staticmethod
-    def _put(places: Iterable[tuple[np.ndarray, Way]], value: Any) -> None:
+    def _put(places: Iterable[tuple[np.ndarray, KeyPath]], value: Any) -> None:
         for place, way in places:
             part = value
             for name in way:
@@ -235,7 +235,7 @@ class PlainBatch(EnvBatch):
                 continue
             # Not for scalars: numpy itself takes nothing else for those.
             if leaf.shape and np.shape(part) != leaf.shape:
-                raise misfit(self._name(row), leaf, np.shape(part))
+                raise shape_error(self._name(row), leaf, np.shape(part))
             self.obs[leaf.key][row] = part
 
     def _put_outcomes(self, row: int, info: Mapping[str, Any]) -> None:

@@ -80,7 +80,7 @@ class TorchRLBatch(EnvBatch):
         super().__init__(
             start, first.observation_space, first.action_space, first.info_space, first.outcomes
         )
-        self.can_cut = not any(_resets_itself(part.env) for part in self._parts)
+        self.supports_partial_reset = not any(_resets_itself(part.env) for part in self._parts)
         self._rewards: list[Key] = [("reward",)]
         if ("reward",) not in entries_of(envs[0].full_reward_spec):
             self._rewards = list(entries_of(envs[0].full_reward_spec))

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 
-from distcollect.envs.base import AnyVectorEnv, EnvBatch, Fault, InfoKeys, Step, called, misfit
+from distcollect.envs.base import AnyVectorEnv, EnvBatch, Fault, InfoKeys, Step, called, shape_error
 from distcollect.envs.info import EPISODE, first_of_each, space_of_info
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, unflatten
@@ -52,7 +52,7 @@ class VectorBatch(EnvBatch):
         masked = not self._forgets_resets and _can_reset_some(env, mode)
         self._resets_itself = mode is AutoresetMode.SAME_STEP
         self._has_fillers = mode is AutoresetMode.NEXT_STEP and not masked
-        self.can_cut = masked
+        self.supports_partial_reset = masked
         self._resetting = resetting  # rows whose next step will be a filler
         self._all_rows = np.ones(self.num_envs, bool)
         self._real = np.ones(self.num_envs, bool)
@@ -200,7 +200,7 @@ class VectorBatch(EnvBatch):
             if given.dtype == object:
                 given = np.stack(list(given))
             if given.shape[1:] != leaf.shape:
-                raise misfit(self._name(), leaf, given.shape[1:])
+                raise shape_error(self._name(), leaf, given.shape[1:])
             array[has] = given
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

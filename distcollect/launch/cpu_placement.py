@@ -53,7 +53,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Place:
+class CpuPlacement:
     """A worker's.
 
     Attributes:
@@ -65,7 +65,9 @@ class Place:
     num_threads: int
 
 
-def choose(host: Host, index: int, count: int, *, may_pin: bool, cores: int | None = None) -> Place:
+def choose(
+    host: Host, index: int, count: int, *, may_pin: bool, cores: int | None = None
+) -> CpuPlacement:
     """The place of one of ``count`` workers that share ``host``.
 
     Args:
@@ -83,14 +85,14 @@ def choose(host: Host, index: int, count: int, *, may_pin: bool, cores: int | No
     # Somebody has chosen cores already; or has less to give than there are, wherever that is.
     chosen = len(host.cores) < host.online or host.num_cores < len(host.cores)
     if not may_pin or chosen or count > len(host.cores):
-        return Place(None, threads)
+        return CpuPlacement(None, threads)
     near = [usable for node in host.nodes if (usable := sorted(set(node) & set(host.cores)))]
     in_order = [core for node in near for core in node]
     first, end = (i * len(in_order) // count for i in (index, index + 1))
     mine = [core for node in near if set(node) & set(in_order[first:end]) for core in node]
     if not mine or len(mine) == len(host.cores):
-        return Place(None, threads)
-    return Place(tuple(mine), min(threads, len(mine)))
+        return CpuPlacement(None, threads)
+    return CpuPlacement(tuple(mine), min(threads, len(mine)))
 
 
 def may_pin(env: Mapping[str, str], *, threads_by_launcher: bool = False) -> bool:

@@ -55,7 +55,7 @@ def told() -> str:
     return _told
 
 
-def heed() -> None:
+def exit_if_requested() -> None:
     """End the wait that calls this, if the process was told to end and somebody can save."""
     if _told and _leave is not None and threading.current_thread() is threading.main_thread():
         _leave()

@@ -30,7 +30,7 @@ _GATE_KEY = "distcollect/gate"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class TrainerAddress:
     """Where the trainer's gate is, and what to show there."""
 
     host: str
@@ -39,7 +39,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class GatePlace:
+class ListenSpec:
     """Where a launch's trainer is to listen.
 
     Attributes:
@@ -64,7 +64,7 @@ class GatePlace:
             self.store.set(_GATE_KEY, json.dumps([self.address, port, token]))
 
 
-def gate_place(launch: Launch) -> GatePlace:
+def listen_spec(launch: Launch) -> ListenSpec:
     """Where this trainer is to listen, by the launch and the user's settings.
 
     Raises:
@@ -85,14 +85,14 @@ def gate_place(launch: Launch) -> GatePlace:
                 )
         address, wanted_port = listen_address(default=address)
         port = (wanted_port or port) + launch.trainer
-        return GatePlace(address, port, given or launch.run_id)
+        return ListenSpec(address, port, given or launch.run_id)
     store = _torchrun_store(launch)
     if launch.num_hosts > 1:
         address = _address_among_hosts(launch, store)
     address, port = listen_address(default=address)
     port = port + launch.trainer if port else 0
     token = given or secrets.token_hex(16)
-    return GatePlace(address, port, token, store, is_own_token=given is not None)
+    return ListenSpec(address, port, token, store, is_own_token=given is not None)
 
 
 def _is_on_one_host(launch: Launch) -> bool:
@@ -168,7 +168,7 @@ def _address_key(rank: int) -> str:
     return f"distcollect/address/{rank}"
 
 
-def finder(launch: Launch) -> Callable[[], Meeting]:
+def finder(launch: Launch) -> Callable[[], TrainerAddress]:
     """What tells a rank where its trainer is; see :func:`supervise`.
 
     Raises:
@@ -183,7 +183,7 @@ def finder(launch: Launch) -> Callable[[], Meeting]:
         store.set_timeout(timedelta(seconds=1))
         last: list[Any] = []
 
-        def find() -> Meeting:
+        def find() -> TrainerAddress:
             try:
                 last[:] = json.loads(store.get(_GATE_KEY))
             except dist.DistNetworkError as error:
@@ -194,7 +194,7 @@ def finder(launch: Launch) -> Callable[[], Meeting]:
                         "trainer's host: look at what it says there, and start all ranks again"
                     ) from error
             host, port, token = last
-            return Meeting(host, port, token or given or "")
+            return TrainerAddress(host, port, token or given or "")
 
         return find
     host, port = launch.master
@@ -203,5 +203,5 @@ def finder(launch: Launch) -> Callable[[], Meeting]:
     elif way_to(host) is None:  # the trainer is on this host
         host = own_address(host, launch.last_host)
     host, wanted_port = listen_address(default=host)
-    here = Meeting(host, (wanted_port or port) + launch.trainer, given or launch.run_id)
+    here = TrainerAddress(host, (wanted_port or port) + launch.trainer, given or launch.run_id)
     return lambda: here

@@ -13,7 +13,7 @@ import torch.distributed
 from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
 from distcollect.launch.preemption import Interrupted
-from distcollect.launch.rendezvous import gate_place, own_address
+from distcollect.launch.rendezvous import listen_spec, own_address
 from distcollect.launch.run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.supervisor import (
     supervise_rank,
@@ -153,7 +153,7 @@ def num_workers(default: int) -> int:
 
 
 def _open_gate(launch: Launch) -> Cluster:
-    place = gate_place(launch)
+    place = listen_spec(launch)
     cluster = Cluster(
         place.address,
         place.token,

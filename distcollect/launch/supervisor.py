@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 from torch.distributed import DistStoreError
 
 from distcollect.errors import LaunchError
-from distcollect.launch.cpu_placement import Host, Place, choose, may_pin
+from distcollect.launch.cpu_placement import CpuPlacement, Host, choose, may_pin
 from distcollect.launch.local_processes import End, LocalProcesses, ProcessEvents
-from distcollect.launch.rendezvous import MEET_TIMEOUT_S, Meeting, finder
+from distcollect.launch.rendezvous import MEET_TIMEOUT_S, TrainerAddress, finder
 from distcollect.launch.topology import Launch, Launcher
-from distcollect.net.client import Lifeline, NoAnswer
+from distcollect.net.client import ControlConnection, NoAnswer
 from distcollect.net.framing import Message
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class _Terminated(BaseException):
 class _Reports(ProcessEvents):
     """Tells the trainer of worker processes."""
 
-    def __init__(self, lifeline: Lifeline) -> None:
+    def __init__(self, lifeline: ControlConnection) -> None:
         self._lifeline = lifeline
 
     def exited(self, worker_id: int, incarnation: int, end: End) -> None:
@@ -58,10 +58,10 @@ class _Reports(ProcessEvents):
 
 
 def supervise(
-    find: Callable[[], Meeting],
+    find: Callable[[], TrainerAddress],
     *,
     rank: int | None,
-    place: Place,
+    place: CpuPlacement,
     timeout_s: float,
     patience_s: float | None = None,
 ) -> None:
@@ -115,13 +115,13 @@ def _arm() -> None:
 
 
 def join(
-    find: Callable[[], Meeting],
+    find: Callable[[], TrainerAddress],
     rank: int | None,
     timeout_s: float,
     *,
     give_up_if_refused: bool,
     role: str = "supervisor",
-) -> tuple[Lifeline, Meeting]:
+) -> tuple[ControlConnection, TrainerAddress]:
     """Introduce this process to the trainer; a lifeline, and where it leads.
 
     Raises:
@@ -154,8 +154,8 @@ def join(
     )
 
 
-def _introduce(meeting: Meeting, rank: int | None, role: str) -> Lifeline:
-    lifeline = Lifeline(meeting.host, meeting.port, _TRY_TIMEOUT_S)
+def _introduce(meeting: TrainerAddress, rank: int | None, role: str) -> ControlConnection:
+    lifeline = ControlConnection(meeting.host, meeting.port, _TRY_TIMEOUT_S)
     try:
         lifeline.join(role, meeting.token, rank=rank)
     except BaseException:
@@ -175,7 +175,7 @@ def _fail(why: str) -> NoReturn:
     raise SystemExit(f"distcollect: {why}; this rank ends")
 
 
-def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> Message | None:
+def _serve(lifeline: ControlConnection, boot: Mapping[str, Any]) -> Message | None:
     """Obey one connection to its end; the trainer's goodbye, if there was one."""
     processes = LocalProcesses(_Reports(lifeline))
     leave_timeout_s = grace_s = 0.0
@@ -204,7 +204,10 @@ def _serve(lifeline: Lifeline, boot: Mapping[str, Any]) -> Message | None:
 
 
 def _spawn(
-    processes: LocalProcesses, lifeline: Lifeline, message: Message, boot: Mapping[str, Any]
+    processes: LocalProcesses,
+    lifeline: ControlConnection,
+    message: Message,
+    boot: Mapping[str, Any],
 ) -> None:
     env = {str(key): str(value) for key, value in message["env"].items()}
     worker_id, incarnation = message["spawn"], message["incarnation"]
@@ -215,7 +218,7 @@ def _spawn(
         lifeline.send({"exited": asdict(end), "incarnation": incarnation})
 
 
-def _end_with(lifeline: Lifeline, processes: LocalProcesses) -> None:
+def _end_with(lifeline: ControlConnection, processes: LocalProcesses) -> None:
     """End all processes when the trainer is gone."""
     while lifeline.receive() is not None:
         pass

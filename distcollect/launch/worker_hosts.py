@@ -23,7 +23,7 @@ from distcollect.launch.local_processes import End, LocalProcesses, ProcessEvent
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
 from distcollect.net.framing import Message
 from distcollect.net.interfaces import LOOPBACK, is_address
-from distcollect.net.server import Connection, Gate, GateEvents
+from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
 _HOLDS_TOKEN = "it has to hold the run's secret, the same for the trainer and all who join"  # noqa: S105
 
 
-class ClusterEvents(GateEvents, ProcessEvents):
+class ClusterEvents(JoinServerEvents, ProcessEvents):
     """What a cluster reports of workers, on threads of its own."""
 
     def place_opened(self, worker_id: int) -> None:
@@ -47,7 +47,7 @@ class ClusterEvents(GateEvents, ProcessEvents):
         """The trainer's ``main()`` is done: end what is still running."""
 
 
-class Cluster(GateEvents):
+class Cluster(JoinServerEvents):
     """The hosts of a run.
 
     Attributes:
@@ -109,7 +109,7 @@ class Cluster(GateEvents):
         self._local: LocalProcesses | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self.gate = Gate(address, token, self, port)
+        self.gate = JoinServer(address, token, self, port)
 
     @property
     def gathers(self) -> bool:
@@ -251,7 +251,7 @@ class Cluster(GateEvents):
         self.gate.close()
 
     def admit(self, connection: Connection) -> Message:
-        """See :class:`~distcollect.net.server.GateEvents`."""
+        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         if connection.hello.get("role") != "supervisor":
             return self._events.admit(connection)
         with self._lock:
@@ -261,7 +261,7 @@ class Cluster(GateEvents):
         return {"worker_id": worker_id}
 
     def admitted(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.GateEvents`."""
+        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         if connection.hello.get("role") != "supervisor":
             return
         worker_id = connection.hello["worker_id"]
@@ -291,13 +291,13 @@ class Cluster(GateEvents):
         return next(i for i in range(self._num_local, 2**31) if i not in taken)
 
     def refused(self, hello: Message, reason: str) -> None:
-        """See :class:`~distcollect.net.server.GateEvents`."""
+        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         if hello.get("role") == "supervisor":
             hello = {**hello, "worker_id": (hello.get("rank") or 0) - 1}
         self._events.refused(hello, reason)
 
     def received(self, connection: Connection, message: Message) -> None:
-        """See :class:`~distcollect.net.server.GateEvents`."""
+        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         if connection.hello.get("role") != "supervisor":
             self._events.received(connection, message)
             return
@@ -314,7 +314,7 @@ class Cluster(GateEvents):
             self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.GateEvents`."""
+        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         if connection.hello.get("role") != "supervisor":
             self._events.closed(connection)
             return

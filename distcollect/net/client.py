@@ -25,7 +25,7 @@ class NoAnswer(LaunchError):
     """The handshake broke off, as the network did: that may get better."""
 
 
-class Lifeline:
+class ControlConnection:
     """A worker's or supervisor's end of the connection. Reads block.
 
     Attributes:

@@ -63,7 +63,7 @@ class Connection:
             log.debug("connection was closed already")
 
 
-class GateEvents:
+class JoinServerEvents:
     """What a gate reports, on its own thread. Override what is of interest."""
 
     def admit(self, connection: Connection) -> Message:
@@ -83,14 +83,14 @@ class GateEvents:
         """An admitted peer is gone."""
 
 
-class Gate:
+class JoinServer:
     """Where the workers and supervisors of a run join: one listener, one thread for all.
 
     Attributes:
         events: who is told; may be replaced at any time.
     """
 
-    def __init__(self, address: str, token: str, events: GateEvents, port: int = 0) -> None:
+    def __init__(self, address: str, token: str, events: JoinServerEvents, port: int = 0) -> None:
         """Listen on ``address`` alone.
 
         Raises:

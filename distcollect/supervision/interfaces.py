@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Crew(Protocol):
+class MembershipObserver(Protocol):
     """Whoever works with the workers: the pool. Called on one thread."""
 
     def join(self, worker_id: int, incarnation: int, peer: int) -> None:
@@ -24,7 +24,7 @@ class Crew(Protocol):
         """The run can't go on."""
 
 
-class Reports(Protocol):
+class FailureSink(Protocol):
     """What the pool tells whoever looks after the workers' processes."""
 
     def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:

@@ -35,12 +35,12 @@ from distcollect.errors import (
     WorkerMismatch,
 )
 from distcollect.launch.local_processes import End
-from distcollect.launch.preemption import heed
+from distcollect.launch.preemption import exit_if_requested
 from distcollect.launch.worker_hosts import Cluster, ClusterEvents, open_cluster
 from distcollect.net.framing import Message
 from distcollect.net.server import Connection
 from distcollect.results import State
-from distcollect.supervision.interfaces import Crew
+from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.membership import PRESENT, Command, Membership, Overdue, Ping, Start
 from distcollect.supervision.process import Process, cause_of, death_of, message_of
 from distcollect.transport.peer_ids import identity
@@ -107,7 +107,7 @@ class Workers(ClusterEvents):
         )
         self._processes: dict[tuple[int, int], Process] = {}
         self._deaths: dict[int, str] = {}
-        self._crew: Crew | None = None
+        self._observer: MembershipObserver | None = None
         self._failure: DistCollectError | None = None
         self._states: dict[int, State] = {}
         self._closing = False
@@ -160,12 +160,12 @@ class Workers(ClusterEvents):
         """Workers that are there."""
         return sum(state in PRESENT for state in self._states.values())
 
-    def attach(self, crew: Crew) -> None:
+    def attach(self, crew: MembershipObserver) -> None:
         """Report to ``crew`` from now on; first who is there."""
         done: Future[None] = Future()
 
         def take_over() -> None:
-            self._crew = crew
+            self._observer = crew
             if self._failure is not None:
                 crew.fail(self._failure)
             for worker_id, state in self._membership.states.items():
@@ -219,7 +219,7 @@ class Workers(ClusterEvents):
     # What the cluster reports, on its threads.
 
     def admit(self, connection: Connection) -> Message:
-        """See :class:`~distcollect.net.server.GateEvents`."""
+        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         process = self._processes.get(_claimed(connection.hello))
         if process is None or process.connection is not None or process.is_over:
             return {"refused": "there is no free slot for it"}
@@ -231,7 +231,7 @@ class Workers(ClusterEvents):
         }
 
     def refused(self, hello: Message, reason: str) -> None:
-        """See :class:`~distcollect.net.server.GateEvents`."""
+        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         log.warning("turned away a %s from %s: %s", hello.get("role"), hello.get("host"), reason)
         key = _claimed(hello)
         error = WorkerMismatch(
@@ -240,7 +240,7 @@ class Workers(ClusterEvents):
         self._post(partial(self._mismatched, key, error))
 
     def received(self, connection: Connection, message: Message) -> None:
-        """See :class:`~distcollect.net.server.GateEvents`."""
+        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         key = self._key_of(connection)
         if key is None:
             return
@@ -250,7 +250,7 @@ class Workers(ClusterEvents):
             self._post(partial(self._leave, key[0]))
 
     def closed(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.GateEvents`."""
+        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         key = self._key_of(connection)
         if key is not None:
             self._post(partial(self._lost, key))
@@ -416,9 +416,9 @@ class Workers(ClusterEvents):
         self._membership.ready(*process.key, time.monotonic())
         with self._lock:
             self.probes.setdefault(process.worker_id, probe)
-        if self._crew is not None:
+        if self._observer is not None:
             log.info("worker %d is ready%s", process.worker_id, process.place)
-            self._crew.join(process.worker_id, process.incarnation, process.peer)
+            self._observer.join(process.worker_id, process.incarnation, process.peer)
 
     def _failed(self, key: tuple[int, int], error: BaseException) -> None:
         process = self._processes.get(key)
@@ -446,16 +446,16 @@ class Workers(ClusterEvents):
         process = self._running(worker_id)
         if process is None:
             self._vacant(worker_id, "it was released")
-        elif process.probe is None or self._crew is None:
+        elif process.probe is None or self._observer is None:
             self._lost(process.key)
         else:
-            self._crew.leave(*process.key)
+            self._observer.leave(*process.key)
 
     def _retire(self, key: tuple[int, int], num_bytes: int) -> None:
         process = self._running(key[0])
         if process is None or process.key != key or process.retiring:
             return
-        if process.probe is None or self._crew is None:
+        if process.probe is None or self._observer is None:
             return  # it is said again
         log.warning(
             "worker %d takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is "
@@ -469,7 +469,7 @@ class Workers(ClusterEvents):
             f"it was retired, as it took {num_bytes / 1e9:.2f} GB of memory",
             worker_id=process.worker_id,
         )
-        self._crew.leave(*key)
+        self._observer.leave(*key)
 
     def _dismiss(self, key: tuple[int, int]) -> None:
         process = self._processes.get(key)
@@ -490,8 +490,8 @@ class Workers(ClusterEvents):
         """Nobody is in a slot, and nobody comes."""
         if self._membership.state(worker_id) not in (State.LOST, State.LEFT):
             return
-        if self._crew is not None:
-            self._crew.lose(worker_id, -1, replaced=False)
+        if self._observer is not None:
+            self._observer.lose(worker_id, -1, replaced=False)
         self._check_left(worker_id, WorkerLost(reason, worker_id=worker_id))
 
     def _running(self, worker_id: int) -> Process | None:
@@ -517,9 +517,9 @@ class Workers(ClusterEvents):
         if process.connection is not None:
             process.connection.close()
         self.transport.evict(process.peer)
-        if self._crew is not None:
+        if self._observer is not None:
             replaced = self._membership.state(key[0]) is State.JOINING and not self._closing
-            self._crew.lose(*key, replaced=replaced)
+            self._observer.lose(*key, replaced=replaced)
         if process.end is not None:
             self._settle(process)
 
@@ -539,10 +539,10 @@ class Workers(ClusterEvents):
         left = self._membership.state(worker_id) is State.LEFT
         failure = process.failure or death_of(process)
         self._deaths[worker_id] = "it left" if left else message_of(failure)
-        if self._crew is not None:
+        if self._observer is not None:
             cause = "shut_down" if self._closing else cause_of(process, left=left)
             stepped = None if process.end is None else process.end.stepped
-            self._crew.account(*process.key, cause, stepped)
+            self._observer.account(*process.key, cause, stepped)
         if self._closing:
             return
         if not self._started and worker_id < self._num_first:
@@ -594,8 +594,8 @@ class Workers(ClusterEvents):
             if self._failure is None:
                 self._failure = error
             self._changed.notify_all()
-        if self._crew is not None:
-            self._crew.fail(error)
+        if self._observer is not None:
+            self._observer.fail(error)
 
     def _wait_ready(self) -> None:
         """Wait for the first process in every slot; at least one in all."""
@@ -611,9 +611,10 @@ class Workers(ClusterEvents):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     missing = [w for w in self._states if w not in self.probes]
-                    whom = f"workers {missing}" if missing else "a worker"
+                    awaited = f"workers {missing}" if missing else "a worker"
                     raise DeadlineError(
-                        f"waited {limit_s:g} s for {whom} to join, in vain: see their own output; "
+                        f"waited {limit_s:g} s for {awaited} to join, without success: see their "
+                        "own output; "
                         "Faults(start_timeout_s=...) gives longer, 'distcollect doctor' looks at "
                         "the way between hosts"
                     )
@@ -634,7 +635,7 @@ class Workers(ClusterEvents):
         )
         deadline = time.monotonic() + limit_s
         while self.num_present < least:
-            heed()
+            exit_if_requested()
             if self._failure is not None:
                 raise self._failure
             remaining = deadline - time.monotonic()

@@ -48,7 +48,7 @@ class Writer(Protocol):
         """Give back what it holds; nothing more comes."""
 
 
-class Watch:
+class MonitorThread:
     """The thread of one collector that hands out snapshots; none while nobody wants any.
 
     Attributes:

@@ -65,8 +65,8 @@ class _Mark:
     by_worker: Mapping[int, int]
 
 
-class Book:
-    """Counts what a collector does; any thread may write and read."""
+class StatsRecorder:
+    """StepCounter what a collector does; any thread may write and read."""
 
     def __init__(self, clock: Callable[[], int] = clock_ns, *, trace: Trace | None = None) -> None:
         """Count, by a clock in nanoseconds; ``trace`` is told of all that has a time."""

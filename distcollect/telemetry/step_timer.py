@@ -27,7 +27,7 @@ _MOST_STEPS = 256  # of a rollout; from more than that every second is left out,
 _MOST_OTHERS = 64
 
 
-class Meter:
+class StepTimer:
     """What an engine counts in.
 
     Attributes:
@@ -114,7 +114,7 @@ class Meter:
         )
 
 
-class Recorder(Meter):
+class TracingStepTimer(StepTimer):
     """A meter that also notes what was done when, for a trace."""
 
     def __init__(self, num_envs: int) -> None:

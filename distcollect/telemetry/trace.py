@@ -151,12 +151,12 @@ class Trace:
             self._doing = activity, begin, end
 
     def rollout(
-        self, worker_id: int, incarnation: int, spans: Sequence[Span], asked: int, heard: int
+        self, worker_id: int, incarnation: int, spans: Sequence[Span], request: int, heard: int
     ) -> None:
         """A rollout was asked for and lies ready; ``spans`` are what its worker did for it."""
         with self._lock:
             question = f"ask worker {worker_id}"  # of one worker there is one at a time
-            self._spans(self._trainer, [(question, ROLLOUT, asked, heard)])
+            self._spans(self._trainer, [(question, ROLLOUT, request, heard)])
             ours = [span for span in spans if span[0] == STEPS]
             if not ours:
                 return
@@ -164,10 +164,10 @@ class Trace:
             clock = self._clocks.setdefault(process, ClockOffset())
             begun = min(begin for _, _, begin, _ in ours)
             ended = max(end for _, _, _, end in ours)
-            offset = clock.narrow(asked, begun, ended, heard)
+            offset = clock.narrow(request, begun, ended, heard)
             # Viewers leave out what overlaps another span of its thread, as it could otherwise
             # where the offset has changed.
-            earliest = {STEPS: asked, WEIGHTS: self._received_until.get(process, 0)}
+            earliest = {STEPS: request, WEIGHTS: self._received_until.get(process, 0)}
             placed: list[Span] = []
             for thread, name, begin, end in spans:
                 first = min(max(begin + offset, earliest[thread]), heard)

@@ -1,7 +1,7 @@
-"""Asks workers for rollouts, and brings them here, as an :class:`~.order.Order` has it.
+"""Asks workers for rollouts, and brings them here, as an :class:`~.order.Scheduler` has it.
 
 A worker is asked, or a rollout fetched, whenever something has happened that may permit it: so what
-happens ends with :meth:`Gathering.ask`.
+happens ends with :meth:`RolloutFetcher.ask`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TypeVar
 
 from distcollect.common.clock import clock_ns
 from distcollect.rollout.layout import Tensors
-from distcollect.supervision.interfaces import Reports
-from distcollect.telemetry.recorder import Book
-from distcollect.trainer.pool_wait import Waiting
+from distcollect.supervision.interfaces import FailureSink
+from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.trainer.pool_wait import PoolWait
 from distcollect.trainer.requests import Requests
-from distcollect.trainer.worker_slots import Asked, BatchPlan, Seat
+from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
 from distcollect.transport.protocol import Offer, Transport
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 _PREFETCH = 2
 
 
-class Gathering:
+class RolloutFetcher:
     """What goes out to workers, and what comes of it. All is called with the pool's lock held.
 
     Attributes:
@@ -38,18 +38,18 @@ class Gathering:
         transport: Transport,
         plan: BatchPlan,
         requests: Requests,
-        waiting: Waiting,
+        wait: PoolWait,
         *,
-        reports: Reports,
-        book: Book,
+        failure_sink: FailureSink,
+        stats_recorder: StatsRecorder,
     ) -> None:
         """Ask nobody yet; for the arguments see :class:`~.pool.Pool`, which makes them."""
         self.pauses = False
         self._transport = transport
         self._requests = requests
-        self._waiting = waiting
-        self._reports = reports
-        self._book = book
+        self._wait = wait
+        self._failure_sink = failure_sink
+        self._stats_recorder = stats_recorder
         # Nothing before the user asks: it may be for a rollout to hand over.
         self._max_fetched = plan.num_rollouts if plan.sync else 0
         self._hands_over = False
@@ -64,21 +64,21 @@ class Gathering:
 
     def ask(self) -> None:
         """Ask whoever can be asked for a rollout; called whenever that may have changed."""
-        if self.pauses or self._waiting.closed:
+        if self.pauses or self._wait.closed:
             return
-        for seat in self._requests.whom():
-            self._request(seat)
+        for slot in self._requests.next_slots():
+            self._request(slot)
 
-    def _request(self, seat: Seat) -> None:
-        asked, request = self._requests.ask(seat, clock_ns())
-        answer = self._transport.collect(seat.peer, request)
-        self.then(seat, answer, lambda offer: self._offered(asked, offer))
+    def _request(self, slot: WorkerSlot) -> None:
+        request, wire_request = self._requests.ask(slot, clock_ns())
+        answer = self._transport.collect(slot.peer, wire_request)
+        self.then(slot, answer, lambda offer: self._offered(request, offer))
         self._preempt()
 
-    def _offered(self, asked: Asked, offer: Offer) -> None:
-        if not asked.seat.gone:
-            self._book.collected(offer.header, asked.asked_at)
-        if not self._requests.offered(asked, offer, clock_ns()):
+    def _offered(self, request: RolloutRequest, offer: Offer) -> None:
+        if not request.slot.gone:
+            self._stats_recorder.collected(offer.header, request.asked_at)
+        if not self._requests.offered(request, offer, clock_ns()):
             return
         self.fetch_ahead()
         if self._requests.may_end_early:
@@ -90,9 +90,9 @@ class Gathering:
         self._preempt()
 
     def _preempt(self) -> None:
-        for asked in self._requests.to_preempt():
-            asked.preempted = True
-            self._transport.call(asked.seat.peer, "preempt", asked.number)
+        for request in self._requests.to_preempt():
+            request.preempted = True
+            self._transport.call(request.slot.peer, "preempt", request.number)
 
     def give_up_stale(self) -> None:
         """Keep nothing that is too stale to be handed on."""
@@ -104,39 +104,39 @@ class Gathering:
         self.give_up_stale()
         arrived = self._requests.arrived
         room = self._max_fetched
-        for asked in list(arrived):
-            if asked.rollout is not None or asked.fetching:
+        for request in list(arrived):
+            if request.rollout is not None or request.fetching:
                 room -= 1
             # Meanwhile it may have been given up: a fetch may be over at once, and lead to more.
-            elif (room > 0 or self._drains(asked)) and asked in arrived:
-                self.fetch(asked)
+            elif (room > 0 or self._drains(request)) and request in arrived:
+                self.fetch(request)
                 room -= 1
 
-    def _drains(self, asked: Asked) -> bool:
-        return asked.seat.leaving and not self._hands_over
+    def _drains(self, request: RolloutRequest) -> bool:
+        return request.slot.leaving and not self._hands_over
 
-    def fetch(self, asked: Asked) -> None:
+    def fetch(self, request: RolloutRequest) -> None:
         """Have a rollout come here, if it doesn't already."""
-        if not asked.lies_there:
+        if not request.lies_there:
             return
-        offer = asked.offer
+        offer = request.offer
         assert offer is not None
-        asked.fetching = True
+        request.fetching = True
         begin = clock_ns()
 
         def arrived(tensors: Tensors) -> None:
             header = offer.header
-            self._book.fetched(header.worker_id, header.num_bytes, clock_ns() - begin)
-            self._requests.fetched(asked, tensors)
+            self._stats_recorder.fetched(header.worker_id, header.num_bytes, clock_ns() - begin)
+            self._requests.fetched(request, tensors)
 
         def failed() -> None:
-            self._requests.not_fetched(asked)
+            self._requests.not_fetched(request)
 
-        self.then(asked.seat, offer.fetch(), arrived, failed)
+        self.then(request.slot, offer.fetch(), arrived, failed)
 
     def then(
         self,
-        seat: Seat,
+        slot: WorkerSlot,
         answer: Future[T],
         arrived: Callable[[T], None],
         failed: Callable[[], None] | None = None,
@@ -145,17 +145,17 @@ class Gathering:
 
         def deliver(done: Future[T]) -> None:
             error = done.exception()
-            with self._waiting.lock:
-                if self._waiting.closed:
+            with self._wait.lock:
+                if self._wait.closed:
                     return
                 if error is None:
                     arrived(done.result())
                 elif failed is not None:
                     failed()
-                if error is not None and not seat.gone:
+                if error is not None and not slot.gone:
                     # It is lost, or will be: what it owes is given up then.
-                    self._reports.report(seat.worker_id, seat.incarnation, error)
+                    self._failure_sink.report(slot.worker_id, slot.incarnation, error)
                 self.ask()
-                self._waiting.changed.notify_all()
+                self._wait.changed.notify_all()
 
         answer.add_done_callback(deliver)

@@ -46,14 +46,14 @@ class _Process:
 
     Attributes:
         own_losses: what it said itself that it lost, by cause.
-        waiting: frames of rollouts that were announced and not settled, by sequence number.
+        wait: frames of rollouts that were announced and not settled, by sequence number.
         next_sequence: of the next rollout.
         ended: it is over.
     """
 
     account: _Account = field(default_factory=_Account)
     own_losses: Mapping[str, int] = field(default_factory=dict)
-    waiting: dict[int, int] = field(default_factory=dict)
+    wait: dict[int, int] = field(default_factory=dict)
     next_sequence: int = 0
     ended: bool = False
 
@@ -106,7 +106,7 @@ class Ledger:
                 f"but {awaited} is next"
             )
         process.next_sequence += 1
-        process.waiting[sequence] = num_frames
+        process.wait[sequence] = num_frames
         process.account.stepped = stepped
         for cause, count in lost.items():
             process.account.lost[cause] += count - process.own_losses.get(cause, 0)
@@ -115,19 +115,19 @@ class Ledger:
     def deliver(self, worker_id: int, incarnation: int, sequence: int) -> None:
         """It was handed to the user. KeyError if it is not waiting: it was settled before."""
         process = self._processes[worker_id, incarnation]
-        process.account.delivered += process.waiting.pop(sequence)
+        process.account.delivered += process.wait.pop(sequence)
         self._forget(worker_id, incarnation)
 
     def lose(self, worker_id: int, incarnation: int, sequence: int, cause: str) -> None:
         """It will never be handed to the user. KeyError as for :meth:`deliver`."""
         process = self._processes[worker_id, incarnation]
-        process.account.lost[cause] += process.waiting.pop(sequence)
+        process.account.lost[cause] += process.wait.pop(sequence)
         self._forget(worker_id, incarnation)
 
     def lose_waiting(self, cause: str) -> None:
         """No rollout that waits will be handed to the user."""
         for (worker_id, incarnation), process in list(self._processes.items()):
-            for sequence in list(process.waiting):
+            for sequence in list(process.wait):
                 self.lose(worker_id, incarnation, sequence, cause)
 
     def end(
@@ -151,7 +151,7 @@ class Ledger:
             account.at_most = at_most
         else:
             account.stepped = stepped
-        known = account.delivered + account.lost.total() + sum(process.waiting.values())
+        known = account.delivered + account.lost.total() + sum(process.wait.values())
         account.lost[cause] += account.stepped - known
         self._forget(worker_id, incarnation)
 
@@ -176,7 +176,7 @@ class Ledger:
     def _forget(self, worker_id: int, incarnation: int) -> None:
         """Keep only the sums of a process of which nothing more is to come."""
         process = self._processes[worker_id, incarnation]
-        if process.ended and not process.waiting:
+        if process.ended and not process.wait:
             self._past.setdefault(worker_id, _Account()).add(process.account)
             self._over[worker_id].add(incarnation)
             del self._processes[worker_id, incarnation]

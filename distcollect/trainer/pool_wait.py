@@ -10,16 +10,16 @@ from typing import TypeVar
 
 from distcollect.common.threads import LOOK_UP_S
 from distcollect.errors import BatchTimeout, CollectorStateError
-from distcollect.launch.preemption import heed
-from distcollect.telemetry.recorder import Activity, Book
-from distcollect.trainer.request_policy import Order
+from distcollect.launch.preemption import exit_if_requested
+from distcollect.telemetry.recorder import Activity, StatsRecorder
 from distcollect.trainer.requests import Requests
-from distcollect.trainer.worker_slots import Seats
+from distcollect.trainer.scheduler import Scheduler
+from distcollect.trainer.worker_slots import WorkerSlots
 
 T = TypeVar("T")
 
 
-class Waiting:
+class PoolWait:
     """Who waits is woken when something has changed, and by what ends the run.
 
     Attributes:
@@ -30,17 +30,23 @@ class Waiting:
     """
 
     def __init__(
-        self, seats: Seats, order: Order, requests: Requests, book: Book, *, sync: bool
+        self,
+        slots: WorkerSlots,
+        scheduler: Scheduler,
+        requests: Requests,
+        stats_recorder: StatsRecorder,
+        *,
+        sync: bool,
     ) -> None:
         """Nobody waits yet; for the arguments see :class:`~.pool.Pool`, which makes them."""
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.closed = False
         self._failed: BaseException | None = None
-        self._seats = seats
-        self._order = order
+        self._slots = slots
+        self._scheduler = scheduler
         self._requests = requests
-        self._book = book
+        self._stats_recorder = stats_recorder
         self._sync = sync
 
     def fail(self, error: BaseException) -> None:
@@ -88,39 +94,39 @@ class Waiting:
         """
         deadline = time.monotonic() + timeout_s
         while not (result := ready()):
-            heed()
+            exit_if_requested()
             self.check()
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return None
-            self._book.does(self._activity())
+            self._stats_recorder.does(self._activity())
             self.changed.wait(min(remaining, LOOK_UP_S))
-        self._book.does("assemble")
+        self._stats_recorder.does("assemble")
         return result
 
     def _activity(self) -> Activity:
         """What stands between the user's thread and its batch."""
-        collecting = any(seat.collecting for seat in self._seats)
-        fetching = any(asked.fetching for asked in self._requests.arrived)
+        collecting = any(slot.collecting for slot in self._slots)
+        fetching = any(request.fetching for request in self._requests.arrived)
         # In async mode the first that arrives will do.
         if fetching and not (self._sync and collecting):
             return "transfer"
-        seats = self._seats.collecting()
-        is_up_to_date = self._order.is_up_to_date
-        if collecting or not seats or all(is_up_to_date(seat.worker_id) for seat in seats):
+        slots = self._slots.collecting()
+        is_up_to_date = self._scheduler.is_up_to_date
+        if collecting or not slots or all(is_up_to_date(slot.worker_id) for slot in slots):
             return "collect"
         return "weights"
 
     def _awaited(self) -> str:
         """Whom we wait for, in words."""
-        seats = sorted(self._seats.collecting(), key=lambda seat: seat.worker_id)
-        late = [seat.worker_id for seat in seats if seat.unsettled]
+        slots = sorted(self._slots.collecting(), key=lambda slot: slot.worker_id)
+        late = [slot.worker_id for slot in slots if slot.unsettled]
         behind = [
-            seat.worker_id
-            for seat in seats
-            if not seat.unsettled and not self._order.is_up_to_date(seat.worker_id)
+            slot.worker_id
+            for slot in slots
+            if not slot.unsettled and not self._scheduler.is_up_to_date(slot.worker_id)
         ]
-        coming = sorted(self._seats.coming)
+        coming = sorted(self._slots.coming)
         parts = []
         if late or not (behind or coming):
             parts.append(f"workers {late}")

@@ -23,8 +23,8 @@ T = TypeVar("T")
 _ANSWER_S = 5.0
 
 
-class Questions:
-    """Questions of the user's; who is lost meanwhile is left out, unless it was named."""
+class RemoteCalls:
+    """RemoteCalls of the user's; who is lost meanwhile is left out, unless it was named."""
 
     def __init__(self, pool: Pool, selected: Callable[[WorkerIds], Sequence[int]]) -> None:
         """Ask through ``pool`` whom ``selected`` makes of what the user names."""
@@ -42,12 +42,12 @@ class Questions:
         """Call a method of all envs, see :meth:`.DataCollectorBase.call`; by worker_id."""
         answers = {
             w: self._pool.call(w, "call_envs", method, args, kwargs)
-            for w in self._asked(worker_ids)
+            for w in self._request(worker_ids)
         }
         named = worker_ids is not None
         return _answers(f"call({method!r})", answers, timeout_s, all_of_them=named)
 
-    def _asked(self, worker_ids: WorkerIds) -> Sequence[int]:
+    def _request(self, worker_ids: WorkerIds) -> Sequence[int]:
         """Those that are named; else all that are there."""
         return self._pool.present if worker_ids is None else self._selected(worker_ids)
 
@@ -63,7 +63,7 @@ class Questions:
         deadline = time.monotonic() + timeout_s
         parts: list[Evaluation] = []
         while owed := num_episodes - sum(len(part.returns) for part in parts):
-            selected = self._asked(worker_ids)
+            selected = self._request(worker_ids)
             if not selected:
                 raise WorkerLost("no worker is there to evaluate the policy")
             limit_s = max(0.0, deadline - time.monotonic())
@@ -111,9 +111,9 @@ def evaluators(
     """Have these workers evaluate all versions as planned; None: nobody does."""
     if plan is None:
         return None
-    asked = Evaluators(partial(_ask_to_evaluate, pool, plan), worker_ids)
-    pool.on_weights = asked.has_weights
-    return asked
+    request = Evaluators(partial(_ask_to_evaluate, pool, plan), worker_ids)
+    pool.on_weights = request.has_weights
+    return request
 
 
 def _ask_to_evaluate(pool: Pool, plan: EvaluationWorkers, worker_id: int) -> Future[Evaluation]:

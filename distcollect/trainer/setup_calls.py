@@ -8,32 +8,32 @@ from typing import Any
 
 from distcollect.common.threads import missing
 from distcollect.errors import DeadlineError, WorkerLost
-from distcollect.trainer.fetcher import Gathering
-from distcollect.trainer.pool_wait import Waiting
+from distcollect.trainer.fetcher import RolloutFetcher
+from distcollect.trainer.pool_wait import PoolWait
 from distcollect.trainer.requests import Requests
-from distcollect.trainer.worker_slots import Seat, Seats
+from distcollect.trainer.worker_slots import WorkerSlot, WorkerSlots
 from distcollect.transport.protocol import Transport
 
-Arguments = Callable[[Seat], Sequence[Any]]
+Arguments = Callable[[WorkerSlot], Sequence[Any]]
 
 
-class Instructions:
+class SetupCalls:
     """Calls of methods of the workers' services; the last call of each holds for newcomers too."""
 
     def __init__(
         self,
         transport: Transport,
-        seats: Seats,
+        slots: WorkerSlots,
         requests: Requests,
-        gathering: Gathering,
-        waiting: Waiting,
+        fetcher: RolloutFetcher,
+        wait: PoolWait,
     ) -> None:
         """Nothing yet; for the arguments see :class:`~.pool.Pool`, which makes them."""
         self._transport = transport
-        self._seats = seats
+        self._slots = slots
         self._requests = requests
-        self._gathering = gathering
-        self._waiting = waiting
+        self._fetcher = fetcher
+        self._wait = wait
         self._given: dict[str, Arguments] = {}
 
     def give(self, method: str, arguments: Arguments, timeout_s: float) -> None:
@@ -48,12 +48,12 @@ class Instructions:
             DeadlineError: some did not in time; names them.
             WorkerError: one of them failed.
         """
-        with self._waiting.lock:
-            self._waiting.check()
-            self._gathering.pauses = True
+        with self._wait.lock:
+            self._wait.check()
+            self._fetcher.pauses = True
             self._given[method] = arguments
             self._requests.give_up_all()
-            answers = {seat.worker_id: self._call(seat, method) for seat in self._seats}
+            answers = {slot.worker_id: self._call(slot, method) for slot in self._slots}
         try:
             if late := missing(answers, timeout_s):
                 raise DeadlineError(
@@ -67,17 +67,17 @@ class Instructions:
                     raise error
         finally:
             # Calls may overtake each other on their way, so only now may more be asked for.
-            self._gathering.pauses = False
+            self._fetcher.pauses = False
 
-    def give_newcomer(self, seat: Seat) -> None:
+    def give_newcomer(self, slot: WorkerSlot) -> None:
         """Have a worker know that has just joined. Called with the pool's lock held."""
 
         def knows(_: None) -> None:
-            seat.untold -= 1
+            slot.pending_setup_calls -= 1
 
         for method in self._given:
-            seat.untold += 1
-            self._gathering.then(seat, self._call(seat, method), knows)
+            slot.pending_setup_calls += 1
+            self._fetcher.then(slot, self._call(slot, method), knows)
 
-    def _call(self, seat: Seat, method: str) -> Future[None]:
-        return self._transport.call(seat.peer, method, *self._given[method](seat))
+    def _call(self, slot: WorkerSlot, method: str) -> Future[None]:
+        return self._transport.call(slot.peer, method, *self._given[method](slot))

@@ -55,7 +55,7 @@ class SentVersions:
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
+class StalenessTicket:
     """A rollout that was asked for and not delivered yet; equal only to itself.
 
     Attributes:
@@ -92,7 +92,7 @@ class Pacer:
         """
         self._max_policy_lag = max_policy_lag
         self._versions = versions
-        self._tickets: set[Ticket] = set()
+        self._tickets: set[StalenessTicket] = set()
         self._bursts: deque[int] = deque(maxlen=_HABIT)
         self._gaps: deque[int] = deque(maxlen=_HABIT)
         self._burst = 1
@@ -137,34 +137,34 @@ class Pacer:
             )
         return self._slack(worker_id, acknowledged) >= self._needed
 
-    def ask(self, worker_id: int, acknowledged: int) -> Ticket:
+    def ask(self, worker_id: int, acknowledged: int) -> StalenessTicket:
         """Note that the worker is asked for a rollout."""
-        ticket = Ticket(worker_id, acknowledged)
+        ticket = StalenessTicket(worker_id, acknowledged)
         self._tickets.add(ticket)
         self._needed = None
         return ticket
 
-    def arrived(self, ticket: Ticket, version: int) -> None:
+    def arrived(self, ticket: StalenessTicket, version: int) -> None:
         """Note that its header says that no frame has a version below ``version``."""
         ticket.version = version
         self._needed = None
 
-    def delivered(self, ticket: Ticket) -> None:
+    def delivered(self, ticket: StalenessTicket) -> None:
         """Note that the user got this rollout; KeyError if it is not out."""
         self.given_up(ticket)
         self._since += 1
         self._awaited = False
 
-    def given_up(self, ticket: Ticket) -> None:
+    def given_up(self, ticket: StalenessTicket) -> None:
         """Note that the user will not get this rollout; KeyError if it is not out."""
         self._tickets.remove(ticket)
         self._needed = None
 
-    def too_stale(self, ticket: Ticket) -> bool:
+    def too_stale(self, ticket: StalenessTicket) -> bool:
         """Whether its lag is above the bound, as far as is known before it has arrived."""
         return self._slack(ticket.worker_id, ticket.version) < 0
 
-    def choose(self, arrived: Sequence[Ticket]) -> Ticket | None:
+    def choose(self, arrived: Sequence[StalenessTicket]) -> StalenessTicket | None:
         """Which of the arrived rollouts to hand on now.
 
         Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from distcollect.rollout.header import Rollout
-from distcollect.trainer.staleness import Ticket
+from distcollect.trainer.staleness import StalenessTicket
 from distcollect.transport.protocol import NUM_SLABS, Offer
 
 
@@ -27,7 +27,7 @@ class BatchPlan:
         preemptive_threshold: when this share of a sync batch's rollouts is there, the others are
             ended early; None: never.
         deadline_s: so long after it was asked for, too; None: never.
-        set_aside: workers that are never asked for any.
+        reserved: workers that are never asked for any.
         first_env: the number of worker 0's first env among those of all trainers.
         in_turn: in async mode, one rollout of each worker after the other; asked for at the next
             batch, with the newest weights.
@@ -42,7 +42,7 @@ class BatchPlan:
     waits_for_missing: bool = False
     preemptive_threshold: float | None = None
     deadline_s: float | None = None
-    set_aside: frozenset[int] = frozenset()
+    reserved: frozenset[int] = frozenset()
     first_env: int = 0
     in_turn: bool = False
 
@@ -53,7 +53,7 @@ class BatchPlan:
 
 
 @dataclass(eq=False)
-class Seat:
+class WorkerSlot:
     """What the pool knows of a worker's process.
 
     Its n-th rollout lies in slab n modulo NUM_SLABS, so it may be asked for the next one as soon as
@@ -63,7 +63,7 @@ class Seat:
         worker_id: its slot.
         incarnation: which process in it.
         peer: its id.
-        untold: what it has to know before it may be asked.
+        pending_setup_calls: what it has to know before it may be asked.
         leaving: it is asked for nothing more.
         drained: so was said, once it owed nothing any more.
         gone: it will answer nothing more.
@@ -79,14 +79,14 @@ class Seat:
     worker_id: int
     incarnation: int
     peer: int
-    untold: int = 0
+    pending_setup_calls: int = 0
     leaving: bool = False
     drained: bool = False
     gone: bool = False
     collecting: bool = False
     num_requests: int = 0
     unsettled: set[int] = field(default_factory=set)
-    open: set[Asked] = field(default_factory=set)
+    open: set[RolloutRequest] = field(default_factory=set)
     batch: int = -1
     last_asked: int = 0
     turn: int = 0
@@ -96,18 +96,18 @@ class Seat:
         """Whether there is memory for one more rollout."""
         return self.num_requests - min(self.unsettled, default=self.num_requests) < NUM_SLABS
 
-    def settle(self, asked: Asked) -> None:
+    def settle(self, request: RolloutRequest) -> None:
         """This rollout is here, or given up: its slab may be written over."""
-        self.unsettled.discard(asked.number)
-        self.open.discard(asked)
+        self.unsettled.discard(request.number)
+        self.open.discard(request)
 
 
 @dataclass(eq=False)
-class Asked:
+class RolloutRequest:
     """A rollout that was asked for.
 
     Attributes:
-        seat: whose it is.
+        slot: whose it is.
         ticket: its lowest version as far as that is known.
         number: which of that process's rollouts.
         epoch: when it was asked for.
@@ -121,8 +121,8 @@ class Asked:
         referred: the user has its reference.
     """
 
-    seat: Seat
-    ticket: Ticket
+    slot: WorkerSlot
+    ticket: StalenessTicket
     number: int
     epoch: int
     asked_at: int
@@ -140,50 +140,50 @@ class Asked:
         return not (self.offer is None or self.fetching or self.failed or self.rollout is not None)
 
 
-class Seats:
+class WorkerSlots:
     """Who is there, and whose place is to be taken again. Nothing here locks; the caller does.
 
     Attributes:
         coming: slots whose next process is on its way.
     """
 
-    def __init__(self, set_aside: frozenset[int] = frozenset()) -> None:
-        """Nobody yet; those in the slots ``set_aside`` don't collect."""
+    def __init__(self, reserved: frozenset[int] = frozenset()) -> None:
+        """Nobody yet; those in the slots ``reserved`` don't collect."""
         self.coming: set[int] = set()
-        self._set_aside = set_aside
-        self._taken: dict[int, Seat] = {}
+        self._set_aside = reserved
+        self._taken: dict[int, WorkerSlot] = {}
 
-    def __iter__(self) -> Iterator[Seat]:
+    def __iter__(self) -> Iterator[WorkerSlot]:
         """All who are there."""
         return iter(self._taken.values())
 
-    def get(self, worker_id: int) -> Seat | None:
+    def get(self, worker_id: int) -> WorkerSlot | None:
         """Who is in this slot; None if nobody is."""
         return self._taken.get(worker_id)
 
-    def find(self, worker_id: int, incarnation: int) -> Seat | None:
+    def find(self, worker_id: int, incarnation: int) -> WorkerSlot | None:
         """This process's, if it is there."""
-        seat = self._taken.get(worker_id)
-        return seat if seat is not None and seat.incarnation == incarnation else None
+        slot = self._taken.get(worker_id)
+        return slot if slot is not None and slot.incarnation == incarnation else None
 
-    def take(self, worker_id: int, incarnation: int, peer: int) -> Seat:
+    def take(self, worker_id: int, incarnation: int, peer: int) -> WorkerSlot:
         """A process is there. Where it goes in turn it is as far as who has delivered least."""
         turn = min((other.turn for other in self.collecting()), default=0)
         self.coming.discard(worker_id)
-        seat = self._taken[worker_id] = Seat(worker_id, incarnation, peer, turn=turn)
-        return seat
+        slot = self._taken[worker_id] = WorkerSlot(worker_id, incarnation, peer, turn=turn)
+        return slot
 
-    def vacate(self, worker_id: int, incarnation: int, *, replaced: bool) -> Seat | None:
+    def vacate(self, worker_id: int, incarnation: int, *, replaced: bool) -> WorkerSlot | None:
         """A process is gone, ``replaced`` by one that is to come; its seat if it had one."""
         if replaced:
             self.coming.add(worker_id)
         else:
             self.coming.discard(worker_id)
-        seat = self.find(worker_id, incarnation)
-        if seat is not None:
+        slot = self.find(worker_id, incarnation)
+        if slot is not None:
             del self._taken[worker_id]
-            seat.gone = True
-        return seat
+            slot.gone = True
+        return slot
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
@@ -195,11 +195,13 @@ class Seats:
         """How many of those on their way will collect."""
         return len(self.coming - self._set_aside)
 
-    def collecting(self) -> list[Seat]:
+    def collecting(self) -> list[WorkerSlot]:
         """Those who are there to collect."""
-        set_aside = self._set_aside
-        return [seat for seat in self._taken.values() if seat.worker_id not in set_aside]
+        reserved = self._set_aside
+        return [slot for slot in self._taken.values() if slot.worker_id not in reserved]
 
-    def staying(self) -> list[Seat]:
+    def staying(self) -> list[WorkerSlot]:
         """Of these, those that may be asked for more."""
-        return [seat for seat in self.collecting() if not (seat.untold or seat.leaving)]
+        return [
+            slot for slot in self.collecting() if not (slot.pending_setup_calls or slot.leaving)
+        ]

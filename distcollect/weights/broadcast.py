@@ -20,8 +20,8 @@ from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import interface_of, listen
 from distcollect.weights.updaters import (
     SharedMemoryUpdater,
-    Site,
-    Source,
+    UpdaterContext,
+    WeightSource,
     WeightUpdaterBase,
     gpu_of,
 )
@@ -73,7 +73,7 @@ class Groups:
             if name not in names:
                 self.drop(name)
 
-    def join(self, place: FromGroup, store: Any, address: str) -> None:
+    def join(self, place: BroadcastSource, store: Any, address: str) -> None:
         """Be in a group, without waiting for its other members."""
         with self._lock:
             group = self._groups.get(place.group)
@@ -90,7 +90,7 @@ class Groups:
             self._groups[place.group] = group
             self._groups.move_to_end(place.group)
 
-    def broadcast(self, place: FromGroup, flat: torch.Tensor) -> None:
+    def broadcast(self, place: BroadcastSource, flat: torch.Tensor) -> None:
         """Broadcast ``flat`` from rank 0; all members of the group must do so together.
 
         Raises:
@@ -129,7 +129,7 @@ class Groups:
 
 
 def _broadcast(
-    held: list[Any], place: FromGroup, flat: torch.Tensor, over: threading.Event
+    held: list[Any], place: BroadcastSource, flat: torch.Tensor, over: threading.Event
 ) -> None:
     """Broadcast in the group in ``held``, and put the work there too.
 
@@ -163,7 +163,7 @@ def _outlast(held: list[Any]) -> None:
     held.clear()
 
 
-def _gloo(store: Any, place: FromGroup, address: str) -> Any:
+def _gloo(store: Any, place: BroadcastSource, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
     # The address names the interface, and connections are made on first use: a broadcast needs a
     # tree of them, not all pairs. So nobody is waited for here.
@@ -186,7 +186,7 @@ def name_interface(address: str) -> None:
 
 
 @dataclass(frozen=True)
-class FromGroup(Source):
+class BroadcastSource(WeightSource):
     """From a process group's broadcast; the first mention of a group under a name makes the group.
 
     Attributes:
@@ -212,16 +212,18 @@ class FromGroup(Source):
         """``timeout_s`` as torch takes it."""
         return timedelta(seconds=self.timeout_s)
 
-    def join(self, keep: dict[str, Any]) -> None:
-        if "store" not in keep:
+    def join(self, receiver_state: dict[str, Any]) -> None:
+        if "store" not in receiver_state:
             host, port = self.store
-            keep["store"] = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
-            keep["groups"] = Groups()
-        keep["groups"].keep_only(self.kept)
-        keep["groups"].join(self, keep["store"], keep["address"])
+            receiver_state["store"] = dist.TCPStore(
+                host, port, is_master=False, timeout=self.timeout
+            )
+            receiver_state["groups"] = Groups()
+        receiver_state["groups"].keep_only(self.kept)
+        receiver_state["groups"].join(self, receiver_state["store"], receiver_state["address"])
 
-    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
-        keep["groups"].broadcast(self, target)
+    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
+        receiver_state["groups"].broadcast(self, target)
 
 
 class BroadcastUpdater(WeightUpdaterBase):
@@ -237,19 +239,19 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._left: deque[tuple[float, str, int]] = deque()  # since when, name, size
         self._counter = itertools.count()
         self._store: Any = None
-        self._current: FromGroup | None = None
+        self._current: BroadcastSource | None = None
         self._staging: torch.Tensor | None = None
 
-    def attach(self, site: Site) -> None:
-        self._site = site
-        listener = listen(site.address)
-        self._endpoint = (site.address, listener.getsockname()[1])
+    def attach(self, context: UpdaterContext) -> None:
+        self._context = context
+        listener = listen(context.address)
+        self._endpoint = (context.address, listener.getsockname()[1])
         # TCPStore would listen on every interface; it takes over a socket that is bound already.
         self._store = dist.TCPStore(
             *self._endpoint,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=site.timeout_s),
+            timeout=timedelta(seconds=context.timeout_s),
             master_listen_fd=listener.detach(),
         )
 
@@ -258,10 +260,15 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._backend_for(device, worker_ids)
 
     def _backend_for(self, device: torch.device, worker_ids: Sequence[int]) -> str:
-        gpus = [gpu_of(device), *(self._site.gpus.get(worker_id, "") for worker_id in worker_ids)]
+        gpus = [
+            gpu_of(device),
+            *(self._context.gpus.get(worker_id, "") for worker_id in worker_ids),
+        ]
         return choose_backend(self._backend, gpus)
 
-    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
         on_gpu = self._backend_for(payload.device, list(peers)) == "nccl"
         members = (on_gpu, *peers.values())
         existing = self._groups.names
@@ -275,15 +282,17 @@ class BroadcastUpdater(WeightUpdaterBase):
             self._names[members] = f"weights{next(self._counter)}"
         name, size = self._names[members], len(peers) + 1
         kept = (*existing, name)
-        first = FromGroup(name, 0, size, self._endpoint, self._site.timeout_s, on_gpu, kept)
+        first = BroadcastSource(
+            name, 0, size, self._endpoint, self._context.timeout_s, on_gpu, kept
+        )
         self._current = first
-        self._groups.join(first, self._store, self._site.address)
+        self._groups.join(first, self._store, self._context.address)
         return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
 
     def _clear_store(self) -> None:
         """Delete what members of groups that were left had put there for each other."""
         # For so long, one that is late may look for another.
-        deadline = time.monotonic() - self._site.timeout_s
+        deadline = time.monotonic() - self._context.timeout_s
         while self._left and self._left[0][0] < deadline:
             _, name, size = self._left.popleft()
             for rank in range(size):
@@ -318,11 +327,13 @@ class AutoUpdater(WeightUpdaterBase):
         self._near = SharedMemoryUpdater()
         self._far = BroadcastUpdater()
 
-    def attach(self, site: Site) -> None:
-        self._site = site
-        self._far.attach(site)
+    def attach(self, context: UpdaterContext) -> None:
+        self._context = context
+        self._far.attach(context)
 
-    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
         near = {w: peer for w, peer in peers.items() if self._is_near(payload, w, peer)}
         far = {w: peer for w, peer in peers.items() if w not in near}
         self.together = bool(far)
@@ -332,8 +343,8 @@ class AutoUpdater(WeightUpdaterBase):
         return sources
 
     def _is_near(self, payload: torch.Tensor, worker_id: int, peer: int) -> bool:
-        on_gpu = payload.is_cuda or self._site.gpus[worker_id]
-        return not on_gpu and self._site.is_near(peer)
+        on_gpu = payload.is_cuda or self._context.gpus[worker_id]
+        return not on_gpu and self._context.is_near(peer)
 
     def send(self, payload: torch.Tensor) -> None:
         if self.together:

@@ -13,7 +13,7 @@ from distcollect.common.clock import clock_ns
 from distcollect.common.threads import SerialThread
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.weight_layout import Wire, checksum
-from distcollect.weights.updaters import Source
+from distcollect.weights.updaters import WeightSource
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Push:
     """
 
     version: int
-    source: Source
+    source: WeightSource
     wire: Wire
     num_bytes: int
     checksum: int
@@ -56,7 +56,7 @@ class WeightReceiver:
         self._landing: dict[tuple[int, str], torch.Tensor] = {}
         self._thread = SerialThread("distcollect-weights")
 
-    def ready(self, source: Source | None = None) -> None:
+    def ready(self, source: WeightSource | None = None) -> None:
         """Take part from now on in what ``source`` needs all receivers for."""
         if source is not None:
             source.join(self._keep)

@@ -1,8 +1,8 @@
 """Ways for new weights to get from the trainer to its workers.
 
 The sender (:mod:`.weights`) decides who gets which version and when; an updater moves the bytes.
-On the trainer it says for each receiver where that finds them, its :class:`Source`, which travels
-there and writes them into memory that the receiver has ready.
+On the trainer it says for each receiver where that finds them: its :class:`WeightSource`, which
+travels there and writes them into memory that the receiver has ready.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ import torch
 from distcollect.common.shared_memory import Segment, SharedTensor, allocate
 
 
-class Source(ABC):
+class WeightSource(ABC):
     """Where a receiver finds a payload. It is pickled to get there."""
 
     on_gpu: bool = False  # whether it writes to a GPU's memory directly
 
-    def join(self, keep: dict[str, Any]) -> None:  # noqa: B027 - optional
+    def join(self, receiver_state: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Meet the other receivers, without waiting for any; only where these receive together.
 
         Called before :meth:`receive`, and before the sender begins to send.
 
         Args:
-            keep: see :meth:`receive`.
+            receiver_state: see :meth:`receive`.
         """
 
     @abstractmethod
-    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
         """Write the payload into ``target``.
 
         Args:
             target: uint8 ``[payload's size]``.
-            keep: for what is to be there for the next push too. It is this receiver's own and lives
-                as long. What has a ``close`` method is closed in the end; also from another thread
-                when the sender gives a push up, so that this method ends, and may be used again.
+            receiver_state: for what is to be there for the next push too. It is this receiver's
+                own and lives as long. What has a ``close`` method is closed in the end; also from
+                another thread when the sender gives a push up, so that this method ends, and may
+                be used again.
 
         Raises:
             RuntimeError, OSError: it can't be had; ``target`` may be half written then, and isn't
@@ -50,7 +51,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class Site:
+class UpdaterContext:
     """What an updater has to know of the run.
 
     Attributes:
@@ -82,7 +83,7 @@ class WeightUpdaterBase(ABC):
     def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - optional
         """Take the arguments of the collector's ``init_updater``."""
 
-    def attach(self, site: Site) -> None:  # noqa: B027 - optional
+    def attach(self, context: UpdaterContext) -> None:  # noqa: B027 - optional
         """Learn of the run; called once, before anything is sent."""
 
     def _get_server_weights(self) -> Any:
@@ -97,7 +98,9 @@ class WeightUpdaterBase(ABC):
         """Raise ArgumentError if weights on ``device`` can't be sent to these workers."""
 
     @abstractmethod
-    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
         """Prepare a push.
 
         Args:
@@ -132,31 +135,33 @@ def gpu_of(device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class Carried(Source):
+class InlineSource(WeightSource):
     """The payload itself, which travels along."""
 
     payload: torch.Tensor
 
-    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
         target.copy_(self.payload)
 
 
 class RPCUpdater(WeightUpdaterBase):
     """Sends the weights to each receiver in an RPC of its own: simple, and slow for many."""
 
-    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
-        return dict.fromkeys(peers, Carried(payload.cpu()))
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
+        return dict.fromkeys(peers, InlineSource(payload.cpu()))
 
 
 @dataclass(frozen=True)
-class FromMemory(Source):
+class SharedMemorySource(WeightSource):
     """From memory of the trainer's that the receiver, on the same host, maps."""
 
     payload: SharedTensor
 
-    def receive(self, target: torch.Tensor, keep: dict[str, Any]) -> None:
+    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
         segment = self.payload.segment
-        mapped: dict[Segment, torch.Tensor] = keep.setdefault("segments", {})
+        mapped: dict[Segment, torch.Tensor] = receiver_state.setdefault("segments", {})
         if segment not in mapped:
             mapped.clear()  # the trainer goes on to a new one when it needs a larger one
             mapped[segment] = segment.map()
@@ -172,7 +177,9 @@ class SharedMemoryUpdater(WeightUpdaterBase):
         self._closed = False
         self._lock = threading.Lock()  # a push may be under way when it is closed
 
-    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Source]:
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
         with self._lock:
             if self._closed:
                 raise RuntimeError("closed")
@@ -182,7 +189,7 @@ class SharedMemoryUpdater(WeightUpdaterBase):
             place = SharedTensor(self._segment, 0, tuple(payload.shape), payload.dtype)
             memory = self._memory
         memory[: len(payload)].copy_(payload)
-        return dict.fromkeys(peers, FromMemory(place))
+        return dict.fromkeys(peers, SharedMemorySource(place))
 
     def _give_back(self) -> None:
         if self._segment is not None:

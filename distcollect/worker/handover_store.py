@@ -49,14 +49,14 @@ class _Kept:
     reason: str = ""
 
 
-class Keeper:
+class HandoverStore:
     """A worker's side: the rollouts that it keeps for other trainers. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[str, _Kept] = {}
 
-    def keep(self, key: str, slab: Slab, keep_s: float) -> None:
+    def receiver_state(self, key: str, slab: Slab, keep_s: float) -> None:
         """Keep what lies in ``slab`` for so many seconds, for whoever shows ``key``."""
         reason = f"it was not taken within {keep_s:g} s"
         timer = threading.Timer(keep_s, self.give_up, (key, reason))

@@ -13,8 +13,8 @@ import torch
 
 from distcollect.common import step_counter
 from distcollect.common.shared_memory import sample_of_memory
-from distcollect.common.step_counter import Counts
-from distcollect.net.client import Lifeline, exit_now
+from distcollect.common.step_counter import StepCounter
+from distcollect.net.client import ControlConnection, exit_now
 from distcollect.transport.rpc import RpcTransport
 from distcollect.worker.service import Worker
 
@@ -35,12 +35,12 @@ def main(boot: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    counts = Counts(step_counter.mapped(boot["vitals"]))
+    counts = StepCounter(step_counter.mapped(boot["vitals"]))
     os.close(boot["vitals"])
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(boot["num_threads"])
-    lifeline = Lifeline(boot["host"], boot["port"], _JOIN_TIMEOUT_S)
+    lifeline = ControlConnection(boot["host"], boot["port"], _JOIN_TIMEOUT_S)
     about = {key: boot[key] for key in ("worker_id", "incarnation")}
     welcome = lifeline.join("worker", boot["token"], **about)
     address = lifeline.local_address

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distcollect.common.step_counter import Counts
+from distcollect.common.step_counter import StepCounter
 from distcollect.common.threads import do_jobs
 from distcollect.engine.build import (
     Probe,
@@ -38,8 +38,8 @@ from distcollect.rollout.slab import Slab
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest
 from distcollect.weights.receiver import Push, WeightReceiver
-from distcollect.weights.updaters import Source, gpu_of
-from distcollect.worker.handover_store import Keeper
+from distcollect.weights.updaters import WeightSource, gpu_of
+from distcollect.worker.handover_store import HandoverStore
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Worker:
         incarnation: int,
         peer: int,
         address: str,
-        counts: Counts | None = None,
+        counts: StepCounter | None = None,
         first_traj_id: int = 0,
     ) -> None:
         """A worker in slot ``worker_id``, known as ``peer``, on a host with ``address``.
@@ -79,7 +79,7 @@ class Worker:
         self._receiver: WeightReceiver | None = None
         self._slabs: list[Slab] = []
         self._lying: dict[int, Slab] = {}  # by the number of the rollout that lies there
-        self._keeper = Keeper()
+        self._handover_store = HandoverStore()
         self._sequence = 0
         self._preempted = -1  # the rollout that is to end early
         self._stopping = False
@@ -87,7 +87,7 @@ class Worker:
     def run(self) -> None:
         """Do jobs until :meth:`stop`; then close the envs."""
         do_jobs(self._jobs)
-        self._keeper.close()
+        self._handover_store.close()
         if self._receiver is not None:
             self._receiver.close()
         if self._evaluator is not None:
@@ -120,27 +120,27 @@ class Worker:
             self._engine.preempt()
 
     def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
-        """Keep this rollout for another trainer: see :class:`Keeper`."""
+        """Keep this rollout for another trainer: see :class:`HandoverStore`."""
         slab = self._lying.get(sequence)
         if slab is None:
             raise RolloutGone(f"rollout {sequence} lies here no more")
-        self._keeper.keep(key, slab, keep_s)
+        self._handover_store.receiver_state(key, slab, keep_s)
 
     def handed_over(self, key: str) -> Future[bool]:
         """Whether it was taken, once that is certain."""
-        return self._keeper.outcome(key)
+        return self._handover_store.outcome(key)
 
     def take_over(self, key: str, mapped: bool) -> list[Any]:
         """A rollout that is kept; ``mapped``: as :meth:`Slab.tensors` has it."""
-        return self._keeper.read(key).tensors(mapped=mapped)
+        return self._handover_store.read(key).tensors(mapped=mapped)
 
     def confirm(self, key: str) -> None:
         """Whoever has read it has all of it."""
-        self._keeper.confirm(key)
+        self._handover_store.confirm(key)
 
     def take_back(self, key: str) -> None:
         """Give it to nobody any more."""
-        self._keeper.give_up(key, "the trainer that handed it over took it back")
+        self._handover_store.give_up(key, "the trainer that handed it over took it back")
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> Future[None]:
         """Start over: see :meth:`Engine.seed`. Torch and numpy get the first policy seed."""
@@ -165,7 +165,7 @@ class Worker:
         """Play episodes in other envs, between two rollouts."""
         return self._submit(lambda: self._evaluate(num_episodes, deterministic, seed, timeout_s))
 
-    def weights_ready(self, source: Source | None = None) -> None:
+    def weights_ready(self, source: WeightSource | None = None) -> None:
         """Take part from now on in what ``source`` needs all receivers for."""
         self._configured_receiver.ready(source)
 
@@ -215,8 +215,8 @@ class Worker:
         )
         if self._stopping:
             self._engine.stop()
-        meter = self._engine.meter
-        self._receiver = WeightReceiver(self._engine.weights, self._address, meter.received)
+        step_timer = self._engine.step_timer
+        self._receiver = WeightReceiver(self._engine.weights, self._address, step_timer.received)
         # What exists by now stays: the collector of cyclic garbage needn't go through all of torch.
         gc.collect()
         gc.freeze()
@@ -251,8 +251,8 @@ class Worker:
             stepped=engine.counts.stepped,
             lost=dict(engine.counts.lost),
             env_faults=engine.counts.env_faults,
-            work=engine.meter.work(),
-            spans=engine.meter.spans(),
+            work=engine.step_timer.work(),
+            spans=engine.step_timer.spans(),
         )
         self._lying[self._sequence] = slab
         self._sequence += 1
@@ -273,7 +273,7 @@ class Worker:
                 timeout_s=timeout_s,
             )
         finally:
-            engine.meter.excuse()
+            engine.step_timer.excuse()
 
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._configured.seed(env_seeds, policy_seeds)

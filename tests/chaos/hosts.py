@@ -21,7 +21,7 @@ _HERE = 0  # this machine, outside of all namespaces
 
 
 class Hosts:
-    """Hosts as network namespaces (``tests/testbed``), which only root can make.
+    """Hosts as network namespaces (``tests/helpers/testbed``), which only root can make.
 
     Attributes:
         numbers: of those that take part; none without a testbed.

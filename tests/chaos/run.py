@@ -15,4 +15,4 @@ sys.path[0] = str(TESTS)
 from chaos.command import main  # noqa: E402 - the package is beside the tests
 
 if __name__ == "__main__":
-    sys.exit(main(testbed=TESTS / "testbed"))
+    sys.exit(main(testbed=TESTS / "helpers" / "testbed"))

@@ -16,15 +16,15 @@ from distcollect.commands.bench.contenders import Values, make_sync
 from distcollect.commands.bench.workloads import WORKLOADS, Workload
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.bottleneck import verdict
-from distcollect.telemetry.recorder import Book
-from distcollect.telemetry.step_timer import Meter
+from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.telemetry.step_timer import StepTimer
 
 _NEVER = 1 << 62
 _DISPLAY_EVERY_S = 2.0
 
 
-class _NoMeter(Meter):
-    """Counts nothing."""
+class _NoMeter(StepTimer):
+    """StepCounter nothing."""
 
     def begin(self) -> None:
         self.due = _NEVER
@@ -36,8 +36,8 @@ class _NoMeter(Meter):
         """Nothing."""
 
 
-class _NoBook(Book):
-    """Counts nothing but what batches it was told of, which is next to nothing."""
+class _NoBook(StatsRecorder):
+    """StepCounter nothing but what batches it was told of, which is next to nothing."""
 
     def does(self, activity: object) -> None:
         """Nothing."""
@@ -56,8 +56,8 @@ def run_counting(seconds: float, *, name: str) -> Values:
     # Another one would choose other actions, and so have episodes of another length.
     policy = workload.make_policy()
     with _collector(workload, policy) as counting, _collector(workload, policy) as other:
-        other._book = _NoBook()  # noqa: SLF001 - users can't turn it off
-        other._engine.meter = _NoMeter(workload.num_envs)  # noqa: SLF001
+        other._stats_recorder = _NoBook()  # noqa: SLF001 - users can't turn it off
+        other._engine.step_timer = _NoMeter(workload.num_envs)  # noqa: SLF001
         ratio, pairs = ratio_of_pairs(counting.next, other.next, seconds, clock=time.thread_time)
     return {"cpu_ratio": ratio, "pairs": pairs}
 

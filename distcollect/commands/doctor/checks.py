@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from distcollect.commands.doctor.survey import SHM, Survey
+from distcollect.commands.doctor.host_report import SHM, HostReport
 
 # Both are where all ranks have to agree; the rest of a version may differ.
 _PARTS = 2
@@ -36,7 +36,7 @@ class Finding:
     remedy: str
 
 
-def check_versions(surveys: Sequence[Survey]) -> list[Finding]:
+def check_versions(surveys: Sequence[HostReport]) -> list[Finding]:
     """All ranks have the trainer's."""
     found = []
     trainer = surveys[0]
@@ -59,7 +59,7 @@ def _short(version: str) -> str:
     return ".".join(version.split("+", maxsplit=1)[0].split(".")[:_PARTS])
 
 
-def check_torch(survey: Survey) -> list[Finding]:
+def check_torch(survey: HostReport) -> list[Finding]:
     """It has the private parts that RPC with joining and leaving workers needs."""
     if not survey.missing:
         return []
@@ -73,7 +73,7 @@ def check_torch(survey: Survey) -> list[Finding]:
     ]
 
 
-def check_interface(survey: Survey) -> list[Finding]:
+def check_interface(survey: HostReport) -> list[Finding]:
     """The interface that was chosen is there, and nothing overrides it wrongly."""
     found = []
     for name, value in survey.variables.items():
@@ -113,7 +113,7 @@ def check_interface(survey: Survey) -> list[Finding]:
     return found
 
 
-def check_name(survey: Survey, num_hosts: int) -> list[Finding]:
+def check_name(survey: HostReport, num_hosts: int) -> list[Finding]:
     """Its host's own name stands for an address that others can use."""
     if num_hosts == 1 or any(not ip_address(_plain(a)).is_loopback for a in survey.own_name):
         return []
@@ -136,7 +136,7 @@ def _plain(address: str) -> str:
     return address.partition("%")[0]
 
 
-def check_ports(survey: Survey) -> list[Finding]:
+def check_ports(survey: HostReport) -> list[Finding]:
     """It can listen on its address."""
     if "ports" not in survey.problems:
         return []
@@ -151,7 +151,7 @@ def check_ports(survey: Survey) -> list[Finding]:
     ]
 
 
-def check_files(survey: Survey, num_workers: int) -> list[Finding]:
+def check_files(survey: HostReport, num_workers: int) -> list[Finding]:
     """It may open as many descriptors as a run of this size needs."""
     needed = FILES + FILES_PER_WORKER * (num_workers if survey.rank == 0 else 1)
     if survey.max_files < 0 or survey.max_files >= needed:
@@ -168,7 +168,7 @@ def check_files(survey: Survey, num_workers: int) -> list[Finding]:
     ]
 
 
-def check_memory(survey: Survey) -> list[Finding]:
+def check_memory(survey: HostReport) -> list[Finding]:
     """It can share memory with processes of its host."""
     found = []
     if "memory" in survey.problems:
@@ -223,7 +223,7 @@ def check_idle(where: str, cores: float) -> list[Finding]:
     ]
 
 
-def check_near(trainer: Survey, survey: Survey, *, is_near: bool) -> list[Finding]:
+def check_near(trainer: HostReport, survey: HostReport, *, is_near: bool) -> list[Finding]:
     """On the trainer's own host its memory can be mapped."""
     if is_near or survey.host_id != trainer.host_id:
         return []

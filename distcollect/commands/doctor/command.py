@@ -15,17 +15,17 @@ from dataclasses import replace
 from distcollect.commands.argtypes import above_0
 from distcollect.commands.doctor import checks, report
 from distcollect.commands.doctor.checks import Finding
+from distcollect.commands.doctor.host_report import HostReport, look
 from distcollect.commands.doctor.links import Hop, Link, Links, link_problem
-from distcollect.commands.doctor.survey import Survey, look
-from distcollect.commands.doctor.ward import ROLE, Ward, attend
+from distcollect.commands.doctor.server import ROLE, DoctorServer, take_part
 from distcollect.errors import DistCollectError, LaunchError
-from distcollect.launch.rendezvous import GatePlace, Meeting, finder, gate_place
+from distcollect.launch.rendezvous import ListenSpec, TrainerAddress, finder, listen_spec
 from distcollect.launch.run_folder import TOKEN_VARIABLE
 from distcollect.launch.supervisor import join
 from distcollect.launch.topology import Launch, Launcher
 from distcollect.launch.worker_hosts import LISTEN, host_and_port, read_token
 from distcollect.net.interfaces import LOOPBACK
-from distcollect.net.server import Gate
+from distcollect.net.server import JoinServer
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import RpcTransport
 
@@ -80,20 +80,20 @@ def run(given: argparse.Namespace) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     if given.join is not None:
-        meeting = Meeting(*host_and_port("--join", given.join), read_token() or "")
+        meeting = TrainerAddress(*host_and_port("--join", given.join), read_token() or "")
         return _be_looked_at(lambda: meeting, 1, given.wait)
     launch = Launch.detect()
     if launch.launcher is Launcher.NONE:
-        place = GatePlace(LOOPBACK, 0, secrets.token_hex(16))
+        place = ListenSpec(LOOPBACK, 0, secrets.token_hex(16))
         alone = replace(launch, world_size=2)
         return _look_at(alone, place, given.wait, lambda port: _second_process(place, port))
     if launch.rank > 0:
         return _be_looked_at(finder(launch), launch.rank, given.wait)
-    return _look_at(launch, gate_place(launch), given.wait, lambda _: contextlib.nullcontext())
+    return _look_at(launch, listen_spec(launch), given.wait, lambda _: contextlib.nullcontext())
 
 
 @contextlib.contextmanager
-def _second_process(place: GatePlace, port: int) -> Iterator[None]:
+def _second_process(place: ListenSpec, port: int) -> Iterator[None]:
     without_file = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     process = subprocess.Popen(
         [sys.executable, "-m", "distcollect", "doctor", "--join", f"{place.address}:{port}"],
@@ -108,14 +108,14 @@ def _second_process(place: GatePlace, port: int) -> Iterator[None]:
         process.wait()
 
 
-def _be_looked_at(find: Callable[[], Meeting], rank: int, timeout_s: float) -> int:
+def _be_looked_at(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -> int:
     lifeline, _ = join(find, rank, timeout_s, give_up_if_refused=False, role=ROLE)
-    return 0 if attend(lifeline, rank) else 1
+    return 0 if take_part(lifeline, rank) else 1
 
 
 def _look_at(
     launch: Launch,
-    place: GatePlace,
+    place: ListenSpec,
     timeout_s: float,
     others: Callable[[int], contextlib.AbstractContextManager[None]],
 ) -> int:
@@ -124,8 +124,8 @@ def _look_at(
         undo.callback(transport.close)
         links = Links(transport, place.address)
         undo.callback(links.close)
-        ward = Ward(transport, launch.world_size)
-        gate = Gate(place.address, place.token, ward, place.port)
+        ward = DoctorServer(transport, launch.world_size)
+        gate = JoinServer(place.address, place.token, ward, place.port)
         undo.callback(gate.close)
         place.announce(gate.port)
         undo.enter_context(others(gate.port))
@@ -135,7 +135,7 @@ def _look_at(
 
 
 def _examine(
-    launch: Launch, trainer: Survey, ward: Ward, links: Links, timeout_s: float
+    launch: Launch, trainer: HostReport, ward: DoctorServer, links: Links, timeout_s: float
 ) -> list[Finding]:
     """Look at all, print the report; what is wrong."""
     missing = ward.wait(timeout_s)
@@ -176,7 +176,7 @@ def _examine(
     return findings
 
 
-def _why(survey: Survey, num_hosts: int) -> str:
+def _why(survey: HostReport, num_hosts: int) -> str:
     """What has decided a rank's interface."""
     if "TP_SOCKET_IFNAME" in survey.variables:
         return "TP_SOCKET_IFNAME"
@@ -187,7 +187,7 @@ def _why(survey: Survey, num_hosts: int) -> str:
     return "the route to the other hosts" if survey.rank == 0 else "the route to the trainer"
 
 
-def _of_absent(ward: Ward, missing: list[int], timeout_s: float) -> list[Finding]:
+def _of_absent(ward: DoctorServer, missing: list[int], timeout_s: float) -> list[Finding]:
     found = [
         Finding("versions", f"a rank on {host}", f"it was turned away: {reason}", remedy)
         for host, reason in ward.turned_away
@@ -207,7 +207,7 @@ def _of_absent(ward: Ward, missing: list[int], timeout_s: float) -> list[Finding
 
 
 def _measure(
-    ward: Ward, surveys: dict[int, Survey], links: Links
+    ward: DoctorServer, surveys: dict[int, HostReport], links: Links
 ) -> tuple[dict[int, Link], dict[int, int], list[Finding]]:
     """One rank of each host, and whether the others can be reached: those, and who answered."""
     measured: dict[int, Link] = {}
@@ -235,7 +235,7 @@ def _measure(
 
 
 def _among_workers(
-    surveys: dict[int, Survey], peers: dict[int, int], links: Links
+    surveys: dict[int, HostReport], peers: dict[int, int], links: Links
 ) -> list[Finding]:
     """Broadcasts are passed on from worker to worker."""
     findings: list[Finding] = []

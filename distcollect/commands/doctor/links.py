@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from distcollect.commands.doctor.survey import Survey, cpu_s
+from distcollect.commands.doctor.host_report import HostReport, cpu_s
 from distcollect.errors import DeadlineError, DistCollectError
 from distcollect.net.interfaces import listen
 from distcollect.transport.rpc import RpcTransport
 from distcollect.weights.broadcast import BroadcastUpdater
-from distcollect.weights.updaters import Site, Source
+from distcollect.weights.updaters import UpdaterContext, WeightSource
 
 TIMEOUT_S = 10.0
 _ROUND_TRIPS = 50
@@ -79,11 +79,11 @@ class Rank:
         """So many bytes, in tensors that travel side by side."""
         return [torch.zeros(num_bytes // _PIECES, dtype=torch.uint8) for _ in range(_PIECES)]
 
-    def join(self, source: Source) -> None:
+    def join(self, source: WeightSource) -> None:
         """Be ready for a broadcast."""
         source.join(self._keep)
 
-    def receive(self, source: Source, num_bytes: int) -> None:
+    def receive(self, source: WeightSource, num_bytes: int) -> None:
         """Take part in it."""
         source.receive(torch.empty(num_bytes, dtype=torch.uint8), self._keep)
 
@@ -136,7 +136,7 @@ class Links:
         """Measure by ``transport``; ``address`` is this host's."""
         self._transport = transport
         self._weights = BroadcastUpdater("gloo")
-        self._weights.attach(Site(address, TIMEOUT_S, gpus={}))
+        self._weights.attach(UpdaterContext(address, TIMEOUT_S, gpus={}))
 
     def close(self) -> None:
         """Leave all groups."""
@@ -170,7 +170,7 @@ class Links:
         )
 
     def hops(
-        self, surveys: list[Survey], peers: Mapping[int, int]
+        self, surveys: list[HostReport], peers: Mapping[int, int]
     ) -> dict[tuple[int, int], Hop | str]:
         """Between hosts of workers, each by one of its ranks.
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from distcollect.commands.doctor.checks import Finding
+from distcollect.commands.doctor.host_report import HostReport
 from distcollect.commands.doctor.links import Hop, Link
-from distcollect.commands.doctor.survey import Survey
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -21,7 +21,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
 
 
-def ranks(surveys: Iterable[Survey], whys: Mapping[int, str]) -> list[str]:
+def ranks(surveys: Iterable[HostReport], whys: Mapping[int, str]) -> list[str]:
     """Where all ranks are, and what has decided that."""
     heading = ("rank", "host", "address", "interface", "cores", "files", "chosen by")
     rows = [
@@ -39,7 +39,7 @@ def ranks(surveys: Iterable[Survey], whys: Mapping[int, str]) -> list[str]:
     return columns([heading, *rows])
 
 
-def links(surveys: Mapping[int, Survey], measured: Mapping[int, Link]) -> list[str]:
+def links(surveys: Mapping[int, HostReport], measured: Mapping[int, Link]) -> list[str]:
     """The table of what goes on between the trainer and each worker."""
     rows = [("rank", "host", "round trip", "RPC fetch", "broadcast", "clock", "rollouts")]
     for rank, link in measured.items():
@@ -57,7 +57,7 @@ def links(surveys: Mapping[int, Survey], measured: Mapping[int, Link]) -> list[s
     return columns(rows)
 
 
-def hops(surveys: Mapping[int, Survey], measured: Mapping[tuple[int, int], Hop]) -> list[str]:
+def hops(surveys: Mapping[int, HostReport], measured: Mapping[tuple[int, int], Hop]) -> list[str]:
     """The table of what goes on between the hosts of workers."""
     rows = [("from", "to", "connect", "TCP")]
     for (one, other), hop in measured.items():

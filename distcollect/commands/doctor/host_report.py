@@ -1,0 +1,151 @@
+"""What one rank finds where it runs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import tensordict
+import torch
+
+from distcollect.common.shared_memory import allocate
+from distcollect.errors import LaunchError
+from distcollect.launch.cpu_placement import Host
+from distcollect.net.interfaces import interface_of, interfaces, listen
+from distcollect.transport.rpc import missing_symbols
+from distcollect.version import __version__
+
+# Each has the name of an interface; all have the same use, to NCCL, Gloo and torch's RPC.
+INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SHM = "/dev/shm"  # noqa: S108 - only looked at
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What a rank finds; plain values, so that it travels as JSON.
+
+    Attributes:
+        rank: its rank in the launch.
+        host: its host's name.
+        host_id: the same for ranks with one network and one memory.
+        pid: its process.
+        versions: of what has to fit between ranks, by name.
+        missing: what this torch lacks.
+        interfaces: names and addresses of its host's interfaces.
+        address: by which the others reach it.
+        interface: which has that address, "" if none does.
+        own_name: the addresses that its host's own name stands for, there.
+        variables: of :data:`INTERFACE_VARIABLES`, those that are set.
+        max_files: that it may have open.
+        open_files: that it has.
+        num_cores: cores' worth of computing.
+        shm_bytes: free in /dev/shm; -1: it isn't there.
+        problems: what it tried in vain, by topic.
+    """
+
+    rank: int
+    host: str
+    host_id: str
+    pid: int
+    versions: dict[str, str]
+    missing: list[str]
+    interfaces: dict[str, list[str]]
+    address: str
+    interface: str
+    own_name: list[str]
+    variables: dict[str, str]
+    max_files: int
+    open_files: int
+    num_cores: int
+    shm_bytes: int
+    problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """This rank, for a person."""
+        return f"rank {self.rank} ({self.host})"
+
+
+def look(rank: int, address: str) -> HostReport:
+    """HostReport this process's host.
+
+    Args:
+        rank: of this process.
+        address: by which others reach it.
+    """
+    problems: dict[str, str] = {}
+    _attempt(problems, "ports", lambda: listen(address).close())
+    _attempt(problems, "memory", _share_memory)
+    return HostReport(
+        rank=rank,
+        host=platform.node(),
+        host_id=_host_id(),
+        pid=os.getpid(),
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "tensordict": tensordict.__version__,
+            "gymnasium": gymnasium.__version__,
+            "numpy": np.__version__,
+            "distcollect": __version__,
+        },
+        missing=missing_symbols(),
+        interfaces=interfaces(),
+        address=address,
+        interface=interface_of(address) or "",
+        own_name=addresses_of(platform.node()),
+        variables={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
+        max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=num_open_files(),
+        num_cores=Host.look().num_cores,
+        shm_bytes=shutil.disk_usage(SHM).free if os.path.ismount(SHM) else -1,
+        problems=problems,
+    )
+
+
+def addresses_of(name: str) -> list[str]:
+    """What ``name`` stands for on this host; nothing if it is unknown."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def num_open_files() -> int:
+    """Descriptors that this process has open."""
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a count
+
+
+def cpu_s() -> float:
+    """CPU time that this process's threads have used, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _attempt(problems: dict[str, str], topic: str, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except (LaunchError, OSError) as error:
+        problems[topic] = str(error)
+
+
+def _share_memory() -> None:
+    memory, segment = allocate(1 << 20)
+    del memory
+    os.close(segment.fd)
+
+
+def _host_id() -> str:
+    """Of this host: containers on one machine that can't see each other are different ones."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = (str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid"))
+    return " ".join([boot, *spaces])

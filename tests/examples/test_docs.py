@@ -1,0 +1,207 @@
+"""README and docs: their Python runs, their links lead somewhere, and migrating.md is true.
+
+The blocks of a page run one after the other in one namespace, in this process, as they are but for
+``SHORTER``, which makes long runs short.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import resources
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.utils.data
+from helpers.paths import ROOT
+from helpers.scripts.marked import Marked
+
+import distcollect as dc
+from distcollect.collectors.torchrl_compat import _NO_EFFECT, _REFUSED, _translated
+from distcollect.launch import preemption as notice
+
+DOCS = resources.files("distcollect") / "docs"
+PAGES = {
+    "README.md": ROOT / "README.md",
+    **{page.name: page for page in sorted(Path(str(DOCS)).glob("*.md"))},
+}
+
+
+def saved_frames(folder: Path) -> str:
+    from distcollect.commands.collect.saved import SavedFrames  # noqa: PLC0415
+
+    with (
+        dc.SyncDataCollector("CartPole-v1", frames_per_batch=20) as collector,
+        SavedFrames(folder, 20, {}) as saved,
+    ):
+        saved.begin()
+        saved.add(collector.next())
+    return str(folder)
+
+
+SHORTER = {
+    "total_frames=1_024_000": "total_frames=8_192",
+    "num_workers=None,": "num_workers=2,",
+}
+NEEDS = dict.fromkeys(("envs.md", "migrating.md", "training.md"), "torchrl")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchrls_locks() -> None:
+    """TorchRL's buffers have locks of multiprocessing's, whose tracker stays: it gets no mark."""
+    resource_tracker.ensure_running()
+
+
+def blocks(page: Path) -> list[str]:
+    """Its Python, each padded to stand in its own lines, which a traceback then shows."""
+    text = page.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchrl's
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks(page)])
+def test_its_code_runs(name: str, marked: Marked, tmp_path: Path) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    namespace: dict[str, Any] = {"__name__": "page"}  # main() is called below
+    instead = dict(SHORTER)
+    if name == "collect.md":
+        instead['"data/cartpole"'] = repr(saved_frames(tmp_path / "frames"))
+    for block in blocks(PAGES[name]):
+        code = block
+        for written, run in instead.items():
+            code = code.replace(written, run)
+        exec(compile(code, str(PAGES[name]), "exec"), namespace)
+        if "main" in namespace:
+            namespace.pop("main")()
+    notice.forget()  # what a Checkpoint has asked for
+    assert not marked.left()
+
+
+@pytest.mark.parametrize("name", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_its_links_lead_somewhere(name: str) -> None:
+    page = PAGES.get(name, ROOT / name)
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, part = target.partition("#")
+        other = page.parent / file if file else page
+        assert other.exists(), target
+        heads = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE) if part else []
+        assert not part or part in [
+            re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads
+        ]
+
+
+def test_pages_of_contributing_exist() -> None:
+    """What stands in its table of where things are."""
+    for names in re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE):
+        for name in re.findall(r"`([\w/]+\.?\w*)`", names):
+            places = [ROOT / name, ROOT / "distcollect" / name]
+            assert any(place.exists() for place in places), name
+
+
+def public() -> list[tuple[str, Any]]:
+    """All that ``import distcollect as dc`` gives, with the public methods of classes."""
+    found = []
+    for name in set(dc.__all__) - {"__version__"}:
+        value = getattr(dc, name)
+        found.append((name, value))
+        if inspect.isclass(value):
+            own = (part for part in dir(value) if not part.startswith("_"))
+            members = ((f"{name}.{part}", inspect.getattr_static(value, part)) for part in own)
+            found += [
+                each
+                for each in members
+                if inspect.isroutine(each[1]) or isinstance(each[1], property | classmethod)
+            ]
+    return found  # fmt: skip
+
+
+def test_help_is_enough() -> None:
+    """Nothing public is without a docstring, or has one that merely points elsewhere."""
+    for name, value in public():
+        if getattr(value, "__module__", "distcollect").startswith("distcollect"):
+            text = inspect.getdoc(value) or ""
+            assert text, name
+            assert not text.startswith("See :"), name
+
+
+def section(title: str) -> str:
+    """A section of migrating.md."""
+    found = re.search(
+        rf"^## {title}$(.*?)(?=^## |\Z)",
+        PAGES["migrating.md"].read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert found, title
+    return found[1]
+
+
+def rows(title: str) -> set[str]:
+    """Names in the first column of a section's table."""
+    first = re.findall(r"^\| (`.*?) \|", section(title), re.MULTILINE)
+    return {name for cell in first for name in re.findall(r"`(\w+)`", cell)}
+
+
+def own_names() -> set[str]:
+    return set(inspect.signature(dc.RPCDataCollector).parameters)
+
+
+def test_migrating_says_what_is_done() -> None:
+    assert rows("Same name, same meaning") <= own_names()
+    assert rows("Taken, without effect") == _NO_EFFECT
+    assert rows("Refused") == _REFUSED.keys()
+    given = {"create_env_fn": "CartPole-v1", "num_workers": 2}
+    for name in _NO_EFFECT:
+        assert _translated({name: True}, given, own_names()) == given
+    for name in _REFUSED:
+        assert _translated({name: None}, given, own_names()) == given
+        with pytest.raises(dc.ArgumentError, match=f"^{name}=True makes no sense here: "):
+            _translated({name: True}, given, own_names())
+    assert _translated({"traj_format": "padded"}, given, own_names()) == given
+    for name in rows("Another name here") - {"kwargs", "args"}:
+        assert name not in own_names()
+        harmless = True if name == "reset_when_done" else None
+        assert _translated({name: harmless}, given, own_names()) == given
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_migrating_names_all_of_torchrls_arguments() -> None:
+    collectors = pytest.importorskip("torchrl.collectors", reason="torchrl is not installed")
+    distributed = pytest.importorskip("torchrl.collectors.distributed")
+    titles = ("Same name, same meaning", "Another name here", "Taken, without effect", "Refused")
+    named = set().union(*map(rows, titles))
+    methods = set(re.findall(r"`(\w+)", section("Methods")))
+    classes = [
+        found
+        for module in (collectors, distributed)
+        for name in ("Collector", "AsyncCollector", "MultiSyncCollector", "MultiAsyncCollector",
+                     "MultiCollector", "RPCCollector", "DistributedCollector",
+                     "DistributedSyncCollector", "RayCollector")
+        if (found := getattr(module, name, None)) is not None
+    ]  # fmt: skip
+    assert len(classes) >= 8
+    for found in classes:
+        assert f"`{found.__name__}`" in PAGES["migrating.md"].read_text()
+        for name in inspect.signature(found.__init__).parameters.keys() - {"self"}:
+            assert name in named, f"{found.__name__}({name}=...)"
+        theirs = {name for name in dir(found) if not name.startswith("_")}
+        for name in theirs - set(dir(torch.utils.data.IterableDataset)):
+            if inspect.isfunction(inspect.getattr_static(found, name)):
+                known = name in methods or hasattr(dc.RPCDataCollector, name)
+                assert known, f"{found.__name__}.{name}"
+
+
+def test_variables_are_those_of_the_code() -> None:
+    """Names that are read, letter by letter."""
+    page = PAGES["launching.md"].read_text().partition("## Environment variables")[2]
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    code = "".join(path.read_text() for path in (ROOT / "distcollect").glob("*.py"))
+    own = {"DISTCOLLECT_RUN"}  # what `distcollect submit` tells its jobs
+    assert listed == set(re.findall(r'"(DISTCOLLECT\w+)"', code)) - own
+    written = "".join(page.read_text() for page in PAGES.values())
+    assert set(re.findall(r"DISTCOLLECT_\w+", written)) <= listed

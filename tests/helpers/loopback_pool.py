@@ -1,0 +1,88 @@
+"""The RPC collector over the loopback transport: all of it but processes and sockets of RPC."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import distcollect as dc
+from distcollect.collectors import rpc as pooled
+from distcollect.config import Faults
+from distcollect.engine.build import Probe
+from distcollect.results import State
+from distcollect.supervision.interfaces import MembershipObserver
+from distcollect.transport.loopback import LoopbackTransport
+from distcollect.transport.peer_ids import identity
+from distcollect.worker.service import Worker
+
+ADDRESS = "127.0.0.1"
+
+
+class LoopbackWorkers:
+    """Workers on threads of this process, behind the interface of the worker manager."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        faults: Faults,
+        plan_for: Callable[[int], bytes],
+        listen: str | None = None,
+        local: bool = False,
+    ) -> None:
+        self.transport = LoopbackTransport()
+        self.address = ADDRESS
+        self.first_traj_id = 0
+        self.services: dict[int, Worker] = {}
+        self.peers: dict[int, int] = {}
+        self._threads: list[threading.Thread] = []
+        request = {}
+        for worker_id in range(num_workers):
+            peer = self.peers[worker_id] = identity().new_peer()
+            worker = Worker(worker_id, incarnation=0, peer=peer, address=ADDRESS)
+            self.services[worker_id] = worker
+            self.transport.connect(peer, worker)
+            thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+            request[worker_id] = self.transport.call(peer, "configure", plan_for(worker_id))
+        self.probes: dict[int, Probe] = {
+            worker_id: answer.result(faults.start_timeout_s)
+            for worker_id, answer in request.items()
+        }
+        self.gpus = {worker_id: probe.gpu for worker_id, probe in self.probes.items()}
+        self.states = dict.fromkeys(self.probes, State.READY)
+        self.num_present = num_workers
+        self.are_near = False
+        self.gathers = False
+
+    def await_enough(self) -> None:
+        assert self.num_present
+
+    def attach(self, crew: MembershipObserver) -> None:
+        self._observer = crew
+        for worker_id, peer in self.peers.items():
+            crew.join(worker_id, 0, peer)
+
+    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+        self._observer.fail(error)
+
+    def drained(self, worker_id: int, incarnation: int) -> None:
+        raise AssertionError("nobody leaves here")
+
+    def close(self) -> None:
+        for worker in self.services.values():
+            worker.stop()
+        self.transport.close(grace_s=10)
+        for thread in self._threads:
+            thread.join(timeout=10)
+            assert not thread.is_alive(), f"{thread.name} goes on after stop()"
+
+
+def loopback_collector(
+    *args: Any, kind: Callable[..., dc.RPCDataCollector] = dc.RPCDataCollector, **kwargs: Any
+) -> dc.RPCDataCollector:
+    """An RPCDataCollector, or one derived from it, whose workers are threads."""
+    with patch.object(pooled, "Workers", LoopbackWorkers):
+        return kind(*args, **kwargs)

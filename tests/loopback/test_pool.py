@@ -1,0 +1,278 @@
+"""The pool's order of things, with workers that answer when the test says so."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from distcollect.config import Staleness
+from distcollect.errors import BatchTimeout
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.layout import Tensors
+from distcollect.trainer.pool import Pool
+from distcollect.trainer.worker_slots import BatchPlan
+from distcollect.transport.protocol import CollectRequest
+from distcollect.weights.push_handle import PushHandle, PushRecord
+
+FRAMES = 4
+
+
+class Offer:
+    """A rollout that arrives when the test says so."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.declined = False
+        self.fetched: Future[Tensors] | None = None
+
+    def fetch(self) -> Future[Tensors]:
+        assert self.fetched is None, "fetched twice"
+        assert not self.declined, "fetched after it was declined"
+        self.fetched = Future()
+        return self.fetched
+
+    def decline(self) -> None:
+        self.declined = True
+
+    def arrive(self) -> None:
+        assert self.fetched is not None
+        self.fetched.set_result([])
+
+
+class Transport:
+    """Keeps the requests until the test answers them, or answers them at once."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[int, Future[Offer]]] = []
+        self.counts: dict[int, int] = {}
+        self.versions: dict[int, int] = {}
+        self.at_once = False
+
+    def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
+        answer: Future[Offer] = Future()
+        self.requests.append((peer, answer))
+        if self.at_once:
+            self.answer(peer)
+        return answer
+
+    def answer(self, peer: int) -> Offer:
+        """The oldest open request of a worker is done."""
+        index = next(i for i, (owner, _) in enumerate(self.requests) if owner == peer)
+        _, answer = self.requests.pop(index)
+        sequence = self.counts[peer] = self.counts.get(peer, -1) + 1
+        version = self.versions.get(peer, 0)
+        stepped = (sequence + 1) * FRAMES
+        header = Header(peer, 0, sequence, FRAMES, FRAMES, 0, (version, version), stepped=stepped)
+        offer = Offer(header)
+        answer.set_result(offer)
+        return offer
+
+    def open_requests(self, peer: int) -> int:
+        return sum(owner == peer for owner, _ in self.requests)
+
+    def call(self, peer: int, method: str, *args: Any) -> Future[Any]:
+        raise AssertionError(method)
+
+    def evict(self, peer: int) -> None: ...
+
+    def close(self, grace_s: float = 0) -> None: ...
+
+
+class Sender:
+    """Acknowledges when the test says so."""
+
+    def __init__(self) -> None:
+        self.has: dict[int, int] = {}
+        self.published: list[int] = []
+        self.on_acknowledged: Any = None
+        self.on_left_out: Any = None
+
+    def acknowledged(self, worker_id: int) -> int:
+        return self.has.get(worker_id, 0)
+
+    def publish(self, flat: torch.Tensor, version: int, worker_ids: Any) -> PushHandle:
+        self.published.append(version)
+        return PushHandle(version, worker_ids, PushRecord(), 1.0)
+
+    def acknowledge(self, worker_id: int, version: int) -> None:
+        self.has[worker_id] = version
+        self.on_acknowledged(worker_id, version)
+
+    def welcome(self, worker_id: int, peer: int) -> int:
+        return 0
+
+    def forget(self, worker_id: int, *, replaced: bool) -> None: ...
+
+    def expect_nobody(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FailureSink:
+    """Takes down what the pool says of workers."""
+
+    def __init__(self) -> None:
+        self.failed: list[int] = []
+        self.done: list[int] = []
+
+    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+        self.failed.append(worker_id)
+
+    def drained(self, worker_id: int, incarnation: int) -> None:
+        self.done.append(worker_id)
+
+
+def make(
+    *, sync: bool, num_workers: int = 1, staleness: Staleness | None = None
+) -> tuple[Pool, Transport, Sender]:
+    transport, sender = Transport(), Sender()
+    pool = Pool(
+        transport,  # type: ignore[arg-type]
+        sender,  # type: ignore[arg-type]
+        BatchPlan(sync=sync, num_rollouts=num_workers, num_envs=1, num_steps=FRAMES),
+        failure_sink=FailureSink(),
+        staleness=staleness,
+    )
+    for worker_id in range(num_workers):
+        pool.join(worker_id, 0, worker_id)
+    return pool, transport, sender
+
+
+FLAT = torch.zeros(16, dtype=torch.uint8)
+
+
+def ask(pool: Pool) -> None:
+    with pytest.raises(BatchTimeout):
+        pool.gather_next(0.01)
+
+
+def test_a_slab_is_not_written_to_while_it_is_read() -> None:
+    """Also when the rollout after it arrives earlier, or is given up."""
+    pool, transport, _ = make(sync=False)
+    ask(pool)
+    first = transport.answer(0)
+    second = transport.answer(0)
+    assert transport.open_requests(0) == 0, "both slabs are in use"
+    second.arrive()
+    assert transport.open_requests(0) == 0, "the next rollout would be written over the first"
+    first.arrive()
+    assert transport.open_requests(0) == 1
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
+    interruption: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, transport, sender = make(sync=True, num_workers=2)
+
+    def wait_and_be_interrupted(*_: Any) -> None:
+        transport.answer(0).arrive()
+        raise interruption
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._wait, "wait", wait_and_be_interrupted)
+        with pytest.raises(interruption):
+            pool.gather_all(1)
+    pool.push(FLAT)
+    for worker_id in (0, 1):
+        sender.acknowledge(worker_id, 1)
+        transport.versions[worker_id] = 1
+
+    def wait(ready: Any, timeout_s: float) -> None:
+        transport.answer(1)  # what is left from before
+        for worker_id in (0, 1):
+            assert not ready()
+            transport.answer(worker_id).arrive()
+        assert ready()
+
+    monkeypatch.setattr(pool._wait, "wait", wait)
+    rollouts = pool.gather_all(1)
+    assert [r.header.policy_version for r in rollouts] == [(1, 1), (1, 1)]
+    assert [r.header.worker_id for r in rollouts] == [0, 1]
+
+
+def test_in_sync_mode_a_worker_waits_for_the_weights_sent_to_it() -> None:
+    pool, transport, sender = make(sync=True, num_workers=2)
+    pool.push(FLAT, [1])
+    with pytest.raises(BatchTimeout, match=r"workers \[0\] and for workers \[1\] to acknowledge"):
+        pool.gather_all(0.01)
+    assert [transport.open_requests(w) for w in (0, 1)] == [1, 0]
+    transport.answer(0)
+    sender.acknowledge(1, 1)
+    with pytest.raises(BatchTimeout, match=r"waited for workers \[0, 1\]"):
+        pool.gather_all(0.01)
+    assert [transport.open_requests(w) for w in (0, 1)] == [1, 1]
+
+
+def test_several_stale_rollouts_are_given_up_at_once() -> None:
+    """Also when the requests that follow are answered on the spot."""
+    pool, transport, _ = make(
+        sync=False, num_workers=3, staleness=Staleness(max_policy_lag=0, mode="drop")
+    )
+    ask(pool)
+    offers = [transport.answer(worker_id) for _ in range(2) for worker_id in range(3)]
+    assert [offer.fetched is not None for offer in offers] == [True, True, *[False] * 4]
+    pool.push(FLAT)
+    pool.push(FLAT)
+    transport.versions = dict.fromkeys(range(3), 2)
+    transport.at_once = True
+    ask(pool)
+    transport.at_once = False
+    assert all(offer.declined for offer in offers[2:])
+    assert sum(pool.stale_frames.values()) == 4 * FRAMES
+    for offer in offers[:2]:
+        offer.arrive()
+    assert _next(pool).header.policy_version == (2, 2)
+    assert sum(pool.stale_frames.values()) == 6 * FRAMES
+
+
+def _next(pool: Pool) -> Rollout:
+    for _ in range(5):
+        for request in list(pool._requests.arrived):
+            offer = request.offer
+            if isinstance(offer, Offer) and offer.fetched and not offer.fetched.done():
+                offer.arrive()
+        with contextlib.suppress(BatchTimeout):
+            return pool.gather_next(0.01)
+    raise AssertionError("no rollout is handed on")
+
+
+def test_versions_reach_the_sender_in_their_order() -> None:
+    pool, _, sender = make(sync=False)
+    for _ in range(5):
+        pool.push(FLAT)
+    assert sender.published == [1, 2, 3, 4, 5]
+    assert pool.lag(0, 3) == 2
+
+
+def test_pace_asks_again_when_weights_are_acknowledged() -> None:
+    pool, transport, sender = make(sync=False, num_workers=2, staleness=Staleness(max_policy_lag=0))
+    pool.push(FLAT)
+    ask(pool)
+    assert not transport.requests, "every rollout would be stale"
+    sender.acknowledge(1, 1)
+    assert [transport.open_requests(w) for w in (0, 1)] == [0, 1]
+
+
+def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was given up while it was on its way here, and those nobody can tell of."""
+    pool, transport, _ = make(sync=True, num_workers=2)
+
+    def wait(*_: Any) -> None:
+        transport.answer(0)  # it is being fetched
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool._wait, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        pool.gather_all(1)
+    pool.close()
+    pool.account(0, 0, "shut_down", FRAMES)
+    pool.account(1, 0, "shut_down", None)
+    workers = pool.ledger.workers
+    assert [frames.open for frames in workers.values()] == [0, 0]
+    assert workers[0].lost == {"shut_down": FRAMES}
+    assert (workers[1].stepped, workers[1].at_most) == (0, FRAMES)

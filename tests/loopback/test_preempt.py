@@ -1,0 +1,372 @@
+"""A rollout that is ended early has the frames that were made, and padding that nobody mistakes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from helpers.counting import CountingEnv, CountingMaker, CountingVectorEnv, Frame, check_frames
+from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+from tensordict import TensorDict
+from torch import nn
+
+import distcollect as dc
+from distcollect.config import Faults
+from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.engine import Engine, Stopped
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slab import Slab
+from distcollect.transport.protocol import CollectRequest
+
+N, T = 3, 8
+LENGTHS = (3, 1, 4, 2)
+KINDS = ["plain", "sync-next", "sync-same", "native-disabled", "native-next", "native-same"]
+
+
+class Told(nn.Module):
+    """Acts and tells by its one weight; ``at_call`` is called with the number of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = nn.Parameter(torch.zeros(()))
+        self.at_call: Callable[[int], None] = lambda call: None
+        self.calls = 0
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        self.calls += 1
+        self.at_call(self.calls)
+        told = self.told.expand(len(observation)).clone()
+        return observation.sum(-1).long() % 5, {"told": told}
+
+
+def offer(weights: LiveWeights, version: int) -> None:
+    buffer = weights.spare()
+    for view in weights.layout.views(buffer):
+        view.fill_(version)
+    weights.commit(buffer, version)
+
+
+class Run:
+    """An engine, and what it collected."""
+
+    def __init__(self, create_env: Any) -> None:
+        self.policy = Told()
+        plan = WorkerPlan(create_env, N, self.policy)
+        self.engine: Engine = build_engine(plan, traj_ids=count(100))
+        self.slab = Slab(self.engine.layout, T)
+        self.batches: list[TensorDict] = []
+
+    def collect(self, preempt_at: int | None = None, **kwargs: Any) -> TensorDict:
+        """The next rollout; preempted while its n-th step, counted from 1, is being made."""
+        start = self.policy.calls
+        if preempt_at is not None:
+            self.policy.at_call = lambda call: (
+                self.engine.preempt() if call == start + preempt_at else None
+            )
+        self.engine.collect(self.slab, **kwargs)
+        self.policy.at_call = lambda call: None
+        tensors = [tensor.clone() for tensor in self.slab.tensors()]
+        header = Header(0, 0, 0, self.slab.num_frames, T, 0, (0, 0))
+        batch = assemble(self.engine.layout, [Rollout(header, tensors)], mask=True)
+        check_padding(batch)
+        assert header.num_frames == int(batch["collector", "mask"].sum())
+        self.batches.append(batch)
+        return batch
+
+    def frames_of(self, row: int) -> TensorDict:
+        """All real frames of a row, one behind the other."""
+        return torch.cat([b[row][b["collector", "mask"][row]] for b in self.batches])
+
+    @property
+    def delivered(self) -> int:
+        return sum(int(batch["collector", "mask"].sum()) for batch in self.batches)
+
+    @property
+    def held(self) -> int:
+        return 0 if self.engine._ragged is None else int(self.engine._ragged.position.sum())
+
+
+def check_padding(batch: TensorDict) -> None:
+    mask = batch["collector", "mask"]
+    # A row's real frames come first.
+    assert not (mask[:, 1:] & ~mask[:, :-1]).any()
+    for key, value in batch.items(include_nested=True, leaves_only=True):
+        if key == ("collector", "traj_ids"):
+            assert (value[~mask] == -1).all()
+            assert (value[mask] >= 0).all()
+        elif key == ("collector", "policy_version"):
+            for versions, real in zip(value, mask, strict=True):
+                if real.any() and not real.all():
+                    assert (versions[~real] == versions[real][-1]).all()
+        else:
+            assert not value[~mask].any(), f"{key} is not zero in the padding"
+
+
+def check_row(frames: TensorDict, lengths: tuple[int, ...] = LENGTHS) -> None:
+    """Check every value of a row's frames, and that its trajectories follow its episodes."""
+    check_frames(
+        [
+            Frame(
+                {("observation",): frame["observation"].numpy()},
+                {("action",): frame["action"].numpy()},
+                frame["next", "reward"],
+                {("observation",): frame["next", "observation"].numpy()},
+                frame["next", "terminated"],
+                frame["next", "truncated"],
+            )
+            for frame in frames
+        ],
+        lengths=lengths,
+    )
+    ids, done = frames["collector", "traj_ids"], frames["next", "done"].flatten()
+    assert torch.equal(ids.diff() != 0, done[:-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [1, 2, 5, T - 1, T])
+def test_it_ends_after_the_step_under_way_and_goes_on_from_there(kind: str, at: int) -> None:
+    """As if nothing had happened: no frame is missing, and no trajectory is cut."""
+    run = Run(CountingMaker(kind, N, lengths=LENGTHS))
+    for preempt_at in (None, at, at, None):
+        start = run.policy.calls
+        batch = run.collect(preempt_at)
+        if preempt_at and kind != "native-next":  # which may have had frames left over
+            assert run.policy.calls - start == at
+            assert batch["collector", "mask"].sum(1).tolist() == [at] * N
+        if preempt_at is None:
+            assert batch["collector", "mask"].all()
+    for row in range(N):
+        check_row(run.frames_of(row))
+    assert run.engine.counts.stepped == run.delivered + run.held
+    assert not run.engine.counts.lost
+
+
+class Uneven:
+    """A native vector env whose rows drift apart by more than a rollout."""
+
+    LENGTHS = ((1,), (50,), (3,))
+
+    def __call__(self) -> CountingVectorEnv:
+        envs = [CountingEnv(i, lengths=lengths) for i, lengths in enumerate(self.LENGTHS)]
+        return CountingVectorEnv(envs, AutoresetMode.NEXT_STEP)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("at", range(1, 14))
+def test_rows_that_drift_apart(at: int, fresh: bool) -> None:
+    run = Run(Uneven())
+    for preempt_at in (None, at, None, at, at, at, None):
+        run.collect(preempt_at, fresh=fresh)
+    for row in range(N):
+        frames = run.frames_of(row)
+        ids = frames["collector", "traj_ids"]
+        sizes = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
+        for part in frames.split(sizes):
+            check_row(part, Uneven.LENGTHS[row])
+    lost = run.engine.counts.lost.get("row_skew", 0)
+    assert run.engine.counts.stepped == run.delivered + lost + run.held
+
+
+def test_a_row_without_a_frame_is_all_padding() -> None:
+    """It only reset itself in the single step that there was."""
+    run = Run(Uneven())
+    while True:
+        offer(run.engine.weights, len(run.batches) + 1)
+        batch = run.collect(preempt_at=1, fresh=True)
+        if not batch["collector", "mask"].any(1).all():
+            break
+    assert len(run.batches) < 10
+    assert batch["collector", "mask"].any()
+    assert (batch["collector", "policy_version"] == len(run.batches)).all()
+
+
+def test_versions_and_extras() -> None:
+    run = Run(CountingMaker("plain", N, lengths=(100,)))
+    run.collect()
+    start = run.policy.calls
+
+    def at_call(call: int) -> None:
+        if call == start + 2:
+            offer(run.engine.weights, 7)
+        if call == start + 4:
+            run.engine.preempt()
+            offer(run.engine.weights, 8)
+
+    run.policy.at_call = at_call
+    batch = run.collect()
+    assert batch["collector", "policy_version"].tolist() == [[0, 0, 7, 7] + [7] * (T - 4)] * N
+    assert batch["told"].tolist() == [[0, 0, 7, 7] + [0] * (T - 4)] * N
+    assert (run.collect()["told"] == 8).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "native-next"])
+def test_when_nothing_is_collected_it_does_nothing(kind: str) -> None:
+    run = Run(CountingMaker(kind, N, lengths=LENGTHS))
+    run.engine.preempt()
+    assert run.collect()["collector", "mask"].all()
+    run.engine.preempt()
+    assert run.collect()["collector", "mask"].all()
+    run.collect(preempt_at=2)
+    assert run.collect()["collector", "mask"].all()
+
+
+def test_again_and_stop_after_it() -> None:
+    run = Run(CountingMaker("plain", N))
+    start = run.policy.calls
+
+    def twice_then_stop(call: int) -> None:
+        run.engine.preempt()
+        run.engine.preempt()
+        if call == start + 2:
+            run.engine.stop()
+
+    run.policy.at_call = twice_then_stop
+    run.engine.collect(run.slab)
+    assert run.slab.num_frames == N
+    with pytest.raises(Stopped):
+        run.engine.collect(run.slab)
+    assert run.policy.calls == start + 2
+    run.engine.preempt()
+    with pytest.raises(Stopped):
+        run.engine.collect(run.slab)
+
+
+def test_before_the_first_step() -> None:
+    """While envs are being reset: one step is made in any case."""
+    run = Run(CountingMaker("plain", N, lengths=(100,)))
+    env: CountingEnv = run.engine.envs._envs[1]
+    reset = env.reset
+
+    def preempted(**kwargs: Any) -> Any:
+        run.engine.preempt()
+        return reset(**kwargs)
+
+    env.reset = preempted  # type: ignore[method-assign]
+    run.engine.seed([1] * N, [1] * N)
+    assert run.collect()["collector", "mask"].sum(1).tolist() == [1] * N
+
+
+def test_padding_without_a_mask_is_an_error() -> None:
+    run = Run(CountingMaker("plain", N))
+    run.collect(preempt_at=2)
+    header = Header(0, 0, 0, run.slab.num_frames, T, 0, (0, 0))
+    with pytest.raises(ValueError, match="padded"):
+        assemble(run.engine.layout, [Rollout(header, run.slab.tensors())])
+
+
+def test_several_rollouts_in_a_batch() -> None:
+    runs = [Run(CountingMaker("plain", N)) for _ in range(2)]
+    runs[0].collect()
+    runs[1].collect(preempt_at=3)
+    rollouts = [
+        Rollout(Header(i, 0, 0, run.slab.num_frames, T, 0, (0, 0)), run.slab.tensors())
+        for i, run in enumerate(runs)
+    ]
+    batch = assemble(runs[0].engine.layout, rollouts, mask=True)
+    assert batch["collector", "mask"].sum(1).tolist() == [T] * N + [3] * N
+    parts = torch.cat([run.batches[-1] for run in runs])
+    both = batch.exclude(("collector", "worker_id"))
+    assert (both == parts.exclude(("collector", "worker_id"))).all()
+
+
+class Slow(CountingEnv):
+    """Takes its time, and says when it has begun to."""
+
+    stepped: threading.Event
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.02)
+        self.stepped.set()
+        return super().step(action)
+
+
+def test_from_another_thread_while_an_env_is_slow() -> None:
+    Slow.stepped = threading.Event()
+    run = Run(lambda: Slow(lengths=(1000,)))
+    slab = run.slab = Slab(run.engine.layout, 10_000)  # would take ten minutes
+
+    def preempt() -> None:
+        Slow.stepped.wait()
+        run.engine.preempt()
+
+    thread = threading.Thread(target=preempt)
+    thread.start()
+    began = time.monotonic()
+    run.engine.collect(slab)
+    thread.join()
+    assert time.monotonic() - began < 10
+    assert 1 <= slab.num_frames // N < 100
+    assert run.engine.counts.stepped == slab.num_frames
+
+
+def test_through_a_transport() -> None:
+    """It overtakes the request that it ends; the header tells how many frames there are."""
+    Slow.stepped = threading.Event()
+    payload = cloudpickle.dumps(WorkerPlan(lambda: Slow(lengths=(1000,)), N))
+    workers = LoopbackWorkers(1, Faults(), lambda worker_id: payload)
+    try:
+        [peer] = workers.peers.values()
+        probe = workers.probes[0]
+        workers.transport.call(peer, "preempt", 0).result(5)
+        offered = workers.transport.collect(peer, CollectRequest(5000))
+        assert Slow.stepped.wait(10)
+        workers.transport.call(peer, "preempt", 1).result(5)  # not the one under way
+        workers.transport.call(peer, "preempt", 0).result(5)
+        header = offered.result(10).header
+        assert header.num_steps == 5000
+        assert 1 <= header.num_frames // N < 100
+        assert header.stepped == header.num_frames
+        tensors = offered.result().fetch().result(10)
+        batch = assemble(probe.layout, [Rollout(header, tensors)], mask=True)
+        assert int(batch["collector", "mask"].sum()) == header.num_frames
+        steps = header.num_frames // N
+        assert batch["observation"][0, :steps, 2].tolist() == list(range(steps))
+        assert batch["next", "observation"][0, :steps, 2].tolist() == list(range(1, steps + 1))
+    finally:
+        workers.close()
+
+
+def test_padding_counts_nowhere_as_frames() -> None:
+    """Neither in the lags of a batch, nor as stale."""
+    Slow.stepped = threading.Event()
+    policy = Told()
+    with loopback_collector(
+        lambda: Slow(lengths=(1000,)),
+        policy,
+        frames_per_batch=1000,
+        num_workers=1,
+        sync=True,
+        staleness=dc.Staleness(max_policy_lag=0, mode="mask"),
+    ) as collector:
+
+        def publish_then_preempt() -> None:
+            Slow.stepped.wait()
+            collector.update_policy_weights_(Told())
+            Slow.stepped.clear()
+            Slow.stepped.wait()
+            Slow.stepped.clear()
+            Slow.stepped.wait()
+            collector._pool._fetcher.preempt()
+
+        thread = threading.Thread(target=publish_then_preempt)
+        thread.start()
+        batch = collector.next(timeout_s=60)
+        thread.join()
+        traj_ids, versions = batch["collector", "traj_ids"], batch["collector", "policy_version"]
+        old, new = (int(((traj_ids >= 0) & (versions == version)).sum()) for version in (0, 1))
+        assert old > 0
+        assert new > 0
+        assert torch.equal(batch["collector", "mask"], (traj_ids >= 0) & (versions == 1))
+        assert collector.stale_frames == {0: old}
+        lag = collector.version_lag
+        assert lag is not None
+        assert lag == (0, pytest.approx(old / (old + new)), 1)

@@ -1,0 +1,300 @@
+"""Replay buffers: filled while iterating, filled in the background, at a rate."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from helpers.loopback_pool import loopback_collector
+from tensordict import TensorDict
+from torch import nn
+
+import distcollect as dc
+
+T = 8
+FRAMES = 2 * T
+
+
+class Buffer:
+    """The least that will do."""
+
+    def __init__(self) -> None:
+        self.frames: list[TensorDict] = []
+        self.inserts: list[int] = []
+
+    def extend(self, data: TensorDict) -> None:
+        self.frames.extend(data.unbind(0))
+        self.inserts.append(len(data))
+
+    def sample(self, batch_size: int) -> TensorDict:
+        indices = torch.randint(len(self.frames), (batch_size,)).tolist()
+        return torch.stack([self.frames[index] for index in indices])
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+
+def eventually(condition: Any, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def sync(buffer: Any, **settings: Any) -> dc.SyncDataCollector:
+    sizes = {"frames_per_batch": FRAMES, "envs_per_worker": 2}
+    return dc.SyncDataCollector("CartPole-v1", **sizes, replay_buffer=buffer, **settings)
+
+
+def pooled(buffer: Any, **settings: Any) -> dc.RPCDataCollector:
+    sizes = {"frames_per_batch": FRAMES, "envs_per_worker": 2, "num_workers": 2}
+    return loopback_collector("CartPole-v1", **sizes, replay_buffer=buffer, **settings)
+
+
+BOTH = pytest.mark.parametrize("collector_of", [sync, pooled])
+
+
+@BOTH
+def test_iterating(collector_of: Any) -> None:
+    buffer = Buffer()
+    with collector_of(buffer, total_frames=3 * FRAMES) as collector:
+        assert list(collector) == [None] * 3
+    assert buffer.inserts == [FRAMES] * 3
+    assert {frame.batch_size for frame in buffer.frames} == {torch.Size([])}
+    # Frames of an env's rollout come one after the other.
+    rows = torch.stack(buffer.frames).reshape(-1, T)
+    ids, done = rows["collector", "traj_ids"], rows["next", "done"].squeeze(-1)
+    assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
+
+
+def test_padding_stays_out() -> None:
+    buffer = Buffer()
+    with sync(buffer, trajs_per_batch=3) as collector:
+        collector.next()
+    ends = torch.stack(buffer.frames)["next", "done"].squeeze(-1)
+    assert ends.sum() == 3
+    assert ends[-1]
+
+
+@BOTH
+def test_in_the_background(collector_of: Any) -> None:
+    buffer = Buffer()
+    collector = collector_of(buffer, total_frames=20 * FRAMES)
+    collector.start()
+    with pytest.raises(dc.CollectorStateError, match="in the background since start"):
+        collector.next()
+    with pytest.raises(dc.CollectorStateError, match="started already"):
+        collector.start()
+    eventually(lambda: not collector.is_running)
+    assert len(buffer) == collector.frames == 20 * FRAMES
+    collector.async_shutdown()
+    assert "distcollect-collect" not in {thread.name for thread in threading.enumerate()}
+
+
+@BOTH
+def test_pause(collector_of: Any) -> None:
+    buffer = Buffer()
+    collector = collector_of(buffer)
+    collector.start()
+    try:
+        for _ in range(3):
+            eventually(lambda: buffer.inserts)
+            with collector.pause():
+                paused_at = len(buffer.inserts)
+                time.sleep(0.05)
+                assert len(buffer.inserts) == paused_at
+            eventually(lambda: len(buffer.inserts) > paused_at)  # noqa: B023 - called at once
+    finally:
+        collector.async_shutdown(timeout=60)
+    assert len(buffer) == sum(buffer.inserts)
+
+
+@BOTH
+def test_failure_is_told(collector_of: Any) -> None:
+    class Full(Buffer):
+        def extend(self, data: TensorDict) -> None:
+            if len(self.inserts) == 2:
+                raise OSError("disk full")
+            super().extend(data)
+
+    buffer = dc.RateLimited(Full(), 1.0, min_size=10 * FRAMES)
+    collector = collector_of(buffer)
+    collector.start()
+    with pytest.raises(dc.CollectorStateError, match="no more frames come in: disk full"):
+        buffer.sample(4)
+    with pytest.raises(OSError, match="disk full"):
+        collector.update_policy_weights_()
+    with pytest.raises(OSError, match="disk full"):
+        collector.async_shutdown()
+    with pytest.raises(dc.CollectorStateError, match="shut down"):
+        collector.start()
+
+
+def test_start_needs_a_buffer() -> None:
+    with (
+        dc.SyncDataCollector("CartPole-v1", frames_per_batch=T) as collector,
+        pytest.raises(dc.CollectorStateError, match="needs a replay_buffer"),
+    ):
+        collector.start()
+
+
+@BOTH
+def test_rate_is_kept_from_both_sides(collector_of: Any) -> None:
+    per_insert, min_size, slack, size = 2.0, 4 * FRAMES, 8.0, 16
+    buffer = dc.RateLimited(Buffer(), per_insert, min_size=min_size, slack=slack)
+    collector = collector_of(buffer)
+    collector.start()
+    try:
+        sampled = 0
+        for step in range(60):
+            if step % 20 == 19:
+                # A consumer that stalls: collecting stops where it has to.
+                time.sleep(0.2)
+            assert len(buffer.sample(size)) == size
+            sampled += size
+            owed = (len(buffer) - min_size) * per_insert - sampled
+            # Either side is ahead by the slack and one of its batches at most.
+            assert -slack - size <= owed <= slack + FRAMES * per_insert
+    finally:
+        collector.async_shutdown()
+
+
+@BOTH
+def test_too_few_frames_ever(collector_of: Any) -> None:
+    buffer = dc.RateLimited(Buffer(), 1.0, min_size=3 * FRAMES)
+    collector = collector_of(buffer, total_frames=2 * FRAMES)
+    collector.start()
+    with pytest.raises(
+        dc.CollectorStateError, match=rf"min_size={3 * FRAMES} .* only {2 * FRAMES}"
+    ):
+        buffer.sample(1)
+    collector.async_shutdown()
+
+
+def test_sampling_has_a_deadline() -> None:
+    buffer = dc.RateLimited(Buffer(), 1.0, min_size=5, timeout_s=0.1)
+    with pytest.raises(dc.CollectorStateError, match=r"no collector's start\(\) fills it"):
+        buffer.sample(2)
+    buffer.begin()
+    with pytest.raises(dc.DeadlineError, match=r"waited 0.1 s .* 0 came in, .*min_size=5"):
+        buffer.sample(2)
+
+
+class Breaks(gym.Wrapper):
+    """Ends its process, or raises whatever is done about it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self._how, self._left = how, 30
+
+    def step(self, action: Any) -> Any:
+        self._left -= 1
+        if not self._left and self._how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._left <= 0:
+            raise OSError("out of paper")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.aSyncDataCollector])
+def test_failure_of_what_collects_is_told(kind: Any, how: str) -> None:
+    if kind is dc.SyncDataCollector and how == "dies":
+        pytest.skip("that would be this process")
+    buffer = dc.RateLimited(Buffer(), 1.0, min_size=10_000)
+    faults = dc.Faults(max_restarts=0, max_env_faults=0)
+    expected = dc.WorkerLost if how == "dies" else dc.EnvError
+    collector = kind(lambda: Breaks(how), frames_per_batch=T, replay_buffer=buffer, faults=faults)
+    collector.start()
+    with pytest.raises(dc.CollectorStateError, match=r"no more frames come in: .*(worker 0|paper)"):
+        buffer.sample(4)
+    with pytest.raises(expected):
+        collector.update_policy_weights_()
+    with pytest.raises(expected):
+        collector.async_shutdown()
+
+
+def test_one_that_is_dropped_ends() -> None:
+    """Nobody would end it otherwise; then another may be made."""
+    for _ in range(2):
+        buffer = Buffer()
+        collector = dc.aSyncDataCollector("CartPole-v1", frames_per_batch=T, replay_buffer=buffer)
+        collector.start()
+        eventually(lambda: len(buffer))  # noqa: B023 - called at once
+        del collector
+        eventually(lambda: "distcollect-collect" not in {t.name for t in threading.enumerate()})
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"samples_per_insert": 0}, "samples_per_insert=0"),
+        ({"samples_per_insert": 1, "min_size": 0}, "min_size=0"),
+        ({"samples_per_insert": 1, "slack": -1}, "slack=-1"),
+        ({"samples_per_insert": 1, "timeout_s": 0}, "timeout_s=0"),
+    ],
+)
+def test_bad_limits(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(dc.ArgumentError, match=error):
+        dc.RateLimited(Buffer(), **settings)
+
+
+class Shown(nn.Module):
+    """Shows its weight in each frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        n = len(observation)
+        return torch.zeros(n, dtype=torch.int64), {"weight": self.weight.expand(n)}
+
+
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.MultiaSyncDataCollector])
+def test_weights_while_the_buffer_fills(kind: Any) -> None:
+    """Those that were published, though the trainer's own change all the time."""
+    policy, buffer = Shown(), Buffer()
+    how = {} if kind is dc.SyncDataCollector else {"num_workers": 2}
+    with kind("CartPole-v1", policy, frames_per_batch=T, replay_buffer=buffer, **how) as collector:
+        collector.start()
+        for version in range(1, 6):
+            for _ in range(200):
+                with torch.no_grad():
+                    policy.weight.add_(0.001)
+            with torch.no_grad():
+                policy.weight.fill_(version)
+            collector.update_policy_weights_()
+            if version % 2:
+                collector.update_policy_weights_({"weight": torch.tensor(float(version))})
+        newest = collector.policy_version
+        eventually(lambda: buffer.frames[-1:] and frame_version(buffer) == newest)
+        assert collector.call("render_mode")[0] == [None]
+    frames = torch.stack(buffer.frames)
+    shown, versions = frames["weight"], frames["collector", "policy_version"]
+    published = [0, 1, 1, 2, 3, 3, 4, 5, 5]
+    assert shown.tolist() == [published[version] for version in versions.tolist()]
+
+
+def frame_version(buffer: Buffer) -> int:
+    return int(buffer.frames[-1]["collector", "policy_version"])
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_torchrl_buffers(ndim: int) -> None:
+    pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer  # noqa: PLC0415
+
+    storage = LazyTensorStorage(50 * FRAMES, ndim=ndim)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=32)
+    with pooled(buffer, total_frames=10 * FRAMES) as collector:
+        collector.start()
+        eventually(lambda: not collector.is_running)
+        assert len(buffer) == 10 * FRAMES
+        assert buffer.sample()["observation"].shape == (32, 4)

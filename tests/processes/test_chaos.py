@@ -1,0 +1,136 @@
+"""Short runs of ``tests/chaos/run.py``; and its checks do see what they are there for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chaos.checks import Checker, CheckError, Delivered, Plan
+from chaos.envs import Maker, Marking
+from helpers.paths import TESTS
+from tensordict import TensorDict
+
+import distcollect as dc
+
+SCRIPT = TESTS / "chaos" / "run.py"
+PLAN = Plan(sync=False, num_workers=1, num_envs=2, num_steps=30)
+# A round takes as long as it is told, and on a busy machine a minute to begin and to end.
+END_S = 300
+
+
+def run(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments, "--workers", "2", "--every", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=END_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "all checks held; seed" in done.stdout
+
+
+@pytest.mark.timeout(END_S + 20)
+def test_workers_in_trouble() -> None:
+    run("--seconds", "40", "--round", "20")
+
+
+@pytest.mark.timeout(END_S + 20)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip"),
+    reason="makes network namespaces: needs root and iproute2",
+)
+def test_hosts_in_trouble() -> None:
+    run("--seconds", "40", "--async", "--hosts")
+
+
+@pytest.fixture
+def batches(tmp_path: Path) -> list[TensorDict]:
+    maker = Maker(tmp_path, pause_s=0.0)
+
+    def make(context: dc.EnvContext) -> object:
+        return maker(context)
+
+    collector = dc.SyncDataCollector(
+        [make, make], Marking(), frames_per_batch=PLAN.frames_per_batch
+    )
+    with collector:
+        return [collector.next() for _ in range(3)]
+
+
+def look(batches: list[TensorDict], version: int = 0) -> list[str]:
+    checker = Checker([])
+    checker.begin(PLAN)
+    for batch in batches:
+        checker.see(batch, time.monotonic(), version, {})
+    return checker.failures
+
+
+def test_sound_batches_pass(batches: list[TensorDict]) -> None:
+    assert look(batches) == []
+
+
+def swapped(batch: TensorDict) -> None:
+    batch["observation"] = batch["observation"].flip(0)
+
+
+def spliced(batch: TensorDict) -> None:
+    ids = batch["collector", "traj_ids"]
+    ids[1] = ids[0]
+
+
+def torn(batch: TensorDict) -> None:
+    batch["mark"][1, 5, 1] += 1
+
+
+def mislabelled(batch: TensorDict) -> None:
+    batch["collector", "policy_version"][0, 3:] += 1
+
+
+def forgotten_end(batch: TensorDict) -> None:
+    batch["next", "done"].zero_()
+
+
+def other_reward(batch: TensorDict) -> None:
+    batch["next", "reward"][0, 0] += 1
+
+
+@pytest.mark.parametrize(
+    "breach", [swapped, spliced, torn, mislabelled, forgotten_end, other_reward]
+)
+def test_a_breach_is_seen(batches: list[TensorDict], breach: Callable[[TensorDict], None]) -> None:
+    breach(batches[1])
+    assert look(batches, version=1)
+
+
+def test_what_is_delivered_twice_is_seen(batches: list[TensorDict]) -> None:
+    assert any("delivered before" in f for f in look([*batches, batches[1]]))
+
+
+def test_frames_may_come_in_any_order_but_once() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        cuts = [0, *sorted(rng.choice(np.arange(1, 60), 9, replace=False).tolist()), 60]
+        spans = [(first, last - 1) for first, last in itertools.pairwise(cuts)]
+        rng.shuffle(spans)
+        delivered = Delivered()
+        for first, last in spans[:-1]:
+            delivered.add(int(first), int(last))
+        first, last = spans[-1]
+        gap = 0 if last == 59 else last - first + 1
+        assert delivered.num_missing == gap
+        for number in range(60):
+            if not first <= number <= last:
+                with pytest.raises(CheckError):
+                    delivered.add(number, number)
+        delivered.add(int(first), int(last))
+        assert delivered.spans == [[0, 59]]

@@ -1,0 +1,321 @@
+"""However a program ends, within 10 s nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.paths import SCRIPTS
+from helpers.scripts.marked import Marked
+
+import distcollect as dc
+
+SCRIPT = SCRIPTS / "ending.py"
+START_S = 60
+END_S = 10
+PYTHON = [sys.executable]
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run"),
+    *("--standalone", "--nproc-per-node=3"),
+]
+
+
+class Program:
+    """The script as a process (group) of its own."""
+
+    def __init__(self, marked: Marked, launcher: list[str], *args: str) -> None:
+        self._marked = marked
+        self.process = subprocess.Popen(
+            [*launcher, str(SCRIPT), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            text=True,
+        )
+        self.output: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for line in output:
+                self._lines.put(line.strip())
+        self._lines.put(None)
+
+    def await_line(self, wanted: str) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            assert line is not None, "\n".join(["the program ended early:", *self.output])
+            self.output.append(line)
+            if line == wanted:
+                self._marked.note()
+                return
+
+    def rank0(self) -> int:
+        """The process that runs main()."""
+        if "torch.distributed.run" not in self.process.args:
+            return self.process.pid
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                variables = environ.read_bytes().split(b"\0")
+                parent = (environ.parent / "stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            if b"RANK=0" in variables and int(parent) == self.process.pid:
+                return int(environ.parent.name)
+        raise AssertionError("there is no rank 0")
+
+    def end(self) -> int:
+        """Its exit code, once nothing is left."""
+        began = time.monotonic()
+        try:
+            code = self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {END_S} s: {self._marked.left()}\n{self.rest()}")
+        remaining = END_S - (time.monotonic() - began)
+        assert self._marked.gone(remaining), f"left: {self._marked.left()}\n{self.rest()}"
+        self.output += self.rest().splitlines()
+        return code
+
+    def rest(self) -> str:
+        lines = []
+        while True:
+            try:
+                line = self._lines.get(timeout=0.5)
+            except queue.Empty:
+                return "\n".join(lines)
+            if line is None:
+                return "\n".join(lines)
+            lines.append(line)
+
+
+@pytest.fixture
+def run(marked: Marked) -> Iterator[Callable[..., Program]]:
+    programs: list[Program] = []
+
+    def run(launcher: list[str], *args: str) -> Program:
+        programs.append(Program(marked, launcher, *args))
+        return programs[-1]
+
+    yield run
+    for program in programs:
+        program.process.kill()
+        program.process.wait()
+
+
+Run = Callable[..., Program]
+
+
+@pytest.mark.parametrize("end", ["normal", "break", "raise"])
+@pytest.mark.parametrize(
+    ("launcher", "kind"),
+    [(PYTHON, "fine"), (PYTHON, "vector"), (TORCHRUN, "fine")],
+    ids=["python", "python-vector", "torchrun"],
+)
+def test_ends_by_itself(run: Run, launcher: list[str], kind: str, end: str) -> None:
+    program = run(launcher, kind, end)
+    program.await_line("batch")
+    if end != "raise":
+        program.await_line("left the loop")
+    code = program.end()
+    output = "\n".join(program.output)
+    if end == "raise":
+        assert code == 1
+        assert "the user's loop is broken" in output
+        assert "left the loop" not in output
+    else:
+        assert code == 0, output
+        assert "Error" not in output
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "group"),
+    [
+        ("fine", "SIGINT", True),
+        ("fine", "SIGTERM", False),
+        ("fine", "SIGKILL", False),
+        ("hang", "SIGINT", False),
+        ("hang", "SIGKILL", False),
+        ("gil", "SIGINT", True),
+        ("gil", "SIGTERM", False),
+        ("gil", "SIGKILL", False),
+        ("vector", "SIGINT", True),
+        ("vector", "SIGKILL", False),
+    ],
+)
+def test_python_is_ended(run: Run, kind: str, number: str, group: bool) -> None:
+    program = run(PYTHON, kind, "forever")
+    program.await_line("stuck" if kind in {"hang", "gil"} else "batch")
+    (os.killpg if group else os.kill)(program.process.pid, signal.Signals[number])
+    assert program.end() == -signal.Signals[number]
+
+
+def test_ctrl_c_while_weights_go_to_a_worker_that_is_stuck(run: Run) -> None:
+    """Nobody may wait at the exit for a push that can't succeed."""
+    program = run(PYTHON, "gil", "push")
+    program.await_line("stuck")
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "whom"),
+    [
+        ("fine", "SIGINT", "group"),
+        ("fine", "SIGTERM", "torchrun"),
+        ("hang", "SIGTERM", "torchrun"),
+        ("gil", "SIGKILL", "trainer"),
+    ],
+)
+def test_torchrun_is_ended(run: Run, kind: str, number: str, whom: str) -> None:
+    program = run(TORCHRUN, kind, "forever")
+    program.await_line("stuck" if kind in {"hang", "gil"} else "batch")
+    if whom == "group":
+        # A terminal's Ctrl-C reaches the ranks too, which torchrun puts into its own group.
+        os.killpg(program.process.pid, signal.Signals[number])
+    else:
+        pid = program.process.pid if whom == "torchrun" else program.rank0()
+        os.kill(pid, signal.Signals[number])
+    assert program.end() != 0
+
+
+# What fails on a worker reaches the trainer. Here the trainer is this process.
+
+
+class Fragile(gym.Env):
+    """Shows its process id; raises at a given step in a given worker's given env."""
+
+    observation_space = spaces.Box(0, 2**31, (1,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, raises_at: int | None = None) -> None:
+        self._steps = 0
+        self._raises_at = raises_at
+
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict]:
+        return np.array([os.getpid()], np.float64), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self._steps += 1
+        if self._steps == self._raises_at:
+            self._collapse()
+        return np.array([os.getpid()], np.float64), 0.0, False, False, {}
+
+    def _collapse(self) -> None:
+        raise ZeroDivisionError("the simulator has collapsed")
+
+
+# From here to the workers by value: they can't import a test module.
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def collect_on(collector: dc.RPCDataCollector) -> None:
+    while True:
+        collector.next(timeout_s=20)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_kill_9_of_a_worker_names_it_and_the_signal(marked: Marked, sync: bool) -> None:
+    with dc.RPCDataCollector(
+        Fragile,
+        frames_per_batch=200,
+        num_workers=2,
+        sync=sync,
+        faults=dc.Faults(max_restarts=0, min_workers=2),
+    ) as collector:
+        pids: dict[int, int] = {}
+        while len(pids) < 2:
+            batch = collector.next()
+            for worker_id, pid in zip(
+                batch["collector", "worker_id"].flatten().tolist(),
+                batch["observation"].flatten().tolist(),
+                strict=True,
+            ):
+                pids[worker_id] = int(pid)
+        os.kill(pids[1], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(dc.WorkerLost, match=r"worker 1: .*SIGKILL") as caught:
+            collect_on(collector)
+        assert time.monotonic() - began < 8
+        assert caught.value.worker_id == 1
+        assert str(pids[1]) in str(caught.value)
+    assert marked.gone(END_S), marked.left()
+
+
+def fragile(context: dc.EnvContext) -> Fragile:
+    broken = (context.worker_id, context.env_index) == (1, 2)
+    return Fragile(raises_at=30 if broken else None)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_env_that_raises_is_named(marked: Marked, sync: bool) -> None:
+    with dc.RPCDataCollector(
+        fragile,
+        frames_per_batch=60,
+        num_workers=2,
+        envs_per_worker=3,
+        sync=sync,
+        faults=dc.Faults(max_restarts=0, min_workers=2),
+    ) as collector:
+        with pytest.raises(dc.EnvError, match=r"worker 1: env 2.*has collapsed") as caught:
+            collect_on(collector)
+        assert caught.value.worker_id == 1
+        assert "_collapse" in caught.value.remote_traceback
+    assert marked.gone(END_S), marked.left()
+
+
+class Failing(torch.nn.Module):
+    """A policy that raises at its 30th call."""
+
+    calls = 0
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 30:
+            self._give_up()
+        return torch.zeros(len(observation), dtype=torch.int64)
+
+    def _give_up(self) -> None:
+        raise KeyError("no idea what to do")
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_policy_that_raises_is_a_policy_error(marked: Marked, sync: bool) -> None:
+    with dc.RPCDataCollector(
+        Fragile, Failing(), frames_per_batch=20, num_workers=2, sync=sync
+    ) as collector:
+        with pytest.raises(dc.PolicyError, match=r"worker [01]: .*no idea what to do") as caught:
+            collect_on(collector)
+        assert caught.value.worker_id in {0, 1}
+        assert "_give_up" in caught.value.remote_traceback
+    assert marked.gone(END_S), marked.left()
+
+
+def test_no_interrupt_is_lost_and_none_leaves_a_lock_behind() -> None:
+    """Wherever in a collector's next() it comes; and the workers end all the same."""
+    script = SCRIPTS / "interrupted.py"
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    sent, seen = map(int, done.stdout.split())
+    assert sent == seen > 20, done.stderr

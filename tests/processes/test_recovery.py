@@ -1,0 +1,448 @@
+"""Workers die, hang, leave and join; the run goes on, and every frame is accounted for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.scripts.marked import Marked
+from tensordict import TensorDict
+from torch import nn
+
+import distcollect as dc
+from distcollect.net.client import ControlConnection
+
+END_S = 10
+JOIN_S = 100  # a supervisor and then a worker import torch, on whatever machine this is
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Telling(gym.Env[np.ndarray, np.int64]):
+    """Observes its process and how many steps it made in this episode of ten."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, pause_s: float = 0.0, hang_at: int = -1, memory: bool = False) -> None:
+        self.pause_s = pause_s
+        self.hang_at = hang_at
+        self.hoard: list[bytes] | None = [] if memory else None
+        self.total = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observe(), {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        self.total += 1
+        if self.total == self.hang_at:
+            time.sleep(1000)
+        if self.hoard is not None:
+            self.hoard.append(os.urandom(1 << 20))
+        time.sleep(self.pause_s)
+        return self._observe(), 1.0, self.steps == 10, False, {}
+
+    def _observe(self) -> np.ndarray:
+        return np.array([os.getpid(), self.steps], np.float64)
+
+
+def slow() -> Telling:
+    return Telling(pause_s=0.001)
+
+
+def hangs_once(context: dc.EnvContext) -> Telling:
+    hangs = context.worker_id == 1 and context.incarnation == 0
+    return Telling(pause_s=0.001, hang_at=30 if hangs else -1)
+
+
+def grows_once(context: dc.EnvContext) -> Telling:
+    return Telling(pause_s=0.001, memory=context.worker_id == 1 and context.incarnation == 0)
+
+
+class Marking(nn.Module):
+    """Every frame tells the weights that its action was chosen with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mark = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        n = len(observation)
+        return torch.zeros(n, dtype=torch.int64), {"mark": self.mark.detach().expand(n)}
+
+
+class Checker:
+    """Looks at every batch; what must hold whatever happens to workers."""
+
+    def __init__(self) -> None:
+        self.owners: dict[int, tuple[int, int]] = {}
+        self.pids: dict[int, int] = {}
+        self.frames = 0
+
+    def see(self, batch: TensorDict) -> None:
+        self.frames += batch.numel()
+        ids = batch["collector", "traj_ids"].flatten()
+        workers = batch["collector", "worker_id"].flatten()
+        pids = batch["observation"].reshape(-1, 2)[:, 0].long()
+        for traj_id, worker_id, pid in {
+            *zip(ids.tolist(), workers.tolist(), pids.tolist(), strict=True)
+        }:
+            assert self.owners.setdefault(traj_id, (worker_id, pid)) == (worker_id, pid), "spliced"
+            self.pids[worker_id] = pid
+        steps = batch["observation"][..., 1]
+        same = batch["collector", "traj_ids"][..., 1:] == batch["collector", "traj_ids"][..., :-1]
+        assert (steps[..., 1:] - steps[..., :-1] == 1)[same].all(), "a gap within a trajectory"
+        if "mark" in batch:
+            assert (batch["mark"] == batch["collector", "policy_version"]).all(), "wrong weights"
+
+
+def until(
+    collector: dc.RPCDataCollector, checker: Checker, holds: Callable[[], bool], within_s: float
+) -> float:
+    """Collect until something holds; the seconds that took."""
+    begin = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begin < within_s, collector.worker_states
+        checker.see(collector.next(timeout_s=within_s))
+    return time.monotonic() - begin
+
+
+def balances(collector: dc.RPCDataCollector, checker: Checker) -> dict[str, int]:
+    """After shutdown every frame is delivered or lost; the lost ones by cause."""
+    report = collector.ledger
+    for frames in (*report.workers.values(), report.total):
+        assert frames.open == 0, f"\n{report}"
+        assert frames.stepped == frames.delivered + sum(frames.lost.values()), f"\n{report}"
+        assert min([*frames.lost.values(), frames.delivered]) >= 0, f"\n{report}"
+    assert report.total.delivered == checker.frames
+    return dict(report.total.lost)
+
+
+def collect_with(sync: bool, make: Any = slow, **kwargs: Any) -> dc.RPCDataCollector:
+    given = {"num_workers": 2, "envs_per_worker": 2, "frames_per_batch": 80 if sync else 40}
+    return dc.RPCDataCollector(make, sync=sync, **{**given, **kwargs})
+
+
+modes = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
+
+
+@modes
+def test_a_killed_worker_is_replaced_and_gets_the_newest_weights(
+    marked: Marked, sync: bool
+) -> None:
+    policy, checker = Marking(), Checker()
+    with collect_with(sync, policy=policy) as collector:
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        for version in range(1, 4):
+            policy.mark.data.fill_(version)
+            collector.update_policy_weights_(policy, worker_ids=None if version < 3 else [0])
+        killed = checker.pids[1]
+        os.kill(killed, signal.SIGKILL)
+        seen_s = until(collector, checker, lambda: collector.num_workers == 1, 10)
+        assert seen_s < 1
+        checker.see(collector.next())  # nobody waits for the replacement
+        until(collector, checker, lambda: checker.pids[1] != killed, JOIN_S)
+        batch = collector.next()
+        while not (mine := batch["collector", "worker_id"] == 1).any():
+            checker.see(batch)
+            batch = collector.next()
+        checker.see(batch)
+        # The newest version that its slot was to have, which is not the newest of all.
+        assert (batch["collector", "policy_version"][mine] == 2).all()
+        assert {s.value for s in collector.worker_states.values()} == {"ready"}
+    lost = balances(collector, checker)
+    assert set(lost) <= {"worker_lost", "shut_down"}
+    assert marked.gone(END_S), marked.left()
+
+
+def test_all_workers_at_once(marked: Marked) -> None:
+    checker = Checker()
+    with collect_with(True) as collector:
+        checker.see(collector.next())
+        before = dict(checker.pids)
+        for pid in before.values():
+            os.kill(pid, signal.SIGKILL)
+        checker.see(collector.next(timeout_s=JOIN_S))
+        until(
+            collector, checker, lambda: not set(checker.pids.values()) & {*before.values()}, JOIN_S
+        )
+    balances(collector, checker)
+    assert marked.gone(END_S), marked.left()
+
+
+def test_weights_wait_for_the_replacement_of_the_only_worker(marked: Marked) -> None:
+    policy, checker = Marking(), Checker()
+    with collect_with(True, policy=policy, num_workers=1, frames_per_batch=40) as collector:
+        checker.see(collector.next())
+        os.kill(checker.pids[0], signal.SIGKILL)
+        policy.mark.data.fill_(1)
+        handle = collector.update_policy_weights_(policy)
+        assert handle is not None
+        assert handle.acknowledged == {0: 1}
+        assert not handle.left_out
+        batch = collector.next(timeout_s=JOIN_S)
+        checker.see(batch)
+        assert (batch["collector", "policy_version"] == 1).all()
+    balances(collector, checker)
+
+
+def test_a_missing_share_can_wait_for_the_replacement(marked: Marked) -> None:
+    checker = Checker()
+    faults = dc.Faults(missing_share="replacement")
+    with collect_with(True, faults=faults) as collector:
+        for turn in range(6):
+            if turn == 3:
+                os.kill(checker.pids[1], signal.SIGKILL)
+            batch = collector.next(timeout_s=JOIN_S)
+            checker.see(batch)
+            assert batch["collector", "worker_id"][:, 0].tolist() == [0, 0, 1, 1]
+    balances(collector, checker)
+
+
+@modes
+def test_a_stopped_worker_is_found_by_its_silence(marked: Marked, sync: bool) -> None:
+    checker = Checker()
+    with collect_with(sync, faults=dc.Faults(silence_timeout_s=2)) as collector:
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        stopped = checker.pids[1]
+        os.kill(stopped, signal.SIGSTOP)
+        begin = time.monotonic()
+        until(collector, checker, lambda: checker.pids[1] != stopped, JOIN_S)
+        assert not Path(f"/proc/{stopped}").exists()
+        assert time.monotonic() - begin > 2
+    balances(collector, checker)
+    assert marked.gone(END_S), marked.left()
+
+
+def test_a_worker_that_is_stopped_for_a_moment_stays(marked: Marked) -> None:
+    checker = Checker()
+    with collect_with(False, faults=dc.Faults(silence_timeout_s=4)) as collector:
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        pids = dict(checker.pids)
+        os.kill(pids[1], signal.SIGSTOP)
+        until(
+            collector, checker, lambda: collector.worker_states[1] is dc.WorkerState.SUSPECTED, 10
+        )
+        os.kill(pids[1], signal.SIGCONT)
+        until(collector, checker, lambda: collector.worker_states[1] is dc.WorkerState.READY, 10)
+        checker.pids.clear()
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        assert checker.pids == pids
+    balances(collector, checker)
+
+
+@modes
+def test_a_hung_step_is_found_by_the_watchdog(marked: Marked, sync: bool) -> None:
+    checker = Checker()
+    faults = dc.Faults(step_timeout_s=1)
+    with collect_with(sync, hangs_once, faults=faults) as collector:
+        until(collector, checker, lambda: collector.ledger.total.lost.get("hung", 0) > 0, 20)
+        until(collector, checker, lambda: collector.num_workers == 2, JOIN_S)
+    assert balances(collector, checker)["hung"] > 0
+    assert marked.gone(END_S), marked.left()
+
+
+def test_a_worker_that_grows_is_retired_without_losing_a_frame(marked: Marked) -> None:
+    checker = Checker()
+    faults = dc.Faults(max_worker_bytes=600 << 20)
+    with collect_with(False, grows_once, faults=faults) as collector:
+        until(collector, checker, lambda: len(checker.pids) == 2, 20)
+        first = checker.pids[1]
+        until(collector, checker, lambda: checker.pids[1] != first, JOIN_S)
+    assert set(balances(collector, checker)) <= {"shut_down"}
+
+
+def crashes(context: dc.EnvContext) -> Telling:
+    class Crashing(Telling):
+        def step(self, action: np.int64) -> Any:
+            if self.total == 20 and context.worker_id == 1:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return super().step(action)
+
+    return Crashing()
+
+
+def test_a_worker_that_crashes_again_and_again_is_given_up(marked: Marked) -> None:
+    checker = Checker()
+    with collect_with(False, crashes, faults=dc.Faults(max_restarts=1)) as collector:
+        until(
+            collector,
+            checker,
+            lambda: collector.worker_states[1] is dc.WorkerState.LOST,
+            2 * JOIN_S,
+        )
+        checker.see(collector.next())
+    balances(collector, checker)
+    with collect_with(False, crashes, faults=dc.Faults(max_restarts=0, min_workers=2)) as collector:
+        with pytest.raises(
+            dc.WorkerLost, match=r"worker 1: .*SIGSEGV.*1 worker\(s\) left"
+        ) as caught:
+            until(collector, Checker(), lambda: False, 20)
+        assert caught.value.worker_id == 1
+    assert marked.gone(END_S), marked.left()
+
+
+def test_at_the_end_nobody_waits_for_a_process_that_has_not_joined_yet(
+    marked: Marked, caplog: pytest.LogCaptureFixture
+) -> None:
+    with collect_with(False) as collector:
+        checker = Checker()
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        os.kill(checker.pids[1], signal.SIGKILL)
+        until(collector, checker, lambda: collector.num_workers == 1, 10)
+    assert "did not end within" not in caplog.text
+    assert marked.gone(END_S), marked.left()
+
+
+@modes
+def test_released_workers_leave_without_losing_a_frame(marked: Marked, sync: bool) -> None:
+    checker = Checker()
+    with collect_with(sync, num_workers=3, frames_per_batch=120 if sync else 40) as collector:
+        until(collector, checker, lambda: len(checker.pids) == 3, 10)
+        collector.release([1, 2])
+        assert collector.num_workers == 1
+        assert collector.worker_states[2] is dc.WorkerState.LEFT
+        for _ in range(5):
+            checker.see(collector.next())
+        with pytest.raises(dc.ArgumentError, match=r"no worker \[1\]"):
+            collector.release(1)
+    assert set(balances(collector, checker)) <= {"shut_down"}
+    assert marked.gone(END_S), marked.left()
+
+
+def test_sigterm_is_notice_enough_to_leave_without_losing_a_frame(marked: Marked) -> None:
+    checker = Checker()
+    with collect_with(False) as collector:
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        os.kill(checker.pids[1], signal.SIGTERM)
+        until(collector, checker, lambda: collector.worker_states[1] is dc.WorkerState.LEFT, 10)
+        assert collector.num_workers == 1
+        checker.see(collector.next())
+    assert set(balances(collector, checker)) <= {"shut_down"}
+
+
+@pytest.fixture
+def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_text("a secret of ours\n")
+    monkeypatch.setenv("DISTCOLLECT_TOKEN_FILE", str(path))
+    return path
+
+
+def join(port: int, *further: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "distcollect", "worker", "--join", f"127.0.0.1:{port}"]
+    return subprocess.Popen(
+        [*command, *further], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.timeout(400)
+def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
+    marked: Marked, token_file: Path, port: int
+) -> None:
+    policy, checker = Marking(), Checker()
+    with collect_with(False, policy=policy, listen=f"127.0.0.1:{port}") as collector:
+        policy.mark.data.fill_(1)
+        collector.update_policy_weights_(policy)
+        joined = join(port)
+        until(collector, checker, lambda: 2 in checker.pids, JOIN_S)
+        assert collector.num_workers == 3
+        os.kill(checker.pids[2], signal.SIGKILL)
+        killed = checker.pids[2]
+        until(collector, checker, lambda: checker.pids[2] != killed, JOIN_S)
+        joined.terminate()  # preemption with notice
+        until(collector, checker, lambda: collector.worker_states[2] is dc.WorkerState.LEFT, 10)
+        assert joined.wait(END_S) == 128 + signal.SIGTERM
+        again = join(port)
+        until(collector, checker, lambda: collector.num_workers == 3, JOIN_S)
+    assert again.wait(END_S) == 0, again.communicate()[0]
+    for process in (joined, again):
+        process.communicate()
+    assert set(balances(collector, checker)) <= {"shut_down", "worker_lost"}
+    assert marked.gone(END_S), marked.left()
+
+
+def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
+    marked: Marked, token_file: Path, port: int
+) -> None:
+    checker = Checker()
+    with collect_with(False, num_workers=1, listen=f"127.0.0.1:{port}") as collector:
+        joined = join(port)
+        until(collector, checker, lambda: 1 in checker.pids, JOIN_S)
+        # As if its host were cut off, and the trainer had not seen it yet.
+        joined.send_signal(signal.SIGSTOP)
+        os.kill(checker.pids[1], signal.SIGSTOP)
+    balances(collector, checker)
+    joined.send_signal(signal.SIGCONT)
+    joined.communicate(timeout=END_S)
+    assert 0 < collector.ledger.workers[1].at_most <= 2 * 40
+    assert collector.ledger.workers[0].at_most == 0
+    assert marked.gone(END_S), marked.left()
+
+
+def test_who_joins_needs_the_token(
+    marked: Marked, token_file: Path, tmp_path: Path, port: int
+) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.touch(mode=0o600)
+    wrong.write_text("something else")
+    with collect_with(False, listen=f"127.0.0.1:{port}"):
+        stranger = join(port, "--token-file", str(wrong))
+        out, _ = stranger.communicate(timeout=JOIN_S)
+    assert stranger.returncode == 2
+    assert "doesn't have this run's token" in out
+    assert "Traceback" not in out
+
+
+def test_a_stranger_harms_nobody(marked: Marked, token_file: Path, port: int) -> None:
+    """Whatever it says of itself without the token, in whatever form."""
+    checker = Checker()
+    with collect_with(False, listen=f"127.0.0.1:{port}") as collector:
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        pids = dict(checker.pids)
+        for worker_id in (0, [], None, "0"):
+            for role in ("worker", "supervisor", None):
+                stranger = ControlConnection("127.0.0.1", port, 5)
+                about = {"worker_id": worker_id, "incarnation": 0, "rank": 1}
+                hello = {"role": role, "token": "no", **about}
+                stranger.send(hello)
+                answer = stranger.receive()
+                assert answer is None or "refused" in answer
+                stranger.close()
+        checker.pids.clear()
+        until(collector, checker, lambda: len(checker.pids) == 2, 10)
+        assert checker.pids == pids
+
+
+def test_listening_needs_a_token(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    for name in ("DISTCOLLECT_TOKEN", "DISTCOLLECT_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(dc.ArgumentError, match="DISTCOLLECT_TOKEN_FILE"):
+        collect_with(False, listen=f"127.0.0.1:{port}")
+    with pytest.raises(dc.ArgumentError, match="HOST:PORT"):
+        collect_with(False, listen="here")

@@ -1,0 +1,307 @@
+"""Weights as they arrive in real workers: every frame shows which ones chose its action."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from helpers.scripts.marked import Marked
+from processes.test_bad_input import Env
+from tensordict import TensorDict
+from torch import nn
+
+import distcollect as dc
+
+for _name in (__name__, Env.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[_name])  # workers can't import test modules
+
+
+class Revealing(nn.Module):
+    """Writes into each frame the lowest and highest value of each of its weights."""
+
+    def __init__(self, size: int = 64, value: float = 0) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(()))
+        self.large = nn.Parameter(torch.zeros(size))
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("own", torch.full((2,), -5.0), persistent=False)
+        self.inner = nn.Linear(2, 2, bias=False)
+        self.tied = nn.Linear(2, 2, bias=False)
+        self.tied.weight = self.inner.weight
+        self.last = nn.Parameter(torch.zeros(1))
+        self.fill(value)
+
+    def fill(self, value: float) -> Revealing:
+        with torch.no_grad():
+            for tensor in self.state_dict().values():
+                tensor.fill_(value)
+        return self
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        n = len(observation)
+        extremes = [f(t).double() for t in self.weights() for f in (torch.min, torch.max)]
+        revealed = torch.stack(extremes).expand(n, -1)
+        same = torch.full((n,), self.tied.weight is self.inner.weight)
+        return torch.zeros(n, dtype=torch.int64), {"weights": revealed, "tied": same}
+
+    def weights(self) -> list[torch.Tensor]:
+        tied = [self.inner.weight, self.tied.weight]
+        return [self.first, self.large, self.mean, self.count, *tied, self.last]
+
+
+def check_whole(batch: TensorDict, values: Mapping[int, float] | None = None) -> list[int]:
+    """The versions in ``batch``, whose weights must all be those of the version."""
+    versions = batch["collector", "policy_version"]
+    expected = versions.double()
+    for version, value in (values or {}).items():
+        expected[versions == version] = value
+    shown = batch["weights"]
+    assert (shown == expected.unsqueeze(-1)).all(), (versions.unique(), shown.unique())
+    assert batch["tied"].all()
+    return sorted(versions.unique().tolist())
+
+
+@pytest.fixture(scope="class")
+def shared() -> Iterator[tuple[dc.RPCDataCollector, dict[int, float]]]:
+    policy = Revealing()
+    with dc.RPCDataCollector(
+        Env, policy, frames_per_batch=20, num_workers=2, envs_per_worker=2, sync=True
+    ) as collector:
+        yield collector, {0: 0.0}
+
+
+@pytest.fixture
+def collector(shared: tuple[dc.RPCDataCollector, Any]) -> dc.RPCDataCollector:
+    return shared[0]
+
+
+@pytest.fixture
+def push(shared: tuple[dc.RPCDataCollector, dict[int, float]]) -> Callable[..., Any]:
+    """Pushes weights that are all one new value; gives the versions of both workers then."""
+    collector, values = shared
+
+    def push(
+        wrap: Callable[[Revealing], Any] = lambda module: module, **how: Any
+    ) -> tuple[list[int], list[int]]:
+        before = collector.policy_version
+        value = float(100 + before)
+        handle = collector.update_policy_weights_(wrap(Revealing(value=value)), **how)
+        assert collector.policy_version == before + 1
+        if how.get("wait", True):
+            assert handle.done()
+            assert set(handle.acknowledged.values()) == {before + 1}
+        values[before + 1] = value
+        batch = collector.next()
+        return check_whole(batch[:2], values), check_whole(batch[2:], values)
+
+    return push
+
+
+class TestSelection:
+    """One sync collector with two workers of two envs each; rows are in order of worker_id."""
+
+    @pytest.mark.parametrize(
+        ("worker_ids", "selected"),
+        [
+            (None, {0, 1}),
+            (0, {0}),
+            (1, {1}),
+            ([1], {1}),
+            ((0, 1), {0, 1}),
+            ([1, 0], {0, 1}),
+            (slice(1, None), {1}),
+            (slice(None), {0, 1}),
+            (range(2), {0, 1}),
+        ],
+    )
+    def test_only_the_selected_get_them(
+        self, collector: Any, push: Any, worker_ids: Any, selected: set[int]
+    ) -> None:
+        push()
+        before = collector.policy_version
+        expected = tuple([before + (worker_id in selected)] for worker_id in (0, 1))
+        assert push(worker_ids=worker_ids) == expected
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda module: module,
+            lambda module: module.state_dict(),
+            lambda module: dict(module.state_dict()),
+            TensorDict.from_module,
+            lambda module: TensorDict.from_module(module).detach().clone(),
+            lambda module: TensorDict(dict(module.state_dict())),
+            lambda module: TensorDict(module.state_dict()).unflatten_keys("."),
+            lambda module: {k: v for k, v in module.state_dict().items() if k != "tied.weight"},
+        ],
+        ids=[
+            *("module", "state dict", "dict", "from_module", "clone"),
+            *("flat TensorDict", "nested TensorDict", "tied once"),
+        ],
+    )
+    def test_all_forms_are_taken(self, collector: Any, push: Any, wrap: Any) -> None:
+        version = collector.policy_version + 1
+        assert push(wrap) == ([version], [version])
+
+    def test_the_collectors_own_policy_is_the_default(self, collector: Any, shared: Any) -> None:
+        collector._publisher._own.fill(77)
+        collector.update_policy_weights_()
+        shared[1][collector.policy_version] = 77
+        assert check_whole(collector.next(), shared[1]) == [collector.policy_version]
+
+    def test_without_waiting(self, collector: Any, push: Any) -> None:
+        """In sync mode the next batch has them all the same."""
+        version = collector.policy_version + 1
+        assert push(wait=False) == ([version], [version])
+
+    def test_a_handle_tells_when_it_is_done(self, collector: Any, shared: Any) -> None:
+        handle = collector.update_policy_weights_(Revealing(value=8), worker_ids=1, wait=False)
+        assert (handle.version, handle.worker_ids) == (collector.policy_version, (1,))
+        handle.wait(10)
+        assert handle.done()
+        shared[1][handle.version] = 8
+        assert check_whole(collector.next()[2:], shared[1]) == [handle.version]
+
+    def test_a_copy_is_taken_at_once(self, collector: Any, shared: Any) -> None:
+        module = Revealing(value=50)
+        handle = collector.update_policy_weights_(module, wait=False)
+        module.fill(51)
+        handle.wait(10)
+        shared[1][handle.version] = 50
+        check_whole(collector.next(), shared[1])
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"large": None}, "missing key 'large'"),
+            ({"mean": None}, "missing key 'mean'"),
+            ({"inner.weight": None, "tied.weight": None}, "missing key 'inner.weight'"),
+            ({"extra": torch.zeros(1)}, "unknown key 'extra'"),
+            ({"large": torch.zeros(65)}, r"'large' has shape \[65\], .*needs \[64\]"),
+            ({"first": torch.zeros(1)}, r"'first' has shape \[1\], .*needs \[\]"),
+            ({"mean": torch.zeros(3)}, "'mean' has dtype float32, .*needs float64"),
+            ({"count": torch.zeros(())}, "'count' has dtype float32, .*needs int64"),
+        ],
+    )
+    def test_weights_that_do_not_fit(
+        self, collector: Any, change: dict[str, Any], message: str
+    ) -> None:
+        state = {**Revealing(value=-1).state_dict(), **change}
+        state = {name: value for name, value in state.items() if value is not None}
+        self.refused(collector, dc.WeightsError, message, state)
+
+    @pytest.mark.parametrize("given", [5, [torch.zeros(1)], "weights", {"first": 1.0}])
+    def test_what_is_no_weights(self, collector: Any, given: Any) -> None:
+        self.refused(collector, dc.ArgumentTypeError, "weights", given)
+
+    @pytest.mark.parametrize(
+        ("worker_ids", "error", "message"),
+        [
+            (2, ValueError, r"no worker \[2\].*\[0, 1\]"),
+            (-1, ValueError, r"no worker \[-1\]"),
+            ([0, 5], ValueError, r"no worker \[5\]"),
+            ([0, 0], ValueError, "each worker once"),
+            ([], ValueError, "at least one"),
+            ("0", TypeError, "int or a list"),
+            (True, TypeError, "int or a list"),
+        ],
+    )
+    def test_workers_that_are_not_there(
+        self, collector: Any, worker_ids: Any, error: type[Exception], message: str
+    ) -> None:
+        self.refused(collector, error, message, Revealing(), worker_ids=worker_ids)
+
+    def refused(
+        self, collector: Any, error: type[Exception], message: str, given: Any, **how: Any
+    ) -> None:
+        """An error that changes nothing on either side."""
+        before = collector.policy_version
+        shown = collector.next()["weights"]
+        with pytest.raises(error, match=message):
+            collector.update_policy_weights_(given, **how)
+        assert collector.policy_version == before
+        assert torch.equal(collector.next()["weights"], shown)
+
+
+def test_no_action_is_chosen_with_torn_weights(marked: Marked) -> None:
+    """Pushed at full rate to varying workers, while they collect ahead; 4 MB between two scalars.
+
+    Versions may change within a rollout, but never go back in a worker.
+    """
+    policy = Revealing(size=1_000_000)
+    with dc.RPCDataCollector(
+        Env, policy, frames_per_batch=50, num_workers=2, sync=False
+    ) as collector:
+        newest = {0: 0, 1: 0}
+        changed_within = 0
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline or not changed_within:
+            version = collector.policy_version + 1
+            policy.fill(version)
+            worker_ids = [None, 0, 1, [1, 0]][version % 4]
+            handle = collector.update_policy_weights_(
+                policy, worker_ids=worker_ids, wait=version % 3 == 0
+            )
+            if handle is not None and version % 5 == 0:
+                handle.wait(20)
+            batch = collector.next()
+            versions = check_whole(batch)
+            stamps = batch["collector", "policy_version"]
+            assert (stamps.diff(dim=-1) >= 0).all()
+            worker_id = int(batch["collector", "worker_id"].flatten()[0])
+            assert newest[worker_id] <= versions[0]
+            newest[worker_id] = versions[-1]
+            changed_within += len(versions) > 1
+            assert time.monotonic() < deadline + 30
+        collector.update_policy_weights_(policy.fill(collector.policy_version + 1))
+        final = collector.policy_version
+        seen: set[int] = set()
+        while len(seen) < 2:  # what was collected ahead comes first
+            batch = collector.next()
+            if check_whole(batch) == [final]:
+                seen.add(int(batch["collector", "worker_id"].flatten()[0]))
+            assert time.monotonic() < deadline + 40
+    assert marked.gone(5), marked.left()
+
+
+def test_a_policy_made_by_a_factory_has_to_be_pushed_explicitly() -> None:
+    with dc.RPCDataCollector(
+        Env, policy_factory=Revealing, frames_per_batch=4, num_workers=1, sync=True
+    ) as collector:
+        with pytest.raises(dc.ArgumentTypeError, match=r"no policy of its own.*pass the weights"):
+            collector.update_policy_weights_()
+        collector.update_policy_weights_(Revealing(value=1))
+        check_whole(collector.next())
+
+
+def test_a_policy_without_weights_needs_no_push() -> None:
+    with dc.SyncDataCollector(
+        Env, lambda observation: torch.zeros(1, dtype=torch.int64), frames_per_batch=4
+    ) as collector:
+        assert collector.update_policy_weights_() is None
+        assert collector.policy_version == 0
+
+
+def test_in_process_weights_are_copied_in_or_shared() -> None:
+    policy = Revealing()
+    with dc.SyncDataCollector(Env, policy, frames_per_batch=4) as collector:
+        policy.fill(0)
+        check_whole(collector.next().unsqueeze(0))
+        collector.update_policy_weights_(Revealing(value=1))
+        assert policy.first == 1
+        check_whole(collector.next().unsqueeze(0))
+        policy.fill(2)
+        collector.update_policy_weights_()
+        check_whole(collector.next().unsqueeze(0))
+        assert collector.policy_version == 2
+        with pytest.raises(TypeError, match="no workers"):
+            collector.update_policy_weights_(policy, worker_ids=0)
+        with pytest.raises(dc.WeightsError, match="missing key 'first'"):
+            collector.update_policy_weights_({"large": policy.large})
+        assert policy.first == 2

@@ -1,0 +1,274 @@
+"""Runs on a real SLURM cluster of three nodes on this machine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.slurm_cluster import SCRIPT, SlurmCluster, SubmittedRun, cluster, needs_slurm
+
+from distcollect.commands.main import main
+
+__all__ = ["cluster"]
+
+pytestmark = [needs_slurm, pytest.mark.timeout(240)]
+
+NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(cluster: SlurmCluster) -> Iterator[None]:
+    """A test begins with a free cluster, whatever became of the one before."""
+    cluster.await_idle()
+    yield
+    cluster.command("scancel", "--user=root", "--quiet")
+
+
+def other_user() -> int | None:
+    """One who may run this interpreter, and isn't root; None: there is none."""
+    try:
+        process = start([], NOBODY)
+    except PermissionError:
+        return None
+    output, _ = process.communicate(timeout=60)
+    return NOBODY if "usage: distcollect" in output else None
+
+
+def typed(
+    folder: Path, *options: object, script: object = SCRIPT, arguments: Any = ()
+) -> list[str]:
+    words = ["submit", "--trust-folder", "--run-folder", folder, "--time", 30, *options]
+    return [str(word) for word in (*words, script, *arguments)]
+
+
+def submit(folder: Path, *options: object, arguments: Any = ()) -> SubmittedRun:
+    assert main(typed(folder, *options, arguments=arguments)) == 0
+    return SubmittedRun(folder)
+
+
+def status(run: SubmittedRun, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    main(["status", str(run.folder)])
+    return capsys.readouterr().out
+
+
+def check_batches(run: SubmittedRun, *, sync: bool) -> None:
+    """Each batch counts once, and was chosen with the weights that its version says."""
+    numbers = [batch["number"] for batch in run.batches]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    # Each publication is a version, that of what was loaded as well.
+    begin = run.batches[0]["version"] - numbers[0]
+    assert begin in (0, 1)
+    for batch in run.batches:
+        assert batch["version"] == batch["number"] + begin
+        assert batch["frames"] == 240 * batch["number"]
+        if sync:
+            assert batch["seen"] == [batch["number"] - 1]
+
+
+def start(words: list[str], user: int | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "distcollect", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        user=user,
+        group=user,
+        extra_groups=[] if user else None,
+        cwd="/",
+    )
+
+
+def test_two_runs_at_once(cluster: SlurmCluster) -> None:
+    """One job each; the second fails, and is another user's if that one may run Python here."""
+    good, bad = cluster.new_folder(), cluster.new_folder()
+    words = typed(good, "--nodes", 3, "--wait", arguments=["--batches", 40])
+    failing = typed(bad, "--nodes", 2, "--wait", arguments=["--fail-at", 3])
+    user = other_user()
+    processes = [start(words), start(failing, user)]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert processes[0].returncode == 0, outputs[0]
+    run = SubmittedRun(good)
+    check_batches(run, sync=True)
+    assert run.said[-1] == {"event": "done", "batches": 40}
+    assert run.batches[-1]["workers"] == [0, 1]
+    assert re.search(r"trainer +\d+ +COMPLETED .* done", outputs[0])
+    # On the cluster's network, on no other.
+    assert f"at {cluster.env['DC_NET']}." in outputs[0]
+    assert (good / "token").stat().st_mode & 0o777 == 0o600
+    assert good.stat().st_mode & 0o777 == 0o700
+
+    assert processes[1].returncode == 1, outputs[1]
+    assert "FAILED" in outputs[1]
+    assert "a task ended with exit code 1" in outputs[1]
+    assert "it failed: exit code 1" in outputs[1]
+    # The ends of the logs of those that failed, and of nobody else.
+    assert "RuntimeError: as it was told to" in outputs[1]
+    assert "task 1" not in outputs[1]
+    assert bad.stat().st_uid == (user or 0)
+
+
+def test_trainer_and_workers_apart(
+    cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = cluster.runs / "stop-apart"
+    folder = cluster.new_folder()
+    # The trainer stays in the queue until it is released.
+    held = ["--slurm", "hold", "--worker-jobs", 1, "--worker-slurm", "nodelist=node2"]
+    run = submit(folder, *held, arguments=["--until", stop])
+    trainer, workers = run.job_ids
+    log = folder / "logs" / f"{workers}_0_log.err"
+    cluster.until(
+        lambda: log.exists() and "waiting up to 3600 s for the trainer" in log.read_text()
+    )
+    assert "JobHeldUser" in status(run, capsys)
+    cluster.command("scontrol", "release", trainer)
+    cluster.until(lambda: run.batches)
+
+    # Others join while it runs: two more in a job of their own, with the newest weights.
+    more = ["submit", "--add-workers", str(folder), "--worker-jobs", "1", "--worker-tasks", "2"]
+    assert main([*more, "--time", "30"]) == 0
+    cluster.until(lambda: run.batches[-1]["present"] == 3)
+    seen = len(run.batches)
+    cluster.until(lambda: {w for b in run.batches[seen:] for w in b["workers"]} == {0, 1, 2})
+    shown = status(run, capsys)
+    assert len(re.findall(r"(?m)^  workers +\d+ +RUNNING", shown)) == 2
+    assert f"at {cluster.env['DC_NET']}." in shown
+
+    stop.touch()
+    cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
+    check_batches(run, sync=True)
+    assert len(re.findall(r"COMPLETED .* done", status(run, capsys))) == 3
+
+
+def test_preempted_and_resumed(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trainer and worker lose their nodes to a job with more rights, and go on when it is done."""
+    stop = cluster.runs / "stop-preempted"
+    low = ["--partition", "low", "--worker-jobs", 1, "--worker-tasks", 2]
+    run = submit(cluster.new_folder(), *low, arguments=["--until", stop])
+    cluster.until(lambda: len(run.batches) >= 5)
+    wanted = ["--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--parsable"]
+    cluster.command("sbatch", *wanted, "--wrap", "sleep 2")
+    cluster.until(lambda: len(run.starts) == 2)
+    begin = run.starts[1]
+    assert begin["resumed"]
+    *_, last = (b["number"] for b in run.said[: run.said.index(begin)] if b["event"] == "batch")
+    # It saves when a batch is trained on, and says so only then.
+    assert begin["batches"] - last in (0, 1)
+    cluster.until(lambda: run.batches and run.batches[-1]["present"] == 2)
+    shown = status(run, capsys)
+    assert re.search(r"job \d+ is preempted: its script saved and ended; requeued", shown)
+    assert "requeued 1 time(s) so far" in shown
+    stop.touch()
+    cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
+    assert run.batches[0]["number"] == begin["batches"] + 1
+    check_batches(run, sync=True)
+    assert len(re.findall(r"COMPLETED .* done", status(run, capsys))) == 2
+
+
+def test_a_worker_s_node_crashes(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one job of three nodes: SIGTERM alone tells of preemption; then a node goes down."""
+    stop = cluster.runs / "stop-crashed"
+    run = submit(cluster.new_folder(), "--nodes", 3, arguments=["--until", stop])
+    cluster.until(lambda: run.batches)
+    # What sites send that don't send a job's own signal: to all of its processes.
+    cluster.command("scancel", "--signal=TERM", run.job_ids[0])
+    cluster.until(lambda: len(run.starts) == 2)
+    assert run.starts[1]["resumed"]
+    cluster.until(lambda: run.batches and run.batches[-1]["present"] == 2)
+    assert "was told to end after" in status(run, capsys)
+    cluster.node("node3", "crash")
+    try:
+        cluster.until(lambda: run.batches[-1]["present"] == 1, 40)
+        survived = len(run.batches)
+        # SLURM finds out later than the trainer, and leaves the others alone.
+        cluster.until(lambda: "node[1-2]" in status(run, capsys), 60)
+        cluster.until(lambda: len(run.batches) > survived + 3)
+        assert run.batches[-1]["workers"] == [0]
+        stop.touch()
+        cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
+    finally:
+        cluster.node("node3", "start")
+    check_batches(run, sync=True)
+    assert re.search(r"COMPLETED .* done", status(run, capsys))
+
+
+def test_the_trainer_s_node_crashes(
+    cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It goes on elsewhere from what it saved last, and its worker finds it there."""
+    stop = cluster.runs / "stop-moved"
+    workers = ["--worker-jobs", 1, "--worker-slurm", "nodelist=node3"]
+    run = submit(
+        cluster.new_folder(), "--slurm", "exclude=node3", *workers, arguments=["--until", stop]
+    )
+    cluster.until((run.folder / "checkpoint.pt").exists)
+    cluster.node("node1", "crash")
+    try:
+        cluster.until(lambda: len(run.starts) == 2)
+        assert run.starts[1]["resumed"]
+        assert run.starts[1]["batches"] > 0
+        cluster.until(lambda: run.batches)
+        shown = status(run, capsys)
+        assert "NODE_FAIL" in shown
+        assert re.search(r"trainer +\d+ +RUNNING +\S+ +node2", shown)
+        stop.touch()
+        cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
+    finally:
+        cluster.node("node1", "start")
+    check_batches(run, sync=True)
+
+
+def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a worker that waits; whose wait is limited, as is that of one with a wrong token."""
+    folder = cluster.new_folder()
+    workers = ["--worker-jobs", 1, "--worker-slurm", "nodelist=node1", "--patience", 2]
+    run = submit(folder, "--slurm", "hold", *workers)
+    failed = folder / "failed" / f"{run.job_ids[1]}_0.json"
+    cluster.until(failed.is_file)
+    shown = status(run, capsys)
+    assert "could not reach the trainer within 2 s" in shown
+    assert "the trainer has not started yet" in shown
+    assert main(["cancel", str(folder)]) == 0
+    cluster.until(lambda: "CANCELLED" in status(run, capsys))
+    assert "it was cancelled" in status(run, capsys)
+    late = start(["worker", "--run", str(folder)])
+    assert "the run is over: it was cancelled" in late.communicate(timeout=60)[0]
+    assert late.returncode == 0
+    more = ["submit", "--add-workers", str(folder), "--worker-jobs", "1"]
+    assert main(more) == 2
+    assert "is over: it was cancelled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--partition", "gpus"], "no partition gpus; it has main, low, high"),
+        (["--nodes", 4], "would not run the trainer"),
+        (["--cpus-per-task", 400], "asked for: .*cpus_per_task=400"),
+        (["--gpus-per-node", 3], "gpu:2"),
+        (["--mem-gb", 900], "would not run the trainer"),
+        (["--worker-jobs", 1, "--worker-partition", "none"], "no partition none"),
+        (["--slurm", "account=nobodys", "--slurm", "nonsense=1"], "would not run the trainer"),
+    ],
+)
+def test_what_can_never_run_is_not_submitted(
+    cluster: SlurmCluster,
+    capsys: pytest.CaptureFixture[str],
+    options: list[object],
+    complaint: str,
+) -> None:
+    folder = cluster.new_folder()
+    assert main(typed(folder, *options)) == 2
+    assert re.search(complaint, capsys.readouterr().err)
+    assert not folder.exists()

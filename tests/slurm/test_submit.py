@@ -1,0 +1,243 @@
+"""What of ``distcollect submit`` needs no cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from helpers.paths import SCRIPTS
+
+import distcollect as dc
+from distcollect.commands.main import main
+from distcollect.commands.slurm import disks, states
+from distcollect.commands.slurm.jobs import Job, Resources, Submitter
+from distcollect.commands.slurm.submit import minutes
+from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
+
+SCRIPT = SCRIPTS / "submitted.py"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    settings = {"name": "test", "num_workers": 1, "num_tasks": 1, "patience_s": 3.0}
+    folder.create({**settings, "command": ["python", "train.py"]})
+    return folder
+
+
+def dry(*options: object) -> list[str]:
+    return [str(word) for word in ("submit", "--dry-run", *options)]
+
+
+def test_dry_run_prints_the_sbatch_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")  # it needs no SLURM
+    folder = tmp_path / "run"
+    trainer = ["--gpus-per-node", 1, "--cpus-per-task", 8, "--time", "1-12", "-p", "gpu"]
+    workers = ["--worker-jobs", 8, "--worker-tasks", 8, "--worker-cpus", 2]
+    further = ["--slurm", "constraint=a100", "--slurm", "exclusive", "--worker-slurm", "qos=low"]
+    setup = ["--setup", "module load python"]
+    options = [*trainer, *workers, *further, *setup, "--run-folder", folder]
+    assert main(dry(*options, SCRIPT, "--batches", 5, "--wait")) == 0
+    first, second = capsys.readouterr().out.split("# workers: 8 task(s), 8 times")
+    for line in (
+        *("nodes=1", "ntasks-per-node=1", "cpus-per-task=8", "gpus-per-node=1", "time=2160"),
+        *("partition=gpu", "constraint=a100", "exclusive", "requeue", "no-kill"),
+        "signal=USR2@120",
+    ):
+        assert f"#SBATCH --{line}\n" in first
+    for line in ("array=0-7%8", "ntasks-per-node=8", "cpus-per-task=2", "partition=gpu", "qos=low"):
+        assert f"#SBATCH --{line}\n" in second
+    assert "gpus" not in second
+    assert "constraint" not in second
+    for text in (first, second):
+        assert "\nmodule load python\n" in text
+        assert re.search(r"\nsrun .*--kill-on-bad-exit=0 --wait=0 --no-kill ", text)
+        assert str(folder / "logs") in text
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ([], "which script?"),
+        (["no-such-file.py"], "no-such-file.py is no file"),
+        (["--time", 5, "--notice", 300, SCRIPT], "--notice 300 s is all of the 5 minute(s)"),
+        (["--add-workers", "/no/such", "--worker-jobs", 1], "holds no run"),
+        (["--add-workers", "/no/such"], "needs --worker-jobs"),
+        (["--add-workers", "/no/such", "--worker-jobs", 1, SCRIPT], "takes no script"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    options: list[object], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(dry(*options)) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(["--nodes", "0"], ["--time", "soon"], ["--time", "0"], ["--worker-jobs", "-1"]),
+        *(["--gpus-per-node", "-1"], ["--mem-gb", "0"], ["--patience", "-1"]),
+    ],
+)
+def test_numbers_are_checked(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(dry(*option, SCRIPT))
+    assert f"argument {option[0]}: '{option[1]}'" in capsys.readouterr().err
+
+
+def test_no_slurm_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    folder = tmp_path / "run"
+    command = ["submit", "--trust-folder", "--run-folder", str(folder), str(SCRIPT)]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "this machine has no SLURM: sbatch, srun, sinfo, scontrol can't be found" in said
+    assert "torchrun" in said
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("where", ["/tmp/run", "/dev/shm/run"])
+def test_a_folder_that_others_can_t_see(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--run-folder", where, str(SCRIPT)]) == 2
+    said = capsys.readouterr().err
+    assert f"{where} is in {Path(where).parent}, which each host has for itself" in said
+    assert "--trust-folder" in said
+    assert not Path(where).exists()
+
+
+def test_a_folder_with_a_run(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["submit", "--trust-folder", "--run-folder", str(run.path), str(SCRIPT)]
+    assert main(command) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_file_systems() -> None:
+    mounts = "\n".join(
+        [
+            "/dev/sda1 / ext4 rw 0 0",
+            "tmpfs /scratch tmpfs rw 0 0",
+            "server:/home /home nfs4 rw 0 0",
+            "none /home/fast\\040disk tmpfs rw 0 0",
+            "lustre /big lustre rw 0 0",
+            "tmpfs /over tmpfs rw 0 0",
+            "server:/over /over nfs rw 0 0",
+        ]
+    )
+
+    def certain(folder: str) -> bool | None:
+        problem, is_certain = disks.objection(Path(folder), mounts)
+        return is_certain if problem else None
+
+    assert certain("/scratch/run") is True
+    assert certain("/home/fast disk/run") is True
+    assert certain("/dev/shm/run") is True
+    assert certain("/opt/run") is False
+    assert certain("/homes/run") is False
+    for shared in ("/home/me/run", "/big/run", "/over/run"):
+        assert certain(shared) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("30:01", 31), ("12:00:00", 720), ("2-00", 2880), ("1-01:30", 1530), ("0:59", 1)],
+)
+def test_times(text: str, expected: int) -> None:
+    assert minutes(text) == expected
+    with pytest.raises(argparse.ArgumentTypeError):
+        minutes(f"{text}x")
+
+
+def test_states_of_jobs() -> None:
+    shown = (
+        "JobId=12 JobName=a b JobState=RUNNING Reason=None Restarts=2 ExitCode=0:0 "
+        "RunTime=00:01:02 NodeList=n[1-3]\n"
+        "JobId=20 ArrayJobId=20 ArrayTaskId=1-2,5%2 JobState=PENDING Reason=Priority Restarts=0 "
+        "ExitCode=0:0 RunTime=00:00:00 NodeList=(null)\n"
+        "JobId=21 ArrayJobId=20 ArrayTaskId=0 JobState=OUT_OF_MEMORY Reason=OutOfMemory "
+        "Restarts=0 ExitCode=0:125 RunTime=00:00:09 NodeList=n1\n"
+    )
+    running, *pending, oom = states.parse_scontrol(shown)
+    assert (running.restarts, running.nodes, running.is_over) == (2, "n[1-3]", False)
+    assert [state.job_id for state in pending] == ["20_1", "20_2", "20_5"]
+    assert pending[0].meaning == "waits in the queue (Priority)"
+    assert oom.job_id == "20_0"
+    assert "--mem-gb" in oom.meaning
+    told = "7|CANCELLED by 1000|0:15|00:00:03|n1\n8|FAILED|3:0|00:00:01|n2\n9|NODE_FAIL|0:0|1:0|n3"
+    cancelled, failed, crashed = states.parse_sacct(told)
+    assert cancelled.meaning == "cancelled (by 1000)"
+    assert failed.meaning == "a task ended with exit code 3"
+    assert crashed.is_over
+
+
+def test_each_ending_has_words_of_its_own() -> None:
+    ends = ["PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY", "COMPLETED"]
+    assert len({states.JobState("1", end).meaning for end in ends}) == len(ends)
+
+
+def test_a_task_s_own_process_stays_small(run: RunFolder) -> None:
+    """It takes hundreds of MB to import torch, and there is such a process for each task."""
+    submitter = Submitter(run, run.path, notice_s=60, max_time_limits=1)
+    job = Job("test", trains=False, resources=Resources(), command=["true"])
+    file = run.path / "task.pkl"
+    file.write_bytes(cloudpickle.dumps(submitter._task(job)))
+    code = (
+        "import pickle, sys; task = pickle.load(open(sys.argv[1], 'rb')); "
+        "assert task.command == ['true'] and task.grace_s == 50, task; "
+        "assert not {'torch', 'distcollect'} & sys.modules.keys(); "
+        # Submitit saves it once more when its job is requeued.
+        "import cloudpickle; cloudpickle.dumps(task.checkpoint())"
+    )
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=60)
+
+
+def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:
+    assert stat.S_IMODE(run.token_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    with pytest.raises(NotYet, match="not started"):
+        run.address()
+    run.tell(LISTENING, host="10.0.0.1", port=12345)
+    assert run.address() == ("10.0.0.1", 12345)
+    run.tell(REQUEUED)
+    with pytest.raises(NotYet, match="is requeued, since 20"):
+        run.address()
+    run.tell(ENDED, why="it is done")
+    with pytest.raises(RunOver, match="it is done"):
+        run.address()
+    with pytest.raises(FileExistsError):
+        run.create({})
+
+
+def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder) -> None:
+    """Both are told what is wrong, each within its deadline."""
+    command = [sys.executable, "-m", "distcollect", "worker", "--run", str(run.path)]
+    cluster = dc.cluster.Cluster("127.0.0.1", "another", num_expected=1)
+    try:
+        run.tell(LISTENING, host="127.0.0.1", port=cluster.gate.port)
+        wrong = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        cluster.close()
+    assert wrong.returncode == 2
+    assert "it doesn't have this run's token" in wrong.stderr
+    assert f"is {run.token_file} the run's own?" in wrong.stderr
+
+    began = time.monotonic()
+    stale = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert stale.returncode == 2
+    assert time.monotonic() - began < 40
+    assert "could not reach the trainer within 3 s" in stale.stderr
+    assert "the address is stale" in stale.stderr
+    assert json.dumps(cluster.gate.port) in stale.stderr

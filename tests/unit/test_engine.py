@@ -1,0 +1,344 @@
+"""The engine's own promises: stops, swaps in mid-rollout, and the account of its frames."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from helpers.counting import CountingEnv, CountingMaker, CountingVectorEnv
+from tensordict import TensorDict
+from torch import nn
+
+from distcollect.common.step_counter import StepCounter
+from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.engine import Engine, StepOptions
+from distcollect.engine.env_recovery import Stopped
+from distcollect.errors import ArgumentError, EnvError
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slab import Slab
+
+N, T = 2, 6
+# "native-next" goes another way through the engine, since its rows drift apart.
+KINDS = ["plain", "sync-next", "native-next"]
+
+
+class Told(nn.Module):
+    """Acts and tells by its one weight; ``at_call`` is called with the number of each call."""
+
+    def __init__(self, at_call: Callable[[int], None] = lambda call: None) -> None:
+        super().__init__()
+        self.told = nn.Parameter(torch.zeros(()))
+        self.register_buffer("also", torch.zeros(()))
+        self.at_call = at_call
+        self.calls = 0
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        assert self.told == self.also, "torn"
+        told = self.told.expand(len(observation)).clone()
+        self.calls += 1
+        self.at_call(self.calls)
+        return (told % 5).long(), {"told": told}
+
+
+def engine_of(policy: Any = None, kind: str = "plain", **options: Any) -> Engine:
+    maker = CountingMaker(kind, N, lengths=options.pop("lengths", (3, 1, 4, 2)))
+    plan = WorkerPlan(maker, N, policy, options=StepOptions(**options))
+    return build_engine(plan, traj_ids=count(100))
+
+
+def collect(engine: Engine, steps: int = T, slab: Slab | None = None, **kwargs: Any) -> TensorDict:
+    slab = slab or Slab(engine.layout, steps)
+    engine.collect(slab, **kwargs)
+    tensors = [tensor.clone() for tensor in slab.tensors()]
+    header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
+    mask = slab.num_frames < slab.reward.size
+    return assemble(engine.layout, [Rollout(header, tensors)], mask=mask)
+
+
+def offer(weights: LiveWeights, version: int) -> None:
+    buffer = weights.spare()
+    for view in weights.layout.views(buffer):
+        view.fill_(version)
+    weights.commit(buffer, version)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [1, 3, T])
+def test_a_swap_in_mid_rollout(kind: str, at: int) -> None:
+    """The frame whose action is being chosen keeps its version, the next one has the new one."""
+    policy = Told()
+    engine = engine_of(policy, kind, lengths=(100,))
+    start = policy.calls
+    policy.at_call = lambda call: offer(engine.weights, 7) if call == start + at else None
+    batch = collect(engine)
+    version = batch["collector", "policy_version"]
+    assert version.tolist() == [[0] * at + [7] * (T - at)] * N
+    assert torch.equal(batch["told"].long(), version)
+    after = collect(engine)
+    assert (after["collector", "policy_version"] == 7).all()
+    assert (after["told"] == 7).all()
+
+
+def test_the_newest_of_several_versions_and_random_frames() -> None:
+    engine = engine_of(Told())
+    offer(engine.weights, 1)
+    offer(engine.weights, 2)
+    assert (collect(engine)["told"] == 2).all()
+    offer(engine.weights, 3)
+    batch = collect(engine, random=True)
+    assert (batch["collector", "policy_version"] == 3).all()
+    assert not batch["told"].any()
+    assert (collect(engine)["told"] == 3).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "native-next"])
+def test_weights_from_another_thread(kind: str) -> None:
+    engine = engine_of(Told(), kind)
+    stop = threading.Event()
+
+    def receive() -> None:
+        version = 0
+        while not stop.wait(0.0002):
+            version += 1
+            offer(engine.weights, version)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    try:
+        batches = [collect(engine, 50) for _ in range(20)]
+    finally:
+        stop.set()
+        thread.join()
+    versions = torch.cat([batch["collector", "policy_version"] for batch in batches], 1)
+    assert torch.equal(torch.cat([batch["told"] for batch in batches], 1).long(), versions)
+    assert (versions.diff(dim=1) >= 0).all()
+    assert versions.unique().numel() > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop(kind: str) -> None:
+    """Between two steps: the one under way is finished, no other begins; and it is for good."""
+    policy = Told()
+    engine = engine_of(policy, kind)
+    collect(engine)
+    start = policy.calls
+    policy.at_call = lambda call: engine.stop() if call == start + 3 else None
+    with pytest.raises(Stopped):
+        collect(engine)
+    assert policy.calls == start + 3
+    with pytest.raises(Stopped):
+        collect(engine)
+    assert policy.calls == start + 3
+
+
+def test_stop_from_another_thread() -> None:
+    engine = engine_of(Told())
+    threading.Timer(0.1, engine.stop).start()
+    with pytest.raises(Stopped):
+        collect(engine, 10_000_000 // N // 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slab_that_is_used_again_shows_nothing_of_before(kind: str) -> None:
+    """Two engines in the same state, one with a new slab for each rollout."""
+    one, other = engine_of(Told(), kind), engine_of(Told(), kind)
+    slab = Slab(one.layout, T)
+    for _ in range(6):
+        assert (collect(one, slab=slab) == collect(other)).all()
+
+
+def test_extras_of_a_slab_that_is_used_again_for_random_frames() -> None:
+    engine = engine_of(Told())
+    offer(engine.weights, 4)
+    slab = Slab(engine.layout, T)
+    assert (collect(engine, slab=slab)["told"] == 4).all()
+    assert not collect(engine, slab=slab, random=True)["told"].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trajectory_ids(kind: str) -> None:
+    engine = engine_of(kind=kind)
+    batches = [collect(engine) for _ in range(4)]
+    ids = torch.cat([b["collector", "traj_ids"] for b in batches], 1)
+    done = torch.cat([b["next", "done"] for b in batches], 1)[..., 0]
+    assert torch.equal(ids.diff(dim=1) != 0, done[:, :-1])
+    assert ids[:, 0].tolist() == [100, 101]
+    assert ids.unique().numel() == N + int(done[:, :-1].sum())
+
+
+# Rows that drift apart.
+
+
+class Uneven(CountingVectorEnv):
+    """Each row has episodes of its own length."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        envs = [CountingEnv(i, lengths=(length,)) for i, length in enumerate(lengths)]
+        super().__init__(envs, AutoresetMode.NEXT_STEP)
+
+
+class Counted(gym.vector.VectorWrapper):
+    """StepCounter transitions by itself: the steps of rows that aren't resetting themselves."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.real = 0
+        self._over = np.zeros(env.num_envs, bool)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._over[:] = False
+        return super().reset(**kwargs)
+
+    def step(self, actions: Any) -> Any:
+        self.real += int((~self._over).sum())
+        result = super().step(actions)
+        self._over = result[2] | result[3]
+        return result
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 50), (3, 3), (50, 1, 2), (1, 1)])
+def test_every_frame_is_accounted_for(lengths: tuple[int, ...], fresh: bool) -> None:
+    env = Counted(Uneven(lengths))
+    engine = build_engine(WorkerPlan(lambda: env, len(lengths)), traj_ids=count())
+    start = env.real
+    delivered = 0
+    for _ in range(12):
+        delivered += collect(engine, fresh=fresh).numel()
+        assert engine.counts.stepped == env.real - start
+        held = engine._ragged.position if engine._ragged is not None else np.zeros(1)
+        assert (held <= T).all()
+        lost = engine.counts.lost.get("row_skew", 0)
+        assert engine.counts.stepped == delivered + lost + int(held.sum())
+    engine.seed([1] * len(lengths), [1] * len(lengths))
+    delivered += collect(engine, fresh=fresh).numel()
+    lost = engine.counts.lost.get("row_skew", 0)
+    assert engine.counts.stepped == delivered + lost + int(engine._ragged.position.sum())
+    assert set(engine.counts.lost) <= {"row_skew"}
+
+
+def test_another_length_of_rollouts() -> None:
+    """What was held for the old length is lost, and no trajectory spans the gap."""
+    engine = build_engine(WorkerPlan(lambda: Uneven((1, 50)), 2), traj_ids=count())
+    first, second = collect(engine, 4), collect(engine, 5)
+    assert engine.counts.lost["row_skew"] > 0
+    row = [batch[1] for batch in (first, second)]
+    assert row[1]["observation"][0, 2] > row[0]["next", "observation"][-1, 2]
+    assert row[1]["collector", "traj_ids"][0] != row[0]["collector", "traj_ids"][-1]
+
+
+def test_frames_of_a_plain_env_are_counted() -> None:
+    engine = engine_of()
+    for rollouts in (1, 2):
+        collect(engine)
+        assert engine.counts.stepped == rollouts * N * T
+    assert not engine.counts.lost
+
+
+@pytest.mark.parametrize("kind", ["plain", "native-next"])
+def test_frames_of_a_rollout_that_broke_off_are_lost(kind: str) -> None:
+    policy = Told()
+    engine = engine_of(policy, kind, lengths=(100,))
+    start = policy.calls
+    policy.at_call = lambda call: engine.stop() if call == start + 4 else None
+    with pytest.raises(Stopped):
+        collect(engine)
+    assert engine.counts.stepped == 4 * N
+    assert sum(engine.counts.lost.values()) == 4 * N
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> None:
+    """At each question to the policy all steps before it are counted."""
+    memory = np.zeros(2, np.int64)
+    policy = Told()
+    maker = CountingMaker(kind, N, lengths=(100,))
+    engine = build_engine(
+        WorkerPlan(maker, N, policy), traj_ids=count(), counts=StepCounter(memory)
+    )
+    start = policy.calls
+    seen: list[list[int]] = []
+    policy.at_call = lambda call: seen.append([call - start, *memory.tolist()])
+    for rollouts in (1, 2):
+        collect(engine)
+        assert memory.tolist() == [rollouts * N * T, 0]
+        assert engine.counts.stepped == rollouts * N * T
+    assert seen == [[step + 1, step * N, 1] for step in range(2 * T)]
+
+
+def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
+    """No trajectory goes on behind the gap that Ctrl-C left."""
+    policy = Told()
+    engine = engine_of(policy, lengths=(100,))
+    last_ids = collect(engine)["collector", "traj_ids"][:, -1]
+
+    def interrupt(call: int) -> None:
+        policy.at_call = lambda call: None
+        raise KeyboardInterrupt
+
+    policy.at_call = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        collect(engine)
+    assert engine.counts.memory[1] == 0
+    batch = collect(engine)
+    assert not (batch["collector", "traj_ids"][:, 0] == last_ids).any()
+    assert (batch["observation"][:, 0, 2] == 0).all()
+
+
+# Options.
+
+
+@pytest.mark.parametrize("option", ["max_frames_per_traj", "reset_at_each_iter"])
+def test_envs_that_cannot_be_cut(option: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{option} can't work .* envs_per_worker instead"):
+        engine_of(kind="native-next", **{option: 2})
+
+
+def test_clipping_needs_a_box() -> None:
+    with pytest.raises(ArgumentError, match="clip_actions needs a Box action space, not Discrete"):
+        engine_of(clip_actions=True)
+
+
+def test_cut_trajectories() -> None:
+    batch = collect(engine_of(max_frames_per_traj=2, lengths=(100,)))
+    assert batch["next", "truncated"][..., 0].tolist() == [[False, True] * 3] * N
+    assert not batch["next", "terminated"].any()
+    assert batch["next", "observation"][:, 1, 2].tolist() == [2] * N
+    assert batch["observation"][:, 2, 2].tolist() == [0] * N
+
+
+@pytest.mark.parametrize("kind", ["plain", "sync-next"])
+def test_cut_lengths_start_again_with_a_reset(kind: str) -> None:
+    engine = engine_of(kind=kind, max_frames_per_traj=4, lengths=(100,))
+    collect(engine, 3)
+    engine.seed([1] * N, [1] * N)
+    ends = collect(engine, 4)["next", "truncated"][..., 0]
+    assert ends.tolist() == [[False, False, False, True]] * N
+
+
+def test_an_error_closes_the_envs() -> None:
+    env = CountingEnv()
+    with pytest.raises(Exception, match="boom"):
+        build_engine(WorkerPlan(env, 1, policy_factory=lambda: _raise("boom")), traj_ids=count())
+    assert env.closed
+
+
+def test_an_env_that_raises_is_named() -> None:
+    env = CountingEnv(lengths=(3,))
+    engine = build_engine(WorkerPlan(env, 1), traj_ids=count())
+    env.coding = env.coding._replace(encode=lambda facts: _raise("boom"))
+    with pytest.raises(EnvError, match=r"env 0 .* raised RuntimeError: boom"):
+        collect(engine)
+
+
+def _raise(message: str) -> Any:
+    raise RuntimeError(message)

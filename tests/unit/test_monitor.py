@@ -1,0 +1,281 @@
+"""What is told of a run while it goes on: that nothing about it can end, or hold up, the run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import distcollect as dc
+from distcollect.results import EpisodeStats, Stats, WorkerStats
+from distcollect.telemetry import monitor
+from distcollect.telemetry.display import Display, is_terminal
+from distcollect.telemetry.monitor import MonitorThread
+from distcollect.telemetry.prometheus import Prometheus
+from distcollect.telemetry.stats_file import JsonLines
+
+STATS = Stats(collector="X", elapsed_s=5.0, frames=10, delivered=10)
+
+
+def watching(latest: Stats | None = STATS, **options: Any) -> MonitorThread:
+    watch = MonitorThread(dc.Monitor(view=False, **options))
+    watch.begin(lambda: latest)
+    return watch
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines()]
+
+
+class Told:
+    """A writer that notes what it is told."""
+
+    about = "a list"
+    every_s = 0.0
+
+    def __init__(self) -> None:
+        self.stats: list[Stats] = []
+        self.closed = 0
+
+    def write(self, stats: Stats) -> None:
+        self.stats.append(stats)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_full_disk_is_told_of_once_and_ends_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "stats.jsonl").symlink_to("/dev/full")
+    told: list[Stats] = []
+    enough = threading.Event()
+
+    def tell(stats: Stats) -> None:
+        told.append(stats)
+        if len(told) > 5:
+            enough.set()
+
+    watch = watching(run_dir=tmp_path, callback=tell, every_s=0.005)
+    assert enough.wait(20)
+    watch.close(STATS)
+    assert told[-1].ended
+    (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert f"{tmp_path}/stats.jsonl failed" in record.getMessage()
+    assert "No space left" in str(record.exc_info)
+
+
+def test_only_the_end_is_told_of_where_that_is_wanted(tmp_path: Path) -> None:
+    watch = watching(run_dir=tmp_path, every_s=float("inf"))
+    assert watch._thread is not None
+    watch._thread.join(0.2)
+    assert watch._thread.is_alive()
+    watch.close(STATS)
+    assert [line["ended"] for line in lines(tmp_path / "stats.jsonl")] == [True]
+
+
+def test_a_callback_that_shuts_the_collector_down(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Stats] = []
+
+    def tell(stats: Stats) -> None:
+        told.append(stats)
+        watch.close(STATS)
+        raise RuntimeError("afterwards")
+
+    watch = MonitorThread(dc.Monitor(view=False, callback=tell, every_s=0.001))
+    other = Told()
+    watch._writers.append(other)
+    watch.begin(lambda: STATS)
+    assert watch._thread is not None
+    watch._thread.join(20)
+    assert [stats.ended for stats in told] == [False, True]
+    # It was told of the end, and of nothing after it.
+    assert [stats.ended for stats in other.stats[-2:]].count(True) == 1
+    assert other.stats[-1].ended
+    assert other.closed == 1
+
+
+def test_a_callback_that_exits_ends_itself_only(caplog: pytest.LogCaptureFixture) -> None:
+    other = Told()
+    watch = MonitorThread(dc.Monitor(view=False, callback=lambda _: sys.exit(1), every_s=0.001))
+    watch._writers.append(other)
+    watch.begin(lambda: STATS)
+    while not other.stats:
+        assert watch._thread is not None
+        watch._thread.join(0.01)
+        assert watch._thread.is_alive()
+    watch.close(STATS)
+    assert other.stats[-1].ended
+    assert caplog.text.count("Monitor(callback=...) failed") == 1
+
+
+def test_a_callback_that_hangs_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(monitor, "_JOIN_TIMEOUT_S", 0.05)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def tell(stats: Stats) -> None:
+        begun.set()
+        goes_on.wait(30)
+
+    watch = watching(callback=tell, every_s=0.001)
+    assert begun.wait(20)
+    watch.close(STATS)
+    assert not goes_on.is_set()
+    assert "hangs for 0.05 s: Monitor(callback=...)" in caplog.text
+    goes_on.set()
+    assert watch._thread is not None
+    watch._thread.join(20)
+
+
+def test_statistics_that_cannot_be_made_end_what_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def latest() -> Stats:
+        raise RuntimeError("of our own")
+
+    watch = MonitorThread(dc.Monitor(view=False, run_dir=tmp_path, every_s=0.001))
+    watch.begin(latest)
+    assert watch._thread is not None
+    watch._thread.join(20)
+    assert "no more is told of the run" in caplog.text
+    watch.close(None)
+
+
+def test_lines_are_json_whatever_envs_give(tmp_path: Path) -> None:
+    inf, nan = float("inf"), float("nan")
+    file = JsonLines(tmp_path / "stats.jsonl", 5.0)
+    file.write(Stats(episodes=EpisodeStats(2, nan, 3.0, -inf, inf)))
+    file.close()
+    (line,) = lines(tmp_path / "stats.jsonl")
+    assert line["episodes"]["mean_return"] is line["episodes"]["max_return"] is None
+
+
+def test_collectors_that_write_at_once_write_to_files_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "stats.jsonl"
+    first, second = JsonLines(path, 5.0), JsonLines(path, 5.0)
+    assert "this one writes to" in caplog.text
+    for _ in range(2):
+        first.write(STATS)
+        second.write(STATS)
+    forked = os.dup(first._file.fileno())  # as processes that are forked off have it
+    first.close()
+    third = JsonLines(path, 5.0)
+    os.close(forked)
+    third.write(STATS)
+    second.close()
+    third.close()
+    ids = [line["collector_id"] for line in lines(path)]
+    assert ids[0] == ids[1] != ids[2]
+    assert [line["collector_id"] for line in lines(tmp_path / "stats-2.jsonl")].count(ids[0]) == 0
+
+
+def test_a_line_that_a_killed_run_left_spoils_none_of_the_next_run(tmp_path: Path) -> None:
+    path = tmp_path / "stats.jsonl"
+    path.write_text('{"time": 1}\n{"time": 2, "fra')
+    file = JsonLines(path, 5.0)
+    file.write(STATS)
+    file.close()
+    assert json.loads(path.read_text().splitlines()[2])["frames"] == 10
+
+
+def test_lines_about_many_workers_come_less_often(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "stats.jsonl", 5.0)
+    file.write(Stats(workers=dict.fromkeys(range(16), WorkerStats())))
+    assert file.every_s == 5.0
+    file.write(Stats(workers=dict.fromkeys(range(2000), WorkerStats())))
+    size = len((tmp_path / "stats.jsonl").read_text().splitlines()[1])
+    assert size / file.every_s == pytest.approx(65536 / 5, rel=0.01)
+    file.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def test_a_collector_that_could_not_be_made_gives_its_port_back() -> None:
+    options = dc.Monitor(prometheus_port=free_port(), view=False)
+    with pytest.raises(dc.ArgumentError, match="envs_per_worker") as held:
+        dc.SyncDataCollector("CartPole-v1", frames_per_batch=4, envs_per_worker=0, monitor=options)
+    # Somebody looks at the error, and with that at its collector.
+    with (
+        dc.SyncDataCollector("CartPole-v1", frames_per_batch=4, monitor=options),
+        pytest.raises(dc.ArgumentError, match=r"in use\); name another port, or 0"),
+    ):
+        dc.SyncDataCollector("CartPole-v1", frames_per_batch=4, monitor=options)
+    assert held.value.__traceback__ is not None
+
+
+def test_who_asks_for_metrics_and_goes_away_is_no_news(capfd: pytest.CaptureFixture[str]) -> None:
+    many = Stats(workers=dict.fromkeys(range(20_000), WorkerStats()))
+    asked = threading.Event()
+
+    def latest() -> Stats:
+        asked.set()
+        return many
+
+    server = Prometheus(0, latest)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert asked.wait(10)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        for thread in threading.enumerate():
+            if "process_request_thread" in thread.name:
+                thread.join(20)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(b"GET /elsewhere HTTP/1.1\r\n\r\n")
+            assert b" 404 " in client.recv(100)
+    finally:
+        server.close()
+    assert capfd.readouterr().err == ""
+
+
+class Gone(io.StringIO):
+    """A terminal that goes away."""
+
+    gone = False
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+def test_a_terminal_that_goes_away_leaves_room_for_another() -> None:
+    file = Gone()
+    display = Display(Console(file=file, force_terminal=True))
+    watch = MonitorThread(dc.Monitor(view=False))
+    watch._writers.append(display)
+    watch.begin(lambda: STATS)
+    display.write(STATS)
+    file.gone = True
+    watch.close(STATS)
+    another = Display(Console(file=io.StringIO(), force_terminal=True))
+    another.write(STATS)
+    assert another._live is not None
+    another.close()
+
+
+def test_what_is_no_terminal() -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, object(), closed, io.StringIO()):
+        assert not is_terminal(stream)

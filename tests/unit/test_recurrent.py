@@ -1,0 +1,367 @@
+"""Recurrent policies: what they carry from frame to frame, where it starts anew, what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count, pairwise
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from helpers.counting import CountingEnv, CountingMaker, CountingVectorEnv
+from helpers.loopback_pool import loopback_collector
+from tensordict import TensorDict
+from tensordict.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from torch import distributions as d
+from torch import nn
+
+import distcollect as dc
+from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.engine import Engine, StepOptions
+from distcollect.errors import PolicyError
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slab import Slab
+
+N, T = 3, 10
+LENGTHS = (3, 1, 4, 7)
+KINDS = ["plain", "sync-next", "native-next"]
+
+
+class Counter(nn.Module):
+    """Its state counts the episode's frames from ``first`` on, and adds observations up."""
+
+    def __init__(self, first: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor(first))
+
+    def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
+        return {
+            "frames": self.first.expand(num_envs),
+            "total": torch.zeros(num_envs, 4, dtype=torch.float64),
+        }
+
+    def forward(self, observation: Any, frames: Any, total: Any, is_init: Any) -> Any:
+        action = frames.long() % 5
+        following = {"frames": frames + 1, "total": total + observation}
+        return action, {"told": frames * 2, "flag": is_init.clone(), **following}
+
+
+def counting_with_tensordict() -> TensorDictModule:
+    def step(observation: Any, frames: Any) -> Any:
+        return frames.long().squeeze(-1) % 5, frames * 2, frames + 1
+
+    module = TensorDictModule(
+        step, in_keys=["observation", "frames"], out_keys=["action", "told", ("next", "frames")]
+    )
+    module.initial_state = lambda num_envs: {"frames": torch.zeros(num_envs, 1)}
+    return module
+
+
+def engine_of(policy: Any, kind: str = "plain", lengths: Any = LENGTHS, **options: Any) -> Engine:
+    maker = CountingMaker(kind, N, lengths=lengths)
+    plan = WorkerPlan(maker, N, policy, options=StepOptions(**options))
+    return build_engine(plan, traj_ids=count(100))
+
+
+def collect(engine: Engine, steps: int = T, **kwargs: Any) -> TensorDict:
+    slab = Slab(engine.layout, steps)
+    engine.collect(slab, **kwargs)
+    header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
+    mask = slab.num_frames < slab.reward.size
+    return assemble(engine.layout, [Rollout(header, slab.tensors())], mask=mask)
+
+
+def check(batch: TensorDict, first: float = 0.0) -> None:
+    """The counters of ``batch`` are what its observations say."""
+    step = batch["observation"][..., 2]  # of the episode
+    assert torch.equal(batch["frames"].reshape(step.shape), step + first)
+    assert torch.equal(batch["next", "frames"].reshape(step.shape), step + first + 1)
+    assert torch.equal(batch["told"], 2 * batch["frames"])
+    assert torch.equal(batch["action"], batch["frames"].reshape(step.shape).long() % 5)
+    if "is_init" in batch:
+        assert batch["is_init"].shape == (*step.shape, 1)
+        assert torch.equal(batch["is_init"].squeeze(-1), step == 0)
+        assert torch.equal(batch["is_init"], batch["flag"])
+        assert not batch["next", "is_init"].any()
+    if "total" in batch:
+        assert batch["total"].dtype == torch.float64
+        assert torch.equal(batch["next", "total"], batch["total"] + batch["observation"])
+        ongoing = ~batch["next", "done"][..., :-1, 0]
+        assert torch.equal(
+            batch["next", "total"][..., :-1, :][ongoing], batch["total"][..., 1:, :][ongoing]
+        )
+        assert not batch["total"][step == 0].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_goes_on_and_starts_anew(kind: str) -> None:
+    engine = engine_of(Counter(3.0), kind)
+    batches = [collect(engine) for _ in range(4)]
+    for batch in batches:
+        check(batch, 3.0)
+    # Some rollouts begin in mid-episode, and some end there.
+    assert not torch.cat([batch["is_init"][:, 0] for batch in batches]).all()
+    for before, after in pairwise(batches):
+        ongoing = ~before["next", "done"][:, -1, 0]
+        assert torch.equal(before["next", "total"][ongoing, -1], after["total"][ongoing, 0])
+
+
+@pytest.mark.parametrize("kind", ["plain", "sync-next"])
+def test_where_episodes_are_cut(kind: str) -> None:
+    engine = engine_of(Counter(), kind, lengths=(1000,), max_frames_per_traj=4)
+    for _ in range(3):
+        batch = collect(engine)
+        check(batch)
+        assert batch["frames"].max() == 3
+    engine = engine_of(Counter(), kind, reset_at_each_iter=True)
+    for _ in range(3):
+        batch = collect(engine)
+        check(batch)
+        assert batch["is_init"][:, 0].all()
+
+
+def test_random_frames_leave_the_state_as_it_starts() -> None:
+    engine = engine_of(Counter(2.0))
+    batch = collect(engine, random=True)
+    for key in ("frames", ("next", "frames")):
+        assert (batch[key] == 2).all()
+    assert torch.equal(batch["is_init"].squeeze(-1), batch["observation"][..., 2] == 0)
+
+
+class Faulty(gym.Wrapper[Any, Any, Any, Any]):
+    """Raises once, at a step of its own."""
+
+    def __init__(self, env: gym.Env[Any, Any], at_step: int) -> None:
+        super().__init__(env)
+        self.left = at_step
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("fell over")
+        return super().step(action)
+
+
+def test_an_env_made_anew_has_a_state_of_its_own() -> None:
+    made = count()
+
+    def make() -> gym.Env[Any, Any]:
+        index = next(made)
+        env = CountingEnv(index, lengths=(6,))
+        return Faulty(env, 9 if index == 1 else 0)
+
+    plan = WorkerPlan(make, N, Counter(), max_env_faults=1)
+    engine = build_engine(plan, traj_ids=count(100))
+    batch = collect(engine, steps=20)
+    assert engine.counts.env_faults == 1
+    check(batch)
+    assert batch["collector", "faulted"].sum() == 1
+    row, step = batch["collector", "faulted"].nonzero()[0].tolist()
+    assert batch["frames"][row, step : step + 2].tolist() == [1, 0]
+    check(collect(engine, steps=20))
+
+
+def test_a_vector_env_made_anew() -> None:
+    made = count()
+
+    def make() -> gym.vector.VectorEnv[Any, Any, Any]:
+        each = [CountingEnv(row, lengths=LENGTHS) for row in range(N)]
+        envs = CountingVectorEnv(each, AutoresetMode.NEXT_STEP)
+        if next(made) == 0:
+            usual, left = envs.step, count(1)
+
+            def step(actions: Any) -> Any:
+                if next(left) == 9:
+                    raise RuntimeError("fell over")
+                return usual(actions)
+
+            envs.step = step
+        return envs
+
+    plan = WorkerPlan(make, N, Counter(), max_env_faults=1)
+    engine = build_engine(plan, traj_ids=count(100))
+    for _ in range(2):
+        check(collect(engine, steps=20))
+    assert engine.counts.env_faults == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding(kind: str) -> None:
+    policy = Counter()
+    engine = engine_of(policy, kind)
+    calls = count()
+    usual = policy.forward
+
+    def forward(observation: Any, frames: Any, total: Any, is_init: Any) -> Any:
+        if next(calls) == 5:
+            engine.preempt()
+        return usual(observation, frames, total, is_init)
+
+    policy.forward = forward
+    engine = engine_of(policy, kind)
+    for preempted in (True, False):
+        batch = collect(engine)
+        assert ("mask" in batch["collector"]) == preempted
+        real = batch["collector", "mask"] if preempted else torch.ones(N, T, dtype=torch.bool)
+        for row in range(N):
+            check(batch[row][real[row]])
+    assert not batch["is_init"][:, 0].all()
+
+
+@pytest.mark.parametrize("maker", [counting_with_tensordict, Counter])
+@pytest.mark.parametrize("collector", [loopback_collector, partial(dc.RPCDataCollector)])
+def test_through_workers(maker: Callable[[], Any], collector: Callable[..., Any]) -> None:
+    envs = CountingMaker("plain", 1, lengths=LENGTHS)
+    settings = {"frames_per_batch": 2 * N * T, "envs_per_worker": N, "num_workers": 2, "sync": True}
+    with collector(envs, maker(), **settings) as started:
+        for _ in range(3):
+            check(started.next(timeout_s=60))
+
+
+def test_a_learned_start_is_that_of_the_newest_weights() -> None:
+    policy = Counter()
+    envs = CountingMaker("plain", 1, lengths=LENGTHS)
+    with loopback_collector(
+        envs, policy, frames_per_batch=N * T, envs_per_worker=N, num_workers=1, sync=True
+    ) as collector:
+        collector.next(timeout_s=60)
+        with torch.no_grad():
+            policy.first.fill_(5)
+        collector.update_policy_weights_()
+        collector.next(timeout_s=60)
+        batch = collector.next(timeout_s=60)
+    starts = batch["observation"][..., 2] == 0
+    assert starts.any()
+    assert (batch["frames"][starts] == 5).all()
+
+
+def lstm_policy(hidden: int = 8) -> TensorDictSequential:
+    """TorchRL's module in a policy that draws actions."""
+    modules = pytest.importorskip("torchrl.modules")
+    torch.manual_seed(0)
+    return TensorDictSequential(
+        modules.LSTMModule(4, hidden, in_key="observation", out_key="embed"),
+        TensorDictModule(nn.Linear(hidden, 2), in_keys=["embed"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(
+            in_keys=["logits"],
+            out_keys=["action"],
+            distribution_class=d.Categorical,
+            default_interaction_type=InteractionType.RANDOM,
+            return_log_prob=True,
+        ),
+    )
+
+
+def gru_policy() -> TensorDictSequential:
+    modules = pytest.importorskip("torchrl.modules")
+    torch.manual_seed(0)
+    return TensorDictSequential(
+        modules.GRUModule(4, 8, num_layers=2, in_key="observation", out_key="embed"),
+        TensorDictModule(nn.Linear(8, 2), in_keys=["embed"], out_keys=["logits"]),
+        TensorDictModule(lambda logits: logits.argmax(-1), in_keys=["logits"], out_keys=["action"]),
+    )
+
+
+@pytest.mark.parametrize("policy", [lstm_policy, gru_policy])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_torchrl_module_reproduces_what_it_gave(
+    policy: Callable[[], TensorDictSequential], distributed: bool
+) -> None:
+    """In recurrent mode, over whole rollouts: across the ends of episodes, from any state."""
+    modules = pytest.importorskip("torchrl.modules")
+    module = policy()
+    settings: dict[str, Any] = {"frames_per_batch": 4 * 40, "envs_per_worker": 4}
+    make = dc.SyncDataCollector
+    if distributed:
+        make, settings = loopback_collector, {**settings, "num_workers": 1, "sync": True}
+    with make("CartPole-v1", module, **settings) as collector:
+        collector.set_seed(1)
+        batches = [collector.next(timeout_s=60) for _ in range(3)]
+    for batch in batches:
+        assert batch["next", "done"][:, :-1].any()
+        with modules.set_recurrent_mode(True), torch.no_grad():
+            again = module.select_out_keys("logits")(batch.select(*module.in_keys))
+        torch.testing.assert_close(again["logits"], batch["logits"])
+    state = next(key for key in module.in_keys if str(key).startswith("recurrent_state"))
+    assert batches[1][state].shape[:3] == (4, 40, 1 if policy is lstm_policy else 2)
+    assert batches[1][state][:, 0].abs().amax() > 0
+    ends = batches[0]["next", "done"].squeeze(-1)
+    assert (batches[0]["next", state][ends].flatten(1).abs().amax(1) > 0).all()
+
+
+class Leaning(Counter):
+    """Acts by what it has seen in the whole episode."""
+
+    def forward(self, observation: Any, frames: Any, total: Any, is_init: Any) -> Any:
+        _, written = super().forward(observation, frames, total, is_init)
+        noise = torch.randn_like(frames)
+        return (written["total"][:, 2] + 0.1 * noise > 0).long(), written
+
+
+def test_the_same_on_any_number_of_workers() -> None:
+    def collected(num_workers: int) -> TensorDict:
+        settings = {"num_workers": num_workers, "envs_per_worker": 4 // num_workers, "sync": True}
+        with loopback_collector(
+            "CartPole-v1", Leaning(), frames_per_batch=4 * 40, **settings
+        ) as collector:
+            collector.set_seed(2)
+            batches = [collector.next(timeout_s=60) for _ in range(2)]
+            return torch.cat(batches, 1).exclude("collector")
+
+    expected = collected(1)
+    assert expected["next", "done"].sum() > 4
+    for num_workers in (2, 4):
+        assert (collected(num_workers) == expected).all()
+
+
+class Misfit(Counter):
+    def __init__(self, start: Any = None, following: Any = None) -> None:
+        super().__init__()
+        self.start, self.following = start, following
+
+    def initial_state(self, num_envs: int) -> Any:
+        return {"h": torch.zeros(num_envs, 2)} if self.start is None else self.start
+
+    def forward(self, observation: torch.Tensor, h: torch.Tensor) -> Any:
+        given = {} if self.following is None else {"h": self.following}
+        return torch.zeros(len(observation), dtype=torch.long), given
+
+
+@pytest.mark.parametrize(
+    ("start", "following", "message"),
+    [
+        (None, None, r"the policy returned no 'h': it must return its whole state"),
+        (None, torch.zeros(N, 3), r"state 'h' of shape \[3, 3\] .* start with shape \[3, 2\]"),
+        (None, torch.zeros(N, 2, dtype=torch.long), r"dtype torch.int64, but .* torch.float32"),
+        (None, "x", "returned str as 'h', which is no tensor"),
+        ([], None, r"initial_state\(\) returned a list"),
+        ({"h": torch.zeros(2)}, None, r"initial_state\(3\) has 'h' of shape \[2\]"),
+        ({"h": torch.zeros(N), "observation": torch.zeros(N)}, None, "'observation', a name that"),
+        ({"g": torch.zeros(N)}, None, "parameter 'h' is no entry"),
+    ],
+)
+def test_what_does_not_fit(start: Any, following: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        engine_of(Misfit(start, following))
+
+
+def test_what_a_tensordict_policy_lacks() -> None:
+    def step(observation: Any, h: Any) -> Any:
+        return torch.zeros(len(observation), dtype=torch.long), h + 1
+
+    keys = {"in_keys": ["observation", "h"], "out_keys": ["action", ("next", "h")]}
+    module = TensorDictModule(step, **keys)
+    with pytest.raises(PolicyError, match=r"carries 'h' from frame to frame, .* initial_state"):
+        engine_of(module)
+    module.initial_state = lambda num_envs: {"g": torch.zeros(num_envs)}
+    with pytest.raises(PolicyError, match=r"reads 'h' .* no such entry"):
+        engine_of(module)

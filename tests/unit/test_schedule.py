@@ -1,0 +1,327 @@
+"""Decisions about staleness: each rule by itself, and all of them in a simulated run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+import pytest
+
+from distcollect.trainer.staleness import Pacer, SentVersions, StalenessTicket, lagging
+
+
+class Trainer:
+    """Publishes to some workers and tells the pacer of it."""
+
+    def __init__(self, max_policy_lag: int, num_workers: int = 8) -> None:
+        self.version = 0
+        self.workers = range(num_workers)
+        self.versions = SentVersions()
+        self.pacer = Pacer(max_policy_lag, self.versions)
+
+    def publish(self, *worker_ids: int) -> None:
+        self.version += 1
+        self.versions.publish(self.version, worker_ids or self.workers)
+        self.pacer.published()
+
+    def deliver(self) -> None:
+        """Deliver a rollout that is nobody else's business."""
+        self.pacer.delivered(self.pacer.ask(0, self.version))
+
+    def ask_all(self) -> list[StalenessTicket]:
+        """Ask with the newest version for as many rollouts as may be."""
+        tickets: list[StalenessTicket] = []
+        while len(tickets) < 100 and self.pacer.may_ask(len(tickets), self.version):
+            tickets.append(self.pacer.ask(len(tickets), self.version))
+        return tickets
+
+
+def habit(max_policy_lag: int, every: int, burst: int = 1) -> Trainer:
+    """A trainer who has published ``burst`` versions after each ``every`` deliveries, just now."""
+    trainer = Trainer(max_policy_lag, num_workers=100)
+    for _ in range(6):
+        for _ in range(every):
+            trainer.deliver()
+        for _ in range(burst):
+            trainer.publish()
+    return trainer
+
+
+def test_lag_counts_what_was_sent_to_the_slot() -> None:
+    versions = SentVersions()
+    assert (versions.newest(0), versions.lag(0, 0)) == (0, 0)
+    versions.publish(1, [0, 1])
+    versions.publish(2, [0])
+    versions.publish(5, [0, 1])
+    versions.publish(5, [1])
+    assert [versions.newest(worker_id) for worker_id in range(3)] == [5, 5, 0]
+    assert [versions.lag(0, version) for version in range(7)] == [3, 2, 1, 1, 1, 0, 0]
+    assert [versions.lag(1, version) for version in range(7)] == [2, 1, 1, 1, 1, 0, 0]
+    assert versions.lag(2, 0) == 0
+    with pytest.raises(ValueError, match="worker 1: version 4 comes after 5"):
+        versions.publish(4, [1])
+
+
+def test_lag_saturates() -> None:
+    versions = SentVersions()
+    for version in range(1, 6001):
+        versions.publish(version, [3])
+    assert versions.lag(3, 5000) == 1000
+    assert versions.lag(3, 0) == 4096
+
+
+def test_lagging_goes_by_the_plain_difference() -> None:
+    acknowledged = {4: 10, 2: 7, 0: 8, 1: 0}
+    assert lagging(acknowledged, 10, more_than=2) == [1, 2]
+    assert lagging(acknowledged, 10, more_than=0) == [0, 1, 2]
+    assert lagging(acknowledged, 10, more_than=10) == []
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_with_one_publication_per_delivery_one_more_than_the_bound_may_be_out(k: int) -> None:
+    trainer = Trainer(k)
+    trainer.pacer.awaited()
+    assert len(trainer.ask_all()) == k + 1
+
+
+@pytest.mark.parametrize("k", range(3))
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("burst", [1, 2])
+def test_more_may_be_out_if_publications_are_rare(k: int, every: int, burst: int) -> None:
+    assert len(habit(k, every, burst).ask_all()) == every * (k // burst + 1)
+
+
+def test_deliveries_since_the_last_publication_count() -> None:
+    trainer = habit(0, every=4)
+    for left in (4, 3, 2, 1, 0, 0):
+        tickets = trainer.ask_all()
+        assert len(tickets) == left
+        for ticket in tickets:
+            trainer.pacer.given_up(ticket)
+        trainer.deliver()
+    # The publication is overdue; while the user waits it cannot come.
+    trainer.pacer.awaited()
+    assert len(trainer.ask_all()) == 1
+
+
+def test_a_burst_is_expected_to_go_on() -> None:
+    trainer = habit(2, every=1, burst=3)
+    trainer.deliver()
+    assert not trainer.pacer.may_ask(0, trainer.version)
+    trainer.publish()
+    assert trainer.pacer.may_ask(0, trainer.version)
+    assert not trainer.pacer.may_ask(0, trainer.version - 1)
+    trainer.pacer.awaited()
+    assert trainer.pacer.may_ask(0, trainer.version - 1)
+
+
+def test_the_habit_is_forgotten() -> None:
+    trainer = habit(1, every=1, burst=2)
+    for _ in range(5):
+        for _ in range(3):
+            trainer.deliver()
+        trainer.publish()
+    assert len(trainer.ask_all()) == 3 * 2
+
+
+def test_who_lags_too_much_waits_for_weights() -> None:
+    trainer = Trainer(1)
+    trainer.publish(0, 1)
+    trainer.publish(0)
+    trainer.pacer.awaited()
+    assert not trainer.pacer.may_ask(0, 0)
+    assert trainer.pacer.may_ask(0, 1)
+    assert trainer.pacer.may_ask(1, 0)
+    assert trainer.pacer.may_ask(2, 0)
+
+
+def test_the_least_slack_goes_first_and_ties_first_come() -> None:
+    trainer = habit(2, every=4)
+    new, old, also_old = (
+        trainer.pacer.ask(worker_id, trainer.version - lag)
+        for worker_id, lag in enumerate((0, 1, 1))
+    )
+    assert trainer.pacer.choose([]) is None
+    assert trainer.pacer.choose([new]) is new
+    assert trainer.pacer.choose([new, also_old, old]) is also_old
+    assert trainer.pacer.choose([new, old, also_old]) is old
+
+
+def test_what_is_more_urgent_is_waited_for() -> None:
+    trainer = habit(1, every=1)
+    urgent = trainer.pacer.ask(0, trainer.version - 1)
+    other = trainer.pacer.ask(1, trainer.version)
+    assert trainer.pacer.choose([other]) is None
+    trainer.pacer.arrived(urgent, trainer.version)
+    assert trainer.pacer.choose([other]) is other
+    trainer.pacer.arrived(urgent, trainer.version - 1)
+    trainer.pacer.given_up(urgent)
+    assert trainer.pacer.choose([other]) is other
+
+
+def test_nothing_is_waited_for_in_vain() -> None:
+    trainer = habit(1, every=4)
+    tickets = trainer.ask_all()
+    assert len(tickets) == 8
+    trainer.publish()
+    # Now all have slack 0, and not all can be delivered in time.
+    assert trainer.pacer.choose(tickets[5:]) is tickets[5]
+    trainer.publish()
+    # Now all are lost, and stand in nobody's way.
+    assert all(trainer.pacer.too_stale(ticket) for ticket in tickets)
+    assert trainer.pacer.choose(tickets) is None
+    fresh = trainer.pacer.ask(0, trainer.version)
+    assert trainer.pacer.choose([*tickets, fresh]) is fresh
+    assert trainer.pacer.may_ask(1, trainer.version)
+
+
+# Which publications the user makes after the so-manieth batch: for each, who gets it.
+Habit = Callable[[random.Random, int, int], list[list[int]]]
+
+
+def every_batches(every: int) -> Habit:
+    return lambda rng, batch, workers: [list(range(workers))] * (batch % every == 0)
+
+
+def to_some(rng: random.Random, batch: int, workers: int) -> list[list[int]]:
+    return [rng.sample(range(workers), rng.randint(1, workers))]
+
+
+def in_bursts(rng: random.Random, batch: int, workers: int) -> list[list[int]]:
+    count = rng.choice([0, 0, 0, 1, 1, 2, 4])
+    return [to_some(rng, batch, workers)[0] for _ in range(count)]
+
+
+class Simulation:
+    """Workers of different speed, weights on their way, and a user who trains on each batch."""
+
+    def __init__(self, seed: int, k: int, num_workers: int, published: Habit) -> None:
+        self.about = f"seed {seed}, max_policy_lag {k}, {num_workers} workers"
+        self.rng = random.Random(seed)
+        self.trainer = Trainer(k, num_workers)
+        self.pacer = self.trainer.pacer
+        self.k = k
+        self.published = published
+        self.speed = [10 ** self.rng.uniform(-1, 1) for _ in range(num_workers)]
+        self.training_s = 10 ** self.rng.uniform(-2, 0.5)
+        self.weights_s = 10 ** self.rng.uniform(-3, 0.5)
+        self.now = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.num_events = 0
+        self.held = [0] * num_workers  # the version each worker has
+        self.acknowledged = [0] * num_workers  # the same as far as the trainer knows
+        self.collecting: dict[int, StalenessTicket] = {}
+        self.request = [0] * num_workers  # when each worker was last asked, to take turns
+        self.arrived: list[StalenessTicket] = []
+        self.waiting = False
+        self.delivered = self.dropped = self.most_out = self.sum_out = 0
+
+    def run(self, num_batches: int) -> Simulation:
+        self.wait_for_batch()
+        while self.delivered < num_batches:
+            self.settle()
+            self.most_out = max(self.most_out, len(self.pacer))
+            assert self.events, f"stalls after {self.delivered} batches: {self.about}"
+            assert self.num_events < 100 * num_batches, f"gets nowhere: {self.about}"
+            self.now, _, event = heappop(self.events)
+            event()
+        return self
+
+    def later(self, delay_s: float, event: Callable[[], None]) -> None:
+        self.num_events += 1
+        heappush(self.events, (self.now + delay_s, self.num_events, event))
+
+    def settle(self) -> None:
+        """What a pool does whenever something happened."""
+        for stale in [ticket for ticket in self.arrived if self.pacer.too_stale(ticket)]:
+            self.dropped += 1
+            self.arrived.remove(stale)
+            self.pacer.given_up(stale)
+        if self.waiting and (chosen := self.pacer.choose(self.arrived)) is not None:
+            self.deliver(chosen)
+        for worker_id in sorted(self.trainer.workers, key=self.request.__getitem__):
+            # At most one rollout lies at a worker while it collects another.
+            if worker_id in self.collecting or self.lying(worker_id) > 1:
+                continue
+            if self.pacer.may_ask(worker_id, self.acknowledged[worker_id]):
+                self.ask(worker_id)
+
+    def lying(self, worker_id: int) -> int:
+        return sum(ticket.worker_id == worker_id for ticket in self.arrived)
+
+    def ask(self, worker_id: int) -> None:
+        self.collecting[worker_id] = self.pacer.ask(worker_id, self.acknowledged[worker_id])
+        self.request[worker_id] = self.num_events
+        self.later(self.rng.uniform(0, 0.01), lambda: self.collect(worker_id))
+
+    def collect(self, worker_id: int) -> None:
+        version = self.held[worker_id]
+
+        def arrive() -> None:
+            ticket = self.collecting.pop(worker_id)
+            assert version >= ticket.version
+            self.pacer.arrived(ticket, version)
+            self.arrived.append(ticket)
+
+        self.later(self.speed[worker_id] * self.rng.uniform(0.5, 2), arrive)
+
+    def deliver(self, ticket: StalenessTicket) -> None:
+        lag = self.trainer.versions.lag(ticket.worker_id, ticket.version)
+        assert lag <= self.k, f"lag {lag}: {self.about}"
+        self.sum_out += len(self.pacer)
+        self.arrived.remove(ticket)
+        self.pacer.delivered(ticket)
+        self.delivered += 1
+        self.waiting = False
+        self.later(self.training_s * self.rng.uniform(0.5, 2), self.end_training)
+
+    def end_training(self) -> None:
+        for worker_ids in self.published(self.rng, self.delivered, len(self.trainer.workers)):
+            self.trainer.publish(*worker_ids)
+            for worker_id in worker_ids:
+                self.send(worker_id, self.trainer.version)
+        self.later(self.rng.choice([0, 0.1]), self.wait_for_batch)
+
+    def wait_for_batch(self) -> None:
+        self.waiting = True
+        self.pacer.awaited()
+
+    def send(self, worker_id: int, version: int) -> None:
+        def arrive() -> None:
+            self.held[worker_id] = max(self.held[worker_id], version)
+            self.later(self.weights_s * self.rng.uniform(0, 1), acknowledge)
+
+        def acknowledge() -> None:
+            self.acknowledged[worker_id] = max(self.acknowledged[worker_id], version)
+
+        self.later(self.weights_s * self.rng.uniform(0, 1), arrive)
+
+
+BATCHES = 2000
+
+
+@pytest.mark.parametrize("k", range(5))
+@pytest.mark.parametrize(
+    "published",
+    [every_batches(1), every_batches(2), every_batches(7), to_some],
+    ids=["every-batch", "every-2nd", "every-7th", "to-some"],
+)
+def test_a_steady_habit_costs_no_rollout(published: Habit, k: int) -> None:
+    run = Simulation(k, k, random.Random(k).randint(1, 16), published).run(BATCHES)
+    assert run.dropped == 0, f"{run.dropped} dropped: {run.about}"
+
+
+@pytest.mark.parametrize("k", range(5))
+def test_irregular_bursts_never_stall(k: int) -> None:
+    run = Simulation(k, k, random.Random(k).randint(1, 16), in_bursts).run(BATCHES)
+    assert run.dropped < BATCHES, f"{run.dropped} dropped: {run.about}"
+
+
+@pytest.mark.parametrize("num_workers", [4, 16])
+def test_rare_publications_let_more_workers_collect(num_workers: int) -> None:
+    often = Simulation(5, 1, num_workers, every_batches(1)).run(BATCHES)
+    rarely = Simulation(5, 1, num_workers, every_batches(7)).run(BATCHES)
+    assert often.most_out == 2
+    assert rarely.most_out == min(2 * 7, 2 * num_workers)
+    assert rarely.sum_out > 1.5 * often.sum_out

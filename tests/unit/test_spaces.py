@@ -1,0 +1,125 @@
+"""Spaces as leaves, and values to and from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.counting import ACTIONS, OBSERVATIONS
+
+from distcollect.errors import SpaceError
+from distcollect.rollout.spaces import (
+    RESERVED,
+    Leaf,
+    ends_of,
+    flatten,
+    leaves_of,
+    nested,
+    numpy_dtype,
+    torch_dtype,
+    unflatten,
+)
+
+ALL_SPACES = [
+    *(("observation", name, coding.space) for name, coding in OBSERVATIONS.items()),
+    *(("action", name, space) for name, space in ACTIONS.items()),
+]
+each_space = pytest.mark.parametrize(
+    ("role", "space"),
+    [pytest.param(role, space, id=f"{role}-{name}") for role, name, space in ALL_SPACES],
+)
+
+
+@each_space
+def test_a_sample_has_the_leaves_shapes_and_dtypes(role: str, space: gym.Space[Any]) -> None:
+    parts = list(flatten(space, space.sample()))
+    for leaf, part in zip(leaves_of(space, role), parts, strict=True):
+        assert np.shape(part) == leaf.shape
+        assert np.asarray(part).dtype == leaf.numpy_dtype
+        assert leaf.zeros(2, 5).shape == (2, 5, *leaf.shape)
+
+
+@each_space
+def test_unflatten_undoes_flatten(role: str, space: gym.Space[Any]) -> None:
+    value = space.sample()
+    again = unflatten(space, flatten(space, value))
+    assert space.contains(again)
+    pairs = zip(flatten(space, again), flatten(space, value), strict=True)
+    assert all(mine is its for mine, its in pairs)
+
+
+@each_space
+def test_ends_lead_to_the_leaves(role: str, space: gym.Space[Any]) -> None:
+    value = space.sample()
+    ends = list(ends_of(space))
+    for (way, end), part in zip(ends, flatten(space, value), strict=True):
+        found = value
+        for name in way:
+            found = found[name]
+        assert found is part
+        assert end.contains(part)
+    assert len(ends) == len(leaves_of(space, role))
+
+
+def test_keys() -> None:
+    box = spaces.Box(0, 1, (2,))
+    tree = spaces.Dict({"a": box, "b": spaces.Tuple((box, spaces.Dict({"c": box})))})
+
+    def keys(space: gym.Space[Any], role: str) -> list[str]:
+        return [".".join(leaf.key) for leaf in leaves_of(space, role)]
+
+    assert keys(box, "observation") == ["observation"]
+    assert keys(box, "action") == ["action"]
+    assert keys(tree, "observation") == ["a", "b.0", "b.1.c"]
+    assert keys(tree, "action") == ["action.a", "action.b.0", "action.b.1.c"]
+    assert keys(spaces.Tuple((box, box)), "observation") == ["observation.0", "observation.1"]
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Text(3),
+        spaces.Sequence(spaces.Discrete(2)),
+        spaces.Graph(spaces.Box(0, 1), None),
+        spaces.OneOf([spaces.Discrete(2)]),
+    ],
+)
+def test_spaces_without_a_fixed_shape(space: gym.Space[Any]) -> None:
+    name = type(space).__name__
+    with pytest.raises(SpaceError, match=f"observation: a {name} space"):
+        leaves_of(space, "observation")
+    with pytest.raises(SpaceError, match=f"in.ner: a {name} space"):
+        leaves_of(spaces.Dict({"in": spaces.Dict({"ner": space})}), "observation")
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_reserved_names(name: str) -> None:
+    space = spaces.Dict({name: spaces.Discrete(2)})
+    with pytest.raises(SpaceError, match=repr(name)):
+        leaves_of(space, "observation")
+    assert leaves_of(space, "action") == (Leaf(("action", name), (), torch.int64),)
+    inner = spaces.Dict({"x": space})
+    assert leaves_of(inner, "observation") == (Leaf(("x", name), (), torch.int64),)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+)
+def test_dtypes_go_both_ways(dtype: str) -> None:
+    assert numpy_dtype(torch_dtype(np.dtype(dtype))) == np.dtype(dtype)
+
+
+def test_nested() -> None:
+    assert nested({("a", "b"): 1, ("a", "c", "d"): 2, ("e",): 3}) == {
+        "a": {"b": 1, "c": {"d": 2}},
+        "e": 3,
+    }
+    assert nested({}) == {}
+
+
+def test_leaf_as_text() -> None:
+    assert str(Leaf(("a", "b"), (2, 3), torch.float32)) == "a.b [2, 3] float32"
