@@ -31,7 +31,7 @@ from distcollect.commands.collect import command as collect
 from distcollect.commands.collect.policy_file import named_policy
 from distcollect.commands.collect.saved import SavedFrames, frame_bytes
 
-SLOW = "scripts.counted_env:SlowlyCounted-v0"
+SLOW = "helpers.scripts.counted_env:SlowlyCounted-v0"
 
 
 def arguments(out: Path, **given: Any) -> list[str]:
@@ -144,7 +144,7 @@ def test_a_saved_policy_and_a_seed_give_the_same_frames_each_time(
     policy = scripted(tmp_path / "policy.pt")
     runs = []
     for name in ("one", "two"):
-        given = {"env": "scripts.counted_env:Counted-v0", "frames": 250, "envs_per_worker": 2}
+        given = {"env": "helpers.scripts.counted_env:Counted-v0", "frames": 250, "envs_per_worker": 2}
         given |= {"frames_per_batch": 40, "policy": policy, "seed": 3}
         assert cli.main(arguments(tmp_path / name, **given)) == 0
         runs.append(TensorDict.load_memmap(tmp_path / name))
