@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+_MOST_DOUBLINGS = 30  # more would overflow, and every limit is reached before
+
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """The pause before another try: none after the first failure in a row, then doubling."""
+    """The pause in seconds before the next attempt, after ``failures`` failures in a row.
+
+    No pause after the first failure, ``first_s`` after the second, then twice as long each time,
+    but never more than ``longest_s``.
+    """
     if failures <= 1:
         return 0.0
     return min(first_s * 2.0 ** min(failures - 2, _MOST_DOUBLINGS), longest_s)
-
-
-_MOST_DOUBLINGS = 30  # more overflow in the end, and no pause is as long

@@ -1,4 +1,4 @@
-"""Checks of arguments that several packages share."""
+"""Checks of arguments that several packages use."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from distcollect.errors import ArgumentError, ArgumentTypeError
 
 
 def positive(name: str, value: object, *, optional: bool = False) -> None:
-    """Refuse what is no whole number above zero.
+    """Raise unless ``value`` is a whole number above zero, or None if it is ``optional``.
 
     Raises:
-        ArgumentError: it is zero, negative, or None and not ``optional``.
-        ArgumentTypeError: it is no integer.
+        ArgumentError: it is zero or negative.
+        ArgumentTypeError: it is not an integer.
     """
     if value is None and optional:
         return
@@ -25,24 +25,28 @@ def positive(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def devices_among(worker_ids: object) -> list[torch.device]:
-    """The devices, where workers are selected by that; else none.
+    """The devices in ``worker_ids``, where workers are selected by device; else an empty list.
 
     Raises:
-        ArgumentTypeError: devices and numbers are mixed.
+        ArgumentTypeError: ``worker_ids`` mixes devices and numbers.
     """
     each = worker_ids if isinstance(worker_ids, list | tuple) else [worker_ids]
     devices = [item for item in each if isinstance(item, torch.device)]
     if devices and len(devices) != len(each):
-        raise ArgumentTypeError(f"worker_ids={worker_ids!r}: name workers or devices, not both")
+        raise ArgumentTypeError(f"worker_ids={worker_ids!r}: give worker ids or devices, not both")
     return devices
 
 
 def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:
-    """The selected workers; None: all.
+    """The ids of the selected workers; None: all workers.
+
+    Args:
+        wanted: what the user selected: an id, a list of ids, a slice of ``present``, or None.
+        present: ids of the workers that there are.
 
     Raises:
-        ArgumentTypeError: neither an int nor a list of ints.
-        ArgumentError: no such worker, none at all, or one twice.
+        ArgumentTypeError: ``wanted`` is none of these.
+        ArgumentError: ``wanted`` has an unknown id, no id at all, or one twice.
     """
     if wanted is None:
         return None
@@ -59,5 +63,5 @@ def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:
             f"worker_ids={wanted!r}: no worker {unknown}; there are {list(present)}"
         )
     if not ids or len(set(ids)) != len(ids):
-        raise ArgumentError(f"worker_ids={wanted!r}: name each worker once, and at least one")
+        raise ArgumentError(f"worker_ids={wanted!r}: list at least one worker, and each worker once")
     return list(ids)

@@ -1,4 +1,4 @@
-"""The clock that all times are taken from."""
+"""The clock that all measured times come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All random numbers of a run that come from one seed."""
+"""Derives the seeds of envs and policies from the one seed of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distcollect.errors import ArgumentError, ArgumentTypeError
 
 
 class Stream(enum.IntEnum):
-    """What seeds are drawn for, each independent of the others."""
+    """What a seed is for; seeds of different streams are independent."""
 
     ENVS = 0
     POLICY = 1
@@ -19,16 +19,19 @@ class Stream(enum.IntEnum):
     RESUMED = 3
     EVALUATION = 4
     REBUILT = 5
-    REPLACED = 16  # and two for each process that takes another's place, from here on
+    # A process that replaces another one uses two streams of its own. They begin here:
+    # REPLACED + 2 * incarnation for its envs, and the next one for its policy.
+    REPLACED = 16
 
 
 def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
-    """The seed of env ``index``: independent of how the envs are spread over workers.
+    """The seed of env ``index`` of the run. It does not depend on which worker steps the env.
 
-    Below 2**31: envs written in C take it as an int.
+    It is below 2**31, as envs written in C take it as an int.
 
     Raises:
-        ArgumentError, ArgumentTypeError: ``seed`` is no whole number, 0 or more.
+        ArgumentError: ``seed`` is negative.
+        ArgumentTypeError: ``seed`` is not a whole number.
     """
     try:
         wanted = operator.index(seed)
@@ -40,7 +43,7 @@ def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
 
 
 def policy_seed(seed: int, index: int, stream: int = Stream.POLICY) -> int:
-    """The seed of what a policy draws for env ``index``, below 2**64: no two envs' are the same."""
+    """The seed of what a policy draws for env ``index``: below 2**64, different for every env."""
     entropy = np.random.SeedSequence([seed, int(stream), index])
     return int(entropy.generate_state(1, np.uint64)[0])
 
@@ -48,13 +51,14 @@ def policy_seed(seed: int, index: int, stream: int = Stream.POLICY) -> int:
 def process_seeds(
     seed: int, envs: range, incarnation: int, *, static: bool
 ) -> tuple[list[int], list[int]]:
-    """What a worker's process is seeded with: its envs', and its policy's for each of them.
+    """The seeds of a worker process: one for each env, and one for the policy in each env.
 
     Args:
-        seed: of all.
-        envs: the numbers of its envs among those of the run.
-        incarnation: which process in its slot; it doesn't repeat what the one before did.
-        static: all envs get the same.
+        seed: the seed of the run.
+        envs: the indices of the worker's envs among all envs of the run.
+        incarnation: number of the process in the worker's slot, counted from 0; each gets other
+            seeds than the one before.
+        static: all envs get the same env seed.
     """
     stream = Stream.REPLACED + 2 * incarnation if incarnation else 0
     env_seeds = [env_seed(seed, 0 if static else env, stream=stream) for env in envs]
@@ -62,6 +66,6 @@ def process_seeds(
 
 
 def shares(total: int, num: int) -> list[int]:
-    """``total`` as ``num`` whole numbers that differ by one at most."""
+    """``total`` split into ``num`` whole numbers that differ by at most one."""
     each, rest = divmod(total, num)
     return [each + (index < rest) for index in range(num)]

@@ -1,4 +1,9 @@
-"""The account of the frames that a process stepped."""
+"""Counts the frames that a process steps, in memory that its parent can read.
+
+The count stays readable and exact after the process was killed. The parent makes a
+:class:`SharedStepCounter` and lets the process inherit its descriptor; the process counts in it
+with a :class:`StepCounter`.
+"""
 
 from __future__ import annotations
 
@@ -7,75 +12,77 @@ import os
 
 import numpy as np
 
+# What stands where in the memory; both are int64.
+STEPPED = 0  # frames stepped in all
+BUSY = 1  # 1 while envs are stepped or reset for a rollout, else 0
+
 
 class StepCounter:
-    """Frames stepped in all, and those of them that are in no rollout, by cause.
+    """Frames stepped in all, and the frames among them that no rollout contains, by cause.
 
     Attributes:
-        memory: int64 ``[2]``: frames stepped, up to date after every step; and 1 while envs are
-            stepped or reset for a rollout, else 0. It may be shared with a process that wants to
-            know when this one was killed.
-        cells: the same, several times faster to write to.
+        memory: int64 ``[2]``, indexed with :data:`STEPPED` and :data:`BUSY`; up to date after
+            every step.
+        cells: the same memory as a memoryview, which is several times faster to write to.
         lost: frames that will never be delivered, by cause.
         env_faults: how often an env raised.
     """
 
     def __init__(self, memory: np.ndarray | None = None) -> None:
-        """Go on from what stands in ``memory``; None: from 0, in memory of its own."""
+        """Continue from the numbers in ``memory``; None: start at 0 in new private memory."""
         self.memory = np.zeros(2, np.int64) if memory is None else memory
         self.cells = self.memory.data
         self.lost: dict[str, int] = {}
         self.env_faults = 0
 
+    @classmethod
+    def inherited(cls, fd: int) -> StepCounter:
+        """Count in the memory that the parent process shares as ``fd``, and close ``fd``."""
+        memory = _map(fd)
+        os.close(fd)
+        return cls(memory)
+
     @property
     def stepped(self) -> int:
         """Frames stepped in all."""
-        return int(self.cells[0])
+        return int(self.cells[STEPPED])
 
     def add(self, frames: int) -> None:
-        """Account for ``frames`` that were stepped."""
-        self.cells[0] += frames
+        """Count ``frames`` that were stepped."""
+        self.cells[STEPPED] += frames
 
     def lose(self, cause: str, frames: int) -> None:
-        """Account for ``frames`` that will never be delivered."""
+        """Count ``frames`` that will never be delivered."""
         if frames:
             self.lost[cause] = self.lost.get(cause, 0) + frames
 
 
-# Places in the memory, all int64. The engine writes them.
-STEPPED = 0  # frames stepped in all
-
-
-BUSY = 1  # 1 while it steps or resets envs
-
-
-class SharedCounters:
-    """One page of memory that a process shares with its parent.
+class SharedStepCounter:
+    """What a child process counts, as its parent reads it.
 
     Attributes:
-        fd: its descriptor, to be inherited.
+        fd: descriptor of the memory; the child inherits it.
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("distcollect-vitals", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("distcollect-steps", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, mmap.PAGESIZE)
-        self._numbers = mapped(self.fd)
+        self._memory = _map(self.fd)
 
     @property
     def stepped(self) -> int:
-        """Frames that the process has stepped, exact whenever it was killed."""
-        return int(self._numbers[STEPPED])
+        """Frames that the process has stepped; exact whenever it was killed."""
+        return int(self._memory[STEPPED])
 
     @property
     def busy(self) -> bool:
-        """Whether it is in the middle of stepping or resetting envs."""
-        return bool(self._numbers[BUSY])
+        """Whether the process is stepping or resetting envs."""
+        return bool(self._memory[BUSY])
 
     def close(self) -> None:
-        """Give the descriptor back; the numbers stay readable."""
+        """Close the descriptor; the numbers stay readable."""
         os.close(self.fd)
 
 
-def mapped(fd: int) -> np.ndarray:
-    """The numbers behind a descriptor, int64."""
+def _map(fd: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(fd, mmap.PAGESIZE), dtype=np.int64)

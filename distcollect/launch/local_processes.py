@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcollect.common.step_counter import SharedCounters
+from distcollect.common.step_counter import SharedStepCounter
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class _Running:
     """
 
     process: subprocess.Popen[bytes]
-    vitals: SharedCounters
+    vitals: SharedStepCounter
     step_timeout_s: float | None
     max_bytes: int | None
     stepped: int = -1
@@ -145,7 +145,7 @@ class LocalProcesses:
         Raises:
             OSError: the system can't start it.
         """
-        vitals = SharedCounters()
+        vitals = SharedStepCounter()
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT],

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from distcollect.common import step_counter
 from distcollect.common.shared_memory import sample_of_memory
 from distcollect.common.step_counter import StepCounter
 from distcollect.net.client import ControlConnection, exit_now
@@ -29,14 +28,14 @@ def main(boot: dict[str, Any]) -> None:
 
     Args:
         boot: "host" and "port" of the trainer's gate, "token", "worker_id", "incarnation",
-            "num_threads" (torch's), "vitals" (a descriptor, see :mod:`.vitals`), "first_traj_id".
+            "num_threads" (torch's), "vitals" (a descriptor, see
+            :class:`~distcollect.common.step_counter.SharedStepCounter`), "first_traj_id".
     """
     # Ctrl-C is the trainer's business: a terminal, or torchrun, may send it to all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    counts = StepCounter(step_counter.mapped(boot["vitals"]))
-    os.close(boot["vitals"])
+    counts = StepCounter.inherited(boot["vitals"])
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(boot["num_threads"])
