@@ -22,7 +22,7 @@ from distcollect.common import checks
 from distcollect.common import tensor_cache as recycler
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.config import Faults, Monitor
-from distcollect.engine.engine import StepOptions
+from distcollect.engine.plan import StepOptions
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.results import Evaluation, Stats
 from distcollect.rollout.header import Header

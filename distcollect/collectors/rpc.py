@@ -32,7 +32,7 @@ from distcollect.collectors.torchrl_compat import takes_torchrl_names
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
-from distcollect.engine.build import WorkerPlan
+from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,

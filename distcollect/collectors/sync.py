@@ -33,14 +33,9 @@ from distcollect.collectors.torchrl_compat import takes_torchrl_names
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed, policy_seed
 from distcollect.config import Faults, Monitor
-from distcollect.engine.build import (
-    WorkerPlan,
-    build_engine,
-    build_evaluator,
-    engine_over,
-    with_policy,
-)
-from distcollect.engine.env_recovery import Stopped
+from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
+from distcollect.engine.interrupts import Stopped
+from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.make import is_env
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.launch.cpu_placement import num_cores
@@ -187,7 +182,7 @@ class SyncDataCollector(DataCollectorBase):
             max_env_faults=self._faults.max_env_faults,
             traces=self._monitor_thread.trace is not None,
         )
-        self._plan = plan = with_policy(plan)
+        self._plan = plan = plan.with_policy_made()
         self._engine = build_engine(plan, traj_ids=_traj_ids, shared=True)
         self._evaluator = build_evaluator(plan, shared=True)
         self._has_makers = not any(is_env(maker) for maker in makers)
@@ -208,8 +203,8 @@ class SyncDataCollector(DataCollectorBase):
         return self._engine.layout
 
     def _snapshot(self, about: Stats) -> Stats:
-        counts = self._engine.counts
-        frames = Frames(counts.stepped, lost=dict(counts.lost))
+        counter = self._engine.counter
+        frames = Frames(counter.stepped, lost=dict(counter.lost))
         return self._stats_recorder.snapshot(
             replace(about, sync=True, in_process=True, num_cores=num_cores()),
             states={0: State.READY.value if not about.ended else State.LEFT.value},
@@ -233,7 +228,7 @@ class SyncDataCollector(DataCollectorBase):
             num_steps=slab.num_steps,
             num_bytes=0,
             policy_version=(self._version, self._version),
-            env_faults=self._engine.counts.env_faults,
+            env_faults=self._engine.counter.env_faults,
             work=self._engine.step_timer.work(),
             spans=self._engine.step_timer.spans(),
         )
@@ -296,7 +291,7 @@ class SyncDataCollector(DataCollectorBase):
     def _before_start(self) -> None:
         policy, models = copy.deepcopy((self._plan.policy, dict(self._plan.models)))
         plan = replace(self._plan, policy=policy, models=models)
-        self._engine = engine_over(self._engine.envs, plan, traj_ids=_traj_ids)
+        self._engine = build_engine_for(self._engine.envs, plan, traj_ids=_traj_ids)
         self._engine.weights.version = self._version
         if self._seed is not None and not self._batches:
             self.set_seed(*self._seed)
@@ -375,7 +370,7 @@ class SyncDataCollector(DataCollectorBase):
         global _traj_ids  # noqa: PLW0603 - ids are unique in this process
         self._version = self._engine.weights.version = version
         _traj_ids = itertools.count(max(first_traj_id, next(_traj_ids)))
-        self._engine.number(_traj_ids)
+        self._engine.use_traj_ids(_traj_ids)
 
     def shutdown(self) -> None:
         """Close the envs."""

@@ -63,5 +63,7 @@ def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:
             f"worker_ids={wanted!r}: no worker {unknown}; there are {list(present)}"
         )
     if not ids or len(set(ids)) != len(ids):
-        raise ArgumentError(f"worker_ids={wanted!r}: list at least one worker, and each worker once")
+        raise ArgumentError(
+            f"worker_ids={wanted!r}: list at least one worker, and each worker once"
+        )
     return list(ids)

@@ -1,4 +1,4 @@
-"""Makes envs anew that raised, as long as that helps."""
+"""Replaces envs that raised with new ones, up to a number of faults in a row."""
 
 from __future__ import annotations
 
@@ -10,48 +10,46 @@ from dataclasses import dataclass
 from distcollect.common.backoff import backoff_s
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.common.step_counter import StepCounter
+from distcollect.engine.interrupts import Stopped
 from distcollect.envs.base import EnvBatch, Fault
 from distcollect.errors import EnvError
 
 log = logging.getLogger(__name__)
 
-# An env that goes on for so many frames without a fault has recovered.
-_RECOVERED_AFTER_FRAMES = 1000
+# An env that makes this many steps without a fault has recovered.
+_RECOVERED_AFTER_STEPS = 1000
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 
 
-class Stopped(Exception):
-    """Collection was ended, between two steps or while an env was to be made anew."""
-
-
 @dataclass
 class _Streak:
-    """Faults of an env with no whole episode in between."""
+    """Faults of an env in a row, with no whole episode in between."""
 
     num_faults: int = 0
-    at_step: int = 0  # of its rows, when the last one came
+    at_step: int = 0  # step of its rows at which the last fault came
 
 
 class EnvRecovery:
-    """Makes envs anew, each up to ``max_faults`` times in a row.
+    """Makes new envs for those that raised, each up to ``max_faults`` times in a row.
 
     Attributes:
-        streaks: by the rows of an env; where it is empty, nothing has to be told to
-            :meth:`finished`.
+        streaks: the envs that raised recently, by their rows. While it is empty,
+            :meth:`episodes_ended` need not be called.
     """
 
-    def __init__(self, envs: EnvBatch, counts: StepCounter, max_faults: int) -> None:
+    def __init__(self, envs: EnvBatch, counter: StepCounter, max_faults: int) -> None:
+        """Replace envs of ``envs``; count faults in ``counter``."""
         self.streaks: dict[tuple[int, ...], _Streak] = {}
         self._envs = envs
-        self._counts = counts
+        self._counter = counter
         self._max_faults = max_faults
         self._seeds: Sequence[int] | None = None
-        self._num_rebuilt = [0] * envs.num_envs  # since it was seeded
+        self._num_rebuilt = [0] * envs.num_envs  # by row, since the last seed()
         self._stopped = threading.Event()
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """Derive the seeds of envs made anew from these, one for each row."""
+        """Derive the seeds of new envs from ``seeds``, one for each row."""
         self._seeds = list(seeds)
         self._num_rebuilt = [0] * len(self._seeds)
 
@@ -59,26 +57,28 @@ class EnvRecovery:
         """Make the running or next :meth:`rebuild` raise :class:`Stopped`. From any thread."""
         self._stopped.set()
 
-    def finished(self, rows: Iterable[int]) -> None:
-        """Episodes came to their end in ``rows``: the envs work."""
+    def episodes_ended(self, rows: Iterable[int]) -> None:
+        """Whole episodes ended in ``rows``, so the envs of these rows work."""
         for row in rows:
-            for of_env in [each for each in self.streaks if row in each]:
-                del self.streaks[of_env]
+            for env_rows in [each for each in self.streaks if row in each]:
+                del self.streaks[env_rows]
 
     def rebuild(self, fault: Fault) -> None:
-        """Make the env anew and reset it, again if that fails, after a while that doubles.
+        """Make a new env in place of the one that raised, and reset it.
+
+        If that fails, try again after a pause; pauses double.
 
         Raises:
-            EnvError: it can't be made anew, or failed too often in a row.
+            EnvError: the env cannot be made again, or failed too often in a row.
             Stopped: see :meth:`stop`.
         """
         error = fault.error
         while True:
-            self._counts.env_faults += 1
-            num_faults = self._num_in_a_row(fault.rows)
+            self._counter.env_faults += 1
+            num_faults = self._count_fault(fault.rows)
             if num_faults > self._max_faults or not self._envs.can_rebuild(fault.rows[0]):
-                raise _given_up(error, num_faults - 1)
-            log.warning("%s; made anew, %d in a row", error.message, num_faults)
+                raise _final_error(error, num_faults - 1)
+            log.warning("%s; replaced by a new env, %d in a row", error.message, num_faults)
             if self._stopped.wait(_delay_s(num_faults)):
                 raise Stopped
             try:
@@ -88,10 +88,11 @@ class EnvRecovery:
             else:
                 return
 
-    def _num_in_a_row(self, rows: tuple[int, ...]) -> int:
+    def _count_fault(self, rows: tuple[int, ...]) -> int:
+        """Count a fault of the env of ``rows``; its faults in a row."""
         streak = self.streaks.setdefault(rows, _Streak())
-        step = self._counts.stepped // self._envs.num_envs
-        if step - streak.at_step >= _RECOVERED_AFTER_FRAMES:
+        step = self._counter.stepped // self._envs.num_envs
+        if step - streak.at_step >= _RECOVERED_AFTER_STEPS:
             streak.num_faults = 0
         streak.num_faults += 1
         streak.at_step = step
@@ -108,13 +109,14 @@ class EnvRecovery:
 
 
 def _delay_s(num_faults: int) -> float:
-    """None before the first time, then 0.1 s, 0.2 s, 0.4 s and so on."""
+    """No pause before the first attempt, then 0.1 s, 0.2 s, 0.4 s and so on."""
     return backoff_s(num_faults, _FIRST_DELAY_S, _LONGEST_DELAY_S)
 
 
-def _given_up(error: EnvError, num_rebuilt: int) -> EnvError:
+def _final_error(error: EnvError, num_rebuilt: int) -> EnvError:
+    """``error``, with the number of new envs that did not help."""
     if not num_rebuilt:
         return error
-    given_up = EnvError(f"{error.message} (it was made anew {num_rebuilt} times in a row)")
-    given_up.__cause__ = error
-    return given_up
+    final = EnvError(f"{error.message} (it was replaced {num_rebuilt} times in a row)")
+    final.__cause__ = error
+    return final

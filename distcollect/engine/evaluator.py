@@ -1,4 +1,4 @@
-"""Evaluating a policy: whole episodes in envs of their own, beside the collection."""
+"""Evaluates a policy: plays whole episodes in envs that are used for nothing else."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from distcollect.rollout.slab import Slab
 
 log = logging.getLogger(__name__)
 
-_STEPS = 64  # of a rollout; the rest of the last one is stepped in vain
+_NUM_STEPS = 64  # of each rollout; steps after the last episode's end are wasted
 
 
 class Evaluator:
-    """Plays episodes with the policy of a collecting engine, on that one's thread."""
+    """Plays episodes with the policy of an engine that collects, on the same thread."""
 
     def __init__(self, make_engine: Callable[[Exploration], Engine]) -> None:
-        """Make engines when they are needed; each has envs of its own, but no policy."""
+        """Play with engines from ``make_engine``, one for each kind of exploration.
+
+        An engine is made when it is first needed. It has envs of its own, but shares the policy.
+        """
         self._make_engine = make_engine
         self._engines: dict[Exploration, Engine] = {}
 
@@ -39,22 +42,23 @@ class Evaluator:
         seed: int | None,
         timeout_s: float,
     ) -> Evaluation:
-        """Play ``num_episodes``, each env its share.
+        """Play ``num_episodes`` episodes; every env plays about as many as any other.
 
         Args:
-            num_episodes: in all.
-            version: of the policy.
-            deterministic: take the most likely action, where the policy has a distribution.
-            seed: of envs and actions; None: a random one.
-            timeout_s: for all of it.
+            num_episodes: number of episodes in all.
+            version: policy_version of the policy.
+            deterministic: take the most likely action where the policy has a distribution.
+            seed: seed of envs and actions; None: a random one.
+            timeout_s: seconds for all episodes together.
 
         Raises:
-            DeadlineError: they were not over by then.
-            EnvError, PolicyError: an env or the policy failed.
+            DeadlineError: the episodes took longer.
+            EnvError: an env raised.
+            PolicyError: the policy raised.
         """
         deadline = time.monotonic() + timeout_s
         exploration = Exploration.DETERMINISTIC if deterministic else Exploration.RANDOM
-        with _own_random_numbers():
+        with _random_state_restored():
             if exploration not in self._engines:
                 self._engines[exploration] = self._make_engine(exploration)
             engine = self._engines[exploration]
@@ -72,8 +76,8 @@ class Evaluator:
     def _play(
         self, engine: Engine, seed: int, owed: list[int], deadline: float
     ) -> list[tuple[float, int]]:
-        """(return, length) of so many episodes of each env."""
-        slab = Slab(engine.layout, _STEPS)
+        """(return, length) of the episodes; ``owed``: how many episodes each env is to play."""
+        slab = Slab(engine.layout, _NUM_STEPS)
         episodes: list[tuple[float, int]] = []
         num_envs = len(owed)
         totals, lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
@@ -82,28 +86,27 @@ class Evaluator:
             _seed(engine, seed, num_starts)
             num_starts += 1
             traj_ids, over = np.full(num_envs, -1), np.ones(num_envs, bool)
-            goes_on = True
-            while goes_on and any(owed):
+            is_whole = True
+            while is_whole and any(owed):
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"{sum(owed)} of the episodes to be evaluated are not over, the longest "
-                        f"after {lengths.max()} frames; give it a longer timeout_s or fewer "
-                        "episodes"
+                        f"{sum(owed)} of the episodes to evaluate are not over; the longest after "
+                        f"{lengths.max()} frames. Give a longer timeout_s or fewer episodes"
                     )
                 engine.collect(slab)
-                for step in range(_STEPS):
+                for step in range(_NUM_STEPS):
                     begins = slab.traj_ids[:, step] != traj_ids
-                    # Where frames are missing, as an env was made anew or rows of a vector env have
-                    # drifted apart, what follows is no whole episode: all start over.
-                    goes_on = not (begins & ~over).any()
-                    if not goes_on:
+                    # Frames are missing where an env was replaced, or where rows of a vector env
+                    # have drifted apart. What follows is no whole episode, so all envs start over.
+                    is_whole = not (begins & ~over).any()
+                    if not is_whole:
                         break
                     traj_ids[:] = slab.traj_ids[:, step]
                     totals[begins] = lengths[begins] = 0
                     totals += slab.reward[:, step]
                     lengths += 1
                     over = slab.terminated[:, step] | slab.truncated[:, step]
-                    # One that its env's failure cut short tells nothing.
+                    # An episode that a fault of its env cut short does not count.
                     for row in np.flatnonzero(over & ~slab.faulted[:, step]).tolist():
                         if owed[row]:
                             owed[row] -= 1
@@ -125,11 +128,11 @@ def _seed(engine: Engine, seed: int, num_starts: int) -> None:
 
 
 @contextlib.contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Collection goes on afterwards as if nothing had been drawn."""
+def _random_state_restored() -> Iterator[None]:
+    """Restore torch's and numpy's generators, so that evaluating does not change a collection."""
     numpy_state = np.random.get_state()  # noqa: NPY002 - for envs that still use it
     try:
-        # Nothing of CUDA is touched where nobody uses it.
+        # Asking for the number of GPUs would initialize CUDA where nobody uses it.
         num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices=range(num_gpus)):
             yield

@@ -1,4 +1,4 @@
-"""Where frames wait for their rollout whose rows are not at the same step."""
+"""A buffer for frames of rows that are not at the same step."""
 
 from __future__ import annotations
 
@@ -10,23 +10,35 @@ from distcollect.rollout.layout import FAULTED, TRAJ_IDS, Layout
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
+# A frame's row, and its place in that row of the buffer.
+_Place = tuple[int, int]
+
 
 class RaggedBuffer:
-    """Frames of rows that are not at the same step: up to 2T of each row."""
+    """Up to 2T frames of each of n rows.
+
+    Attributes:
+        num_steps: T.
+        position: int64 ``[n]``, frames that each row has.
+    """
 
     def __init__(self, layout: Layout, num_steps: int) -> None:
+        """Allocate room for ``2 * num_steps`` frames of each row."""
         self.num_steps = num_steps
         self.position = np.zeros(layout.num_envs, np.int64)
         self._frames: Arrays = {
             leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps) for leaf in layout.per_frame
         }
+        # The carried leaves after each row's last frame.
         self._after: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
-        self._final: dict[tuple[int, int], Arrays] = {}
-        # What followed a frame whose successor found no room, by the place that it would have had.
-        self._cut_off: dict[tuple[int, int], Arrays] = {}
+        # The carried leaves after frames that end a trajectory.
+        self._final: dict[_Place, Arrays] = {}
+        # The carried leaves after a frame whose successor found no room, by the place that the
+        # successor would have had.
+        self._cut_off: dict[_Place, Arrays] = {}
 
     def drop(self) -> int:
-        """Forget all frames; how many they were."""
+        """Drop all frames; how many there were."""
         dropped = int(self.position.sum())
         self.position.fill(0)
         self._final.clear()
@@ -37,18 +49,18 @@ class RaggedBuffer:
         self,
         real: np.ndarray,
         values: Arrays,
-        now: Arrays,
+        current: Arrays,
         final: Arrays,
         ended: Sequence[int],
     ) -> list[int]:
-        """Append a frame to the rows in ``real``; the rows that had no room for it.
+        """Append a frame to each row in ``real``; returns the rows that had no room for it.
 
         Args:
             real: bool ``[n]``.
             values: ``[n, *shape]`` of all leaves of the frame.
-            now: of the carried leaves, after it.
-            final: the same for the rows in ``ended``.
-            ended: the rows whose episodes ended with it.
+            current: ``[n, *shape]`` of the carried leaves after the frame.
+            final: the same for the rows in ``ended``, as they were before the reset.
+            ended: the rows whose episodes ended with the frame.
         """
         room = self.position < 2 * self.num_steps
         overflow = [int(row) for row in np.flatnonzero(real & ~room)]
@@ -60,7 +72,7 @@ class RaggedBuffer:
         for key, frames in self._frames.items():
             frames[rows, columns] = values[key][rows]
         for key, after in self._after.items():
-            after[rows] = now[key][rows]
+            after[rows] = current[key][rows]
         for row in ended:
             if room[row]:
                 self._final[row, int(self.position[row])] = {
@@ -70,7 +82,15 @@ class RaggedBuffer:
         return overflow
 
     def cut_short(self, row: int, traj_id: int, after: Arrays) -> None:
-        """End a trajectory with its last frame in ``row``, if that is here and not its end."""
+        """End a trajectory early: mark its last frame truncated and faulted.
+
+        Nothing happens if the last frame of ``row`` here is of another trajectory.
+
+        Args:
+            row: the row of the trajectory.
+            traj_id: the id of the trajectory.
+            after: ``[n, *shape]`` of the carried leaves after that frame.
+        """
         last = int(self.position[row]) - 1
         if last >= 0 and self._frames[TRAJ_IDS][row, last] == traj_id:
             self._frames["truncated",][row, last] = True
@@ -78,13 +98,13 @@ class RaggedBuffer:
             self._final[row, last] = {key: array[row].copy()[None] for key, array in after.items()}
 
     def emit(self, slab: Slab) -> None:
-        """Move the first T frames of each row to ``slab``; what a row lacks is padding."""
+        """Move the first T frames of each row to ``slab``; where a row has fewer, add padding."""
         steps = self.num_steps
         lengths = np.minimum(self.position, steps)
-        ahead = self.position > steps
+        longer = self.position > steps
         for key, tail in slab.tail.items():
             tail[:] = self._after[key]
-            tail[ahead] = self._frames[key][ahead, steps]
+            tail[longer] = self._frames[key][longer, steps]
             for (row, column), after in self._cut_off.items():
                 if column == steps:
                     tail[row] = after[key]
@@ -96,7 +116,7 @@ class RaggedBuffer:
         for key, frames in self._frames.items():
             slab.frames[key][:] = frames[:, :steps]
             frames[:, :steps] = frames[:, steps:]
-        kept: dict[tuple[int, int], Arrays] = {}
+        kept: dict[_Place, Arrays] = {}
         for (row, column), final in sorted(self._final.items()):
             if column < steps:
                 slab.add_final(row, column, final, source_row=0)

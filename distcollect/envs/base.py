@@ -1,12 +1,12 @@
-"""Envs of every kind behind one stepping interface.
+"""The interface through which envs of every kind are stepped.
 
-Whatever the user gives (an id, a callable, an instance, a list; plain or vector envs in any
-auto-reset mode) becomes an :class:`EnvBatch`, whose ``step`` is one transition of each env. A row
-whose episode ends is reset within the same call: ``obs`` then holds the first observation of the
-next episode and ``final`` the true last one.
+Whatever the user gives (an env id, a callable, an env, a list of these; single or vector envs in
+any auto-reset mode) becomes an :class:`EnvBatch`. Its ``step`` makes one transition of each env.
+A row whose episode ends is reset within the same call: ``obs`` then holds the first observation of
+the next episode, and ``final`` the true last one of the old episode.
 
-The one exception are native vector envs that reset themselves a step later (NEXT_STEP) and can't
-be told to do it at once: their next step is a filler for that row, and ``Step.real`` says so.
+There is one exception: native vector envs that reset a row in the step after its end (NEXT_STEP)
+and take no reset mask. For that row the next step is a filler, and ``Step.real`` is False.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 class Step(NamedTuple):
-    """What one step of n envs gave. Its parts are used again: valid until the next step.
+    """The result of one step of n envs. The next step overwrites it.
 
     Attributes:
         reward: float32 ``[n]``.
         terminated: bool ``[n]``.
-        truncated: bool ``[n]``; also True for a row that was cut and hadn't ended by itself.
+        truncated: bool ``[n]``; also True for a row that was cut and had not terminated.
         ended: the rows whose episode ended, in ascending order.
-        real: bool ``[n]``, False where a row only reset itself: no transition happened and the
-            action was ignored. None: all rows are real.
+        real: bool ``[n]``, False where a row only reset itself: it made no transition and ignored
+            the action. None: all rows are real.
     """
 
     reward: np.ndarray
@@ -52,13 +52,13 @@ class Step(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What one env raised.
+    """One env raised.
 
     Attributes:
-        rows: those it steps: one, or all of a vector env.
-        error: names the env.
-        stepped: whether the rows had made their transition, and it was the reset after it that
-            failed.
+        rows: the rows that this env steps: one, or all rows of a vector env.
+        error: the error; it names the env.
+        stepped: True if the rows made their transition and the reset after it failed; False if
+            they made no transition.
     """
 
     rows: tuple[int, ...]
@@ -67,16 +67,17 @@ class Fault(NamedTuple):
 
 
 class Faulted(EnvError):
-    """Envs raised; all others have done what was asked.
+    """Some envs raised; all other envs completed the call.
 
-    Those that raised need :meth:`EnvBatch.rebuild` before anything else is asked of them.
+    The envs that raised need :meth:`EnvBatch.rebuild` before any other call.
 
     Attributes:
-        faults: one for each of them.
+        faults: one for each env that raised.
         not_stepped: the rows that made no transition, in ascending order.
-        cut_short: the rows that did, and whose episode goes no further as others of their vector
-            env couldn't be reset.
-        result: what the step gave, but for the idle rows; those cut short count as truncated.
+        cut_short: the rows that made a transition, but whose episode can't continue, because their
+            vector env failed to reset other rows.
+        result: the result of the step for all rows that made a transition; rows cut short are
+            truncated in it.
     """
 
     def __init__(self, faults: Sequence[Fault], cut_short: Sequence[int], result: Step) -> None:
@@ -98,20 +99,22 @@ class EnvBatch(ABC):
         num_envs: n.
         observation_space: of a single env.
         action_space: of a single env.
-        leaves: what a frame has at its start and its end: observations, then info entries.
+        leaves: leaves that a frame has at its start and at its end: those of the observation,
+            then those of info entries.
         action_leaves: the leaves of an action.
-        outcome_leaves: what a frame has at its end only, beside the reward.
-        obs: what the policy sees next, ``[n, *shape]`` for each of ``leaves``. These arrays are
-            never replaced, only rewritten.
-        outcomes: what the last step gave, ``[n, *shape]`` for each of ``outcome_leaves``; never
-            replaced either.
-        final: shapes as ``obs``; for the rows that ended in the last step their true last
-            observation, for others undefined.
-        supports_partial_reset: whether rows can be reset at any time.
+        outcome_leaves: leaves that a frame has only at its end, besides the reward.
+        obs: what the policy sees next: ``[n, *shape]`` for each of ``leaves``. The arrays are
+            rewritten, never replaced.
+        outcomes: from the last step: ``[n, *shape]`` for each of ``outcome_leaves``. The arrays
+            are rewritten, never replaced.
+        final: ``[n, *shape]`` for each of ``leaves``: the true last observation of the rows whose
+            episode ended in the last step; undefined for other rows.
+        supports_partial_reset: single rows can be reset at any time.
     """
 
     supports_partial_reset: bool = True
-    _resets_itself: bool = False  # within the step: ``obs`` then holds no end of an episode
+    # The envs reset rows within their step, so that afterwards ``obs`` lacks the last observation.
+    _resets_in_step: bool = False
 
     def __init__(
         self,
@@ -121,108 +124,117 @@ class EnvBatch(ABC):
         info_space: spaces.Dict,
         outcome_leaves: tuple[Leaf, ...] = (),
     ) -> None:
+        """Allocate the arrays.
+
+        Args:
+            num_envs: n.
+            observation_space: of a single env.
+            action_space: of a single env.
+            info_space: the entries of ``info`` that frames carry, of a single env.
+            outcome_leaves: see the class.
+        """
         observed = leaves_of(observation_space, "observation")
-        noted = leaves_of(info_space, "observation")
+        info = leaves_of(info_space, "observation")
         self.num_envs = num_envs
         self.observation_space = observation_space
         self.action_space = action_space
-        self.leaves: tuple[Leaf, ...] = (*observed, *noted)
+        self.leaves: tuple[Leaf, ...] = (*observed, *info)
         self.action_leaves = leaves_of(action_space, "action")
         self.outcome_leaves = outcome_leaves
         self.outcomes: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in outcome_leaves}
         self.obs: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
         self.final: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
-        self._observed = with_key_paths(observed, observation_space)
-        self._noted = with_key_paths(noted, info_space)
-        self._missing = {leaf.key: missing_value(leaf) for leaf in noted}
+        self._obs_paths = with_key_paths(observed, observation_space)
+        self._info_paths = with_key_paths(info, info_space)
+        self._missing = {leaf.key: missing_value(leaf) for leaf in info}
         self._action_parts = [
             (leaf.key, part.dtype, isinstance(part, spaces.Box) and not part.shape)
             for leaf, (_, part) in zip(self.action_leaves, ends_of(action_space), strict=True)
         ]
-        self._pairs = [(self.obs[leaf.key], self.final[leaf.key]) for leaf in self.leaves]
+        self._obs_and_final = [(self.obs[leaf.key], self.final[leaf.key]) for leaf in self.leaves]
         reward = np.zeros(num_envs, np.float32)
         self._result = Step(reward, np.zeros(num_envs, bool), np.zeros(num_envs, bool), [], None)
-        self._faults: list[Fault] = []  # of the call under way
+        self._faults: list[Fault] = []  # of the running call
 
     @abstractmethod
     def reset(self, seeds: Sequence[int] | None = None) -> None:
-        """Start a new episode in every row and write ``obs``; needed before the first step.
+        """Start a new episode in every row, and write ``obs``. Call it before the first step.
 
         Args:
-            seeds: one for each row; None: the envs' random generators go on. A native vector env
-                has a single generator and takes the first.
+            seeds: one for each row; None: the envs keep their random generators. A native vector
+                env has a single generator and uses the first seed.
 
         Raises:
-            Faulted: an env raised, or its observation doesn't fit its space.
+            Faulted: an env raised, or its observation does not fit its space.
         """
 
     def step(
         self, action: Arrays, cut: np.ndarray | None = None, rows: Sequence[int] | None = None
     ) -> Step:
-        """One transition of each env.
+        """Make one transition of each env.
 
         Args:
             action: ``[n, *shape]`` for each of ``action_leaves``; copied where an env may keep it.
-            cut: bool ``[n]``, rows whose episode shall end with this step, whatever the env says.
-            rows: those that were idle when the last step raised Faulted, and are to make up for it;
-                what that step gave for the others stands in the result. None: all.
+            cut: bool ``[n]``: rows whose episode is ended after this step in any case.
+            rows: the rows that made no transition when the last step raised Faulted, and make it
+                now; the result keeps the other rows' values of that step. None: all rows.
 
         Raises:
-            Faulted: an env raised, or its observation doesn't fit its space.
-            ArgumentError: ``cut`` was given though ``supports_partial_reset`` is False.
+            Faulted: an env raised, or its observation does not fit its space.
+            ArgumentError: ``cut`` is given, but ``supports_partial_reset`` is False.
         """
         if cut is not None and not self.supports_partial_reset:
             raise ArgumentError(
-                f"{self._name()}: its rows can't be reset one by one, so episodes can't be cut; "
-                "pass a maker of single envs and envs_per_worker instead"
+                f"{self._name()}: it cannot reset single rows, so episodes cannot be cut; pass a "
+                "maker of single envs and envs_per_worker instead"
             )
         result = self._advance(action, rows)
         ended = result.ended
-        over = [] if self._resets_itself else ended
+        to_reset = [] if self._resets_in_step else ended
         if rows is not None:
             ended.sort()
-            over = [row for row in over if row in rows]
+            to_reset = [row for row in to_reset if row in rows]
         if cut is not None:
-            cut = self._cut_of_stepped(cut) if self._faults else cut
+            cut = self._cut_where_stepped(cut) if self._faults else cut
             np.logical_or(result.truncated, cut & ~result.terminated, out=result.truncated)
             cut_rows = [row for row in np.flatnonzero(cut).tolist() if row not in ended]
             if cut_rows:
-                over = [*over, *cut_rows]
+                to_reset = [*to_reset, *cut_rows]
                 ended.extend(cut_rows)
                 ended.sort()
-        if over:
-            for now, last in self._pairs:
-                for row in over:
-                    last[row] = now[row]
-            self._reset_rows(over)
+        if to_reset:
+            for obs, final in self._obs_and_final:
+                for row in to_reset:
+                    final[row] = obs[row]
+            self._reset_rows(to_reset)
         if self._faults:
             raise self._faulted()
         return result
 
     @abstractmethod
     def can_rebuild(self, row: int) -> bool:
-        """Whether the env of a row can be made anew: one that was given as it is can't."""
+        """Whether a new env can be made for a row; not if the user passed an env object."""
 
     @abstractmethod
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
-        """Close the env of ``rows``, whatever it says to that, make another one and reset it.
+        """Close the env of ``rows``, ignoring errors, make a new one and reset it.
 
         Args:
-            rows: as a :class:`Fault` has them.
+            rows: the rows of a :class:`Fault`.
             seeds: one for each of these rows; None: random ones.
 
         Raises:
-            EnvError: it could not be made, has other spaces than before, or raised.
+            EnvError: the new env could not be made, has other spaces, or raised.
         """
 
     @abstractmethod
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """What a method of the envs returns (or an attribute is), for each row in order.
+        """Call a method of each env, or read an attribute; one value per row, in order.
 
-        A native vector env is asked as a whole and gives a single value.
+        A native vector env is called as a whole and gives a single value.
 
         Raises:
-            EnvError: there is none of that name, or it raised.
+            EnvError: the env has no such method or attribute, or it raised.
         """
 
     @abstractmethod
@@ -230,22 +242,22 @@ class EnvBatch(ABC):
         """Close every env, also when one of them raises.
 
         Raises:
-            EnvError: one of them raised; the first is named.
+            EnvError: an env raised; the message is about the first one that did.
         """
 
     @abstractmethod
     def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
-        """Step all envs or some, write ``obs``, say which rows ended, note faults."""
+        """Step all envs, or those of ``rows``; write ``obs`` and the result, collect faults."""
 
     @abstractmethod
     def _reset_rows(self, rows: list[int]) -> None:
-        """Start new episodes in some rows, write those rows of ``obs``, note faults."""
+        """Start new episodes in ``rows``; write these rows of ``obs``, collect faults."""
 
     @abstractmethod
     def _name(self, row: int = 0) -> str:
-        """How messages call the env of a row."""
+        """The name of a row's env in messages."""
 
-    def _cut_of_stepped(self, cut: np.ndarray) -> np.ndarray:
+    def _cut_where_stepped(self, cut: np.ndarray) -> np.ndarray:
         """``cut`` without the rows that made no transition."""
         cut = cut.copy()
         for fault in self._faults:
@@ -253,43 +265,49 @@ class EnvBatch(ABC):
         return cut
 
     def _faulted(self) -> Faulted:
-        """The error for the faults of this call, which is over."""
+        """The error to raise at the end of a call in which envs raised."""
         faults, self._faults = self._faults, []
         result = self._result
         stepped = [row for fault in faults if fault.stepped for row in fault.rows]
         cut_short = [row for row in stepped if row not in result.ended]
         for row in cut_short:
             result.truncated[row] = True
-            for now, last in self._pairs:
-                last[row] = now[row]
+            for obs, final in self._obs_and_final:
+                final[row] = obs[row]
         result.ended[:] = sorted([*result.ended, *cut_short])
         return Faulted(faults, cut_short, result)
 
     def _check_spaces(self, observation_space: Space, action_space: Space, row: int = 0) -> None:
-        """Raise EnvError if an env that was made anew is not what it was."""
-        observed = tuple(leaf for leaf, _ in self._observed)
+        """Raise EnvError if the new env of a row has other spaces than the env it replaces."""
+        observed = tuple(leaf for leaf, _ in self._obs_paths)
         same = leaves_of(observation_space, "observation") == observed
         if not same or action_space != self.action_space:
             raise EnvError(
-                f"{self._name(row)}: made anew, it has other spaces than before; what makes it has "
-                "to give the same ones each time"
+                f"{self._name(row)}: made a second time, it has other spaces than before; its "
+                "maker must return envs with the same spaces each time"
             )
 
     def _check(self, value: Any, call: str, row: int = 0, lead: tuple[int, ...] = ()) -> None:
-        """Raise EnvError if an observation doesn't fit its space.
+        """Raise EnvError if an observation does not fit its space.
 
-        numpy would stretch an array that is too small over the row, and cut fractions off.
+        numpy itself would broadcast an array that is too small, and truncate fractions.
+
+        Args:
+            value: the observation, of shapes ``[*lead, *shape]``.
+            call: the method that returned it, for the message.
+            row: whose env returned it.
+            lead: see above.
         """
-        for leaf, way in self._observed:
+        for leaf, path in self._obs_paths:
             where = ".".join(leaf.key)
             part = value
-            for name in way:
+            for name in path:
                 try:
                     part = part[name]
                 except (KeyError, IndexError, TypeError) as err:
                     raise EnvError(
                         f"{self._name(row)}: {call}() returned an observation without {where!r}, "
-                        f"which its observation space has"
+                        "which its observation space has"
                     ) from err
             given, dtype = np.asarray(part), self.obs[leaf.key].dtype
             fractions = given.dtype.kind not in "biu" and dtype.kind in "biu"
@@ -302,7 +320,7 @@ class EnvBatch(ABC):
 
     @contextlib.contextmanager
     def _naming_env(self, call: str, row: int = 0) -> Iterator[None]:
-        """Turn whatever is raised within into an EnvError that names the env of a row."""
+        """Turn every exception into an EnvError that names the env of a row."""
         try:
             yield
         except EnvError:
@@ -312,33 +330,33 @@ class EnvBatch(ABC):
 
 
 def with_key_paths(leaves: tuple[Leaf, ...], space: Space) -> list[tuple[Leaf, KeyPath]]:
-    """Each leaf of ``space`` with the way to its part of a value."""
-    return [(leaf, way) for leaf, (way, _) in zip(leaves, ends_of(space), strict=True)]
+    """Each leaf of ``space`` with the path to its part of a value."""
+    return [(leaf, path) for leaf, (path, _) in zip(leaves, ends_of(space), strict=True)]
 
 
 def missing_value(leaf: Leaf) -> Any:
-    """What stands where ``info`` has no such entry: NaN, False or 0."""
+    """The value of a leaf where ``info`` lacks the entry: NaN, False or 0."""
     return np.nan if leaf.dtype.is_floating_point else 0
 
 
 def describe(err: Exception) -> str:
-    """An exception in words."""
+    """An exception's type and message."""
     return f"{type(err).__name__}: {err}"
 
 
 def shape_error(env_name: str, leaf: Leaf, shape: tuple[int, ...]) -> EnvError:
-    """The error for an info entry of another shape."""
+    """The error for an info entry whose shape is not the leaf's."""
     return EnvError(
         f"{env_name}: its info entry {'.'.join(leaf.key)!r} has shape {list(shape)}, expected "
-        f"{list(leaf.shape)}; if that is right, declare its space in info_keys"
+        f"{list(leaf.shape)}; if that shape is right, declare its space in info_keys"
     )
 
 
 def called(attribute: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a method; an attribute as it is."""
+    """The result of a method; the value of any other attribute."""
     return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
 def name_of(env: Env) -> str:
-    """What messages call a plain env."""
+    """The name of a single env in messages."""
     return env.spec.id if env.spec is not None else type(env.unwrapped).__name__

@@ -1,4 +1,4 @@
-"""Entries of ``info`` as parts of a frame: their spaces, given or found out by trying."""
+"""Finds the spaces of the ``info`` entries that frames carry."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, Space
 from distcollect.rollout.spaces import RESERVED, ends_of, leaves_of
 
 EPISODE = "episode"
-# Where the values of these entries come from is documented, so nobody has to declare them.
-_KNOWN_INFO: dict[str, Space] = {
+# Spaces of entries that Gymnasium's own wrappers write, so users need not declare them.
+_KNOWN_SPACES: dict[str, Space] = {
     EPISODE: spaces.Dict(
         {
             "r": spaces.Box(-np.inf, np.inf, (), np.float32),
@@ -31,35 +31,50 @@ def space_of_info(
     examples: Callable[[], Iterator[Mapping[str, Any]]],
     env_name: str,
 ) -> spaces.Dict:
-    """The space of the info entries that frames carry, as far as need be found out by trying."""
+    """The space of the info entries that frames carry.
+
+    Args:
+        info_keys: the entries, see :func:`~distcollect.envs.make.make_envs`.
+        observation_space: of a single env; its entries' names are taken.
+        examples: gives the infos of a reset and of a step, from which undeclared spaces are
+            inferred. It is called only if there are any.
+        env_name: for messages.
+
+    Raises:
+        ArgumentError: the name of an entry is taken, or its space can't be inferred.
+        ArgumentTypeError: ``info_keys`` is a string.
+        EnvError: the env raised while it was tried.
+        SpaceError: the space of an entry contains a Tuple.
+    """
     if isinstance(info_keys, str):
         raise ArgumentTypeError(
-            f"info_keys={info_keys!r}: must be a list of names, as ['success'], or a dict of "
-            "their spaces by name"
+            f"info_keys={info_keys!r}: must be a list of names, such as ['success'], or a dict "
+            "from names to spaces"
         )
     declared = info_keys if isinstance(info_keys, Mapping) else dict.fromkeys(info_keys or ())
     observed = {leaf.key[0] for leaf in leaves_of(observation_space, "observation")}
     for name in declared:
         if name in RESERVED or name in observed:
             raise ArgumentError(
-                f"info_keys: {name!r} is the name of something else in a batch; give that entry "
-                "of info another name in a wrapper"
+                f"info_keys: a batch already has an entry {name!r}; rename the entry of info in "
+                "a wrapper"
             )
     found: dict[str, Any] = {
-        name: _KNOWN_INFO.get(name) if space is None else space for name, space in declared.items()
+        name: _KNOWN_SPACES.get(name) if space is None else space
+        for name, space in declared.items()
     }
     if None in found.values():
-        _find_out(found, examples, env_name)
+        _infer_spaces(found, examples, env_name)
     for name, space in found.items():
-        if any(isinstance(part, int) for way, _ in ends_of(space) for part in way):
+        if any(isinstance(part, int) for path, _ in ends_of(space) for part in path):
             raise SpaceError(f"info_keys: {name!r} is a Tuple space; only Dict can be nested here")
     return spaces.Dict(found)
 
 
-def _find_out(
+def _infer_spaces(
     found: dict[str, Any], examples: Callable[[], Iterator[Mapping[str, Any]]], env_name: str
 ) -> None:
-    """Put in the spaces that are None as yet, from what the env gives."""
+    """Replace each None in ``found`` by the space of that entry in one of the examples."""
     seen: set[str] = set()
     try:
         for example in examples():
@@ -71,18 +86,18 @@ def _find_out(
                 return
     except Exception as err:
         raise EnvError(
-            f"{env_name}: trying it for its info entries raised {describe(err)}"
+            f"{env_name}: a trial reset and step, for its info entries, raised {describe(err)}"
         ) from err
     name = next(name for name, space in found.items() if space is None)
     raise ArgumentError(
-        f"info_keys: a reset and a step of {env_name} gave nothing under {name!r} that "
+        f"info_keys: a reset and a step of {env_name} returned no entry {name!r} that "
         f"shows a shape and dtype (entries seen: {', '.join(sorted(seen)) or 'none'}); "
         f"declare it: info_keys={{{name!r}: gymnasium.spaces.Box(...)}}"
     )
 
 
 def _space_of(value: Any) -> Space | None:
-    """A space that ``value`` may be from; None if no tensor can hold it."""
+    """A space that contains ``value``; None if no tensor can hold it."""
     if isinstance(value, Mapping):
         parts = {str(name): _space_of(part) for name, part in value.items()}
         known = {name: part for name, part in parts.items() if part is not None}
@@ -90,7 +105,7 @@ def _space_of(value: Any) -> Space | None:
     if not isinstance(value, bool | int | float | np.generic | np.ndarray):
         return None
     array = np.asarray(value)
-    # A Python float has no precision of its own; np.float64 scalars count as such.
+    # A Python float becomes float32; np.float64 scalars are Python floats, too.
     dtype = np.dtype(np.float32) if isinstance(value, float) else array.dtype
     match dtype.kind:
         case "f":
@@ -105,7 +120,7 @@ def _space_of(value: Any) -> Space | None:
 
 
 def first_of_each(infos: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each entry of a vector env's infos, the value of the first row that has it."""
+    """For each entry of a vector env's infos, the value of the first row that has it."""
     first: dict[str, Any] = {}
     for name, values in infos.items():
         mask = infos.get(f"_{name}")

@@ -1,4 +1,4 @@
-"""From what the user gives to a batch of envs."""
+"""Makes a batch of envs from what the user passes as ``create_env_fn``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gymnasium.vector import VectorEnv
 
 from distcollect.envs.base import Env, EnvBatch, InfoKeys, Maker, describe, name_of
 from distcollect.envs.pettingzoo import PettingZooEnv
-from distcollect.envs.single import PlainBatch
+from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
 from distcollect.rollout.spaces import leaves_of
@@ -26,13 +26,13 @@ from distcollect.rollout.spaces import leaves_of
 
 @dataclass(frozen=True)
 class EnvContext:
-    """Which env is being made; given to makers that have a parameter named ``context``.
+    """Describes the env to make; passed to makers that have a parameter named ``context``.
 
     Attributes:
         worker_id: the worker that makes it; 0 in :class:`~distcollect.SyncDataCollector`.
         env_index: the env's index within the worker; 0 for a maker of a vector env.
-        incarnation: counts the processes that this worker has had, from 0.
-        seed: None: envs are made before they are seeded, and get their seed by ``reset``.
+        incarnation: number of the process in the worker's slot, counted from 0.
+        seed: always None: envs get their seed later, by ``reset``.
     """
 
     worker_id: int
@@ -44,7 +44,7 @@ class EnvContext:
 def check_env_id(env_id: str) -> None:
     """Raise ArgumentError, with Gymnasium's suggestion, if no such env is registered.
 
-    Nothing is made, but the module in "module:id" is imported.
+    It makes no env, but imports the module of a "module:id".
     """
     module, colon, name = env_id.rpartition(":")
     if colon:
@@ -56,8 +56,8 @@ def check_env_id(env_id: str) -> None:
         gym.spec(name)
     except gym.error.Error as err:
         raise ArgumentError(
-            f"no env {env_id!r}: {str(err).rstrip('.')}. The module that registers an env can be "
-            "named with it: 'module:id'"
+            f"no env {env_id!r}: {str(err).rstrip('.')}. If a module has to be imported to "
+            "register the env, write 'module:id'"
         ) from err
 
 
@@ -66,8 +66,8 @@ def _import_for(env_id: str, module: str) -> None:
         importlib.import_module(module)
     except ModuleNotFoundError as err:
         raise ArgumentError(
-            f"no env {env_id!r}: {err}. What stands before the colon of 'module:id' has to be a "
-            "module that can be imported here"
+            f"no env {env_id!r}: {err}. The part before the colon of 'module:id' must be a module "
+            "that can be imported here"
         ) from err
     except Exception as err:
         raise ArgumentError(
@@ -87,20 +87,21 @@ def make_envs(
 
     Args:
         create_env: an env id; a callable that returns an env, a vector env, a TorchRL env or a
-            parallel env of PettingZoo (if it has a parameter named ``context``, it is given one);
-            an instance; or a list of these, one plain env each.
-        num_envs: how many envs. A vector env, or a TorchRL env with a batch size, may have this
-            many rows, or any number if it is 1.
-        info_keys: entries of ``info`` that frames carry; a mapping gives their spaces (None: find
-            out), where a nested entry is a Dict space. Missing values are NaN, False or 0.
+            parallel env of PettingZoo (a parameter named ``context`` gets an
+            :class:`EnvContext`); an env; or a list of these, one single env each.
+        num_envs: how many envs. A vector env, or a TorchRL env with a batch size, must have this
+            many rows; if ``num_envs`` is 1 it may have any number.
+        info_keys: entries of ``info`` that frames carry: names, or a mapping from names to spaces
+            (None: infer the space). A nested entry has a Dict space. Missing values are NaN, False
+            or 0.
         contexts: one for each env.
-        device: where TorchRL envs compute; None: where they are made. Others have no choice.
+        device: where TorchRL envs compute; None: they are not moved. Other envs ignore it.
 
     Raises:
-        ArgumentError: numbers that don't fit, or an info entry that nothing is known of.
-        SpaceError: a space that no batch can carry, or envs whose spaces differ.
-        ArgumentTypeError: ``create_env`` is none of these.
-        EnvError: a callable raised or returned something else, or an env raised.
+        ArgumentError: the numbers of envs don't match, or the space of an info entry is unknown.
+        ArgumentTypeError: ``create_env`` is none of the above.
+        SpaceError: no batch can carry the space, or the envs' spaces differ.
+        EnvError: a callable raised or returned something that is no env, or an env raised.
     """
     listed = isinstance(create_env, list | tuple)
     makers = (
@@ -110,13 +111,13 @@ def make_envs(
     )
     if len(makers) != num_envs:
         raise ArgumentError(
-            f"{len(makers)} envs are listed, but there are to be {num_envs}: list as many"
+            f"the list has {len(makers)} envs, but {num_envs} are needed: list as many"
         )
-    given = list(zip(makers, contexts, strict=True))
+    makers_and_contexts = list(zip(makers, contexts, strict=True))
     envs: list[Any] = []
     opened: list[Any] = []
     try:
-        for row, (maker, context) in enumerate(given):
+        for row, (maker, context) in enumerate(makers_and_contexts):
             env = _make(maker, row, context, device)
             if not is_env(maker):
                 opened.append(env)
@@ -125,22 +126,25 @@ def make_envs(
             if num_rows is not None:
                 _check_rows(env, num_rows, num_envs, alone=not listed and row == 0)
                 break
-        remakers = [_remaker(maker, row, ctx, device) for row, (maker, ctx) in enumerate(given)]
+        remakers = [
+            _remaker(maker, row, context, device)
+            for row, (maker, context) in enumerate(makers_and_contexts)
+        ]
         return _batch(envs, info_keys, remakers[: len(envs)])
     except BaseException:
         for env in opened:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
+            with contextlib.suppress(Exception):  # the first error is the one to raise
                 env.close()
         raise
 
 
 def is_env(value: object) -> bool:
-    """Whether ``value`` is an env of a kind that can be stepped here."""
+    """Whether ``value`` is an env of a supported kind."""
     return isinstance(value, gym.Env | VectorEnv) or _is_torchrl(value) or _is_pettingzoo(value)
 
 
 def _is_torchrl(value: object) -> bool:
-    # Where torchrl was never imported nothing is an env of it, and importing it has side effects.
+    # Importing torchrl has side effects, and where it was never imported no object is its env.
     module = sys.modules.get("torchrl.envs.common")
     return module is not None and isinstance(value, module.EnvBase)
 
@@ -151,7 +155,7 @@ def _is_pettingzoo(value: object) -> bool:
 
 
 def _num_rows(env: Any) -> int | None:
-    """How many rows an env steps at once; None for one that has no such dimension."""
+    """How many rows an env steps at once; None for a single env."""
     if _is_torchrl(env):
         return env.batch_size.numel() if env.batch_size else None
     return env.num_envs if isinstance(env, VectorEnv) else None
@@ -160,17 +164,17 @@ def _num_rows(env: Any) -> int | None:
 def _batch(
     envs: list[Any], info_keys: InfoKeys | None, makers: list[Callable[[], Any] | None]
 ) -> EnvBatch:
-    """The batch for envs of one kind: plain ones, or a single one of several rows."""
+    """The batch for envs of one kind: single envs, or one env of several rows."""
     _check_distinct(envs)
     if any(map(_is_torchrl, envs)):
         if not all(map(_is_torchrl, envs)):
             raise ArgumentError(
-                "TorchRL envs and others can't be listed together: use envs of one kind, such as "
+                "a list can't mix TorchRL envs and others: use envs of one kind, for example "
                 "TorchRL's GymEnv for those of Gymnasium"
             )
         if info_keys:
             raise ArgumentError(
-                "info_keys: a TorchRL env brings them along itself, see its set_info_dict_reader"
+                "info_keys: a TorchRL env adds such entries itself, see its set_info_dict_reader"
             )
         from distcollect.envs.torchrl import TorchRLBatch  # noqa: PLC0415 - see _is_torchrl
 
@@ -178,27 +182,27 @@ def _batch(
     if isinstance(envs[0], VectorEnv):
         return VectorBatch(envs[0], info_keys, makers[0])
     _check_alike(envs)
-    return PlainBatch(envs, info_keys, makers)
+    return SingleEnvBatch(envs, info_keys, makers)
 
 
 def _remaker(
     maker: Maker, row: int, context: EnvContext, device: torch.device | None
 ) -> Callable[[], Any] | None:
-    """What makes the env of a row once more; None for an instance."""
+    """What makes the env of a row again; None if the user passed an env object."""
     if is_env(maker):
         return None
     return partial(_make, maker, row, context, device)
 
 
 def _make(maker: Maker, row: int, context: EnvContext, device: torch.device | None) -> Any:
-    # Instances first: an env may be callable too.
-    env: Any = maker if is_env(maker) else _called(maker, row, context)
+    # First look for an env: it may be callable, too.
+    env: Any = maker if is_env(maker) else _call_maker(maker, row, context)
     if _is_pettingzoo(env):
         return PettingZooEnv(env)
     return env.to(device) if device is not None and _is_torchrl(env) else env
 
 
-def _called(maker: Maker, row: int, context: EnvContext) -> Any:
+def _call_maker(maker: Maker, row: int, context: EnvContext) -> Any:
     if isinstance(maker, str):
         check_env_id(maker)
         name = f"gymnasium.make({maker!r})"
@@ -206,8 +210,8 @@ def _called(maker: Maker, row: int, context: EnvContext) -> Any:
         name = f"{getattr(maker, '__qualname__', type(maker).__name__)}()"
     else:
         raise ArgumentTypeError(
-            "envs are given as an env id, a callable, an env, a vector env, or a list of these, "
-            f"not as {type(maker).__name__}"
+            "create_env_fn must be an env id, a callable, an env, a vector env, or a list of "
+            f"these, not {type(maker).__name__}"
         )
     try:
         if isinstance(maker, str):
@@ -219,8 +223,8 @@ def _called(maker: Maker, row: int, context: EnvContext) -> Any:
     if not is_env(env):
         kind = f"{type(env).__module__}.{type(env).__qualname__}"
         raise EnvError(
-            f"env {row}: {name} returned a {kind}, not a gymnasium Env or VectorEnv, nor a TorchRL "
-            "EnvBase or a PettingZoo ParallelEnv"
+            f"env {row}: {name} returned a {kind}; it must return a gymnasium Env or VectorEnv, "
+            "a TorchRL EnvBase or a PettingZoo ParallelEnv"
         )
     return env
 
@@ -228,7 +232,7 @@ def _called(maker: Maker, row: int, context: EnvContext) -> Any:
 def _takes_context(maker: Callable[..., Any]) -> bool:
     try:
         parameter = inspect.signature(maker).parameters.get("context")
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         return False
     return parameter is not None and parameter.kind in (
         parameter.POSITIONAL_OR_KEYWORD,
@@ -239,12 +243,12 @@ def _takes_context(maker: Callable[..., Any]) -> bool:
 def _check_rows(env: Any, num_rows: int, num_envs: int, *, alone: bool) -> None:
     if not alone:
         raise ArgumentError(
-            f"{env} is a vector env, but each env of a list must be a plain one: give it alone"
+            f"{env} is a vector env, but a list must contain single envs: pass it without a list"
         )
     if num_envs not in (1, num_rows):
         raise ArgumentError(
-            f"{env} has {num_rows} envs, but there are to be {num_envs}: ask for "
-            f"{num_rows}, or for 1 to take it as it is"
+            f"{env} has {num_rows} envs, but {num_envs} are asked for: ask for {num_rows}, or "
+            "for 1 to use it as it is"
         )
 
 
@@ -252,18 +256,18 @@ def _check_distinct(envs: Sequence[Any]) -> None:
     for row, env in enumerate(envs):
         if any(env is other for other in envs[:row]):
             raise ArgumentError(
-                f"env {row} ({env}) is the same object as another one; each row needs an env of "
-                "its own, so give a callable that makes one"
+                f"env {row} ({env}) is the same object as another env; each row needs its own "
+                "env, so pass a callable that makes one"
             )
 
 
 def _check_alike(envs: Sequence[Env]) -> None:
-    """Envs of one batch have the same spaces."""
+    """Raise SpaceError unless all envs have the same spaces."""
     first = envs[0]
     for row, env in enumerate(envs):
         for role in ("observation", "action"):
             mine, theirs = getattr(env, f"{role}_space"), getattr(first, f"{role}_space")
-            # The bounds of observations may differ, but what an action means may not.
+            # The bounds of observations may differ; action spaces must be equal.
             same = leaves_of(mine, role) == leaves_of(theirs, role)
             if not same or (role == "action" and mine != theirs):
                 raise SpaceError(

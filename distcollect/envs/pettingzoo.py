@@ -1,4 +1,4 @@
-"""PettingZoo's parallel envs as Gymnasium envs, their agents in groups; needs no import of it."""
+"""PettingZoo's parallel envs as Gymnasium envs. This module does not import pettingzoo."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from distcollect.rollout.spaces import Entries, flatten, leaves_of, unflatten
 ParallelEnv: TypeAlias = Any  # pettingzoo.ParallelEnv, which may not be installed
 Tree: TypeAlias = dict[str, Any]
 
-# Where a step's info has what stands under "next" only.
+# The entry of a step's info whose content goes only under "next" in a batch.
 OUTCOMES = "outcomes"
 _FLAGS = ("done", "terminated", "truncated")
-_OF_GROUPS = frozenset({"action", "mask", "reward", *_FLAGS})
+_GROUP_NAMES = frozenset({"action", "mask", "reward", *_FLAGS})
 
 
 def groups_by_name(agents: Iterable[str]) -> dict[str, list[str]]:
-    """The agents "name_0", "name_1" … are the group "name"; any other is one of its own."""
+    """Agents "name_0", "name_1" … form the group "name"; any other agent is a group of its own."""
     groups: dict[str, list[str]] = {}
     for agent in agents:
         name, _, number = agent.rpartition("_")
@@ -34,37 +34,37 @@ def groups_by_name(agents: Iterable[str]) -> dict[str, list[str]]:
 
 
 class PettingZooEnv(gym.Env[Tree, Tree]):
-    """A parallel env whose observations and actions are those of groups, stacked over their agents.
+    """A parallel env whose agents are put in groups; the agents of a group are stacked.
 
     An observation has for each group of n agents
 
-    - "observation", ``[n, *shape]``, or where an agent's is a Dict with such an entry, all of its
-      entries: what an agent sees, zeros if it isn't there;
-    - "mask", bool ``[n]``: the agents that act next;
-    - "done", "terminated", "truncated", bool ``[n, 1]``: of agents that are over.
+    - "observation", ``[n, *shape]``: what the agents observe, zeros for absent agents. Where an
+      agent's observation is a Dict with an entry "observation", all its entries stand here;
+    - "mask", bool ``[n]``: the agents that are present, and act next;
+    - "done", "terminated", "truncated", bool ``[n, 1]``: the flags of agents whose part is over.
 
-    An action has ``{group: {"action": [n, *shape]}}``; what stands there for agents that aren't
-    there is ignored. The reward of the env is the sum of its agents'; those, float32 ``[n, 1]``,
-    are in ``info["outcomes"]``. The env ends when it has no agents left: terminated if each of them
-    was, else truncated.
+    An action is ``{group: {"action": [n, *shape]}}``; the actions of absent agents are ignored.
+    The reward of the env is the sum of the agents' rewards. The agents' rewards, float32
+    ``[n, 1]``, are in ``info["outcomes"]``. The env ends when no agent is left: terminated if all
+    agents were terminated, else truncated.
 
     Attributes:
         env: the parallel env.
         groups: the agents of each group, in the order in which they are stacked.
-        outcome_space: of ``info["outcomes"]``.
+        outcome_space: space of ``info["outcomes"]``.
     """
 
     def __init__(self, env: ParallelEnv, groups: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Group the agents of ``env``.
+        """Put the agents of ``env`` in groups.
 
         Args:
-            env: a ``pettingzoo.ParallelEnv`` that knows its ``possible_agents``.
-            groups: the agents of each group, all in one and only one; None: as
-                :func:`groups_by_name` has them.
+            env: a ``pettingzoo.ParallelEnv`` that has ``possible_agents``.
+            groups: the agents of each group; each agent is in exactly one group. None: see
+                :func:`groups_by_name`.
 
         Raises:
             ArgumentError: an agent is in no group, in two, or unknown.
-            SpaceError: agents of a group have different spaces, or entries of a name that is taken.
+            SpaceError: agents of a group have different spaces, or an entry has a reserved name.
         """
         self.env = env
         agents = list(env.possible_agents)
@@ -73,28 +73,30 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
         }
         if sorted(chain.from_iterable(self.groups.values())) != sorted(agents):
             raise ArgumentError(
-                f"groups={self.groups}: must have each of the agents {agents} once, and no others"
+                f"groups={self.groups}: must contain each of the agents {agents} once, no others"
             )
-        self._observed = {
+        self._observation_spaces = {
             group: self._space_in(group, "observation", env.observation_space)
             for group in self.groups
         }
-        # Of each leaf of what the agents of a group see, as if none of them was there.
-        self._nothing = {
+        # For each group, the leaves of its observation when no agent is present: zeros.
+        self._absent = {
             group: [leaf.zeros(len(self.groups[group])) for leaf in leaves_of(space, "observation")]
-            for group, space in self._observed.items()
+            for group, space in self._observation_spaces.items()
         }
-        acted = {group: self._space_in(group, "action", env.action_space) for group in self.groups}
         sizes = {group: len(members) for group, members in self.groups.items()}
-        self._actions = {group: batch_space(acted[group], size) for group, size in sizes.items()}
+        self._action_spaces = {
+            group: batch_space(self._space_in(group, "action", env.action_space), size)
+            for group, size in sizes.items()
+        }
         self.action_space = Entries(
-            {group: spaces.Dict({"action": space}) for group, space in self._actions.items()}
+            {group: spaces.Dict({"action": space}) for group, space in self._action_spaces.items()}
         )
         self.observation_space = spaces.Dict(
             {
                 group: spaces.Dict(
                     {
-                        **_entries(batch_space(self._observed[group], size)),
+                        **_entries(batch_space(self._observation_spaces[group], size)),
                         "mask": _flags(size),
                         **{name: _flags(size, 1) for name in _FLAGS},
                     }
@@ -108,25 +110,26 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
                 for group, size in sizes.items()
             }
         )
-        self._terminated: dict[str, bool] = {}  # of the agents that are over
+        # The flags of agents whose part is over.
+        self._terminated: dict[str, bool] = {}
         self._truncated: dict[str, bool] = {}
 
     def _space_in(self, group: str, role: str, space_of: Any) -> Space:
-        """The space that all agents of a group have."""
+        """The space that the agents of a group share; SpaceError if they don't."""
         first: Space = space_of(self.groups[group][0])
         for agent in self.groups[group]:
             space = space_of(agent)
-            # The bounds of observations may differ, but what an action means may not.
+            # The bounds of observations may differ; action spaces must be equal.
             same = leaves_of(space, role) == leaves_of(first, role)
             if not same or (role == "action" and space != first):
                 raise SpaceError(
-                    f"{self.env}: {agent!r} has another {role} space than the first of its group "
-                    f"{group!r}; put it in a group of its own: PettingZooEnv(env, groups={{...}})"
+                    f"{self.env}: {agent!r} has another {role} space than the first agent of its "
+                    f"group {group!r}; put it in another group: PettingZooEnv(env, groups={{...}})"
                 )
-        if role == "observation" and (taken := _OF_GROUPS & _entries(first).keys()):
+        if role == "observation" and (taken := _GROUP_NAMES & _entries(first).keys()):
             raise SpaceError(
-                f"{self.env}: group {group!r} needs the names {sorted(taken)} for itself; rename "
-                "these entries of the observation in a wrapper"
+                f"{self.env}: group {group!r} needs the names {sorted(taken)} for its own entries; "
+                "rename these entries of the observation in a wrapper"
             )
         return first
 
@@ -139,13 +142,13 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
         return self._observation(observations), dict(infos)
 
     def step(self, action: Tree) -> tuple[Tree, float, bool, bool, Tree]:
-        """Have all agents act that are there; see :class:`gymnasium.Env`."""
+        """Step all agents that are present; see :class:`gymnasium.Env`."""
         present = set(self.env.agents)
         actions = {
             agent: each
             for group, members in self.groups.items()
             for agent, each in zip(
-                members, iterate(self._actions[group], action[group]["action"]), strict=True
+                members, iterate(self._action_spaces[group], action[group]["action"]), strict=True
             )
             if agent in present
         }
@@ -172,8 +175,8 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
         present = set(self.env.agents)
         tree: Tree = {}
         for group, members in self.groups.items():
-            space = self._observed[group]
-            parts = [part.copy() for part in self._nothing[group]]
+            space = self._observation_spaces[group]
+            parts = [part.copy() for part in self._absent[group]]
             for index, agent in enumerate(members):
                 if agent not in observations:
                     continue
@@ -203,7 +206,7 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
 
 
 def _entries(observation: Any) -> Tree:
-    """What a group has of its agents' observation, or of its space, by name."""
+    """A group's entries for an observation of its agents, or for its space, by name."""
     entries = observation.spaces if isinstance(observation, spaces.Dict) else observation
     if isinstance(entries, dict) and "observation" in entries:
         return dict(entries)

@@ -1,4 +1,4 @@
-"""Plain envs, stepped one after the other."""
+"""Single envs, stepped one after the other in this thread."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from distcollect.envs.pettingzoo import OUTCOMES, PettingZooEnv
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, leaves_of, unflatten
 
-_NOTHING = object()
+_NO_VALUE = object()
 
 
-class PlainBatch(EnvBatch):
-    """A list of plain envs, stepped one after the other in this thread."""
+class SingleEnvBatch(EnvBatch):
+    """A list of ``gymnasium.Env``, one for each row."""
 
     def __init__(
         self,
@@ -38,14 +38,19 @@ class PlainBatch(EnvBatch):
         info_keys: InfoKeys | None = None,
         makers: Sequence[Callable[[], Any] | None] = (),
     ) -> None:
-        """``makers``: what makes each of them anew, None where nothing does.
+        """Bring ``envs`` into the form of an :class:`EnvBatch`.
 
-        What envs with agents tell of them at the end of a frame goes into the outcomes.
+        The rewards of a PettingZoo env's agents go into the outcomes.
+
+        Args:
+            envs: one for each row.
+            info_keys: see :func:`~distcollect.envs.make.make_envs`.
+            makers: for each row what makes its env again, None where nothing does.
         """
         self._envs = list(envs)
         self._makers = makers or [None] * len(self._envs)
-        # Rows whose env raised, and those whose env is closed; until it has a successor.
-        self._broken: set[int] = set()
+        # Rows whose env raised, and rows whose env was closed, and has not been replaced yet.
+        self._failed: set[int] = set()
         self._closed: set[int] = set()
         first = self._envs[0]
 
@@ -61,30 +66,33 @@ class PlainBatch(EnvBatch):
         super().__init__(
             len(envs), first.observation_space, first.action_space, info_space, outcome_leaves
         )
-        self._told = with_key_paths(outcome_leaves, outcome_space)
-        self._heeds_info = bool(self._noted or self._told)
+        self._outcome_paths = with_key_paths(outcome_leaves, outcome_space)
+        self._reads_info = bool(self._info_paths or self._outcome_paths)
         # Discrete actions need no preparation: numpy scalars are copies.
         is_discrete = (
             isinstance(self.action_space, spaces.Discrete) and self.action_space.dtype == np.int64
         )
         self._discrete = self.action_leaves[0].key if is_discrete else None
-        # A view of each row: writing through it takes two thirds of the time of array[row] = x.
-        views = [[self.obs[leaf.key][row, ...] for leaf, _ in self._observed] for row in self._all]
-        ways = [way for _, way in self._observed]
-        self._only = [view[0] for view in views] if ways == [()] else None
-        self._places = [list(zip(view, ways, strict=True)) for view in views]
-        self._steps = [self._first_step(row) for row in self._all]
+        # Views of each row: writing through one takes two thirds of the time of array[row] = x.
+        views = [
+            [self.obs[leaf.key][row, ...] for leaf, _ in self._obs_paths] for row in self._rows
+        ]
+        paths = [path for _, path in self._obs_paths]
+        # One view per row where the observation is a single array, else all views with their paths.
+        self._only_views = [view[0] for view in views] if paths == [()] else None
+        self._views = [list(zip(view, paths, strict=True)) for view in views]
+        self._steps = [self._checked_step(row) for row in self._rows]
 
     @property
-    def _all(self) -> range:
+    def _rows(self) -> range:
         return range(len(self._envs))
 
     def reset(self, seeds: Sequence[int] | None = None) -> None:
-        for row in self._all:
+        for row in self._rows:
             try:
                 self._reset_row(row, None if seeds is None else int(seeds[row]))
             except EnvError as error:
-                self._note(row, error, stepped=False)
+                self._add_fault(row, error, stepped=False)
         if self._faults:
             raise self._faulted()
 
@@ -95,15 +103,15 @@ class PlainBatch(EnvBatch):
         [row] = rows
         make = self._makers[row]
         assert make is not None
-        self._shut(row)
+        self._close_failed(row)
         self._envs[row] = env = make()
         self._closed.discard(row)
-        self._broken.discard(row)
+        self._failed.discard(row)
         self._check_spaces(env.observation_space, env.action_space, row)
-        self._steps[row] = self._first_step(row)
+        self._steps[row] = self._checked_step(row)
         self._reset_row(row, None if seeds is None else int(seeds[0]))
 
-    def _advance(  # noqa: C901 - the hot loop; calls cost more than what they do
+    def _advance(  # noqa: C901 - a hot loop: calls would cost more than what they do
         self, action: Arrays, rows: Sequence[int] | None
     ) -> Step:
         result = self._result
@@ -112,56 +120,56 @@ class PlainBatch(EnvBatch):
             ended.clear()
             terminated.fill(False)
             truncated.fill(False)
-        heeds_info, only, places = self._heeds_info, self._only, self._places
-        for leaf, _ in self._noted:
+        reads_info, only_views, views = self._reads_info, self._only_views, self._views
+        for leaf, _ in self._info_paths:
             self.obs[leaf.key][... if rows is None else rows] = self._missing[leaf.key]
         actions = self._split(action) if self._discrete is None else action[self._discrete]
-        # Not strict: numpy tells the end of an array by an exception, which is slow.
-        left: Iterator[Any] = enumerate(zip(self._steps, actions, strict=False))
+        # Not strict: numpy signals the end of an array by an exception, which is slow.
+        remaining: Iterator[Any] = enumerate(zip(self._steps, actions, strict=False))
         if rows is not None:
-            left = (each for each in left if each[0] in rows)
-        row, value = 0, _NOTHING
-        while True:  # goes on behind a row that raised
+            remaining = (each for each in remaining if each[0] in rows)
+        row, value = 0, _NO_VALUE
+        while True:  # after a row that raised, continue with the next one
             try:
-                for row, (step, act) in left:
+                for row, (step, act) in remaining:
                     value, reward, term, trunc, info = step(act)
-                    if only is not None:
-                        only[row][...] = value
+                    if only_views is not None:
+                        only_views[row][...] = value
                     else:
-                        self._put(places[row], value)
+                        self._put(views[row], value)
                     rewards[row] = reward
-                    if heeds_info:
+                    if reads_info:
                         self._put_info(row, info)
                         self._put_outcomes(row, info)
                     if term or trunc:
                         terminated[row] = term
                         truncated[row] = trunc
                         ended.append(row)
-            except Exception as err:  # noqa: BLE001 - told as an EnvError
-                error = self._explained(err, "step", row, value)
-                self._note(row, error, stepped=False)
+            except Exception as err:  # noqa: BLE001 - it becomes an EnvError
+                error = self._as_env_error(err, "step", row, value)
+                self._add_fault(row, error, stepped=False)
             else:
                 return result
 
     def _reset_rows(self, rows: list[int]) -> None:
-        # As bare as stepping: episodes of a young policy are short.
-        only = self._only
-        left = iter(rows)
-        row, value = 0, _NOTHING
+        # As fast as stepping, as the episodes of an untrained policy are short.
+        only_views = self._only_views
+        remaining = iter(rows)
+        row, value = 0, _NO_VALUE
         while True:
             try:
-                for row in left:
-                    value = _NOTHING
+                for row in remaining:
+                    value = _NO_VALUE
                     value, info = self._envs[row].reset()
-                    if only is not None:
-                        only[row][...] = value
+                    if only_views is not None:
+                        only_views[row][...] = value
                     else:
-                        self._put(self._places[row], value)
-                    if self._noted:
+                        self._put(self._views[row], value)
+                    if self._info_paths:
                         self._put_reset_info(row, info)
-            except Exception as err:  # noqa: BLE001 - told as an EnvError
-                error = self._explained(err, "reset", row, value)
-                self._note(row, error, stepped=True)
+            except Exception as err:  # noqa: BLE001 - it becomes an EnvError
+                error = self._as_env_error(err, "reset", row, value)
+                self._add_fault(row, error, stepped=True)
             else:
                 return
 
@@ -169,35 +177,35 @@ class PlainBatch(EnvBatch):
         with self._naming_env("reset", row):
             value, info = self._envs[row].reset(seed=seed)
             self._check(value, "reset", row)
-            self._put(self._places[row], value)
+            self._put(self._views[row], value)
             self._put_reset_info(row, info)
 
-    def _note(self, row: int, error: EnvError, *, stepped: bool) -> None:
-        self._broken.add(row)
+    def _add_fault(self, row: int, error: EnvError, *, stepped: bool) -> None:
+        self._failed.add(row)
         self._faults.append(Fault((row,), error, stepped))
 
-    def _shut(self, row: int) -> None:
-        """Close an env that raised, whatever it says to that."""
+    def _close_failed(self, row: int) -> None:
+        """Close an env that raised, ignoring errors."""
         if row not in self._closed:
             self._closed.add(row)
             with contextlib.suppress(Exception):
                 self._envs[row].close()
 
-    def _explained(self, error: Exception, call: str, row: int, value: Any) -> EnvError:
-        """What happened while a row was stepped or reset.
+    def _as_env_error(self, error: Exception, call: str, row: int, value: Any) -> EnvError:
+        """The EnvError for an exception while a row was stepped or reset.
 
-        Did the env raise, or numpy when it was to take ``value`` from it?
+        Either the env raised, or numpy could not store the observation ``value`` that it returned.
         """
         try:
             with self._naming_env(call, row):
-                if value is not _NOTHING and not isinstance(error, EnvError):
+                if value is not _NO_VALUE and not isinstance(error, EnvError):
                     self._check(value, call, row)
                 raise error
-        except EnvError as explained:
-            return explained
+        except EnvError as env_error:
+            return env_error
 
-    def _first_step(self, row: int) -> Callable[[Any], Any]:
-        """The step function of an env that checks its result once and then takes itself away."""
+    def _checked_step(self, row: int) -> Callable[[Any], Any]:
+        """An env's step function that checks its first result, then replaces itself by ``step``."""
         step = self._envs[row].step
 
         def checked(action: Any) -> Any:
@@ -205,7 +213,7 @@ class PlainBatch(EnvBatch):
             if not isinstance(result, tuple) or len(result) != 5:
                 raise EnvError(
                     f"{self._name(row)}: step() returned no (observation, reward, terminated, "
-                    "truncated, info); is it an env of the old gym?"
+                    "truncated, info); is it an env of the old gym package?"
                 )
             self._check(result[0], "step", row)
             self._steps[row] = step
@@ -214,43 +222,43 @@ class PlainBatch(EnvBatch):
         return checked
 
     @staticmethod
-    def _put(places: Iterable[tuple[np.ndarray, KeyPath]], value: Any) -> None:
-        for place, way in places:
+    def _put(views: Iterable[tuple[np.ndarray, KeyPath]], value: Any) -> None:
+        for view, path in views:
             part = value
-            for name in way:
+            for name in path:
                 part = part[name]
-            place[...] = part
+            view[...] = part
 
     def _put_reset_info(self, row: int, info: Mapping[str, Any]) -> None:
-        for leaf, _ in self._noted:
+        for leaf, _ in self._info_paths:
             self.obs[leaf.key][row] = self._missing[leaf.key]
         self._put_info(row, info)
 
     def _put_info(self, row: int, info: Mapping[str, Any]) -> None:
-        for leaf, way in self._noted:
+        for leaf, path in self._info_paths:
             part: Any = info
-            for name in way:
+            for name in path:
                 part = None if part is None else part.get(name)
             if part is None:
                 continue
-            # Not for scalars: numpy itself takes nothing else for those.
+            # Not for scalars: there numpy itself raises.
             if leaf.shape and np.shape(part) != leaf.shape:
                 raise shape_error(self._name(row), leaf, np.shape(part))
             self.obs[leaf.key][row] = part
 
     def _put_outcomes(self, row: int, info: Mapping[str, Any]) -> None:
-        for leaf, way in self._told:
+        for leaf, path in self._outcome_paths:
             part = info[OUTCOMES]
-            for name in way:
+            for name in path:
                 part = part[name]
             self.outcomes[leaf.key][row] = part
 
     def _split(self, action: Arrays) -> Iterable[Any]:
-        """One action for each env, of the types that its space would sample."""
+        """One action for each env, of the types that its space samples."""
         columns: list[Iterable[Any]] = []
         for key, dtype, is_scalar_box in self._action_parts:
             array = action[key].astype(dtype)
-            columns.append([array[row, ...] for row in self._all] if is_scalar_box else array)
+            columns.append([array[row, ...] for row in self._rows] if is_scalar_box else array)
         space = self.action_space
         if not isinstance(space, spaces.Dict | spaces.Tuple):
             return columns[0]
@@ -264,9 +272,9 @@ class PlainBatch(EnvBatch):
         return results
 
     def close(self) -> None:
-        for row in self._broken:
-            self._shut(row)
-        with contextlib.ExitStack() as closing:  # goes through all, whichever of them raise
+        for row in self._failed:
+            self._close_failed(row)
+        with contextlib.ExitStack() as closing:  # closes all envs even if some raise
             for row, env in reversed(list(enumerate(self._envs))):
                 if row in self._closed:
                     continue

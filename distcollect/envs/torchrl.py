@@ -1,7 +1,7 @@
-"""TorchRL envs, plain or batched, with or without transforms.
+"""TorchRL envs, single or batched, with or without transforms.
 
-It imports torchrl, which changes how the whole process starts others. So it is itself imported only
-where the user made such an env, and has thereby imported torchrl.
+This module imports torchrl, which sets how this process starts other processes. Therefore it is
+only imported when the user passes a TorchRL env, and has thus imported torchrl already.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from distcollect.rollout.spaces import Arrays, Key
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 
-# These reset rows when the rows end, and at no other time.
-_RESETS_ITSELF = (AutoResetTransform, VecGymEnvTransform)
+# Transforms of envs that reset a row when it ends, and can't reset it at any other time.
+_RESETTING_TRANSFORMS = (AutoResetTransform, VecGymEnvTransform)
 
 
 @dataclass
@@ -33,12 +33,12 @@ class _Part:
     """One env and the rows that it steps.
 
     Attributes:
-        rows: one, or all that it is batched over.
-        env: steps them.
-        make: makes it anew, None if nothing does.
-        root: what the env gave last and is given with the next actions, ``[n]`` or ``[]``.
-        failed: it raised and has no successor yet.
-        closed: it is closed.
+        rows: one row, or all rows of a batched env.
+        env: the env.
+        make: makes the env again; None if nothing does.
+        root: TensorDict ``[n]`` or ``[]`` that the env returned last; the next actions go into it.
+        failed: the env raised and was not replaced yet.
+        closed: the env is closed.
     """
 
     rows: range
@@ -49,20 +49,29 @@ class _Part:
     closed: bool = False
 
     @property
-    def place(self) -> slice:
-        """Its rows within arrays of all rows."""
+    def row_slice(self) -> slice:
+        """The rows as a slice of arrays of all rows."""
         return slice(self.rows.start, self.rows.stop)
 
 
 class TorchRLBatch(EnvBatch):
-    """TorchRL envs, stepped one after the other: plain ones, or a single batched one."""
+    """TorchRL envs, stepped one after the other: single envs, or one batched env."""
 
     def __init__(
         self,
         envs: Sequence[TorchRLEnv],
         makers: Sequence[Callable[[], TorchRLEnv] | None],
     ) -> None:
-        """Reset the envs; ``makers``: what makes each of them anew, None where nothing does."""
+        """Reset the envs.
+
+        Args:
+            envs: single envs, or one batched env.
+            makers: for each env what makes it again, None where nothing does.
+
+        Raises:
+            ArgumentError, SpaceError: no batch can carry the frames of an env.
+            EnvError: an env raised.
+        """
         self._parts: list[_Part] = []
         all_specs: list[Specs] = []
         start = 0
@@ -90,7 +99,7 @@ class TorchRLBatch(EnvBatch):
             try:
                 self._start(part, None if seeds is None else int(seeds[part.rows.start]))
             except EnvError as error:
-                self._note(part, error, stepped=False)
+                self._add_fault(part, error, stepped=False)
         if self._faults:
             raise self._faulted()
 
@@ -100,20 +109,21 @@ class TorchRLBatch(EnvBatch):
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
         part = self._part_of(rows[0])
         assert part.make is not None
-        _shut(part)
+        _close_failed(part)
         part.env = part.make()
         part.closed = part.failed = False
         seed = None if seeds is None else int(seeds[0])
         if part.env.batch_size.numel() != len(rows):
             raise EnvError(
-                f"{self._name(rows[0])}: made anew, it has batch_size {list(part.env.batch_size)}"
+                f"{self._name(rows[0])}: made a second time, it has batch_size "
+                f"{list(part.env.batch_size)}"
             )
         self._start(part, seed, check=True)
 
     def _part_of(self, row: int) -> _Part:
         return next(part for part in self._parts if row in part.rows)
 
-    def _note(self, part: _Part, error: EnvError, *, stepped: bool) -> None:
+    def _add_fault(self, part: _Part, error: EnvError, *, stepped: bool) -> None:
         part.failed = True
         self._faults.append(Fault(tuple(part.rows), error, stepped))
 
@@ -139,15 +149,15 @@ class TorchRLBatch(EnvBatch):
                 with self._naming_env("step", part.rows.start), _ordinary_tensors():
                     self._step(part, action)
             except EnvError as error:
-                self._note(part, error, stepped=False)
+                self._add_fault(part, error, stepped=False)
         result.ended[:] = np.flatnonzero(result.terminated | result.truncated).tolist()
         return result
 
     def _step(self, part: _Part, action: Arrays) -> None:
-        env, root, place = part.env, part.root, part.place
+        env, root, rows = part.env, part.root, part.row_slice
         for leaf in self.action_leaves:
-            # A copy: the collector uses the memory again.
-            tensor = torch.tensor(action[leaf.key][place], dtype=leaf.dtype, device=env.device)
+            # A copy, as the engine reuses the memory.
+            tensor = torch.tensor(action[leaf.key][rows], dtype=leaf.dtype, device=env.device)
             root.set(leaf.key, tensor.reshape((*env.batch_size, *leaf.shape)))
         stepped = env.step(root)
         after = stepped.get("next")
@@ -159,10 +169,10 @@ class TorchRLBatch(EnvBatch):
         rewards = [_array(after.get(key)).reshape(num_rows, -1) for key in self._rewards]
         flags = {name: _array(after.get(name)).reshape(num_rows) for name in DONE if name in after}
         done, terminated = flags["done"], flags["terminated"]
-        result.reward[place] = sum(each.sum(-1) for each in rewards)
-        result.terminated[place] = terminated
-        # Also where it is done and doesn't say why.
-        result.truncated[place] = flags.get("truncated", False) | (done & ~terminated)
+        result.reward[rows] = sum(each.sum(-1) for each in rewards)
+        result.terminated[rows] = terminated
+        # An env that is done without being terminated counts as truncated.
+        result.truncated[rows] = flags.get("truncated", False) | (done & ~terminated)
 
     def _reset_rows(self, rows: list[int]) -> None:
         for part in self._parts:
@@ -177,7 +187,7 @@ class TorchRLBatch(EnvBatch):
                     part.root = part.env.reset(part.root, select_reset_only=True)
                 self._put(part, self.obs, part.root, "reset", mine)
             except EnvError as error:
-                self._note(part, error, stepped=True)
+                self._add_fault(part, error, stepped=True)
 
     def _put(
         self,
@@ -187,7 +197,15 @@ class TorchRLBatch(EnvBatch):
         call: str,
         rows: list[int] | None = None,
     ) -> None:
-        """Write what an env gave to its rows, or to some of them, counted from its first."""
+        """Write values of an env to its rows.
+
+        Args:
+            part: the env.
+            into: arrays of all rows.
+            values: TensorDict of the env's batch size.
+            call: the method that returned them, for messages.
+            rows: write only these rows, counted from the env's first; None: all its rows.
+        """
         for key, array in into.items():
             value = values.get(key)
             expected = (*part.env.batch_size, *array.shape[1:])
@@ -197,7 +215,7 @@ class TorchRLBatch(EnvBatch):
                     f"{self._name(part.rows.start)}: {call}() gave {got} for {'.'.join(key)!r}, "
                     f"its spec says {list(expected)}"
                 )
-            mine = array[part.place]
+            mine = array[part.row_slice]
             given = _array(value).reshape(mine.shape)
             if rows is None:
                 mine[:] = given
@@ -209,21 +227,24 @@ class TorchRLBatch(EnvBatch):
         for part in self._parts:
             with self._naming_env(name, part.rows.start):
                 result = called(getattr(part.env, name), args, kwargs)
-            # Those of TorchRL that step several envs ask each of them.
+            # TorchRL's envs over several envs return a list with one value for each.
             is_each = isinstance(result, list) and len(result) == len(part.rows) > 1
             results.extend(result if is_each else [result])
         return results
 
     def _check_like(self, expected: Specs, specs: Specs, row: int) -> None:
-        """Raise SpaceError if an env has other specs than the first one, or the one before it."""
+        """Raise SpaceError if the env of ``row`` has other specs than expected."""
         if difference := specs.difference_from(expected):
-            raise SpaceError(f"{self._name(row)} has other specs than its like: {difference}")
+            raise SpaceError(
+                f"{self._name(row)} has other specs than the first env, or than the env that it "
+                f"replaces: {difference}"
+            )
 
     def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # goes through all, whichever of them raise
+        with contextlib.ExitStack() as closing:  # closes all envs even if some raise
             for part in reversed(self._parts):
                 if part.failed:
-                    _shut(part)
+                    _close_failed(part)
                 elif not part.env.is_closed:
                     closing.enter_context(self._naming_env("close", part.rows.start))
                     closing.callback(part.env.close)
@@ -233,27 +254,26 @@ class TorchRLBatch(EnvBatch):
 
 
 def _check(env: TorchRLEnv) -> None:
-    """Raise if the frames of an env can't be told, or not truly."""
+    """Raise ArgumentError or SpaceError for an env whose frames would be missing or wrong."""
     if len(env.batch_size) > 1 or ("done",) not in entries_of(env.full_done_spec):
         raise SpaceError(
             f"{_name_of(env)}: its batch_size is {list(env.batch_size)} and its done keys are "
-            f"{env.done_keys}; it must have one dimension at most, and a 'done' for each row as a "
-            "whole"
+            f"{env.done_keys}; it must have at most one dimension, and a 'done' for each whole row"
         )
     within = vars(_base_of(env)).get("_env")
     if isinstance(within, VectorEnv):
         mode = within.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         if AutoresetMode(mode) is AutoresetMode.NEXT_STEP:
             raise ArgumentError(
-                f"{_name_of(env)} wraps a vector env that resets itself a step late, from which "
-                "TorchRL gets no final observations: use a ParallelEnv or SerialEnv of single "
-                "ones, give the vector env itself, or make it with autoreset_mode=DISABLED"
+                f"{_name_of(env)} wraps a vector env that resets rows one step late, so TorchRL "
+                "gets no final observations: use a ParallelEnv or SerialEnv of single envs, pass "
+                "the vector env itself, or make it with autoreset_mode=DISABLED"
             )
 
 
 @contextlib.contextmanager
 def _ordinary_tensors() -> Iterator[None]:
-    """An env keeps tensors, which those of inference mode, that policies run in, would spoil."""
+    """Leave inference mode, in which policies run: an env may keep tensors and change them."""
     with torch.inference_mode(mode=False), torch.no_grad():
         yield
 
@@ -266,7 +286,7 @@ def _resets_itself(env: TorchRLEnv) -> bool:
     """Whether rows can be reset only when they end."""
     while isinstance(env, TransformedEnv):
         transforms = env.transform if isinstance(env.transform, Compose) else [env.transform]
-        if any(isinstance(transform, _RESETS_ITSELF) for transform in transforms):
+        if any(isinstance(transform, _RESETTING_TRANSFORMS) for transform in transforms):
             return True
         env = env.base_env
     return False
@@ -282,14 +302,14 @@ def _name_of(env: TorchRLEnv) -> str:
     return type(_base_of(env)).__name__
 
 
-def _shut(part: _Part) -> None:
-    """Close an env that raised, whatever it says to that, and leave no process of it behind."""
+def _close_failed(part: _Part) -> None:
+    """Close an env that raised, ignoring errors, and end its processes."""
     if part.closed:
         return
     part.closed = True
-    # First, as a ParallelEnv would wait for an answer of each.
+    # Before close(), as a ParallelEnv waits there for an answer of each process.
     for process in vars(_base_of(part.env)).get("_workers", ()):
-        with contextlib.suppress(ValueError):  # it has seen to this one itself
+        with contextlib.suppress(ValueError):  # the env has closed this process already
             process.kill()
             process.join()
     with contextlib.suppress(Exception):

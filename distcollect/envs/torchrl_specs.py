@@ -1,4 +1,4 @@
-"""What TorchRL envs read and give, as spaces and leaves; it imports torchrl."""
+"""The specs of TorchRL envs as spaces and leaves. This module imports torchrl."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DONE = ("done", "terminated", "truncated")
 
 
 class SpecSpace(gym.Space[Any]):
-    """The values of a spec for which Gymnasium has no space, one-hot actions for instance."""
+    """The space of a spec for which Gymnasium has no space, for example of one-hot actions."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__(tuple(spec.shape), numpy_dtype(spec.dtype))
         self._spec = spec
 
     def sample(self, mask: Any = None, probability: Any = None) -> np.ndarray:
-        """Draw a value; torch's global generator, which specs draw from, stays as it was."""
+        """Draw a value; the state of torch's global generator, which specs use, is restored."""
         state = torch.get_rng_state()
         try:
             torch.default_generator.manual_seed(int(self.np_random.integers(2**63)))
@@ -37,7 +37,7 @@ class SpecSpace(gym.Space[Any]):
             torch.set_rng_state(state)
 
     def contains(self, x: Any) -> bool:
-        """Whether the spec has this value."""
+        """Whether the spec contains this value."""
         return bool(self._spec.is_in(torch.as_tensor(x)))
 
     def __eq__(self, other: object) -> bool:
@@ -51,13 +51,13 @@ class SpecSpace(gym.Space[Any]):
 
 @dataclass(frozen=True)
 class Specs:
-    """What an env reads and gives, as spaces and leaves of a single row.
+    """An env's specs as spaces and leaves of a single row.
 
     Attributes:
         observation_space: the entry "observation" if there is one, else a Dict of all entries.
-        info_space: the other entries, and flags of parts of the env (of its agents, say).
+        info_space: the other entries, and done flags of parts of the env (for example agents).
         action_space: of all actions.
-        outcomes: what a step gives and a reset doesn't, but for the reward of the whole env.
+        outcomes: leaves that a step gives and a reset does not, except the env's own reward.
     """
 
     observation_space: Space
@@ -67,10 +67,14 @@ class Specs:
 
     @classmethod
     def of(cls, env: Any, first: TensorDictBase) -> Specs:
-        """Those of an env, whose reset gave ``first``.
+        """The specs of ``env``.
+
+        Args:
+            env: a TorchRL env.
+            first: what its reset returned.
 
         Raises:
-            SpaceError: no batch can carry them.
+            SpaceError: no batch can carry the values of a spec.
         """
         given = entries_of(env.full_observation_spec_unbatched)
         given |= {
@@ -92,8 +96,8 @@ class Specs:
         reward = rewards.pop(("reward",), None)
         if reward is not None and np.prod(reward.shape or ()) != 1:
             raise SpaceError(
-                f"the env's reward has shape {list(reward.shape or ())} instead of [1]: weigh its "
-                "parts into one in a transform, under another key they are kept"
+                f"the env's reward has shape {list(reward.shape or ())} instead of [1]: combine "
+                "its parts into one number in a transform; the parts may stay under another key"
             )
         outcomes = leaves_of(_tree_of({**at_the_end, **rewards}), "observation")
         return cls(observation_space, info_space, action_space, outcomes)
@@ -104,14 +108,14 @@ class Specs:
             (self.observation_space, other.observation_space),
             (self.info_space, other.info_space),
         ):
-            # The bounds of observations may differ, but what an action means may not.
+            # The bounds of observations may differ; action spaces must be equal.
             if leaves_of(mine, "observation") != leaves_of(theirs, "observation"):
                 return f"observations of {mine} instead of {theirs}"
         if self.action_space != other.action_space:
             return f"actions of {self.action_space} instead of {other.action_space}"
         if self.outcomes != other.outcomes:
-            mine_told, theirs_told = (", ".join(map(str, s.outcomes)) for s in (self, other))
-            return f"under 'next' {mine_told or 'nothing else'} instead of {theirs_told}"
+            mine_next, their_next = (", ".join(map(str, s.outcomes)) for s in (self, other))
+            return f"under 'next' {mine_next or 'nothing else'} instead of {their_next}"
         return ""
 
 
@@ -143,7 +147,7 @@ def _space_of(key: Any, spec: Any) -> Space:
 
 
 def _tree_of(entries: dict[Key, Space]) -> spaces.Dict:
-    """A Dict space with these entries, nested as their keys are."""
+    """A Dict space with these entries, nested like their keys."""
     branches: dict[str, dict[Key, Space]] = {}
     tree: dict[str, Space] = {}
     for (name, *rest), space in entries.items():

@@ -1,4 +1,4 @@
-"""Vector envs, in whichever auto-reset mode."""
+"""Vector envs, in any auto-reset mode."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from distcollect.envs.info import EPISODE, first_of_each, space_of_info
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, unflatten
 
-# So long may an env that raised take to answer what it was asked before it is closed.
+# An env that raised may take this long to answer an earlier call before it is closed.
 _CLOSE_TIMEOUT_S = 1.0
-# A reset of some rows is refused by the first, and clears the returns of all rows in the second.
-_WHOLE_RESETS_ONLY = (NormalizeObservation, NormalizeReward)
+# Wrappers that can't reset single rows: the first refuses, the second clears all rows' returns.
+_FULL_RESETS_ONLY = (NormalizeObservation, NormalizeReward)
 
 
 class VectorBatch(EnvBatch):
-    """A vector env, in whichever of Gymnasium's auto-reset modes."""
+    """A ``gymnasium.vector.VectorEnv``, in any of its auto-reset modes."""
 
     def __init__(
         self,
@@ -30,7 +30,13 @@ class VectorBatch(EnvBatch):
         info_keys: InfoKeys | None = None,
         maker: Callable[[], Any] | None = None,
     ) -> None:
-        """``maker``: what makes it anew, None if nothing does."""
+        """Bring ``env`` into the form of an :class:`EnvBatch`.
+
+        Args:
+            env: the vector env.
+            info_keys: see :func:`~distcollect.envs.make.make_envs`.
+            maker: makes the env again; None if nothing does.
+        """
         resetting = np.zeros(env.num_envs, bool)
 
         def examples() -> Iterator[Mapping[str, Any]]:
@@ -46,14 +52,14 @@ class VectorBatch(EnvBatch):
         self._maker = maker
         self._closed = False
         self._failed = False
-        # Gymnasium's own assumption where an env doesn't say.
+        # NEXT_STEP is what Gymnasium assumes where an env has no entry.
         mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._forgets_resets = mode is AutoresetMode.NEXT_STEP and _forgets_resets(env)
         masked = not self._forgets_resets and _can_reset_some(env, mode)
-        self._resets_itself = mode is AutoresetMode.SAME_STEP
+        self._resets_in_step = mode is AutoresetMode.SAME_STEP
         self._has_fillers = mode is AutoresetMode.NEXT_STEP and not masked
         self.supports_partial_reset = masked
-        self._resetting = resetting  # rows whose next step will be a filler
+        self._resetting = resetting  # rows whose next step is a filler
         self._all_rows = np.ones(self.num_envs, bool)
         self._real = np.ones(self.num_envs, bool)
         self._result_with_fillers = self._result._replace(real=self._real)
@@ -62,7 +68,7 @@ class VectorBatch(EnvBatch):
         try:
             self._reset_all(seeds)
         except EnvError as error:
-            self._note(error, stepped=False)
+            self._add_fault(error, stepped=False)
             raise self._faulted() from error.__cause__
 
     def can_rebuild(self, row: int) -> bool:
@@ -72,14 +78,14 @@ class VectorBatch(EnvBatch):
         assert self._maker is not None
         if not self._closed:
             self._closed = True
-            _shut(self._env)
+            _close_failed(self._env)
         self._env = env = self._maker()
         self._closed = self._failed = False
         self._check_spaces(env.single_observation_space, env.single_action_space)
         self._resetting.fill(False)
         self._reset_all(seeds)
 
-    def _note(self, error: EnvError, *, stepped: bool) -> None:
+    def _add_fault(self, error: EnvError, *, stepped: bool) -> None:
         self._failed = True
         self._faults.append(Fault(tuple(range(self.num_envs)), error, stepped))
 
@@ -100,7 +106,7 @@ class VectorBatch(EnvBatch):
         try:
             return self._advance_all(action)
         except EnvError as error:
-            self._note(error, stepped=False)
+            self._add_fault(error, stepped=False)
         result = self._result
         result.ended.clear()
         result.terminated.fill(False)
@@ -109,7 +115,7 @@ class VectorBatch(EnvBatch):
 
     def _advance_all(self, action: Arrays) -> Step:
         result = self._result
-        # A copy: an env may keep its action, and the collector uses the memory again.
+        # A copy, as an env may keep its action, but the engine reuses the memory.
         parts = (action[key].astype(dtype) for key, dtype, _ in self._action_parts)
         with self._naming_env("step"):
             value, *scalars, infos = self._env.step(unflatten(self.action_space, parts))
@@ -129,12 +135,12 @@ class VectorBatch(EnvBatch):
                 self._resetting.fill(False)
             over = result.terminated | result.truncated
             result.ended[:] = np.flatnonzero(over).tolist()
-            if self._resets_itself and result.ended:
+            if self._resets_in_step and result.ended:
                 self._put_final(infos, over)
             self._put_infos(self.obs, infos, self._all_rows)
-            if self._resets_itself and EPISODE in infos:
-                for leaf, way in self._noted:
-                    if way[0] == EPISODE:
+            if self._resets_in_step and EPISODE in infos:
+                for leaf, path in self._info_paths:
+                    if path[0] == EPISODE:
                         self.obs[leaf.key][over] = self._missing[leaf.key]
         return result
 
@@ -150,12 +156,12 @@ class VectorBatch(EnvBatch):
                 self._put(value, "reset", rows)
                 self._put_infos(self.obs, infos, mask)
         except EnvError as error:
-            self._note(error, stepped=True)
+            self._add_fault(error, stepped=True)
 
     def _put(self, value: Any, call: str, rows: Any) -> None:
-        for leaf, way in self._observed:
+        for leaf, path in self._obs_paths:
             part = value
-            for name in way:
+            for name in path:
                 part = part[name]
             array = self.obs[leaf.key]
             if np.shape(part) != array.shape:
@@ -163,34 +169,34 @@ class VectorBatch(EnvBatch):
             array[rows] = part[rows]
 
     def _put_final(self, infos: Mapping[str, Any], ended: np.ndarray) -> None:
-        """Write how the episodes ended whose rows a SAME_STEP env has reset since."""
+        """Write the last observation of rows that a SAME_STEP env has reset already."""
         final = infos.get("final_obs")
         if final is None:
             raise EnvError(
-                f"{self._name()}: its mode is SAME_STEP, but infos has no 'final_obs': the env has "
-                "to give there what the last step of an episode led to"
+                f"{self._name()}: its mode is SAME_STEP, but infos has no 'final_obs'; the env "
+                "must return the last observation of an episode there"
             )
         is_tree = isinstance(final, Mapping | tuple)
         for row in np.flatnonzero(ended):
-            for leaf, way in self._observed:
+            for leaf, path in self._obs_paths:
                 part = final if is_tree else final[row]
-                for name in way:
+                for name in path:
                     part = part[name]
                 self.final[leaf.key][row] = part[row] if is_tree else part
         final_infos = dict(infos.get("final_info", {}))
-        # The vector wrapper that counts episodes knows nothing of final_info.
+        # RecordEpisodeStatistics for vector envs writes its entry to infos, not to final_info.
         for name in (EPISODE, f"_{EPISODE}"):
             if name in infos:
                 final_infos.setdefault(name, infos[name])
         self._put_infos(self.final, final_infos, ended)
 
     def _put_infos(self, into: Arrays, infos: Mapping[str, Any], rows: np.ndarray) -> None:
-        """Write the entries of ``infos`` that some of ``rows`` have; the rest is missing there."""
-        for leaf, way in self._noted:
+        """Write the entries of ``infos`` for ``rows``; rows without an entry get "missing"."""
+        for leaf, path in self._info_paths:
             array = into[leaf.key]
             array[rows] = self._missing[leaf.key]
             has, part = rows, cast("Any", infos)
-            for name in way:
+            for name in path:
                 if part is not None:
                     has = has & part.get(f"_{name}", True)
                     part = part.get(name)
@@ -212,7 +218,7 @@ class VectorBatch(EnvBatch):
 
     def close(self) -> None:
         if self._failed and not self._closed:
-            _shut(self._env)
+            _close_failed(self._env)
         elif not self._closed:
             with self._naming_env("close"):
                 self._env.close()
@@ -221,10 +227,10 @@ class VectorBatch(EnvBatch):
         return f"vector env {self._env}"
 
 
-def _shut(env: AnyVectorEnv) -> None:
-    """Close an env that raised, whatever it says to that, and leave no process of it behind."""
+def _close_failed(env: AnyVectorEnv) -> None:
+    """Close an env that raised, ignoring errors, and end its processes."""
     bare = env.unwrapped
-    # Without a deadline an AsyncVectorEnv waits for answers that it had already.
+    # Without a timeout an AsyncVectorEnv waits for answers that it has received already.
     options = {"timeout": _CLOSE_TIMEOUT_S} if isinstance(bare, AsyncVectorEnv) else {}
     with contextlib.suppress(Exception):
         env.close(**options)
@@ -232,19 +238,19 @@ def _shut(env: AnyVectorEnv) -> None:
         for process in bare.processes:
             process.kill()
             process.join()
-        bare.closed = True  # nothing is left for its destructor
-    if isinstance(bare, SyncVectorEnv):  # closed as far as the first that raised
+        bare.closed = True  # its destructor must not close it again
+    if isinstance(bare, SyncVectorEnv):  # its close() stops at the first env that raises
         for each in bare.envs:
             with contextlib.suppress(Exception):
                 each.close()
 
 
 class _ResetMask(dict[str, Any]):
-    """Options that reset some rows.
+    """Reset options that select some rows.
 
-    Gymnasium's vector envs pop the mask, so the wrappers around them, which look later, take the
-    reset for one of all rows (RecordEpisodeStatistics in 1.4). Here it can be popped again, while
-    the envs inside see, and subprocesses get, the rest of the options only.
+    Gymnasium's vector envs pop the mask from the options. Wrappers around them look for it later,
+    and then reset all rows (RecordEpisodeStatistics in 1.4). This dict still has the mask after it
+    was popped; the single envs inside, and subprocesses, only get the other options.
     """
 
     def __init__(self, mask: np.ndarray) -> None:
@@ -265,21 +271,21 @@ class _ResetMask(dict[str, Any]):
 def _can_reset_some(env: AnyVectorEnv, mode: AutoresetMode) -> bool:
     """Whether ``env`` takes a reset mask, in a way that leaves the other rows alone."""
     if mode is AutoresetMode.DISABLED:
-        return True  # it has no other way
+        return True  # this mode has no other way to reset
     bare = env.unwrapped
     if not isinstance(bare, SyncVectorEnv | AsyncVectorEnv):
         return False
     wrapper = env
     while isinstance(wrapper, VectorWrapper):
-        if isinstance(wrapper, _WHOLE_RESETS_ONLY):
+        if isinstance(wrapper, _FULL_RESETS_ONLY):
             return False
         wrapper = wrapper.env
     return True
 
 
 def _forgets_resets(env: AnyVectorEnv) -> bool:
-    """Whether envs that were reset after their end do it again at the next step.
+    """Whether ``env`` resets a row again in the next step after the row was reset with a mask.
 
-    The workers of an AsyncVectorEnv without shared memory do, in Gymnasium 1.4.
+    An AsyncVectorEnv without shared memory does, in Gymnasium 1.4.
     """
     return isinstance(env.unwrapped, AsyncVectorEnv) and not env.unwrapped.shared_memory

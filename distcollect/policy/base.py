@@ -1,4 +1,4 @@
-"""What every policy offers to the engine."""
+"""The interface through which the engine calls policies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict.nn import InteractionType
@@ -18,11 +18,11 @@ from distcollect.rollout.spaces import Leaf
 
 
 class Exploration(str, enum.Enum):
-    """How actions are chosen, where the policy returns a distribution.
+    """How actions are chosen where the policy returns a distribution.
 
     Attributes:
-        RANDOM: they are drawn from it.
-        DETERMINISTIC: its mode is taken.
+        RANDOM: draw them from the distribution.
+        DETERMINISTIC: take its mode.
     """
 
     RANDOM = "random"
@@ -30,10 +30,10 @@ class Exploration(str, enum.Enum):
 
     @classmethod
     def of(cls, value: object) -> Exploration:
-        """From a name, one of these, or an enum with such names (TorchRL's ``ExplorationType``).
+        """Convert a member, its name, or a member of TorchRL's ``ExplorationType``.
 
         Raises:
-            ArgumentError: it is none of them.
+            ArgumentError: ``value`` is none of these.
         """
         name = value.name if isinstance(value, enum.Enum) else str(value)
         try:
@@ -46,19 +46,23 @@ class Exploration(str, enum.Enum):
 
     @property
     def interaction(self) -> InteractionType:
-        """The same, as TensorDict policies take it."""
+        """The same as the interaction type of TensorDict policies."""
         return (
             InteractionType.RANDOM if self is Exploration.RANDOM else InteractionType.DETERMINISTIC
         )
+
+
+# ``[n, *shape]`` for each leaf of the action, and for each of the extras, on the CPU.
+PolicyOutput: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class Policy(ABC):
     """Chooses the actions of n envs at once.
 
     Attributes:
-        module: what has the weights, None if there are none.
-        extras: leaves it writes beside the action; known after the first call.
-        state: what a recurrent policy carries from frame to frame, None if it isn't one.
+        module: the module that has the weights; None if there are none.
+        extras: leaves that the policy returns besides the action; known after the first call.
+        state: what a recurrent policy carries from frame to frame; None if it is not recurrent.
     """
 
     module: nn.Module | None = None
@@ -66,29 +70,30 @@ class Policy(ABC):
     state: PolicyState | None = None
 
     @abstractmethod
-    def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Choose actions for the observations that lie in the env batch's arrays now.
+    def __call__(self) -> PolicyOutput:
+        """Choose actions for the observations that are in the env batch's arrays now.
 
         Returns:
-            ``[n, *shape]`` of each of the action's leaves, and of each of :attr:`extras`, on the
-            CPU. Without a policy of the user's there are no extras.
+            Action and extras. A :class:`~distcollect.policy.random.RandomPolicy` returns no
+            extras, even where it takes the place of a policy that has some.
+
+        Raises:
+            PolicyError: the policy raised, or its output has another shape than before.
         """
 
     @abstractmethod
-    def for_rows(
-        self, rows: Sequence[int]
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """As a call, for the sake of some rows: what it gives for others is of no use."""
+    def for_rows(self, rows: Sequence[int]) -> PolicyOutput:
+        """Like a call, but only for ``rows``; ignore what it returns for other rows."""
 
     @abstractmethod
     def seed(self, seeds: Sequence[int]) -> None:
-        """Draw what env i needs from a stream of its own from now on, which ``seeds[i]`` sets."""
+        """From now on draw for env i from a stream of its own, seeded with ``seeds[i]``."""
 
     def exploring(self) -> AbstractContextManager[Any]:
-        """The context in which a whole rollout's calls are made."""
+        """The context in which the calls of a rollout are made."""
         return torch.no_grad()
 
     def try_out(self) -> None:
-        """Call it for the first time, which tells what it writes."""
+        """Call the policy for the first time, to learn which extras it returns."""
         with self.exploring():
             self()

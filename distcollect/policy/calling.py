@@ -1,4 +1,4 @@
-"""How a policy of any accepted kind is called, and what it is given."""
+"""How a policy of any accepted kind is called, and with which inputs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,24 @@ Tensors = dict[Key, torch.Tensor]
 
 
 class Inputs:
-    """The observation arrays as tensors that the policy can take."""
+    """The arrays of the observations, and of the state, as tensors for the policy.
+
+    Attributes:
+        num_envs: n.
+        tensors: ``[n, *shape]`` for each key; views of the arrays where dtype and device match.
+        copies: (tensor, view of its array) for all others.
+    """
 
     def __init__(
         self, observation: Arrays, module: nn.Module | None, device: torch.device | None
     ) -> None:
+        """Make inputs for ``module``.
+
+        Args:
+            observation: ``{key: [n, *shape]}``, the same arrays at every step.
+            module: the policy if it is a module; its dtype and device decide.
+            device: where the inputs go; None: where the module's parameters are.
+        """
         dtype = _floating_dtype(module)
         if device is None and module is not None:
             device = next((parameter.device for parameter in module.parameters()), None)
@@ -35,8 +48,8 @@ class Inputs:
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, array in observation.items():
             source = torch.from_numpy(array)
-            # Only floats are cast: an integer may be an index, and a byte image's scale is the
-            # policy's own business.
+            # Only floats are cast: an integer may be an index, and how to scale a byte image is for
+            # the policy to decide.
             wanted = dtype if dtype and source.is_floating_point() else source.dtype
             target = source.to(device=device, dtype=wanted)
             if target is not source:
@@ -44,7 +57,7 @@ class Inputs:
             self.tensors[key] = target
 
     def refresh(self) -> None:
-        """Bring the copies up to date; inputs that need none are the arrays themselves."""
+        """Update the copies from the arrays."""
         for target, source in self.copies:
             target.copy_(source)
 
@@ -53,7 +66,7 @@ class Inputs:
         return nested(self.tensors)
 
     def tensordict(self) -> Callable[[], TensorDict]:
-        """Makes a TensorDict ``[n]`` around the inputs; a new shell for each call of the policy."""
+        """A function that returns the inputs in a new TensorDict ``[n]`` for each policy call."""
         template = TensorDict(self.entries(), batch_size=[self.num_envs])
         make: Callable[[], TensorDict] = template.copy
         return make
@@ -67,10 +80,10 @@ def _floating_dtype(module: nn.Module | None) -> torch.dtype | None:
 def calling_convention(
     policy: Callable[..., Any], inputs: Inputs, observation_space: gym.Space[Any]
 ) -> Callable[[], Any]:
-    """How ``policy`` is called, as a callable without arguments.
+    """A callable without arguments that calls ``policy`` with ``inputs`` as it expects them.
 
     Raises:
-        PolicyError: it needs a parameter that is no entry of the observation.
+        PolicyError: the policy has a parameter that is no entry of the observation.
     """
     if takes_tensordict(policy):
         make = inputs.tensordict()
@@ -92,9 +105,9 @@ def calling_convention(
         named_entries = {name: entries[name] for name in entries if name != "observation"}
     positional, named = _assign(parameters_of(policy), observation, named_entries)
     if any(isinstance(value, dict | tuple) for value in (*positional, *named.values())):
-        # The policy may take what it gets apart.
+        # New containers for each call, as the policy may change the ones it gets.
         return lambda: policy(
-            *map(_rebuilt, positional), **{name: _rebuilt(value) for name, value in named.items()}
+            *map(_copied, positional), **{name: _copied(value) for name, value in named.items()}
         )
     return partial(policy, *positional, **named)
 
@@ -102,10 +115,13 @@ def calling_convention(
 def _assign(
     parameters: Sequence[inspect.Parameter], observation: Any, entries: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments for a policy's parameters: entries by name, else the observation for the first.
+    """The arguments for a policy's parameters, as (positional, named).
+
+    A parameter that has the name of an entry gets that entry. Otherwise the first parameter gets
+    the whole observation.
 
     Raises:
-        PolicyError: another parameter is no entry's name and has no default.
+        PolicyError: another parameter is not the name of an entry and has no default.
     """
     positional: list[Any] = []
     named: dict[str, Any] = {}
@@ -123,17 +139,18 @@ def _assign(
             parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
         ):
             raise PolicyError(
-                f"the policy's parameter {name!r} is no entry of the observation; there are: "
+                f"the policy's parameter {name!r} is no entry of the observation; its entries are: "
                 f"{', '.join(entries) or 'none'}"
             )
     return positional, named
 
 
-def _rebuilt(value: Any) -> Any:
+def _copied(value: Any) -> Any:
+    """``value`` with new dicts and tuples around the same tensors."""
     if isinstance(value, dict):
-        return {name: _rebuilt(part) for name, part in value.items()}
+        return {name: _copied(part) for name, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(_rebuilt, value))
+        return tuple(map(_copied, value))
     return value
 
 
@@ -148,8 +165,8 @@ def _as_tuple(space: gym.Space[Any], value: Any) -> Any:
 def takes_tensordict(policy: Callable[..., Any]) -> bool:
     """Whether ``policy`` is called with a TensorDict.
 
-    It is if it is a TensorDictModule, or has one parameter that is named ``td`` or ``tensordict``
-    or annotated as a TensorDict.
+    That is so for a TensorDictModule, and for a callable whose only parameter is named ``td`` or
+    ``tensordict``, or is annotated as a TensorDict.
     """
     if isinstance(policy, TensorDictModuleBase):
         return True
@@ -169,20 +186,24 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
 
 
 def parameters_of(policy: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those of a policy that is no TensorDictModule."""
+    """The parameters of a policy that is not a TensorDictModule."""
     function = policy.forward if isinstance(policy, nn.Module) else policy
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        # A builtin without a signature: it gets the observation.
+        # A builtin without a signature gets the observation.
         return [inspect.Parameter("observation", inspect.Parameter.POSITIONAL_ONLY)]
 
 
 def to_tensor(value: Any, name: object) -> torch.Tensor:
-    """``value`` as a tensor that numpy can look at.
+    """``value`` as a tensor that numpy can view: on the CPU, without gradients, no bfloat16.
+
+    Args:
+        value: a tensor, or something that torch makes a tensor of.
+        name: its key, for messages.
 
     Raises:
-        PolicyError: it is nothing of the kind.
+        PolicyError: torch can't make a tensor of it.
     """
     if not isinstance(value, torch.Tensor):
         try:
@@ -191,9 +212,9 @@ def to_tensor(value: Any, name: object) -> torch.Tensor:
             where = ".".join(name) if isinstance(name, tuple) else name
             kind = "None" if value is None else type(value).__name__
             raise PolicyError(
-                f"the policy returned {kind} as {where!r}, which is no tensor and can't be made one"
+                f"the policy returned {kind} as {where!r}, which is not a tensor or array-like"
             ) from err
-    if value.requires_grad:  # a view of a parameter does also without gradients
+    if value.requires_grad:  # also within no_grad(): a view of a parameter
         value = value.detach()
     if value.is_cuda:
         value = value.cpu()
@@ -202,45 +223,45 @@ def to_tensor(value: Any, name: object) -> torch.Tensor:
 
 
 def as_key(name: str | Key) -> Key:
-    """The key of an entry as TensorDicts name it."""
+    """An entry's name in a TensorDict as a key."""
     return (name,) if isinstance(name, str) else name
 
 
-def keeps_tensors(module: nn.Module) -> Callable[[], bool]:
-    """Look at the tensors within ``module`` now; the result tells whether it holds others since.
+def watch_tensors(module: nn.Module) -> Callable[[], bool]:
+    """A function that tells whether ``module`` holds tensors that it does not hold now.
 
-    Parameters and buffers that were changed in place are none. What the module keeps elsewhere, as
-    in a global variable, isn't seen.
+    Parameters and buffers that are changed in place are not new. Tensors that the module keeps
+    elsewhere, for example in a global variable, are not found.
     """
     before = _tensors_within(module)
 
-    def others() -> bool:
+    def has_new_tensors() -> bool:
         after = _tensors_within(module)
         return before is None or after is None or not after.keys() <= before.keys()
 
-    return others
+    return has_new_tensors
 
 
-_SEARCHED_AT_MOST = 100_000  # a module may refer to anything, a whole dataset for one
+_MOST_SEARCHED = 100_000  # objects; a module may refer to anything, for example a whole dataset
 
 
 def _tensors_within(module: nn.Module) -> dict[int, torch.Tensor] | None:
-    """The tensors that are reached from ``module``, by id; None if there is too much to search."""
+    """The tensors reachable from ``module``, by id; None if there are too many objects."""
     found: dict[int, torch.Tensor] = {}
     seen: dict[int, Any] = {}
-    ahead: list[Any] = [module]
-    while ahead:
-        thing = ahead.pop()
+    to_search: list[Any] = [module]
+    while to_search:
+        thing = to_search.pop()
         if id(thing) in seen or isinstance(thing, type | ModuleType | str | bytes):
             continue
-        if len(seen) >= _SEARCHED_AT_MOST:
+        if len(seen) >= _MOST_SEARCHED:
             return None
         seen[id(thing)] = thing
         if isinstance(thing, torch.Tensor):
             found[id(thing)] = thing
         elif isinstance(thing, Mapping):
-            ahead.extend(thing.values())
+            to_search.extend(thing.values())
         elif isinstance(thing, Set | Sequence | deque):
-            ahead.extend(thing)
-        ahead.extend(getattr(thing, "__dict__", {}).values())
+            to_search.extend(thing)
+        to_search.extend(getattr(thing, "__dict__", {}).values())
     return found

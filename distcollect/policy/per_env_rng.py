@@ -2,7 +2,7 @@
 
 A policy chooses the actions of n envs at once, and torch would draw the noise of all of them from
 one generator: what env i gets would depend on which envs it is stepped with. While
-:class:`RowNoise` is active, torch's random functions give each row numbers that depend on the row's
+:class:`PerEnvRng` is active, torch's random functions give each row numbers that depend on the row's
 seed, the number of its frame, and how much was drawn before in that frame, and on nothing else.
 
 The numbers are those of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
@@ -46,7 +46,7 @@ _DRAWING = frozenset(
 )
 
 
-class RowNoise(TorchFunctionMode):
+class PerEnvRng(TorchFunctionMode):
     """Within its context, torch's random functions draw for each env from its own stream.
 
     That holds for whatever has the envs in its first dimension, or a multiple of their number, as

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from distcollect.policy.base import Policy
+from distcollect.policy.base import Policy, PolicyOutput
 from distcollect.policy.recurrent import PolicyState
 from distcollect.rollout.spaces import flatten, leaves_of
 
@@ -21,7 +21,14 @@ class RandomPolicy(Policy):
     def __init__(
         self, space: gym.Space[Any], num_envs: int, state: PolicyState | None = None
     ) -> None:
-        """Actions for ``num_envs`` envs; ``state``: of a policy that this one stands in for."""
+        """Draw actions for ``num_envs`` envs.
+
+        Args:
+            space: action space of a single env.
+            num_envs: n.
+            state: state of the recurrent policy whose place the random actions take; it only
+                learns which frames are the first of an episode.
+        """
         self.state = state
         self._leaves = leaves_of(space, "action")
         # A space draws from a generator of its own, so each env needs its own copy.
@@ -31,7 +38,7 @@ class RandomPolicy(Policy):
         for space, seed in zip(self._spaces, seeds, strict=True):
             space.seed(seed)
 
-    def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def __call__(self) -> PolicyOutput:
         if self.state is not None:
             self.state.advance({})
         drawn = [list(flatten(space, space.sample())) for space in self._spaces]
@@ -41,10 +48,8 @@ class RandomPolicy(Policy):
         ]
         return [torch.from_numpy(column) for column in columns], ()
 
-    def for_rows(
-        self, rows: Sequence[int]
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Draws for no others, whose generators are to go on as if nothing had happened."""
+    def for_rows(self, rows: Sequence[int]) -> PolicyOutput:
+        """Draw only for ``rows``, so that the generators of other rows do not advance."""
         if self.state is not None:
             self.state.advance({}, rows)
         columns = [leaf.zeros(len(self._spaces)) for leaf in self._leaves]
@@ -56,7 +61,6 @@ class RandomPolicy(Policy):
 
 
 def _copy_space(space: gym.Space[Any]) -> gym.Space[Any]:
-    # The copy carries the generator's state along, and all envs would draw the same.
-    fresh = copy.deepcopy(space)
-    fresh.seed(None)
-    return fresh
+    copied = copy.deepcopy(space)
+    copied.seed(None)  # otherwise all copies would draw the same
+    return copied

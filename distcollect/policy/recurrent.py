@@ -19,38 +19,38 @@ IS_INIT = Leaf(("is_init",), (1,), torch.bool)
 
 
 class PolicyState:
-    """The hidden state of n envs, as it is before their next frames.
+    """The hidden state of n envs before their next frames.
 
     Attributes:
-        entries: what it consists of.
-        leaves: the same, and ``is_init`` if the policy asks for that.
-        arrays: ``[n, *shape]`` for each of them. These arrays are never replaced, only rewritten.
+        entries: leaves of the state.
+        leaves: the same, and ``is_init`` if the policy reads it.
+        arrays: ``[n, *shape]`` for each of ``leaves``. The arrays are rewritten, never replaced.
     """
 
-    def __init__(self, num_envs: int, initial: Callable[[], Tensors], *, flagged: bool) -> None:
-        """All envs are at the start of an episode.
+    def __init__(self, num_envs: int, initial: Callable[[], Tensors], *, has_is_init: bool) -> None:
+        """Start with all envs at the start of an episode.
 
         Args:
             num_envs: n.
-            initial: gives the state at the start of episodes, ``[n, *shape]`` for each entry.
-            flagged: have ``is_init``, bool ``[n, 1]``, True in an episode's first frame.
+            initial: returns the state at the start of episodes, ``[n, *shape]`` for each entry.
+            has_is_init: add ``is_init``, bool ``[n, 1]``: True in the first frame of an episode.
         """
         self._initial = initial
         self.entries = tuple(
             Leaf(key, tuple(value.shape[1:]), value.dtype) for key, value in initial().items()
         )
-        self.leaves = (*self.entries, IS_INIT) if flagged else self.entries
+        self.leaves = (*self.entries, IS_INIT) if has_is_init else self.entries
         self.arrays: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
         self._num_envs = num_envs
         self._is_init = self.arrays.get(IS_INIT.key)
         self.begin(range(num_envs))
 
     def begin(self, rows: Sequence[int]) -> None:
-        """Episodes start in ``rows``."""
+        """Set the state of ``rows`` to the start of an episode."""
         if not len(rows):
             return
         rows = list(rows)
-        # Each time anew: it may be learned.
+        # Computed each time, as the initial state may be learned.
         initial = self._initial()
         for leaf in self.entries:
             self.arrays[leaf.key][rows] = initial[leaf.key].numpy()[rows]
@@ -58,14 +58,15 @@ class PolicyState:
             self._is_init[rows] = True
 
     def advance(self, new: Mapping[Key, torch.Tensor], rows: Sequence[int] | None = None) -> None:
-        """A frame has been chosen an action for.
+        """Replace the state after an action was chosen.
 
         Args:
-            new: ``[n, *shape]`` of each entry after it; empty: all stay as they are.
-            rows: which envs' frame it was; None: all.
+            new: ``[n, *shape]`` for each entry; entries that it lacks stay as they are.
+            rows: the envs whose action was chosen; None: all.
 
         Raises:
-            PolicyError: an entry has another shape than at the start, or another kind of dtype.
+            PolicyError: an entry has another shape than at the start of an episode, or is integer
+                instead of floating-point or the reverse.
         """
         where = slice(None) if rows is None else list(rows)
         for leaf in self.entries:
@@ -87,20 +88,21 @@ class PolicyState:
 def state_of(
     policy: Callable[..., Any], inputs: Tensors, context: AbstractContextManager[Any]
 ) -> PolicyState | None:
-    """The state that ``policy`` carries from frame to frame; None if it carries none.
+    """The state that ``policy`` carries from frame to frame; None if it is not recurrent.
 
     A policy is recurrent if it has a method ``initial_state(num_envs)``, or is a TensorDictModule
-    that reads an entry and writes it under "next". The latter is then called once without a state,
-    as TorchRL's modules can be, to see what it writes, and its states start as zeros.
+    that reads an entry and writes it under "next". Such a module without that method is called
+    once without a state, as TorchRL's modules allow, to learn the shapes; its state starts as
+    zeros. A policy that only reads ``is_init`` has a state of no other entries.
 
     Args:
-        policy: the user's.
-        inputs: what else it is given, ``[n, *shape]``.
-        context: in which it is to be called.
+        policy: the user's policy.
+        inputs: its other inputs, ``[n, *shape]``.
+        context: the context in which to call it.
 
     Raises:
-        PolicyError: what it carries at the start of an episode can't be told, or has a name that
-            is taken.
+        PolicyError: the state at the start of an episode can't be determined, or an entry has a
+            name that is taken.
     """
     num_envs = len(next(iter(inputs.values())))
     carried: list[Key] = []
@@ -110,34 +112,33 @@ def state_of(
         carried = [key for key in reads if ("next", *key) in written]
     else:
         reads = [(parameter.name,) for parameter in parameters_of(policy)]
-    flagged = IS_INIT.key in reads and IS_INIT.key not in inputs
+    has_is_init = IS_INIT.key in reads and IS_INIT.key not in inputs
     initial: Callable[[], Tensors]
     if callable(getattr(policy, "initial_state", None)):
-        initial = partial(_given, policy, num_envs)
+        initial = partial(_call_initial_state, policy, num_envs)
     elif carried:
-        zeros = _zeros_like_written(policy, inputs, carried, context)
+        zeros = _zero_state(policy, inputs, carried, context)
         initial = partial(dict, zeros)
-    elif flagged:
+    elif has_is_init:
         initial = dict
     else:
         return None
-    state = PolicyState(num_envs, initial, flagged=flagged)
+    state = PolicyState(num_envs, initial, has_is_init=has_is_init)
     keys = [leaf.key for leaf in state.leaves]
     if taken := [key for key in keys if key in inputs or key[0] in RESERVED]:
         raise PolicyError(
-            f"the policy has a state {'.'.join(taken[0])!r}, a name that is taken; call it "
-            "otherwise"
+            f"the policy has a state {'.'.join(taken[0])!r}, a name that is taken; rename it"
         )
     if missing := [key for key in carried if key not in keys]:
         raise PolicyError(
             f"the policy reads {'.'.join(missing[0])!r} and writes it under 'next', but its "
-            "initial_state() has no such entry: let it give one"
+            "initial_state() has no such entry: add it there"
         )
     return state
 
 
-def _given(policy: Any, num_envs: int) -> Tensors:
-    """What the policy says that episodes start with."""
+def _call_initial_state(policy: Any, num_envs: int) -> Tensors:
+    """The state at the start of an episode, from the policy's ``initial_state``."""
     try:
         with torch.no_grad():
             entries = policy.initial_state(num_envs)
@@ -160,12 +161,13 @@ def _given(policy: Any, num_envs: int) -> Tensors:
     return state
 
 
-def _zeros_like_written(
+def _zero_state(
     policy: Callable[..., Any],
     inputs: Tensors,
     carried: Sequence[Key],
     context: AbstractContextManager[Any],
 ) -> Tensors:
+    """Zeros of the shapes that ``policy`` writes under "next" for the entries in ``carried``."""
     num_envs = len(next(iter(inputs.values())))
     first = {IS_INIT.key: torch.ones(num_envs, 1, dtype=torch.bool), **inputs}
     td = TensorDict(nested(first), batch_size=[num_envs], device=next(iter(inputs.values())).device)
@@ -178,5 +180,5 @@ def _zeros_like_written(
         raise PolicyError(
             f"the policy carries {', '.join(repr('.'.join(key)) for key in carried)} from frame to "
             f"frame, but without them it raised {type(error).__name__}: {error}; give it a method "
-            "initial_state(num_envs) that returns a dict of what they start as"
+            "initial_state(num_envs) that returns a dict of their first values"
         ) from error

@@ -1,4 +1,4 @@
-"""A policy of any accepted kind as one callable, from observation leaves to action and extras."""
+"""Brings the user's policy, of any accepted kind, into the form of a :class:`Policy`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import nn
 from torch.distributions import Distribution
 
 from distcollect.errors import PolicyError
-from distcollect.policy.base import Exploration, Policy
+from distcollect.policy.base import Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import (
     Inputs,
     Tensors,
     as_key,
     calling_convention,
-    keeps_tensors,
     to_tensor,
+    watch_tensors,
 )
-from distcollect.policy.per_env_rng import RowNoise
+from distcollect.policy.per_env_rng import PerEnvRng
 from distcollect.policy.recurrent import state_of
 from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, dtype_name, flatten, leaves_of
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class UserPolicy(Policy):
-    """The user's policy, of whatever kind."""
+    """The user's policy: a TensorDictModule, another module, or any callable."""
 
     def __init__(
         self,
@@ -50,73 +50,73 @@ class UserPolicy(Policy):
 
         Args:
             policy: TensorDictModule, module or callable.
-            observation: ``{key: [n, *shape]}``, the same arrays at every step.
+            observation: ``{key: [n, *shape]}``, the arrays that the envs rewrite at every step.
             observation_space: of a single env.
             action_space: of a single env.
-            exploration: for policies that have, or return, a distribution.
-            device: moves the policy there; None leaves it where it is.
-            shared: the user trains this very object. Tensors that it keeps must then do for
-                autograd, as those of inference mode, which is faster, don't.
+            exploration: how to choose actions where the policy has, or returns, a distribution.
+            device: move the policy there; None: leave it where it is.
+            shared: the user trains this object. Tensors that it keeps must then work in autograd,
+                which tensors of inference mode don't, although inference mode is faster.
 
         Raises:
-            PolicyError: no way to call it with these observations, or its state can't be told.
+            PolicyError: the policy can't be called with these observations, or its initial state
+                can't be determined.
         """
         if isinstance(policy, nn.Module):
             self.module = policy if device is None else policy.to(device)
         self._policy = policy
         self._exploration = exploration
-        self._feeds_autograd = shared
+        self._needs_autograd = shared
         self._action_space = action_space
         self._leaves = leaves_of(action_space, "action")
-        # Then a pair that ends in a dict is an action, not an action with extras.
-        self._ends_in_dict = (
+        # With such a space, a pair of a value and a dict is an action, not an action with extras.
+        self._action_is_pair_with_dict = (
             isinstance(action_space, gym.spaces.Tuple)
             and len(action_space) == 2
             and isinstance(action_space[1], gym.spaces.Dict)
         )
         self._num_envs = len(next(iter(observation.values())))
         self._shapes = [torch.Size((self._num_envs, *leaf.shape)) for leaf in self._leaves]
-        self._is_leaf = [leaf.key for leaf in self._leaves] == [("action",)]
+        self._action_is_leaf = [leaf.key for leaf in self._leaves] == [("action",)]
         self._inputs = Inputs(observation, self.module, device)
         self.state = state_of(policy, self._inputs.tensors, self.exploring())
         self._next_state: Tensors = {}
         if self.state is not None:
             self._inputs = Inputs({**observation, **self.state.arrays}, self.module, device)
         self._call = calling_convention(policy, self._inputs, observation_space)
-        self._names: list[Key] | None = None  # of the extras; known after the first call
-        self._pick: Callable[[Any], Sequence[torch.Tensor]] | None = None
-        self._noise: RowNoise | None = None  # torch's own generators
+        self._extra_keys: list[Key] | None = None  # known after the first call
+        # Takes the extras out of a dict; only where no value has to be converted.
+        self._extras_of: Callable[[Any], Sequence[torch.Tensor]] | None = None
+        self._rng: PerEnvRng | None = None  # None: torch's own generators
 
     def seed(self, seeds: Sequence[int]) -> None:
-        self._noise = RowNoise(seeds)
+        self._rng = PerEnvRng(seeds)
 
     def exploring(self) -> AbstractContextManager[Any]:
-        """No gradients, and the exploration type set for TensorDict policies."""
-        without_gradients = torch.no_grad() if self._feeds_autograd else torch.inference_mode()
-        return _Exploring(without_gradients, self._exploration)
+        """Compute no gradients, and set the exploration type of TensorDict policies."""
+        without_gradients = torch.no_grad() if self._needs_autograd else torch.inference_mode()
+        return _RolloutContext(without_gradients, self._exploration)
 
     def try_out(self) -> None:
-        """As :meth:`Policy.try_out`; a shared module that keeps nothing gets inference mode."""
-        if not self._feeds_autograd or self.module is None:
+        """See :meth:`Policy.try_out`; a shared module that keeps no tensors gets inference mode."""
+        if not self._needs_autograd or self.module is None:
             super().try_out()
             return
-        keeps_others = keeps_tensors(self.module)
+        has_new_tensors = watch_tensors(self.module)
         super().try_out()
-        self._feeds_autograd = keeps_others()
+        self._needs_autograd = has_new_tensors()
 
-    def __call__(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        if self._noise is not None:
-            self._noise.next_frame()
+    def __call__(self) -> PolicyOutput:
+        if self._rng is not None:
+            self._rng.next_frame()
         chosen = self._choose()
         if self.state is not None:
             self.state.advance(self._next_state)
         return chosen
 
-    def for_rows(
-        self, rows: Sequence[int]
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        if self._noise is not None:
-            self._noise.next_frame(rows)
+    def for_rows(self, rows: Sequence[int]) -> PolicyOutput:
+        if self._rng is not None:
+            self._rng.next_frame(rows)
         if self.state is None:
             return self._choose()
         before = {key: array.copy() for key, array in self.state.arrays.items()}
@@ -127,16 +127,16 @@ class UserPolicy(Policy):
             array[others] = before[key][others]
         return chosen
 
-    def _choose(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def _choose(self) -> PolicyOutput:
         if self._inputs.copies:
             self._inputs.refresh()
         try:
-            output = self._call() if self._noise is None else self._drawing(self._call)
+            output = self._call() if self._rng is None else self._drawing(self._call)
         except Exception as error:
             raise PolicyError(f"the policy raised {type(error).__name__}: {error}") from error
-        # What most policies return, with no call in between: for a small policy that is half of
-        # what we cost. The first call has looked at everything closely.
-        if self._pick is not None and type(output) is tuple and len(output) == 2:
+        # A fast path without calls, for what most policies return: with a small policy it halves
+        # the overhead. The first call has checked everything closely.
+        if self._extras_of is not None and type(output) is tuple and len(output) == 2:
             action, written = output
             if (
                 type(action) is torch.Tensor
@@ -145,28 +145,31 @@ class UserPolicy(Policy):
                 and len(written) == len(self.extras)
             ):
                 try:
-                    return (action,), self._pick(written)
+                    return (action,), self._extras_of(written)
                 except KeyError:
-                    log.debug("the policy wrote other extras than before")
+                    log.debug("the policy returned other extras than before")
         if isinstance(output, TensorDictBase):
             actions, extras = self._from_tensordict(output)
         else:
             actions, extras = self._from_value(output)
         for index, action in enumerate(actions):
             if action.shape != self._shapes[index]:
-                raise self._misfit(self._leaves[index], action)
+                raise self._action_error(self._leaves[index], action)
         return actions, extras
 
     def _drawing(self, call: Callable[[], Any]) -> Any:
-        """Call what may draw. As little as can be: within the noise every operation costs more."""
-        if self._noise is None:
+        """Call something that draws random numbers.
+
+        Use it for as little as possible, as every operation costs more within :class:`PerEnvRng`.
+        """
+        if self._rng is None:
             return call()
-        with self._noise:
+        with self._rng:
             return call()
 
     def _from_value(self, output: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         written: Mapping[str, Any] = {}
-        if type(output) is tuple and len(output) == 2 and not self._ends_in_dict:
+        if type(output) is tuple and len(output) == 2 and not self._action_is_pair_with_dict:
             head, tail = output
             if isinstance(tail, Mapping):
                 output, written = head, tail
@@ -177,28 +180,29 @@ class UserPolicy(Policy):
         if isinstance(output, Distribution):
             output, log_prob = self._sample(output)
             written = {**written, "action_log_prob": log_prob}
-        actions = [to_tensor(output, "action")] if self._is_leaf else self._parts(output)
-        if self._names is None:
-            self._learn(actions, {(str(name),): to_tensor(written[name], name) for name in written})
-            # Where nothing had to be converted, that is left out from now on.
-            given = [output, *written.values()]
-            usual = self._is_leaf and written and self.state is None
-            if usual and all(to_tensor(v, "") is v for v in given):
-                self._pick = _picker(list(written))
-        assert self._names is not None
-        if len(written) != len(self._names):
-            raise self._other_extras((name,) for name in written)
+        actions = [to_tensor(output, "action")] if self._action_is_leaf else self._parts(output)
+        if self._extra_keys is None:
+            extras = {(str(name),): to_tensor(written[name], name) for name in written}
+            self._register(actions, extras)
+            # The fast path converts nothing, so the values must be tensors as they are.
+            values = [output, *written.values()]
+            is_usual = self._action_is_leaf and written and self.state is None
+            if is_usual and all(to_tensor(value, "") is value for value in values):
+                self._extras_of = _values_getter(list(written))
+        assert self._extra_keys is not None
+        if len(written) != len(self._extra_keys):
+            raise self._extras_error((name,) for name in written)
         try:
-            return actions, [to_tensor(written[name], name) for (name, *_) in self._names]
+            return actions, [to_tensor(written[name], name) for (name, *_) in self._extra_keys]
         except KeyError:
-            raise self._other_extras((name,) for name in written) from None
+            raise self._extras_error((name,) for name in written) from None
 
     def _parts(self, output: Any) -> list[torch.Tensor]:
         try:
             parts = list(flatten(self._action_space, output))
         except (IndexError, KeyError, TypeError, ValueError) as err:
             raise PolicyError(
-                f"the policy returned {_kind(output)}, but the action space is "
+                f"the policy returned {_type_name(output)}, but the action space is "
                 f"{self._action_space}: return a dict or tuple of that structure"
             ) from err
         return [
@@ -214,19 +218,19 @@ class UserPolicy(Policy):
             following = [output.get(("next", *key), None) for key in keys]
             given = zip(keys, following, strict=True)
             self._keep_state({key: value for key, value in given if value is not None})
-        if self._names is None:
-            self._learn_from_tensordict(output)
-        assert self._names is not None
+        if self._extra_keys is None:
+            self._register_from_tensordict(output)
+        assert self._extra_keys is not None
         try:
             return (
                 [to_tensor(output[leaf.key], leaf.key) for leaf in self._leaves],
-                [to_tensor(output[name], name) for name in self._names],
+                [to_tensor(output[name], name) for name in self._extra_keys],
             )
         except KeyError:
             written = [as_key(name) for name in output.keys(include_nested=True, leaves_only=True)]
-            raise self._other_extras(written) from None
+            raise self._extras_error(written) from None
 
-    def _learn_from_tensordict(self, output: TensorDictBase) -> None:
+    def _register_from_tensordict(self, output: TensorDictBase) -> None:
         written = {
             as_key(name): value
             for name, value in output.items(include_nested=True, leaves_only=True)
@@ -239,22 +243,22 @@ class UserPolicy(Policy):
                 f"the policy wrote no {_dotted(missing)}; it wrote {_dotted(extras) or 'nothing'}. "
                 "Its out_keys must name the action's entries"
             )
-        self._learn([to_tensor(written[key], key) for key in wanted], extras)
+        self._register([to_tensor(written[key], key) for key in wanted], extras)
 
     def _keep_state(self, given: Mapping[Key, Any]) -> None:
-        """Keep what the policy wants to be told in the next frame."""
+        """Keep the state that the policy reads in the next frame."""
         assert self.state is not None
         if missing := [leaf.key for leaf in self.state.entries if leaf.key not in given]:
             raise PolicyError(
                 f"the policy returned no {_dotted(missing)}: it must return its whole state each "
-                'time, by the names that it starts with; a TensorDict policy writes it under "next"'
+                'time, under the same names; a TensorDict policy writes it under "next"'
             )
         self._next_state = {key: to_tensor(value, key) for key, value in given.items()}
 
-    def _other_extras(self, written: Iterable[Key]) -> PolicyError:
+    def _extras_error(self, written: Iterable[Key]) -> PolicyError:
         return PolicyError(
             f"the policy wrote {_dotted(written) or 'nothing'} beside the action, but "
-            f"{_dotted(self._names or ()) or 'nothing'} the first time: it must always be the same"
+            f"{_dotted(self._extra_keys or ()) or 'nothing'} the first time: these must not change"
         )
 
     def _sample(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,24 +267,25 @@ class UserPolicy(Policy):
         else:
             action = distribution.mode
         log_prob = distribution.log_prob(action)
-        # Bernoulli and its like draw whole numbers as floats.
+        # Bernoulli and similar distributions draw whole numbers as floats.
         if action.is_floating_point() and getattr(distribution.support, "is_discrete", False):
             action = action.to(self._leaves[0].dtype)
         return action, log_prob
 
-    def _learn(self, actions: Sequence[torch.Tensor], extras: Tensors) -> None:
-        """Check what the first call gave, and take its extras as those of every call."""
+    def _register(self, actions: Sequence[torch.Tensor], extras: Tensors) -> None:
+        """Check the result of the first call, and expect its extras from every later call."""
         for leaf, action, shape in zip(self._leaves, actions, self._shapes, strict=True):
-            # A narrower or wider type of the same kind is converted; another kind is a mistake.
+            # A float of another width is converted, and so is an integer; an integer instead of a
+            # float, or the reverse, is a mistake.
             got = action.dtype
             other_kind = got.is_floating_point != leaf.dtype.is_floating_point or got.is_complex
             if action.shape != shape or other_kind:
-                raise self._misfit(leaf, action)
+                raise self._action_error(leaf, action)
         taken = {*self._inputs.tensors, *(leaf.key for leaf in self._leaves)}
         for key, value in extras.items():
             if key in taken or key[0] in RESERVED:
                 raise PolicyError(
-                    f"the policy writes {'.'.join(key)!r}, a name that is taken; call it otherwise"
+                    f"the policy writes {'.'.join(key)!r}, a name that is taken; rename it"
                 )
             if value.ndim == 0 or value.shape[0] != self._num_envs:
                 raise PolicyError(
@@ -290,9 +295,9 @@ class UserPolicy(Policy):
         self.extras = tuple(
             Leaf(key, tuple(value.shape[1:]), value.dtype) for key, value in extras.items()
         )
-        self._names = list(extras)
+        self._extra_keys = list(extras)
 
-    def _misfit(self, leaf: Leaf, got: torch.Tensor) -> PolicyError:
+    def _action_error(self, leaf: Leaf, got: torch.Tensor) -> PolicyError:
         hint = ""
         discrete = isinstance(self._action_space, gym.spaces.Discrete)
         if discrete and got.shape[1:] == (int(self._action_space.n),):  # type: ignore[attr-defined]
@@ -309,20 +314,20 @@ class UserPolicy(Policy):
         )
 
 
-def _picker(names: Sequence[str]) -> Callable[[Any], Sequence[torch.Tensor]]:
-    """Takes the values of ``names`` out of a dict."""
+def _values_getter(names: Sequence[str]) -> Callable[[Any], Sequence[torch.Tensor]]:
+    """A function that returns the values of ``names`` in a dict."""
     if len(names) == 1:
         name = names[0]
         return lambda written: (written[name],)
     return itemgetter(*names)
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-class _Exploring:
-    """No gradients and an interaction type, entered once for a rollout."""
+class _RolloutContext:
+    """No gradients and an interaction type; entered once for each rollout."""
 
     def __init__(
         self, without_gradients: AbstractContextManager[Any], exploration: Exploration

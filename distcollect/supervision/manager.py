@@ -22,7 +22,7 @@ from typing import Any
 from distcollect.common.shared_memory import Segment
 from distcollect.common.threads import LOOK_UP_S
 from distcollect.config import Faults
-from distcollect.engine.build import Probe
+from distcollect.engine.plan import Probe
 from distcollect.errors import (
     CollectorStateError,
     DeadlineError,
@@ -83,7 +83,7 @@ class Workers(ClusterEvents):
         Args:
             num_workers: None: all that the launch provides, or one for each core.
             faults: how long to wait for whom.
-            plan_for: worker_id to its pickled :class:`~distcollect.engine.build.WorkerPlan`.
+            plan_for: worker_id to its pickled :class:`~distcollect.engine.plan.WorkerPlan`.
             listen: "HOST:PORT" where further workers may join.
             local: on this host, whatever the launch provides.
 

@@ -21,15 +21,10 @@ import torch
 
 from distcollect.common.step_counter import StepCounter
 from distcollect.common.threads import do_jobs
-from distcollect.engine.build import (
-    Probe,
-    WorkerPlan,
-    build_engine,
-    build_evaluator,
-    with_policy,
-)
+from distcollect.engine.build import build_engine, build_evaluator
 from distcollect.engine.engine import Engine
 from distcollect.engine.evaluator import Evaluator
+from distcollect.engine.plan import Probe, WorkerPlan
 from distcollect.errors import RolloutGone, WorkerError
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
@@ -155,8 +150,8 @@ class Worker:
     ) -> Future[list[Any]]:
         """Call a method of each env between two steps, in the middle of a rollout as well."""
         engine = self._configured
-        answer = engine.call_soon(name, args, kwargs)
-        self._submit(engine.do_jobs)  # if nothing is collected
+        answer = engine.call_envs(name, args, kwargs)
+        self._submit(engine.run_jobs)  # if nothing is collected
         return answer
 
     def evaluate(
@@ -202,7 +197,7 @@ class Worker:
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
                 " what they are made of must be importable here too"
             ) from error
-        plan = with_policy(plan)
+        plan = plan.with_policy_made()
         self._evaluator = build_evaluator(
             plan, worker_id=self.worker_id, incarnation=self._incarnation
         )
@@ -211,7 +206,7 @@ class Worker:
             worker_id=self.worker_id,
             incarnation=self._incarnation,
             traj_ids=self._new_traj_ids(),
-            counts=self._counts,
+            counter=self._counts,
         )
         if self._stopping:
             self._engine.stop()
@@ -233,10 +228,10 @@ class Worker:
             ]
         slab = self._slabs[self._sequence % NUM_SLABS]
         self._lying.pop(self._sequence - NUM_SLABS, None)
-        brief = self._preempted == self._sequence
+        preempted = self._preempted == self._sequence
         version = request.version if engine.options.exact_version else None
         engine.collect(
-            slab, random=request.random, fresh=request.fresh, brief=brief, version=version
+            slab, random=request.random, fresh=request.fresh, preempted=preempted, version=version
         )
         tensors = slab.tensors()
         versions = slab.policy_version
@@ -248,9 +243,9 @@ class Worker:
             num_steps=slab.num_steps,
             num_bytes=sum(tensor.nbytes for tensor in tensors),
             policy_version=(int(versions.min()), int(versions.max())),
-            stepped=engine.counts.stepped,
-            lost=dict(engine.counts.lost),
-            env_faults=engine.counts.env_faults,
+            stepped=engine.counter.stepped,
+            lost=dict(engine.counter.lost),
+            env_faults=engine.counter.env_faults,
             work=engine.step_timer.work(),
             spans=engine.step_timer.spans(),
         )
@@ -284,7 +279,7 @@ class Worker:
         engine = self._configured
         engine.weights.version = version
         self._first_traj_id = first_traj_id
-        engine.number(self._new_traj_ids())
+        engine.use_traj_ids(self._new_traj_ids())
 
     def _new_traj_ids(self) -> Iterator[int]:
         return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)

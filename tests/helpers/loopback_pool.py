@@ -10,7 +10,7 @@ from unittest.mock import patch
 import distcollect as dc
 from distcollect.collectors import rpc as pooled
 from distcollect.config import Faults
-from distcollect.engine.build import Probe
+from distcollect.engine.plan import Probe
 from distcollect.results import State
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.transport.loopback import LoopbackTransport

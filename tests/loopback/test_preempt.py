@@ -19,8 +19,9 @@ from torch import nn
 
 import distcollect as dc
 from distcollect.config import Faults
-from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine, Stopped
+from distcollect.engine.plan import WorkerPlan
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
@@ -92,7 +93,7 @@ class Run:
 
     @property
     def held(self) -> int:
-        return 0 if self.engine._ragged is None else int(self.engine._ragged.position.sum())
+        return int(self.engine._loop.surplus.sum())
 
 
 def check_padding(batch: TensorDict) -> None:
@@ -146,8 +147,8 @@ def test_it_ends_after_the_step_under_way_and_goes_on_from_there(kind: str, at: 
             assert batch["collector", "mask"].all()
     for row in range(N):
         check_row(run.frames_of(row))
-    assert run.engine.counts.stepped == run.delivered + run.held
-    assert not run.engine.counts.lost
+    assert run.engine.counter.stepped == run.delivered + run.held
+    assert not run.engine.counter.lost
 
 
 class Uneven:
@@ -172,8 +173,8 @@ def test_rows_that_drift_apart(at: int, fresh: bool) -> None:
         sizes = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
         for part in frames.split(sizes):
             check_row(part, Uneven.LENGTHS[row])
-    lost = run.engine.counts.lost.get("row_skew", 0)
-    assert run.engine.counts.stepped == run.delivered + lost + run.held
+    lost = run.engine.counter.lost.get("row_skew", 0)
+    assert run.engine.counter.stepped == run.delivered + lost + run.held
 
 
 def test_a_row_without_a_frame_is_all_padding() -> None:
@@ -305,7 +306,7 @@ def test_from_another_thread_while_an_env_is_slow() -> None:
     thread.join()
     assert time.monotonic() - began < 10
     assert 1 <= slab.num_frames // N < 100
-    assert run.engine.counts.stepped == slab.num_frames
+    assert run.engine.counter.stepped == slab.num_frames
 
 
 def test_through_a_transport() -> None:

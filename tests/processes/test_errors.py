@@ -422,7 +422,7 @@ RUNNING: list[Row] = [
         lambda: sync(policy=lambda o: (torch.zeros(1).long(), {"reward": o})),
         dc.PolicyError,
         "'reward'",
-        "call it otherwise",
+        "rename it",
     ),
     (
         lambda: sync(policy=lambda o: (torch.zeros(1).long(), {"v": torch.ones(7)})),

@@ -17,9 +17,10 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.common.step_counter import StepCounter
-from distcollect.engine.build import WorkerPlan, build_engine
-from distcollect.engine.engine import Engine, StepOptions
-from distcollect.engine.env_recovery import Stopped
+from distcollect.engine.build import build_engine
+from distcollect.engine.engine import Engine
+from distcollect.engine.interrupts import Stopped
+from distcollect.engine.plan import StepOptions, WorkerPlan
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.assemble import assemble
@@ -214,23 +215,23 @@ def test_every_frame_is_accounted_for(lengths: tuple[int, ...], fresh: bool) -> 
     delivered = 0
     for _ in range(12):
         delivered += collect(engine, fresh=fresh).numel()
-        assert engine.counts.stepped == env.real - start
-        held = engine._ragged.position if engine._ragged is not None else np.zeros(1)
+        assert engine.counter.stepped == env.real - start
+        held = engine._loop.surplus
         assert (held <= T).all()
-        lost = engine.counts.lost.get("row_skew", 0)
-        assert engine.counts.stepped == delivered + lost + int(held.sum())
+        lost = engine.counter.lost.get("row_skew", 0)
+        assert engine.counter.stepped == delivered + lost + int(held.sum())
     engine.seed([1] * len(lengths), [1] * len(lengths))
     delivered += collect(engine, fresh=fresh).numel()
-    lost = engine.counts.lost.get("row_skew", 0)
-    assert engine.counts.stepped == delivered + lost + int(engine._ragged.position.sum())
-    assert set(engine.counts.lost) <= {"row_skew"}
+    lost = engine.counter.lost.get("row_skew", 0)
+    assert engine.counter.stepped == delivered + lost + int(engine._loop.surplus.sum())
+    assert set(engine.counter.lost) <= {"row_skew"}
 
 
 def test_another_length_of_rollouts() -> None:
     """What was held for the old length is lost, and no trajectory spans the gap."""
     engine = build_engine(WorkerPlan(lambda: Uneven((1, 50)), 2), traj_ids=count())
     first, second = collect(engine, 4), collect(engine, 5)
-    assert engine.counts.lost["row_skew"] > 0
+    assert engine.counter.lost["row_skew"] > 0
     row = [batch[1] for batch in (first, second)]
     assert row[1]["observation"][0, 2] > row[0]["next", "observation"][-1, 2]
     assert row[1]["collector", "traj_ids"][0] != row[0]["collector", "traj_ids"][-1]
@@ -240,8 +241,8 @@ def test_frames_of_a_plain_env_are_counted() -> None:
     engine = engine_of()
     for rollouts in (1, 2):
         collect(engine)
-        assert engine.counts.stepped == rollouts * N * T
-    assert not engine.counts.lost
+        assert engine.counter.stepped == rollouts * N * T
+    assert not engine.counter.lost
 
 
 @pytest.mark.parametrize("kind", ["plain", "native-next"])
@@ -252,8 +253,8 @@ def test_frames_of_a_rollout_that_broke_off_are_lost(kind: str) -> None:
     policy.at_call = lambda call: engine.stop() if call == start + 4 else None
     with pytest.raises(Stopped):
         collect(engine)
-    assert engine.counts.stepped == 4 * N
-    assert sum(engine.counts.lost.values()) == 4 * N
+    assert engine.counter.stepped == 4 * N
+    assert sum(engine.counter.lost.values()) == 4 * N
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -263,7 +264,7 @@ def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> 
     policy = Told()
     maker = CountingMaker(kind, N, lengths=(100,))
     engine = build_engine(
-        WorkerPlan(maker, N, policy), traj_ids=count(), counts=StepCounter(memory)
+        WorkerPlan(maker, N, policy), traj_ids=count(), counter=StepCounter(memory)
     )
     start = policy.calls
     seen: list[list[int]] = []
@@ -271,7 +272,7 @@ def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> 
     for rollouts in (1, 2):
         collect(engine)
         assert memory.tolist() == [rollouts * N * T, 0]
-        assert engine.counts.stepped == rollouts * N * T
+        assert engine.counter.stepped == rollouts * N * T
     assert seen == [[step + 1, step * N, 1] for step in range(2 * T)]
 
 
@@ -288,7 +289,7 @@ def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
     policy.at_call = interrupt
     with pytest.raises(KeyboardInterrupt):
         collect(engine)
-    assert engine.counts.memory[1] == 0
+    assert engine.counter.memory[1] == 0
     batch = collect(engine)
     assert not (batch["collector", "traj_ids"][:, 0] == last_ids).any()
     assert (batch["observation"][:, 0, 2] == 0).all()
@@ -299,7 +300,7 @@ def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
 
 @pytest.mark.parametrize("option", ["max_frames_per_traj", "reset_at_each_iter"])
 def test_envs_that_cannot_be_cut(option: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{option} can't work .* envs_per_worker instead"):
+    with pytest.raises(ArgumentError, match=f"{option} does not work .* envs_per_worker instead"):
         engine_of(kind="native-next", **{option: 2})
 
 

@@ -34,9 +34,10 @@ from torch import nn
 
 import distcollect as dc
 from distcollect.config import Faults
-from distcollect.engine import env_recovery as rebuilder
-from distcollect.engine.build import WorkerPlan, build_engine
-from distcollect.engine.engine import Engine, StepOptions, Stopped
+from distcollect.engine import env_recovery
+from distcollect.engine.build import build_engine
+from distcollect.engine.engine import Engine, Stopped
+from distcollect.engine.plan import StepOptions, WorkerPlan
 from distcollect.envs.base import Faulted
 from distcollect.envs.make import make_envs
 from distcollect.rollout.assemble import assemble
@@ -155,8 +156,8 @@ def collect(engine: Engine, rollouts: int, steps: int = T, **kwargs: Any) -> Ten
 
 
 def is_accounted_for(engine: Engine, delivered: int) -> bool:
-    held = 0 if engine._ragged is None else int(engine._ragged.position.sum())
-    return engine.counts.stepped == delivered + sum(engine.counts.lost.values()) + held
+    held = int(engine._loop.surplus.sum())
+    return engine.counter.stepped == delivered + sum(engine.counter.lost.values()) + held
 
 
 def check_row(row: TensorDict, lengths: Sequence[int] = LONG, cut_after: int | None = None) -> None:
@@ -223,9 +224,9 @@ def test_a_step_that_raises(row: int, at: int) -> None:
     ids = batch["collector", "traj_ids"]
     changes = (ids.diff(dim=1) != 0).nonzero().tolist()
     assert changes == ([[row, before - 1]] if before else [])
-    assert engine.counts.env_faults == 1
+    assert engine.counter.env_faults == 1
     assert is_accounted_for(engine, batch.numel())
-    assert not engine.counts.lost
+    assert not engine.counter.lost
     assert maker.made[row][0].closed
 
 
@@ -257,7 +258,7 @@ def test_again_at_once_and_several_rows_in_one_step(at: int) -> None:
     assert steps_of(batch[0])[at - 1 :] == [(10, 0, step) for step in range(2 * T - at + 1)]
     assert steps_of(batch[2])[at - 1 :] == [(32, 0, step) for step in range(2 * T - at + 1)]
     assert batch["collector", "faulted"].sum() == (2 if at > 1 else 0)
-    assert engine.counts.env_faults == 4
+    assert engine.counter.env_faults == 4
     assert is_accounted_for(engine, batch.numel())
 
 
@@ -331,15 +332,15 @@ def test_an_env_that_goes_on_raising_is_given_up(faults: int, row: int) -> None:
     maker = Maker({row: [("step", T + 3), *[("step", 1)] * 9]})
     engine = engine_of(maker, faults=faults)
     delivered = collect(engine, 1).numel()
-    anew = rf" \(it was made anew {faults} times in a row\)$" if faults else "$"
+    anew = rf" \(it was replaced {faults} times in a row\)$" if faults else "$"
     told = rf"env {row} \(Fragile\): step\(\) raised RuntimeError: no more steps{anew}"
     with pytest.raises(dc.EnvError, match=told) as caught:
         collect(engine, 1)
     assert type(caught.value) is dc.EnvError
     assert len(maker.made[row]) == faults + 1
-    assert engine.counts.env_faults == faults + 1
+    assert engine.counter.env_faults == faults + 1
     # The others made their transition in the step that failed.
-    assert engine.counts.lost == {"env_failed": 2 * N + N - 1}
+    assert engine.counter.lost == {"env_failed": 2 * N + N - 1}
     assert is_accounted_for(engine, delivered)
 
 
@@ -353,7 +354,7 @@ def test_a_maker_that_raises_counts_as_well() -> None:
         return made[-1]
 
     engine = build_engine(WorkerPlan(make, 1, max_env_faults=2), traj_ids=count())
-    with pytest.raises(dc.EnvError, match=r"OSError: no licence \(it was made anew 2 times"):
+    with pytest.raises(dc.EnvError, match=r"OSError: no licence \(it was replaced 2 times"):
         collect(engine, 1)
     engine.close()  # not a second time what is closed
 
@@ -367,7 +368,7 @@ def test_an_env_that_comes_back_as_another_one() -> None:
         return made[-1]
 
     engine = build_engine(WorkerPlan(make, 1, max_env_faults=1), traj_ids=count())
-    with pytest.raises(dc.EnvError, match="made anew, it has other spaces than before"):
+    with pytest.raises(dc.EnvError, match="made a second time, it has other spaces than before"):
         collect(engine, 1)
 
 
@@ -377,7 +378,7 @@ def test_a_whole_episode_starts_the_count_anew() -> None:
     engine = engine_of(maker, faults=1)
     batch = collect(engine, 6)
     check_row(batch[1], (3,))
-    assert engine.counts.env_faults == 11
+    assert engine.counter.env_faults == 11
     assert all(env.closed for env in maker.made[1][:-1])
 
 
@@ -386,21 +387,21 @@ def test_an_episode_in_the_very_step_of_a_fault_counts(fails: tuple[str, int], l
     """It ended just before the fault, or is over with the new env's first step."""
     engine = engine_of(Maker({1: [fails] * 9}, (length,)), faults=1)
     collect(engine, 1)
-    assert engine.counts.env_faults > 1
+    assert engine.counter.env_faults > 1
 
 
 def test_without_an_episode_the_count_goes_on() -> None:
     engine = engine_of(Maker({1: [("step", 4)] * 20}, lengths=(5,)), faults=1)
-    with pytest.raises(dc.EnvError, match="made anew 1 times"):
+    with pytest.raises(dc.EnvError, match="replaced 1 times"):
         collect(engine, 2)
 
 
 def test_many_frames_start_the_count_anew() -> None:
     engine = engine_of(Maker({1: [("step", 1001)] * 3}, lengths=(5000,)), faults=1)
     assert collect(engine, 17, 150)["collector", "faulted"].sum() == 2
-    assert engine.counts.env_faults == 2
+    assert engine.counter.env_faults == 2
     engine = engine_of(Maker({1: [("step", 999)] * 3}, lengths=(5000,)), faults=1)
-    with pytest.raises(dc.EnvError, match="made anew 1 times"):
+    with pytest.raises(dc.EnvError, match="replaced 1 times"):
         collect(engine, 17, 150)
 
 
@@ -421,8 +422,8 @@ def test_a_trial_that_raises_is_told_at_once() -> None:
 
 
 def test_it_waits_longer_each_time_and_stop_ends_that() -> None:
-    assert [rebuilder._delay_s(n) for n in range(1, 6)] == [0, 0.1, 0.2, 0.4, 0.8]
-    assert rebuilder._delay_s(50) == 5
+    assert [env_recovery._delay_s(n) for n in range(1, 6)] == [0, 0.1, 0.2, 0.4, 0.8]
+    assert env_recovery._delay_s(50) == 5
     waits = threading.Event()
     made: list[Fragile] = []
 
@@ -453,7 +454,10 @@ def test_it_waits_longer_each_time_and_stop_ends_that() -> None:
 def test_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="distcollect"):
         collect(engine_of(Maker({1: [("step", 2), ("step", 1)]})), 1)
-    told = "env 1 (Fragile): step() raised RuntimeError: no more steps; made anew, {} in a row"
+    told = (
+        "env 1 (Fragile): step() raised RuntimeError: no more steps; replaced by a new env, {} in "
+        "a row"
+    )
     assert [record.getMessage() for record in caplog.records] == [told.format(1), told.format(2)]
 
 
@@ -466,7 +470,7 @@ def test_a_reset_of_all_rows_that_raises() -> None:
     batch = collect(engine, 2)
     assert [steps_of(row)[0] for row in batch] == [(0, 1, 0), (11, 0, 0), (22, 0, 0)]
     assert not batch["collector", "faulted"].any()
-    assert engine.counts.env_faults == 3
+    assert engine.counter.env_faults == 3
 
 
 class Stumbling(gym.Wrapper[Any, Any, Any, Any]):
@@ -554,9 +558,9 @@ def test_a_vector_env_that_raises(kind: str, at: int) -> None:
         assert steps_of(each) == expected
     marked = [] if before in (0, T) else [[row, before - 1] for row in range(N)]
     assert batch["collector", "faulted"].nonzero().tolist() == marked
-    assert engine.counts.env_faults == 1
+    assert engine.counter.env_faults == 1
     assert is_accounted_for(engine, batch.numel())
-    assert not engine.counts.lost
+    assert not engine.counter.lost
     engine.close()
     if kind.startswith("async"):
         assert not any(process.is_alive() for env in maker.made for process in env.processes)
@@ -579,7 +583,7 @@ def test_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> 
         begins = torch.cat([torch.tensor([True]), each["collector", "traj_ids"].diff() != 0])
         assert not each["observation"][begins, 2].any(), "a trajectory's first frame is missing"
     assert batch["collector", "faulted"].any()
-    assert engine.counts.env_faults == 3
+    assert engine.counter.env_faults == 3
     assert is_accounted_for(engine, batch.numel())
     engine.close()
 
@@ -606,9 +610,9 @@ def test_a_vector_env_that_goes_on_raising_is_given_up(kind: str) -> None:
     maker = VectorMaker(kind, Maker({1: [("step", T + 3), *[("step", 1)] * 9]}))
     engine = engine_of(maker, faults=1)
     delivered = collect(engine, 1).numel()
-    with pytest.raises(dc.EnvError, match=r"vector env .*step\(\) raised .*made anew 1 times"):
+    with pytest.raises(dc.EnvError, match=r"vector env .*step\(\) raised .*replaced 1 times"):
         collect(engine, 1)
-    assert engine.counts.lost == {"env_failed": 2 * N}
+    assert engine.counter.lost == {"env_failed": 2 * N}
     assert is_accounted_for(engine, delivered)
 
 
@@ -647,7 +651,7 @@ def test_rows_that_drift_apart(at: int, fresh: bool) -> None:
         assert sorted(places) == places, "a frame out of place"
         assert len(set(places)) == len(places), "a frame twice"
     assert is_accounted_for(engine, batch.numel())
-    assert engine.counts.env_faults == 1
+    assert engine.counter.env_faults == 1
 
 
 @quiet

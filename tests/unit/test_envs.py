@@ -309,8 +309,8 @@ def test_declared_info_spaces_are_taken() -> None:
 @pytest.mark.parametrize(
     ("info_keys", "error", "match"),
     [
-        (["action"], ArgumentError, "'action' is the name of something else"),
-        (["observation"], ArgumentError, "'observation' is the name of something else"),
+        (["action"], ArgumentError, "already has an entry 'action'"),
+        (["observation"], ArgumentError, "already has an entry 'observation'"),
         (["text"], ArgumentError, "'text'.*entries seen: .*flag.*lap.*info_keys={'text'"),
         (["nowhere"], ArgumentError, "nothing under 'nowhere'"),
         ("lap", ArgumentTypeError, "info_keys='lap': must be a list"),
@@ -396,7 +396,7 @@ SHARED = CountingEnv()
         (raising, 1, EnvError, r"env 0: raising\(\) raised ValueError: no licence"),
         (lambda: 3, 1, EnvError, "returned a builtins.int, not a gymnasium Env"),
         ([CountingEnv, raising], 2, EnvError, r"env 1: raising\(\)"),
-        ([CountingEnv], 2, ArgumentError, "1 envs are listed, but there are to be 2"),
+        ([CountingEnv], 2, ArgumentError, "the list has 1 envs, but 2 are needed"),
         (
             [CountingEnv, CountingMaker("sync-next", 2)],
             2,

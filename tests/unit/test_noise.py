@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import distcollect as dc
 from distcollect.common.seeding import policy_seed
-from distcollect.policy.per_env_rng import RowNoise
+from distcollect.policy.per_env_rng import PerEnvRng
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
@@ -76,7 +76,7 @@ PARAMETERS = torch.tensor([[0.2, 0.3, 0.5], [0.9, 0.05, 0.05], [0.4, 0.4, 0.2], 
 
 def frames(draw: Draw, rows: list[int], num_frames: int = 3, **modes: bool) -> torch.Tensor:
     """What envs ``rows`` get that are stepped together ``[frames, 2, rows, ...]``."""
-    noise = RowNoise([SEEDS[row] for row in rows])
+    noise = PerEnvRng([SEEDS[row] for row in rows])
     drawn = []
     with torch.inference_mode(**modes), torch.no_grad():
         for _ in range(num_frames):
@@ -106,7 +106,7 @@ def test_as_torch_would_draw(name: str) -> None:
     parameters = torch.tensor([0.2, 0.3, 0.5]).expand(20_000, 3)
     torch.manual_seed(0)
     expected = DRAWS[name](parameters)
-    with RowNoise([3, 4]):
+    with PerEnvRng([3, 4]):
         drawn = DRAWS[name](parameters)
     assert drawn.shape == expected.shape
     assert drawn.dtype == expected.dtype
@@ -121,7 +121,7 @@ def test_as_torch_would_draw(name: str) -> None:
 
 
 def test_ends_of_ranges() -> None:
-    with RowNoise([1]):
+    with PerEnvRng([1]):
         assert torch.rand(1, 100_000, dtype=torch.float16).max() < 1
         assert torch.rand(1, 100_000, dtype=torch.bfloat16).max() < 1
         assert torch.empty(1, 100_000).exponential_().min() > 0
@@ -133,7 +133,7 @@ def test_ends_of_ranges() -> None:
 
 
 def test_what_torch_refuses_is_refused() -> None:
-    with RowNoise([1]):
+    with PerEnvRng([1]):
         with pytest.raises(RuntimeError, match="probability tensor"):
             torch.multinomial(torch.tensor([[1.0, -1.0]]), 1)
         with pytest.raises(RuntimeError, match="std"):
@@ -150,14 +150,14 @@ def test_what_has_no_rows_comes_from_torch() -> None:
     torch.manual_seed(1)
     expected = draw()
     torch.manual_seed(1)
-    with RowNoise([1, 2]):
+    with PerEnvRng([1, 2]):
         drawn = draw()
     assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=True))
 
 
 def test_frames_of_some_rows() -> None:
     """Rows that take a frame more don't change what others get in theirs."""
-    usual, mended = RowNoise(SEEDS), RowNoise(SEEDS)
+    usual, mended = PerEnvRng(SEEDS), PerEnvRng(SEEDS)
     rows = []
     for noise in (usual, mended):
         noise.next_frame()

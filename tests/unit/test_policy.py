@@ -271,7 +271,7 @@ def test_a_dict_observation_as_a_whole_and_as_a_tensordict() -> None:
 
 def test_a_parameter_that_is_no_entry() -> None:
     with pytest.raises(
-        dc.PolicyError, match=r"'speed' is no entry .* there are: image, inner, place"
+        dc.PolicyError, match=r"'speed' is no entry .* its entries are: image, inner, place"
     ):
         bind(lambda place, speed: place, "dict")
 

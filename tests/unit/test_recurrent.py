@@ -24,8 +24,9 @@ from torch import distributions as d
 from torch import nn
 
 import distcollect as dc
-from distcollect.engine.build import WorkerPlan, build_engine
-from distcollect.engine.engine import Engine, StepOptions
+from distcollect.engine.build import build_engine
+from distcollect.engine.engine import Engine
+from distcollect.engine.plan import StepOptions, WorkerPlan
 from distcollect.errors import PolicyError
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
@@ -162,7 +163,7 @@ def test_an_env_made_anew_has_a_state_of_its_own() -> None:
     plan = WorkerPlan(make, N, Counter(), max_env_faults=1)
     engine = build_engine(plan, traj_ids=count(100))
     batch = collect(engine, steps=20)
-    assert engine.counts.env_faults == 1
+    assert engine.counter.env_faults == 1
     check(batch)
     assert batch["collector", "faulted"].sum() == 1
     row, step = batch["collector", "faulted"].nonzero()[0].tolist()
@@ -191,7 +192,7 @@ def test_a_vector_env_made_anew() -> None:
     engine = build_engine(plan, traj_ids=count(100))
     for _ in range(2):
         check(collect(engine, steps=20))
-    assert engine.counts.env_faults == 1
+    assert engine.counter.env_faults == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

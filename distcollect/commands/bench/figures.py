@@ -20,7 +20,8 @@ from distcollect.commands.bench.contenders import (
     run_rpc,
 )
 from distcollect.commands.bench.workloads import WORKLOADS, Workload
-from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.build import build_engine
+from distcollect.engine.plan import WorkerPlan
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slab import Slab

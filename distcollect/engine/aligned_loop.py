@@ -1,0 +1,169 @@
+"""The hot loop, for envs whose rows all make one transition in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distcollect.common.clock import clock_ns
+from distcollect.common.step_counter import STEPPED
+from distcollect.engine.rollout_loop import RolloutLoop
+from distcollect.envs.base import Faulted, Step
+from distcollect.policy.base import Policy
+from distcollect.rollout.slab import Slab
+from distcollect.rollout.spaces import Arrays
+
+
+@dataclass(eq=False)
+class AlignedLoop(RolloutLoop):
+    """Fills rollouts of envs whose rows can be reset at any time, so all rows stay aligned."""
+
+    def fill(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
+        self, slab: Slab, policy: Policy, *, fresh: bool
+    ) -> None:
+        envs, weights, interrupts = self.envs, self.weights, self.interrupts
+        current, lengths = self.current, self.trajectories.lengths
+        longest, swaps = self.options.max_frames_per_traj, self.options.swap_within_rollouts
+        # Time first: array[step] is found in half the time of array[:, step].
+        starts = [(array.swapaxes(0, 1), current[key]) for key, array in slab.root.items()]
+        actions = [(leaf.key, slab.action[leaf.key].swapaxes(0, 1)) for leaf in self.layout.action]
+        extras = [array.swapaxes(0, 1) for array in slab.extras.values()]
+        outcomes = [
+            (slab.outcomes[key].swapaxes(0, 1), array) for key, array in envs.outcomes.items()
+        ]
+        rewards = slab.reward.swapaxes(0, 1)
+        slab.policy_version.fill(weights.version)
+        slab.traj_ids[:] = self.trajectories.ids[:, None]
+        cells, stepped, num_envs = self.counter.cells, self.counter.stepped, envs.num_envs
+        clips, recovery = self.options.clip_actions, self.recovery
+        step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
+        action: Arrays = {}
+        cut = None
+        for step in range(slab.num_steps):
+            if interrupts.pending or (weights.pending and swaps):
+                if self.between_steps():
+                    slab.pad(np.full(num_envs, step), current)
+                    return
+                slab.policy_version[:, step:] = weights.version
+            timed = step >= due
+            # Before the policy is called, as it may change its input in place.
+            for column, array in starts:
+                column[step] = array
+            if timed:
+                begin = clock_ns()
+            chosen, written = policy()
+            for (key, column), tensor in zip(actions, chosen, strict=True):
+                value = tensor.numpy()
+                column[step] = value
+                action[key] = value if value.dtype == column.dtype else column[step]
+            # Not strict: a random policy writes no extras.
+            for column, tensor in zip(extras, written, strict=False):
+                column[step] = tensor.numpy()
+            if clips:
+                self.clip(action)
+            if longest is not None:
+                lengths += 1
+                cut = lengths >= longest
+            if timed:
+                middle = clock_ns()
+            try:
+                result = envs.step(action, cut)
+            except Faulted as faulted:
+                self._recover(slab, step, policy, faulted)
+                stepped = cells[STEPPED]
+                continue
+            if timed:
+                step_timer.timed(begin, middle, clock_ns(), step_timer.stride)
+                due = step_timer.due = step + step_timer.stride
+            stepped += num_envs
+            cells[STEPPED] = stepped
+            rewards[step] = result.reward
+            for column, array in outcomes:
+                column[step] = array
+            if result.ended:
+                if recovery.streaks:
+                    recovery.episodes_ended(result.ended)
+                self._end_trajectories(slab, step, result)
+        for key, array in slab.tail.items():
+            array[:] = current[key]
+
+    def abandon(self, cause: str) -> None:
+        self.counter.lose(cause, self.counter.stepped - self.begun_at)
+
+    def drop_surplus(self) -> None:
+        pass  # every rollout contains all frames that were stepped for it
+
+    def _end_trajectories(self, slab: Slab, step: int, result: Step) -> None:
+        for row in result.ended:
+            slab.terminated[row, step] = result.terminated[row]
+            slab.truncated[row, step] = result.truncated[row]
+            slab.add_final(row, step, self.final)
+            slab.traj_ids[row, step + 1 :] = self.trajectories.new_id(row)
+            self.trajectories.lengths[row] = 0
+        self.trajectories.reset_policy_state(result.ended)
+
+    def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
+        """Replace the envs that raised, until every row has made its transition of this step."""
+        result, longest = faulted.result, self.options.max_frames_per_traj
+        rows: Sequence[int] = range(self.envs.num_envs)
+        while True:
+            self.counter.add(len(rows) - len(faulted.not_stepped))
+            slab.faulted[faulted.cut_short, step] = True
+            ended = {*rows}.intersection(result.ended)
+            self.recovery.episodes_ended(ended.difference(faulted.cut_short))
+            for fault in faulted.faults:
+                self.recovery.rebuild(fault)
+            rows = faulted.not_stepped
+            if not rows:
+                break
+            self._begin_trajectories(slab, step, rows)
+            action = self._choose_actions_again(slab, step, policy, rows)
+            cut = None if longest is None else self.trajectories.lengths >= longest
+            try:
+                self.envs.step(action, cut, rows)
+            except Faulted as another:
+                faulted = another
+            else:
+                self.counter.add(len(rows))
+                self.recovery.episodes_ended({*rows}.intersection(result.ended))
+                break
+        slab.reward[:, step] = result.reward
+        for key, column in slab.outcomes.items():
+            column[:, step] = self.envs.outcomes[key]
+        self._end_trajectories(slab, step, result)
+
+    def _begin_trajectories(self, slab: Slab, step: int, rows: Sequence[int]) -> None:
+        """End the trajectories of ``rows`` before this step, and begin new ones with it."""
+        starts = {key: column[:, step] for key, column in slab.root.items()}
+        trajectories = self.trajectories
+        for row in rows:
+            # Otherwise the trajectory ended by itself, or all its frames were delivered before.
+            if step and slab.traj_ids[row, step - 1] == trajectories.ids[row]:
+                slab.truncated[row, step - 1] = True
+                slab.faulted[row, step - 1] = True
+                slab.add_final(row, step - 1, starts)
+            slab.traj_ids[row, step:] = trajectories.new_id(row)
+            trajectories.lengths[row] = 1
+        trajectories.reset_policy_state(rows)
+
+    def _choose_actions_again(
+        self, slab: Slab, step: int, policy: Policy, rows: Sequence[int]
+    ) -> Arrays:
+        """Write the start of the frame of ``rows`` again; the actions of all rows."""
+        obs = self.envs.obs
+        for key, column in slab.root.items():
+            column[rows, step] = self.current[key][rows]
+        before = {key: array.copy() for key, array in obs.items()}
+        chosen, written = policy.for_rows(rows)
+        # The policy may have changed its input in place; other rows' is still to be recorded.
+        for key, array in obs.items():
+            array[:] = before[key]
+        for leaf, tensor in zip(self.layout.action, chosen, strict=True):
+            slab.action[leaf.key][rows, step] = tensor.numpy()[rows]
+        for leaf, tensor in zip(self.layout.extras, written, strict=False):
+            slab.extras[leaf.key][rows, step] = tensor.numpy()[rows]
+        action = {leaf.key: slab.action[leaf.key][:, step] for leaf in self.layout.action}
+        self.clip(action)
+        return action

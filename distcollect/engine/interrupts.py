@@ -1,0 +1,101 @@
+"""What other threads ask of the thread that collects, between two steps."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class Stopped(Exception):
+    """Collection was ended by :meth:`~distcollect.engine.engine.Engine.stop`."""
+
+
+class Phase(enum.Enum):
+    """Where the thread that collects is.
+
+    Attributes:
+        IDLE: between two rollouts.
+        COLLECTING: in a rollout.
+        ENDING: in a rollout that ends before the next step, once it has a frame.
+        STOPPED: collection was stopped, for good.
+    """
+
+    IDLE = enum.auto()
+    COLLECTING = enum.auto()
+    ENDING = enum.auto()
+    STOPPED = enum.auto()
+
+
+class Interrupts:
+    """Requests of other threads that take effect between two steps.
+
+    :meth:`stop`, :meth:`preempt` and :meth:`add_job` may be called from any thread; all else
+    belongs to the thread that collects.
+
+    Attributes:
+        pending: there is something to do before the next step, see :meth:`handle`. The hot loop
+            reads it without the lock.
+    """
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._phase = Phase.IDLE
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()  # of all three
+
+    def stop(self) -> None:
+        """Make the running or next :meth:`handle` raise :class:`Stopped`."""
+        with self._lock:
+            self._phase = Phase.STOPPED
+            self.pending = True
+
+    def preempt(self) -> None:
+        """End the running rollout early; without a running rollout nothing happens."""
+        with self._lock:
+            if self._phase is Phase.COLLECTING:
+                self._phase = Phase.ENDING
+                self.pending = True
+
+    def add_job(self, job: Callable[[], None]) -> None:
+        """Run ``job`` before the next step, or in the next :meth:`run_jobs`."""
+        with self._lock:
+            self._jobs.append(job)
+            self.pending = True
+
+    def run_jobs(self) -> None:
+        """Run what :meth:`add_job` was given."""
+        while self._jobs:
+            self._jobs.popleft()()
+
+    def rollout_begins(self, *, preempted: bool) -> None:
+        """A rollout begins; ``preempted``: it is to end as soon as it has a frame."""
+        with self._lock:
+            if self._phase is not Phase.STOPPED:
+                assert self._phase is Phase.IDLE, f"a rollout begins in phase {self._phase}"
+                self._phase = Phase.ENDING if preempted else Phase.COLLECTING
+            self._update()
+
+    def rollout_ended(self) -> None:
+        """The rollout is over, complete or not."""
+        with self._lock:
+            if self._phase is not Phase.STOPPED:
+                self._phase = Phase.IDLE
+            self._update()
+
+    def handle(self) -> bool:
+        """Run the jobs; whether the rollout is to end as soon as it has a frame.
+
+        Raises:
+            Stopped: see :meth:`stop`.
+        """
+        if self._phase is Phase.STOPPED:
+            raise Stopped
+        self.run_jobs()
+        with self._lock:
+            self._update()
+            return self._phase is Phase.ENDING
+
+    def _update(self) -> None:
+        self.pending = self._phase in (Phase.ENDING, Phase.STOPPED) or bool(self._jobs)

@@ -1,0 +1,100 @@
+"""What the trainer sends a worker to build, and what the worker reports about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from distcollect.errors import PolicyError
+from distcollect.policy.base import Exploration
+from distcollect.policy.weight_layout import WeightLayout
+from distcollect.rollout.layout import Layout
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How envs are stepped.
+
+    Attributes:
+        max_frames_per_traj: truncate a trajectory after this many frames; None: never.
+        reset_at_each_iter: start every rollout with a reset of all envs.
+        clip_actions: clip actions to the bounds of a Box action space before they go to the envs.
+            The batch keeps the action that the policy chose.
+        swap_within_rollouts: use new weights from the next step on; False: from the next rollout.
+        exact_version: collect each rollout with the version that the request names.
+    """
+
+    max_frames_per_traj: int | None = None
+    reset_at_each_iter: bool = False
+    clip_actions: bool = False
+    swap_within_rollouts: bool = True
+    exact_version: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Which envs and which policy a worker builds, and how it steps them.
+
+    Attributes:
+        create_env_fn: env id or callable, see :func:`~distcollect.envs.make.make_envs`.
+        num_envs: number of envs to make.
+        policy: the policy; None: random actions.
+        policy_factory: called in the worker to make the policy, in place of ``policy``.
+        device: where the policy computes; None: it is not moved.
+        env_device: where TorchRL envs compute; None: they are not moved.
+        exploration: how actions are chosen from a distribution.
+        info_keys: entries of ``info`` that go into the batch.
+        options: how the envs are stepped.
+        models: further modules whose weights are published with the policy's, by name. Policy and
+            env makers that refer to one of them still refer to the same object after pickling.
+        exclude: patterns of names of weights that are never sent.
+        max_env_faults: see :class:`~distcollect.config.Faults`.
+        traces: record the times at which the worker steps, resets and swaps weights.
+    """
+
+    create_env_fn: Any
+    num_envs: int
+    policy: Any = None
+    policy_factory: Any = None
+    device: torch.device | None = None
+    env_device: torch.device | None = None
+    exploration: Exploration = Exploration.RANDOM
+    info_keys: Any = None
+    options: StepOptions = field(default_factory=StepOptions)
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+    exclude: Sequence[str] = ()
+    max_env_faults: int = 0
+    traces: bool = False
+
+    def with_policy_made(self) -> WorkerPlan:
+        """The same plan with the policy that ``policy_factory`` makes, if there is a factory.
+
+        Raises:
+            PolicyError: the factory raised.
+        """
+        if self.policy_factory is None:
+            return self
+        try:
+            policy = self.policy_factory()
+        except Exception as error:
+            raise PolicyError(f"policy_factory raised {type(error).__name__}: {error}") from error
+        return replace(self, policy=policy, policy_factory=None)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a worker reports after it has built its plan and tried out envs and policy.
+
+    Attributes:
+        layout: leaves of the frames that it will deliver.
+        weights: layout of the policy's weights.
+        gpu: identifies the GPU that holds the weights; "" if the CPU holds them.
+    """
+
+    layout: Layout
+    weights: WeightLayout
+    gpu: str = ""

@@ -1,0 +1,180 @@
+"""What the two loops that fill rollouts have in common, and the trajectories they write."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from gymnasium.spaces import Box
+
+from distcollect.common.clock import clock_ns
+from distcollect.common.step_counter import StepCounter
+from distcollect.engine.env_recovery import EnvRecovery
+from distcollect.engine.interrupts import Interrupts
+from distcollect.engine.plan import StepOptions
+from distcollect.envs.base import EnvBatch
+from distcollect.errors import ArgumentError
+from distcollect.policy.base import Policy
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.policy.recurrent import PolicyState
+from distcollect.rollout.layout import Layout
+from distcollect.rollout.slab import Slab
+from distcollect.rollout.spaces import Arrays, Key
+from distcollect.telemetry.step_timer import StepTimer
+
+
+class Trajectories:
+    """The trajectory that each of n envs is in.
+
+    Attributes:
+        ids: int64 ``[n]``.
+        lengths: int64 ``[n]``, frames of the trajectory so far; only counted where
+            ``max_frames_per_traj`` limits them.
+    """
+
+    def __init__(
+        self, num_envs: int, new_ids: Iterator[int], policy_state: PolicyState | None
+    ) -> None:
+        """Begin a trajectory in each env.
+
+        Args:
+            num_envs: n.
+            new_ids: the ids of new trajectories.
+            policy_state: of a recurrent policy; set to its start where an episode begins.
+        """
+        self.ids = np.zeros(num_envs, np.int64)
+        self.lengths = np.zeros(num_envs, np.int64)
+        self._new_ids = new_ids
+        self._policy_state = policy_state
+        self.begin_all()
+
+    def use_ids(self, new_ids: Iterator[int]) -> None:
+        """Take ids from ``new_ids`` from now on, for the trajectories under way as well."""
+        self._new_ids = new_ids
+        for row in range(len(self.ids)):
+            self.new_id(row)
+
+    def new_id(self, row: int) -> int:
+        """Give the row's trajectory the next id, and return it."""
+        traj_id = next(self._new_ids)
+        self.ids[row] = traj_id
+        return traj_id
+
+    def begin_all(self) -> None:
+        """Begin an episode, and thus a trajectory, in every row."""
+        self.lengths.fill(0)
+        for row in range(len(self.ids)):
+            self.new_id(row)
+        self.reset_policy_state(range(len(self.ids)))
+
+    def reset_policy_state(self, rows: Sequence[int]) -> None:
+        """Episodes begin in ``rows``: the policy must not remember the ones before."""
+        if self._policy_state is not None:
+            self._policy_state.begin(rows)
+
+
+@dataclass(eq=False)
+class RolloutLoop(ABC):
+    """Steps n envs with a policy and writes the frames of a rollout.
+
+    Attributes:
+        envs: the envs.
+        weights: the policy's weights.
+        policy_state: what a recurrent policy carries from frame to frame, None if it is not one.
+        layout: leaves of the frames.
+        options: how to step.
+        counter: counts the frames.
+        step_timer: measures the time that steps take.
+        recovery: replaces envs that raise.
+        trajectories: the trajectory of each env.
+        interrupts: what other threads ask for.
+        current: ``{key: [n, *shape]}`` of the carried leaves as they are before the next frame.
+            The arrays belong to the envs and the policy, which rewrite them in place.
+        final: the same after the last frame of an episode; valid for rows that just ended.
+        begun_at: frames that had been stepped when the rollout began.
+    """
+
+    envs: EnvBatch
+    weights: LiveWeights
+    policy_state: PolicyState | None
+    layout: Layout
+    options: StepOptions
+    counter: StepCounter
+    step_timer: StepTimer
+    recovery: EnvRecovery
+    trajectories: Trajectories
+    interrupts: Interrupts
+    current: Arrays = field(init=False)
+    final: Arrays = field(init=False)
+    begun_at: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        of_state = self.policy_state.arrays if self.policy_state is not None else {}
+        self.current = {**self.envs.obs, **of_state}
+        self.final = {**self.envs.final, **of_state}
+        self._bounds = action_bounds(self.envs) if self.options.clip_actions else {}
+
+    @abstractmethod
+    def fill(self, slab: Slab, policy: Policy, *, fresh: bool) -> None:
+        """Write the next rollout to ``slab``; if it is preempted, the rest is padding.
+
+        Args:
+            slab: a cleared slab of this layout.
+            policy: chooses the actions.
+            fresh: leave out frames from before this call.
+        """
+
+    @abstractmethod
+    def abandon(self, cause: str) -> None:
+        """Count the frames of a rollout that failed as lost for ``cause``."""
+
+    @abstractmethod
+    def drop_surplus(self) -> None:
+        """Drop the frames that wait for the next rollout."""
+
+    @property
+    def surplus(self) -> np.ndarray:
+        """int64 ``[n]``: how many frames of each row wait for the next rollout."""
+        return np.zeros(self.envs.num_envs, np.int64)
+
+    def swap_weights(self, up_to: int | None = None) -> None:
+        """Compute with the newest weights from now on.
+
+        Args:
+            up_to: the newest version that may be used; None: any.
+        """
+        begin = clock_ns()
+        self.weights.apply(up_to)
+        self.step_timer.swapped(begin, clock_ns(), self.weights.version)
+
+    def between_steps(self) -> bool:
+        """Do what other threads ask for; whether the rollout ends here.
+
+        Raises:
+            Stopped: another thread stopped the collection.
+        """
+        if self.interrupts.handle() and self.counter.stepped > self.begun_at:
+            return True
+        if self.options.swap_within_rollouts:
+            self.swap_weights()
+        return False
+
+    def clip(self, action: Arrays) -> None:
+        """Clip ``action`` to the bounds of its space, if the options ask for that."""
+        for key, (low, high) in self._bounds.items():
+            action[key] = np.clip(action[key], low, high)
+
+
+def action_bounds(envs: EnvBatch) -> dict[Key, tuple[np.ndarray, np.ndarray]]:
+    """The bounds of a Box action space, by the key of its only leaf.
+
+    Raises:
+        ArgumentError: the action space is not a Box.
+    """
+    if len(envs.action_leaves) == 1 and isinstance(envs.action_space, Box):
+        return {envs.action_leaves[0].key: (envs.action_space.low, envs.action_space.high)}
+    raise ArgumentError(
+        f"clip_actions needs a Box action space, not {envs.action_space}: leave it out"
+    )
