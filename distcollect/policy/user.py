@@ -182,7 +182,7 @@ class UserPolicy(Policy):
             written = {**written, "action_log_prob": log_prob}
         actions = [to_tensor(output, "action")] if self._action_is_leaf else self._parts(output)
         if self._extra_keys is None:
-            extras = {(str(name),): to_tensor(written[name], name) for name in written}
+            extras: Tensors = {(str(name),): to_tensor(written[name], name) for name in written}
             self._register(actions, extras)
             # The fast path converts nothing, so the values must be tensors as they are.
             values = [output, *written.values()]

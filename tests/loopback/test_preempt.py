@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from helpers.counting import CountingEnv, CountingMaker, CountingVectorEnv, Frame, check_frames
+from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv, Frame, check_frames
 from helpers.loopback_pool import LoopbackWorkers, loopback_collector
 from tensordict import TensorDict
 from torch import nn
@@ -20,7 +20,8 @@ from torch import nn
 import distcollect as dc
 from distcollect.config import Faults
 from distcollect.engine.build import build_engine
-from distcollect.engine.engine import Engine, Stopped
+from distcollect.engine.engine import Engine
+from distcollect.engine.interrupts import Stopped
 from distcollect.engine.plan import WorkerPlan
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.assemble import assemble
