@@ -72,7 +72,7 @@ class SingleEnvBatch(EnvBatch):
         is_discrete = (
             isinstance(self.action_space, spaces.Discrete) and self.action_space.dtype == np.int64
         )
-        self._discrete = self.action_leaves[0].key if is_discrete else None
+        self._discrete_key = self.action_leaves[0].key if is_discrete else None
         # Views of each row: writing through one takes two thirds of the time of array[row] = x.
         views = [
             [self.obs[leaf.key][row, ...] for leaf, _ in self._obs_paths] for row in self._rows
@@ -123,7 +123,7 @@ class SingleEnvBatch(EnvBatch):
         reads_info, only_views, views = self._reads_info, self._only_views, self._views
         for leaf, _ in self._info_paths:
             self.obs[leaf.key][... if rows is None else rows] = self._missing[leaf.key]
-        actions = self._split(action) if self._discrete is None else action[self._discrete]
+        actions = self._split(action) if self._discrete_key is None else action[self._discrete_key]
         # Not strict: numpy signals the end of an array by an exception, which is slow.
         remaining: Iterator[Any] = enumerate(zip(self._steps, actions, strict=False))
         if rows is not None:

@@ -167,12 +167,13 @@ class UserPolicy(Policy):
         with self._rng:
             return call()
 
-    def _from_value(self, output: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _from_value(self, output: Any) -> PolicyOutput:
+        """Action and extras from a returned action, pair, or distribution."""
         written: Mapping[str, Any] = {}
         if type(output) is tuple and len(output) == 2 and not self._action_is_pair_with_dict:
-            head, tail = output
-            if isinstance(tail, Mapping):
-                output, written = head, tail
+            first, second = output
+            if isinstance(second, Mapping):
+                output, written = first, second
         if self.state is not None:
             entries = {leaf.key[0] for leaf in self.state.entries}
             self._keep_state({(name,): written[name] for name in entries if name in written})
@@ -198,6 +199,7 @@ class UserPolicy(Policy):
             raise self._extras_error((name,) for name in written) from None
 
     def _parts(self, output: Any) -> list[torch.Tensor]:
+        """The leaves of an action from a Dict or Tuple space."""
         try:
             parts = list(flatten(self._action_space, output))
         except (IndexError, KeyError, TypeError, ValueError) as err:
@@ -210,21 +212,19 @@ class UserPolicy(Policy):
             for leaf, part in zip(self._leaves, parts, strict=True)
         ]
 
-    def _from_tensordict(
-        self, output: TensorDictBase
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _from_tensordict(self, output: TensorDictBase) -> PolicyOutput:
+        """Action and extras from a returned TensorDict."""
         if self.state is not None:
             keys = [leaf.key for leaf in self.state.entries]
-            following = [output.get(("next", *key), None) for key in keys]
-            given = zip(keys, following, strict=True)
-            self._keep_state({key: value for key, value in given if value is not None})
+            next_values = {key: output.get(("next", *key), None) for key in keys}
+            self._keep_state({k: value for k, value in next_values.items() if value is not None})
         if self._extra_keys is None:
             self._register_from_tensordict(output)
         assert self._extra_keys is not None
         try:
             return (
                 [to_tensor(output[leaf.key], leaf.key) for leaf in self._leaves],
-                [to_tensor(output[name], name) for name in self._extra_keys],
+                [to_tensor(output[key], key) for key in self._extra_keys],
             )
         except KeyError:
             written = [as_key(name) for name in output.keys(include_nested=True, leaves_only=True)]
@@ -245,15 +245,15 @@ class UserPolicy(Policy):
             )
         self._register([to_tensor(written[key], key) for key in wanted], extras)
 
-    def _keep_state(self, given: Mapping[Key, Any]) -> None:
+    def _keep_state(self, new: Mapping[Key, Any]) -> None:
         """Keep the state that the policy reads in the next frame."""
         assert self.state is not None
-        if missing := [leaf.key for leaf in self.state.entries if leaf.key not in given]:
+        if missing := [leaf.key for leaf in self.state.entries if leaf.key not in new]:
             raise PolicyError(
                 f"the policy returned no {_dotted(missing)}: it must return its whole state each "
                 'time, under the same names; a TensorDict policy writes it under "next"'
             )
-        self._next_state = {key: to_tensor(value, key) for key, value in given.items()}
+        self._next_state = {key: to_tensor(value, key) for key, value in new.items()}
 
     def _extras_error(self, written: Iterable[Key]) -> PolicyError:
         return PolicyError(
@@ -262,6 +262,7 @@ class UserPolicy(Policy):
         )
 
     def _sample(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
+        """An action of the distribution, and its log-probability."""
         if self._exploration is Exploration.RANDOM:
             action = self._drawing(distribution.sample)
         else:
