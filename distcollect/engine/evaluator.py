@@ -90,7 +90,7 @@ class Evaluator:
             while is_whole and any(owed):
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"{sum(owed)} of the episodes to evaluate are not over; the longest after "
+                        f"{sum(owed)} of the episodes to evaluate are not over, the longest after "
                         f"{lengths.max()} frames. Give a longer timeout_s or fewer episodes"
                     )
                 engine.collect(slab)

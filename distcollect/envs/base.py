@@ -185,7 +185,7 @@ class EnvBatch(ABC):
         """
         if cut is not None and not self.supports_partial_reset:
             raise ArgumentError(
-                f"{self._name()}: it cannot reset single rows, so episodes cannot be cut; pass a "
+                f"{self._name()}: it cannot reset single rows, so episodes can't be cut; pass a "
                 "maker of single envs and envs_per_worker instead"
             )
         result = self._advance(action, rows)

@@ -93,7 +93,7 @@ class TestUpdaters:
         for version, devices in enumerate([cpu, [cpu], [cpu, cpu]], start=1):
             handle = collector.update_policy_weights_(Telling(version), worker_ids=devices)
             assert handle.acknowledged == {0: version, 1: version}
-        with pytest.raises(TypeError, match="workers or devices, not both"):
+        with pytest.raises(TypeError, match="worker ids or devices, not both"):
             collector.update_policy_weights_(Telling(), worker_ids=[0, cpu])
 
     def test_what_arrives_torn_is_sent_again_and_never_used(

@@ -84,7 +84,7 @@ def test_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
             {},
             dc.ArgumentError,
             "resets rows one step late",
-            id="<lambda>-settings9-ArgumentError-resets itself a step late",
+            id="<lambda>-settings9-ArgumentError-resets rows one step late",
         ),
     ],
 )

@@ -34,7 +34,7 @@ from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, Space
         (["action"], ArgumentError, "already has an entry 'action'"),
         (["observation"], ArgumentError, "already has an entry 'observation'"),
         (["text"], ArgumentError, "'text'.*entries seen: .*flag.*lap.*info_keys={'text'"),
-        (["nowhere"], ArgumentError, "nothing under 'nowhere'"),
+        (["nowhere"], ArgumentError, "no entry 'nowhere'"),
         ("lap", ArgumentTypeError, "info_keys='lap': must be a list"),
         ({"lap": spaces.Text(3)}, SpaceError, "lap: a Text space"),
         ({"lap": spaces.Tuple([spaces.Discrete(3)])}, SpaceError, "'lap' is a Tuple"),
@@ -66,10 +66,10 @@ SHARED = CountingEnv()
 @pytest.mark.parametrize(
     ("create_env", "n", "error", "match"),
     [
-        (3, 1, ArgumentTypeError, "not as int"),
+        (3, 1, ArgumentTypeError, "not int"),
         ("CartPol-v1", 1, ArgumentError, "Did you mean: `CartPole`"),
         (raising, 1, EnvError, r"env 0: raising\(\) raised ValueError: no licence"),
-        (lambda: 3, 1, EnvError, "returned a builtins.int, not a gymnasium Env"),
+        (lambda: 3, 1, EnvError, "returned a builtins.int; it must return a gymnasium Env"),
         ([CountingEnv, raising], 2, EnvError, r"env 1: raising\(\)"),
         ([CountingEnv], 2, ArgumentError, "the list has 1 envs, but 2 are needed"),
         (
@@ -84,7 +84,7 @@ SHARED = CountingEnv()
             ArgumentError,
             "SyncVectorEnv.* is a vector env",
         ),
-        (CountingMaker("sync-next", 2), 3, ArgumentError, "has 2 envs, but there are to be 3"),
+        (CountingMaker("sync-next", 2), 3, ArgumentError, "has 2 envs, but 3 are asked for"),
         (lambda: SHARED, 2, ArgumentError, "env 1 .* is the same object"),
         (SHARED, 2, ArgumentError, "env 1 .* is the same object"),
         (

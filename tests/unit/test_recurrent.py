@@ -237,7 +237,7 @@ class Misfit(Counter):
         (None, None, r"the policy returned no 'h': it must return its whole state"),
         (None, torch.zeros(N, 3), r"state 'h' of shape \[3, 3\] .* start with shape \[3, 2\]"),
         (None, torch.zeros(N, 2, dtype=torch.long), r"dtype torch.int64, but .* torch.float32"),
-        (None, "x", "returned str as 'h', which is no tensor"),
+        (None, "x", "returned str as 'h', which is not a tensor"),
         ([], None, r"initial_state\(\) returned a list"),
         ({"h": torch.zeros(2)}, None, r"initial_state\(3\) has 'h' of shape \[2\]"),
         ({"h": torch.zeros(N), "observation": torch.zeros(N)}, None, "'observation', a name that"),
