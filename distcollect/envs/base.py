@@ -12,6 +12,7 @@ and take no reset mask. For that row the next step is a filler, and ``Step.real`
 from __future__ import annotations
 
 import contextlib
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -49,6 +50,27 @@ class Step(NamedTuple):
     truncated: np.ndarray
     ended: list[int]
     real: np.ndarray | None
+
+
+class EnvState(enum.Enum):
+    """Whether an env can be used.
+
+    OPEN -> FAILED -> CLOSED -> OPEN, when the env raises, is closed, and is replaced. A new env
+    that turns out to have other spaces goes from OPEN to CLOSED.
+
+    Attributes:
+        OPEN: it can be used.
+        FAILED: it raised, and is not closed yet.
+        CLOSED: it was closed, and is not replaced yet.
+    """
+
+    OPEN = enum.auto()
+    FAILED = enum.auto()
+    CLOSED = enum.auto()
+
+    def after_fault(self) -> EnvState:
+        """The state after the env raised; a closed env stays closed."""
+        return EnvState.CLOSED if self is EnvState.CLOSED else EnvState.FAILED
 
 
 class Fault(NamedTuple):

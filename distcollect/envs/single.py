@@ -12,6 +12,7 @@ from gymnasium import spaces
 from distcollect.envs.base import (
     Env,
     EnvBatch,
+    EnvState,
     Fault,
     InfoKeys,
     KeyPath,
@@ -49,9 +50,7 @@ class SingleEnvBatch(EnvBatch):
         """
         self._envs = list(envs)
         self._makers = makers or [None] * len(self._envs)
-        # Rows whose env raised, and rows whose env was closed, and has not been replaced yet.
-        self._failed: set[int] = set()
-        self._closed: set[int] = set()
+        self._states = [EnvState.OPEN] * len(self._envs)
         first = self._envs[0]
 
         def examples() -> Iterator[Mapping[str, Any]]:
@@ -105,8 +104,7 @@ class SingleEnvBatch(EnvBatch):
         assert make is not None
         self._close_failed(row)
         self._envs[row] = env = make()
-        self._closed.discard(row)
-        self._failed.discard(row)
+        self._states[row] = EnvState.OPEN
         self._check_spaces(env.observation_space, env.action_space, row)
         self._steps[row] = self._checked_step(row)
         self._reset_row(row, None if seeds is None else int(seeds[0]))
@@ -181,13 +179,13 @@ class SingleEnvBatch(EnvBatch):
             self._put_reset_info(row, info)
 
     def _add_fault(self, row: int, error: EnvError, *, stepped: bool) -> None:
-        self._failed.add(row)
+        self._states[row] = self._states[row].after_fault()
         self._faults.append(Fault((row,), error, stepped))
 
     def _close_failed(self, row: int) -> None:
         """Close an env that raised, ignoring errors."""
-        if row not in self._closed:
-            self._closed.add(row)
+        if self._states[row] is not EnvState.CLOSED:
+            self._states[row] = EnvState.CLOSED
             with contextlib.suppress(Exception):
                 self._envs[row].close()
 
@@ -272,14 +270,14 @@ class SingleEnvBatch(EnvBatch):
         return results
 
     def close(self) -> None:
-        for row in self._failed:
-            self._close_failed(row)
+        for row in self._rows:
+            if self._states[row] is EnvState.FAILED:
+                self._close_failed(row)
         with contextlib.ExitStack() as closing:  # closes all envs even if some raise
             for row, env in reversed(list(enumerate(self._envs))):
-                if row in self._closed:
-                    continue
-                closing.enter_context(self._naming_env("close", row))
-                closing.callback(env.close)
+                if self._states[row] is EnvState.OPEN:
+                    closing.enter_context(self._naming_env("close", row))
+                    closing.callback(env.close)
 
     def _name(self, row: int = 0) -> str:
         return f"env {row} ({name_of(self._envs[row])})"

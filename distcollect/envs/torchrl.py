@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import AutoResetTransform, Compose, TransformedEnv, VecGymEnvTransform
 
-from distcollect.envs.base import EnvBatch, Fault, Step, called
+from distcollect.envs.base import EnvBatch, EnvState, Fault, Step, called
 from distcollect.envs.torchrl_specs import DONE, Specs, entries_of
 from distcollect.errors import ArgumentError, EnvError, SpaceError
 from distcollect.rollout.spaces import Arrays, Key
@@ -37,16 +37,14 @@ class _Part:
         env: the env.
         make: makes the env again; None if nothing does.
         root: TensorDict ``[n]`` or ``[]`` that the env returned last; the next actions go into it.
-        failed: the env raised and was not replaced yet.
-        closed: the env is closed.
+        state: whether the env can be used.
     """
 
     rows: range
     env: TorchRLEnv
     make: Callable[[], TorchRLEnv] | None
     root: TensorDictBase
-    failed: bool = False
-    closed: bool = False
+    state: EnvState = EnvState.OPEN
 
     @property
     def row_slice(self) -> slice:
@@ -97,7 +95,7 @@ class TorchRLBatch(EnvBatch):
     def reset(self, seeds: Sequence[int] | None = None) -> None:
         for part in self._parts:
             try:
-                self._start(part, None if seeds is None else int(seeds[part.rows.start]))
+                self._reset_part(part, None if seeds is None else int(seeds[part.rows.start]))
             except EnvError as error:
                 self._add_fault(part, error, stepped=False)
         if self._faults:
@@ -111,23 +109,23 @@ class TorchRLBatch(EnvBatch):
         assert part.make is not None
         _close_failed(part)
         part.env = part.make()
-        part.closed = part.failed = False
+        part.state = EnvState.OPEN
         seed = None if seeds is None else int(seeds[0])
         if part.env.batch_size.numel() != len(rows):
             raise EnvError(
                 f"{self._name(rows[0])}: made a second time, it has batch_size "
                 f"{list(part.env.batch_size)}"
             )
-        self._start(part, seed, check=True)
+        self._reset_part(part, seed, check=True)
 
     def _part_of(self, row: int) -> _Part:
         return next(part for part in self._parts if row in part.rows)
 
     def _add_fault(self, part: _Part, error: EnvError, *, stepped: bool) -> None:
-        part.failed = True
+        part.state = part.state.after_fault()
         self._faults.append(Fault(tuple(part.rows), error, stepped))
 
-    def _start(self, part: _Part, seed: int | None, *, check: bool = False) -> None:
+    def _reset_part(self, part: _Part, seed: int | None, *, check: bool = False) -> None:
         """Reset all rows of an env."""
         with self._naming_env("reset", part.rows.start), _ordinary_tensors():
             if seed is not None:
@@ -177,7 +175,7 @@ class TorchRLBatch(EnvBatch):
     def _reset_rows(self, rows: list[int]) -> None:
         for part in self._parts:
             mine = [row - part.rows.start for row in rows if row in part.rows]
-            if not mine or part.failed:
+            if not mine or part.state is not EnvState.OPEN:
                 continue
             try:
                 with self._naming_env("reset", part.rows.start), _ordinary_tensors():
@@ -243,9 +241,9 @@ class TorchRLBatch(EnvBatch):
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # closes all envs even if some raise
             for part in reversed(self._parts):
-                if part.failed:
+                if part.state is EnvState.FAILED:
                     _close_failed(part)
-                elif not part.env.is_closed:
+                elif part.state is EnvState.OPEN and not part.env.is_closed:
                     closing.enter_context(self._naming_env("close", part.rows.start))
                     closing.callback(part.env.close)
 
@@ -304,9 +302,9 @@ def _name_of(env: TorchRLEnv) -> str:
 
 def _close_failed(part: _Part) -> None:
     """Close an env that raised, ignoring errors, and end its processes."""
-    if part.closed:
+    if part.state is EnvState.CLOSED:
         return
-    part.closed = True
+    part.state = EnvState.CLOSED
     # Before close(), as a ParallelEnv waits there for an answer of each process.
     for process in vars(_base_of(part.env)).get("_workers", ()):
         with contextlib.suppress(ValueError):  # the env has closed this process already

@@ -10,7 +10,16 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 
-from distcollect.envs.base import AnyVectorEnv, EnvBatch, Fault, InfoKeys, Step, called, shape_error
+from distcollect.envs.base import (
+    AnyVectorEnv,
+    EnvBatch,
+    EnvState,
+    Fault,
+    InfoKeys,
+    Step,
+    called,
+    shape_error,
+)
 from distcollect.envs.info import EPISODE, first_of_each, space_of_info
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, unflatten
@@ -50,15 +59,14 @@ class VectorBatch(EnvBatch):
         super().__init__(env.num_envs, observation_space, env.single_action_space, info_space)
         self._env = env
         self._maker = maker
-        self._closed = False
-        self._failed = False
+        self._state = EnvState.OPEN
         # NEXT_STEP is what Gymnasium assumes where an env has no entry.
         mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._forgets_resets = mode is AutoresetMode.NEXT_STEP and _forgets_resets(env)
-        masked = not self._forgets_resets and _can_reset_some(env, mode)
+        takes_mask = not self._forgets_resets and _can_reset_some(env, mode)
         self._resets_in_step = mode is AutoresetMode.SAME_STEP
-        self._has_fillers = mode is AutoresetMode.NEXT_STEP and not masked
-        self.supports_partial_reset = masked
+        self._has_fillers = mode is AutoresetMode.NEXT_STEP and not takes_mask
+        self.supports_partial_reset = takes_mask
         self._resetting = resetting  # rows whose next step is a filler
         self._all_rows = np.ones(self.num_envs, bool)
         self._real = np.ones(self.num_envs, bool)
@@ -76,17 +84,17 @@ class VectorBatch(EnvBatch):
 
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
         assert self._maker is not None
-        if not self._closed:
-            self._closed = True
+        if self._state is not EnvState.CLOSED:
+            self._state = EnvState.CLOSED
             _close_failed(self._env)
         self._env = env = self._maker()
-        self._closed = self._failed = False
+        self._state = EnvState.OPEN
         self._check_spaces(env.single_observation_space, env.single_action_space)
         self._resetting.fill(False)
         self._reset_all(seeds)
 
     def _add_fault(self, error: EnvError, *, stepped: bool) -> None:
-        self._failed = True
+        self._state = self._state.after_fault()
         self._faults.append(Fault(tuple(range(self.num_envs)), error, stepped))
 
     def _reset_all(self, seeds: Sequence[int] | None) -> None:
@@ -217,9 +225,9 @@ class VectorBatch(EnvBatch):
             return [called(getattr(bare, name), args, kwargs)]
 
     def close(self) -> None:
-        if self._failed and not self._closed:
+        if self._state is EnvState.FAILED:
             _close_failed(self._env)
-        elif not self._closed:
+        elif self._state is EnvState.OPEN:
             with self._naming_env("close"):
                 self._env.close()
 

@@ -112,18 +112,18 @@ def state_of(
         carried = [key for key in reads if ("next", *key) in written]
     else:
         reads = [(parameter.name,) for parameter in parameters_of(policy)]
-    has_is_init = IS_INIT.key in reads and IS_INIT.key not in inputs
+    reads_is_init = IS_INIT.key in reads and IS_INIT.key not in inputs
     initial: Callable[[], Tensors]
     if callable(getattr(policy, "initial_state", None)):
         initial = partial(_call_initial_state, policy, num_envs)
     elif carried:
         zeros = _zero_state(policy, inputs, carried, context)
         initial = partial(dict, zeros)
-    elif has_is_init:
+    elif reads_is_init:
         initial = dict
     else:
         return None
-    state = PolicyState(num_envs, initial, has_is_init=has_is_init)
+    state = PolicyState(num_envs, initial, has_is_init=reads_is_init)
     keys = [leaf.key for leaf in state.leaves]
     if taken := [key for key in keys if key in inputs or key[0] in RESERVED]:
         raise PolicyError(

@@ -1,4 +1,4 @@
-"""Envs that raise are made anew; nothing but their own trajectories shows it."""
+"""Envs that raise are replaced; only their own trajectories show it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from distcollect.transport.protocol import CollectRequest
 @pytest.mark.parametrize("at", range(1, 2 * T + 1))
 @pytest.mark.parametrize("row", range(N))
 def test_a_step_that_raises(row: int, at: int) -> None:
-    """Wherever in a rollout, in whichever row: only its own trajectory ends, one frame before."""
+    """At any step, in any row: only the trajectory of that row ends, with the frame before."""
     maker = Maker({row: [("step", at)]})
     engine = engine_of(maker, Summing())
     batch = collect(engine, 2)
@@ -68,7 +68,7 @@ def test_a_step_that_raises(row: int, at: int) -> None:
     expected = [(row, 0, step) for step in range(before)]
     expected += [(row + 10, 0, step) for step in range(2 * T - before)]
     assert steps_of(batch[row]) == expected
-    # What was delivered before can't be marked any more.
+    # A frame that was delivered before can't be marked any more.
     marked = [] if before in (0, T) else [before - 1]
     assert batch["collector", "faulted"][row].nonzero().flatten().tolist() == marked
     assert torch.equal(batch["next", "truncated"][..., 0], batch["collector", "faulted"])
@@ -86,7 +86,7 @@ def test_a_step_that_raises(row: int, at: int) -> None:
 @pytest.mark.parametrize("at", [2, 3])
 @pytest.mark.parametrize("lengths", [(3,), (1,), (T,)])
 def test_a_reset_that_raises(lengths: tuple[int, ...], at: int) -> None:
-    """The episode before it is whole, so nothing is marked."""
+    """The episode before the fault is whole, so nothing is marked."""
     engine = engine_of(Maker({1: [("reset", at)]}, lengths), Summing())
     batch = collect(engine, 4)
     usual = collect(engine_of(Maker({}, lengths), Summing()), 4)
@@ -139,7 +139,7 @@ def test_cut_trajectories_start_their_count_with_the_new_env(at: int) -> None:
 
 
 class InPlace(nn.Module):
-    """Uses its input as scratch paper."""
+    """Changes its input in place."""
 
     def forward(self, observation: torch.Tensor) -> Any:
         total = observation.sum(-1)
@@ -155,7 +155,7 @@ def test_a_policy_that_changes_its_input() -> None:
 
 
 class SeesWrong(Fragile):
-    """Its observation stops fitting its space."""
+    """From some step on its observation does not fit its space."""
 
     def step(self, action: Any) -> Any:
         obs, *rest = super().step(action)
@@ -206,7 +206,7 @@ def test_a_maker_that_raises_counts_as_well() -> None:
     engine = build_engine(WorkerPlan(make, 1, max_env_faults=2), traj_ids=count())
     with pytest.raises(dc.EnvError, match=r"OSError: no licence \(it was replaced 2 times"):
         collect(engine, 1)
-    engine.close()  # not a second time what is closed
+    engine.close()  # does not close a closed env again
 
 
 def test_an_env_that_comes_back_as_another_one() -> None:
@@ -223,7 +223,7 @@ def test_an_env_that_comes_back_as_another_one() -> None:
 
 
 def test_a_whole_episode_starts_the_count_anew() -> None:
-    """One fault after each episode, for ever."""
+    """One fault after each episode, without end."""
     maker = Maker({1: [("step", 4)] * 20}, lengths=(3,))
     engine = engine_of(maker, faults=1)
     batch = collect(engine, 6)
@@ -234,7 +234,7 @@ def test_a_whole_episode_starts_the_count_anew() -> None:
 
 @pytest.mark.parametrize(("fails", "length"), [(("reset", 2), 3), (("step", 2), 1)])
 def test_an_episode_in_the_very_step_of_a_fault_counts(fails: tuple[str, int], length: int) -> None:
-    """It ended just before the fault, or is over with the new env's first step."""
+    """It ended just before the fault, or ends with the new env's first step."""
     engine = engine_of(Maker({1: [fails] * 9}, (length,)), faults=1)
     collect(engine, 1)
     assert engine.counter.env_faults > 1
@@ -321,7 +321,7 @@ def test_a_reset_of_all_rows_that_raises() -> None:
 
 
 def stumbling(context: dc.EnvContext) -> Stumbling:
-    """Of each worker the second env, after 5 steps; each of its successors after 20."""
+    """The second env of each worker raises after 5 steps; each env that replaces it after 20."""
     if context.env_index != 1:
         return Stumbling(gym.make("CartPole-v1"), None)
     first = not _stumbled

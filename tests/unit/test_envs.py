@@ -152,7 +152,7 @@ def test_wrappers_that_refuse_partial_resets_get_fillers() -> None:
 
 @pytest.mark.parametrize("kind", ["sync-next-live"])
 def test_wrappers_that_change_live_arrays_in_place(kind: str) -> None:
-    # A masked reset runs such a wrapper over all rows, so over most of them a second time.
+    # With a reset mask such a wrapper still processes all rows, most of them a second time.
     check_wrappers_that_change_live_arrays_in_place(kind)
 
 

@@ -1,4 +1,4 @@
-"""Recurrent policies: what they carry from frame to frame, where it starts anew, what is stored."""
+"""Recurrent policies: the state from frame to frame, its start in each episode, its storage."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_random_frames_leave_the_state_as_it_starts() -> None:
 
 
 class Faulty(gym.Wrapper[Any, Any, Any, Any]):
-    """Raises once, at a step of its own."""
+    """Raises once, at a chosen step."""
 
     def __init__(self, env: gym.Env[Any, Any], at_step: int) -> None:
         super().__init__(env)

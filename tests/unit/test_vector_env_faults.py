@@ -1,4 +1,4 @@
-"""Vector envs that raise are made again."""
+"""Vector envs that raise are replaced."""
 
 from __future__ import annotations
 
