@@ -19,7 +19,7 @@ from torch import nn
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
-from distcollect.engine.interrupts import Stopped
+from distcollect.engine.interrupts import Interrupts, Stopped
 from distcollect.engine.plan import StepOptions, WorkerPlan
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.policy.live_weights import LiveWeights
@@ -174,6 +174,24 @@ def test_trajectory_ids(kind: str) -> None:
     assert torch.equal(ids.diff(dim=1) != 0, done[:, :-1])
     assert ids[:, 0].tolist() == [100, 101]
     assert ids.unique().numel() == N + int(done[:, :-1].sum())
+
+
+def test_a_rollout_cannot_begin_within_another() -> None:
+    interrupts = Interrupts()
+    interrupts.preempt()  # without a rollout it has no effect
+    interrupts.rollout_begins(preempted=False)
+    assert not interrupts.pending
+    with pytest.raises(AssertionError, match="COLLECTING"):
+        interrupts.rollout_begins(preempted=False)
+    interrupts.preempt()
+    assert interrupts.pending
+    assert interrupts.handle()
+    interrupts.rollout_ended()
+    assert not interrupts.pending
+    interrupts.stop()
+    interrupts.rollout_ended()  # it stays stopped
+    with pytest.raises(Stopped):
+        interrupts.handle()
 
 
 # Rows that drift apart.
