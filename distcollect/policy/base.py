@@ -61,13 +61,16 @@ class Policy(ABC):
 
     Attributes:
         module: the module that has the weights; None if there are none.
-        extras: leaves that the policy returns besides the action; known after the first call.
         state: what a recurrent policy carries from frame to frame; None if it is not recurrent.
     """
 
     module: nn.Module | None = None
-    extras: tuple[Leaf, ...] = ()
     state: PolicyState | None = None
+
+    @property
+    def extras(self) -> tuple[Leaf, ...]:
+        """Leaves that the policy returns besides the action; known after the first call."""
+        return ()
 
     @abstractmethod
     def __call__(self) -> PolicyOutput:

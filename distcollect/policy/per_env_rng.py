@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+T = TypeVar("T")
 
 # SplitMix64's increment: odd, and close to 2**64 divided by the golden ratio.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -83,6 +85,17 @@ class PerEnvRng(TorchFunctionMode):
             with self._ops:
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def draw(call: Callable[[], T], rng: PerEnvRng | None) -> T:
+    """Call a function that draws random numbers; None: from torch's own generators.
+
+    Use it for as little as possible, as every operation costs more within :class:`PerEnvRng`.
+    """
+    if rng is None:
+        return call()
+    with rng:
+        return call()
 
 
 class _RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]

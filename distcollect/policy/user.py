@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from operator import itemgetter
 from typing import Any
 
 import gymnasium as gym
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import set_interaction_type
 from torch import nn
-from torch.distributions import Distribution
 
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration, Policy, PolicyOutput
-from distcollect.policy.calling import (
-    Inputs,
-    Tensors,
-    as_key,
-    calling_convention,
-    to_tensor,
-    watch_tensors,
-)
-from distcollect.policy.per_env_rng import PerEnvRng
+from distcollect.policy.calling import Inputs, calling_convention, watch_tensors
+from distcollect.policy.outputs import OutputReader
+from distcollect.policy.per_env_rng import PerEnvRng, draw
 from distcollect.policy.recurrent import state_of
-from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, dtype_name, flatten, leaves_of
-
-log = logging.getLogger(__name__)
+from distcollect.rollout.spaces import Arrays, Leaf
 
 
 class UserPolicy(Policy):
@@ -64,33 +52,29 @@ class UserPolicy(Policy):
         """
         if isinstance(policy, nn.Module):
             self.module = policy if device is None else policy.to(device)
-        self._policy = policy
         self._exploration = exploration
         self._needs_autograd = shared
-        self._action_space = action_space
-        self._leaves = leaves_of(action_space, "action")
-        # With such a space, a pair of a value and a dict is an action, not an action with extras.
-        self._action_is_pair_with_dict = (
-            isinstance(action_space, gym.spaces.Tuple)
-            and len(action_space) == 2
-            and isinstance(action_space[1], gym.spaces.Dict)
-        )
         self._num_envs = len(next(iter(observation.values())))
-        self._shapes = [torch.Size((self._num_envs, *leaf.shape)) for leaf in self._leaves]
-        self._action_is_leaf = [leaf.key for leaf in self._leaves] == [("action",)]
         self._inputs = Inputs(observation, self.module, device)
         self.state = state_of(policy, self._inputs.tensors, self.exploring())
-        self._next_state: Tensors = {}
         if self.state is not None:
             self._inputs = Inputs({**observation, **self.state.arrays}, self.module, device)
         self._call = calling_convention(policy, self._inputs, observation_space)
-        self._extra_keys: list[Key] | None = None  # known after the first call
-        # Takes the extras out of a dict; only where no value has to be converted.
-        self._extras_of: Callable[[Any], Sequence[torch.Tensor]] | None = None
         self._rng: PerEnvRng | None = None  # None: torch's own generators
+        self._outputs = OutputReader(
+            action_space,
+            self._num_envs,
+            input_keys=self._inputs.tensors,
+            state=self.state,
+            exploration=exploration,
+        )
+
+    @property
+    def extras(self) -> tuple[Leaf, ...]:
+        return self._outputs.extras
 
     def seed(self, seeds: Sequence[int]) -> None:
-        self._rng = PerEnvRng(seeds)
+        self._rng = self._outputs.rng = PerEnvRng(seeds)
 
     def exploring(self) -> AbstractContextManager[Any]:
         """Compute no gradients, and set the exploration type of TensorDict policies."""
@@ -111,7 +95,7 @@ class UserPolicy(Policy):
             self._rng.next_frame()
         chosen = self._choose()
         if self.state is not None:
-            self.state.advance(self._next_state)
+            self.state.advance(self._outputs.next_state)
         return chosen
 
     def for_rows(self, rows: Sequence[int]) -> PolicyOutput:
@@ -121,7 +105,7 @@ class UserPolicy(Policy):
             return self._choose()
         before = {key: array.copy() for key, array in self.state.arrays.items()}
         chosen = self._choose()
-        self.state.advance(self._next_state)
+        self.state.advance(self._outputs.next_state)
         others = [row for row in range(self._num_envs) if row not in rows]
         for key, array in self.state.arrays.items():
             array[others] = before[key][others]
@@ -131,200 +115,10 @@ class UserPolicy(Policy):
         if self._inputs.copies:
             self._inputs.refresh()
         try:
-            output = self._call() if self._rng is None else self._drawing(self._call)
+            output = draw(self._call, self._rng)
         except Exception as error:
             raise PolicyError(f"the policy raised {type(error).__name__}: {error}") from error
-        # A fast path without calls, for what most policies return: with a small policy it halves
-        # the overhead. The first call has checked everything closely.
-        if self._extras_of is not None and type(output) is tuple and len(output) == 2:
-            action, written = output
-            if (
-                type(action) is torch.Tensor
-                and action.shape == self._shapes[0]
-                and type(written) is dict
-                and len(written) == len(self.extras)
-            ):
-                try:
-                    return (action,), self._extras_of(written)
-                except KeyError:
-                    log.debug("the policy returned other extras than before")
-        if isinstance(output, TensorDictBase):
-            actions, extras = self._from_tensordict(output)
-        else:
-            actions, extras = self._from_value(output)
-        for index, action in enumerate(actions):
-            if action.shape != self._shapes[index]:
-                raise self._action_error(self._leaves[index], action)
-        return actions, extras
-
-    def _drawing(self, call: Callable[[], Any]) -> Any:
-        """Call something that draws random numbers.
-
-        Use it for as little as possible, as every operation costs more within :class:`PerEnvRng`.
-        """
-        if self._rng is None:
-            return call()
-        with self._rng:
-            return call()
-
-    def _from_value(self, output: Any) -> PolicyOutput:
-        """Action and extras from a returned action, pair, or distribution."""
-        written: Mapping[str, Any] = {}
-        if type(output) is tuple and len(output) == 2 and not self._action_is_pair_with_dict:
-            first, second = output
-            if isinstance(second, Mapping):
-                output, written = first, second
-        if self.state is not None:
-            entries = {leaf.key[0] for leaf in self.state.entries}
-            self._keep_state({(name,): written[name] for name in entries if name in written})
-            written = {name: written[name] for name in written if name not in entries}
-        if isinstance(output, Distribution):
-            output, log_prob = self._sample(output)
-            written = {**written, "action_log_prob": log_prob}
-        actions = [to_tensor(output, "action")] if self._action_is_leaf else self._parts(output)
-        if self._extra_keys is None:
-            extras: Tensors = {(str(name),): to_tensor(written[name], name) for name in written}
-            self._register(actions, extras)
-            # The fast path converts nothing, so the values must be tensors as they are.
-            values = [output, *written.values()]
-            is_usual = self._action_is_leaf and written and self.state is None
-            if is_usual and all(to_tensor(value, "") is value for value in values):
-                self._extras_of = _values_getter(list(written))
-        assert self._extra_keys is not None
-        if len(written) != len(self._extra_keys):
-            raise self._extras_error((name,) for name in written)
-        try:
-            return actions, [to_tensor(written[name], name) for (name, *_) in self._extra_keys]
-        except KeyError:
-            raise self._extras_error((name,) for name in written) from None
-
-    def _parts(self, output: Any) -> list[torch.Tensor]:
-        """The leaves of an action from a Dict or Tuple space."""
-        try:
-            parts = list(flatten(self._action_space, output))
-        except (IndexError, KeyError, TypeError, ValueError) as err:
-            raise PolicyError(
-                f"the policy returned {_type_name(output)}, but the action space is "
-                f"{self._action_space}: return a dict or tuple of that structure"
-            ) from err
-        return [
-            to_tensor(part, ".".join(leaf.key))
-            for leaf, part in zip(self._leaves, parts, strict=True)
-        ]
-
-    def _from_tensordict(self, output: TensorDictBase) -> PolicyOutput:
-        """Action and extras from a returned TensorDict."""
-        if self.state is not None:
-            keys = [leaf.key for leaf in self.state.entries]
-            next_values = {key: output.get(("next", *key), None) for key in keys}
-            self._keep_state({k: value for k, value in next_values.items() if value is not None})
-        if self._extra_keys is None:
-            self._register_from_tensordict(output)
-        assert self._extra_keys is not None
-        try:
-            return (
-                [to_tensor(output[leaf.key], leaf.key) for leaf in self._leaves],
-                [to_tensor(output[key], key) for key in self._extra_keys],
-            )
-        except KeyError:
-            written = [as_key(name) for name in output.keys(include_nested=True, leaves_only=True)]
-            raise self._extras_error(written) from None
-
-    def _register_from_tensordict(self, output: TensorDictBase) -> None:
-        written = {
-            as_key(name): value
-            for name, value in output.items(include_nested=True, leaves_only=True)
-        }
-        wanted = [leaf.key for leaf in self._leaves]
-        known = {*wanted, *self._inputs.tensors, *(("next", *key) for key in self._next_state)}
-        extras = {key: to_tensor(value, key) for key, value in written.items() if key not in known}
-        if missing := [key for key in wanted if key not in written]:
-            raise PolicyError(
-                f"the policy wrote no {_dotted(missing)}; it wrote {_dotted(extras) or 'nothing'}. "
-                "Its out_keys must name the action's entries"
-            )
-        self._register([to_tensor(written[key], key) for key in wanted], extras)
-
-    def _keep_state(self, new: Mapping[Key, Any]) -> None:
-        """Keep the state that the policy reads in the next frame."""
-        assert self.state is not None
-        if missing := [leaf.key for leaf in self.state.entries if leaf.key not in new]:
-            raise PolicyError(
-                f"the policy returned no {_dotted(missing)}: it must return its whole state each "
-                'time, under the same names; a TensorDict policy writes it under "next"'
-            )
-        self._next_state = {key: to_tensor(value, key) for key, value in new.items()}
-
-    def _extras_error(self, written: Iterable[Key]) -> PolicyError:
-        return PolicyError(
-            f"the policy wrote {_dotted(written) or 'nothing'} beside the action, but "
-            f"{_dotted(self._extra_keys or ()) or 'nothing'} the first time: these must not change"
-        )
-
-    def _sample(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
-        """An action of the distribution, and its log-probability."""
-        if self._exploration is Exploration.RANDOM:
-            action = self._drawing(distribution.sample)
-        else:
-            action = distribution.mode
-        log_prob = distribution.log_prob(action)
-        # Bernoulli and similar distributions draw whole numbers as floats.
-        if action.is_floating_point() and getattr(distribution.support, "is_discrete", False):
-            action = action.to(self._leaves[0].dtype)
-        return action, log_prob
-
-    def _register(self, actions: Sequence[torch.Tensor], extras: Tensors) -> None:
-        """Check the result of the first call, and expect its extras from every later call."""
-        for leaf, action, shape in zip(self._leaves, actions, self._shapes, strict=True):
-            # A float of another width is converted, and so is an integer; an integer instead of a
-            # float, or the reverse, is a mistake.
-            got = action.dtype
-            other_kind = got.is_floating_point != leaf.dtype.is_floating_point or got.is_complex
-            if action.shape != shape or other_kind:
-                raise self._action_error(leaf, action)
-        taken = {*self._inputs.tensors, *(leaf.key for leaf in self._leaves)}
-        for key, value in extras.items():
-            if key in taken or key[0] in RESERVED:
-                raise PolicyError(
-                    f"the policy writes {'.'.join(key)!r}, a name that is taken; rename it"
-                )
-            if value.ndim == 0 or value.shape[0] != self._num_envs:
-                raise PolicyError(
-                    f"the policy writes {'.'.join(key)!r} of shape {list(value.shape)}; its first "
-                    f"dimension must be the {self._num_envs} envs"
-                )
-        self.extras = tuple(
-            Leaf(key, tuple(value.shape[1:]), value.dtype) for key, value in extras.items()
-        )
-        self._extra_keys = list(extras)
-
-    def _action_error(self, leaf: Leaf, got: torch.Tensor) -> PolicyError:
-        hint = ""
-        discrete = isinstance(self._action_space, gym.spaces.Discrete)
-        if discrete and got.shape[1:] == (int(self._action_space.n),):  # type: ignore[attr-defined]
-            hint = "; these look like logits or a one-hot vector: return the action's index"
-        elif got.shape in {leaf.shape, (1, *leaf.shape)}:
-            hint = "; the policy always sees, and returns, a leading dimension of envs"
-        elif got.shape == (self._num_envs, *leaf.shape, 1):
-            hint = "; drop the last dimension, as with squeeze(-1)"
-        return PolicyError(
-            f"the policy returned {'.'.join(leaf.key)!r} of shape {list(got.shape)} and dtype "
-            f"{dtype_name(got.dtype)}, but {self._num_envs} env(s) with action space "
-            f"{self._action_space} need shape {[self._num_envs, *leaf.shape]} and dtype "
-            f"{dtype_name(leaf.dtype)}{hint}"
-        )
-
-
-def _values_getter(names: Sequence[str]) -> Callable[[Any], Sequence[torch.Tensor]]:
-    """A function that returns the values of ``names`` in a dict."""
-    if len(names) == 1:
-        name = names[0]
-        return lambda written: (written[name],)
-    return itemgetter(*names)
-
-
-def _type_name(value: object) -> str:
-    return "None" if value is None else type(value).__name__
+        return self._outputs.read(output)
 
 
 class _RolloutContext:
@@ -342,7 +136,3 @@ class _RolloutContext:
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
-
-
-def _dotted(keys: Iterable[Key]) -> str:
-    return ", ".join(repr(".".join(key)) for key in keys)
