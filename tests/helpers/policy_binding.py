@@ -39,7 +39,7 @@ def call(policy: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Arrays]:
     with bound.exploring():
         bound()
         chosen, written = bound()
-    keys = [leaf.key for leaf in bound._leaves]
+    keys = [leaf.key for leaf in bound._outputs._leaves]
     for leaf, value in zip(bound.extras, written, strict=True):
         assert value.dtype == leaf.dtype
         assert value.shape[1:] == leaf.shape
