@@ -21,8 +21,7 @@ from distcollect.policy.base import Exploration, Policy
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
-from distcollect.policy.weight_layout import WeightLayout, published
-from distcollect.rollout.layout import Layout
+from distcollect.policy.weight_layout import published
 from distcollect.telemetry.step_timer import TracingStepTimer
 
 
@@ -60,21 +59,6 @@ class WorkerPlan:
     exclude: Sequence[str] = ()
     max_env_faults: int = 0
     traces: bool = False
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What a worker found when it tried its envs and policy out.
-
-    Attributes:
-        layout: what its frames consist of.
-        weights: layout of the policy's weights.
-        gpu: the GPU that has them, "" for the CPU.
-    """
-
-    layout: Layout
-    weights: WeightLayout
-    gpu: str = ""
 
 
 def with_policy(plan: WorkerPlan) -> WorkerPlan:

@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from distcollect.envs.base import InfoKeys, Space, describe
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
-from distcollect.rollout.spaces import RESERVED, ends_of, leaves_of
+from distcollect.rollout.spaces import RESERVED, leaf_spaces, leaves_of
 
 EPISODE = "episode"
 # Where the values of these entries come from is documented, so nobody has to declare them.
@@ -51,7 +51,7 @@ def space_of_info(
     if None in found.values():
         _find_out(found, examples, env_name)
     for name, space in found.items():
-        if any(isinstance(part, int) for way, _ in ends_of(space) for part in way):
+        if any(isinstance(part, int) for way, _ in leaf_spaces(space) for part in way):
             raise SpaceError(f"info_keys: {name!r} is a Tuple space; only Dict can be nested here")
     return spaces.Dict(found)
 

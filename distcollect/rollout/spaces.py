@@ -109,7 +109,7 @@ def _walk(space: gym.Space[Any], key: Key, role: str) -> Iterator[Leaf]:
             )
 
 
-def ends_of(
+def leaf_spaces(
     space: gym.Space[Any], way: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[tuple[str | int, ...], gym.Space[Any]]]:
     """Each leaf space with the way to it: what to index a value with, one after the other.
@@ -119,10 +119,10 @@ def ends_of(
     match space:
         case spaces.Dict():
             for name, part in space.items():
-                yield from ends_of(part, (*way, name))
+                yield from leaf_spaces(part, (*way, name))
         case spaces.Tuple():
             for index, part in enumerate(space):
-                yield from ends_of(part, (*way, index))
+                yield from leaf_spaces(part, (*way, index))
         case _:
             yield way, space
 

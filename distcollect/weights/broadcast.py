@@ -18,10 +18,10 @@ import torch.distributed
 
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import interface_of, listen
+from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.updaters import (
     SharedMemoryUpdater,
     UpdaterContext,
-    WeightSource,
     WeightUpdaterBase,
     gpu_of,
 )

@@ -17,37 +17,7 @@ from typing import Any
 import torch
 
 from distcollect.common.shared_memory import Segment, SharedTensor, allocate
-
-
-class WeightSource(ABC):
-    """Where a receiver finds a payload. It is pickled to get there."""
-
-    on_gpu: bool = False  # whether it writes to a GPU's memory directly
-
-    def join(self, receiver_state: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Meet the other receivers, without waiting for any; only where these receive together.
-
-        Called before :meth:`receive`, and before the sender begins to send.
-
-        Args:
-            receiver_state: see :meth:`receive`.
-        """
-
-    @abstractmethod
-    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
-        """Write the payload into ``target``.
-
-        Args:
-            target: uint8 ``[payload's size]``.
-            receiver_state: for what is to be there for the next push too. It is this receiver's
-                own and lives as long. What has a ``close`` method is closed in the end; also from
-                another thread when the sender gives a push up, so that this method ends, and may
-                be used again.
-
-        Raises:
-            RuntimeError, OSError: it can't be had; ``target`` may be half written then, and isn't
-                used again.
-        """
+from distcollect.transport.worker_service import WeightSource
 
 
 @dataclass(frozen=True)

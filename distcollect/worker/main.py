@@ -15,7 +15,7 @@ from distcollect.common import step_counter
 from distcollect.common.shared_memory import sample_of_memory
 from distcollect.common.step_counter import StepCounter
 from distcollect.net.client import ControlConnection, exit_now
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.rpc import PeerAddress, RpcTransport
 from distcollect.worker.service import Worker
 
 # A thread that answers the trainer waits so long for the interpreter, while the engine computes.
@@ -53,7 +53,7 @@ def main(boot: dict[str, Any]) -> None:
         first_traj_id=boot["first_traj_id"],
     )
     transport = RpcTransport(welcome["peer"], address=address, service=worker)
-    transport.connect(welcome["trainer_peer"], welcome["trainer_endpoint"])
+    transport.connect(welcome["trainer_peer"], PeerAddress(welcome["trainer_endpoint"]))
 
     dismissed = threading.Event()
 
