@@ -102,7 +102,7 @@ def _collector(
     traj_ids = flat[TRAJ_IDS]
     num_frames = sum(rollout.header.num_frames for rollout in rollouts)
     if num_frames < traj_ids.numel() and not mask:
-        raise ValueError("a rollout has padding, so its batch needs a mask")
+        raise ValueError("a rollout is padded, so its batch needs a mask")
     worker_ids = torch.tensor([rollout.header.worker_id for rollout in rollouts])
     collector = {
         "traj_ids": traj_ids,

@@ -122,19 +122,19 @@ def test_what_was_read_too_late_counts_for_nothing(collector: dc.RPCDataCollecto
     """Whoever reads it and dies, or takes too long, leaves it to nobody."""
     reference = collector.hand_over(SOON_S)
     worker = workers_of(collector).services[0]
-    worker.take_over(reference.key, mapped=False)
-    with pytest.raises(dc.RolloutGone, match="somebody else is taking it"):
+    worker.read_handover(reference.key, mapped=False)
+    with pytest.raises(dc.RolloutGone, match="another trainer is reading it"):
         collector.take_over(reference, SOON_S)
-    worker.take_back(reference.key)
+    worker.cancel_handover(reference.key)
     with pytest.raises(dc.RolloutGone, match="took it back"):
-        worker.confirm(reference.key)
+        worker.confirm_handover(reference.key)
     settled(collector, lambda total: total.lost == {"not_taken": 2 * STEPS})
 
 
 def test_one_whose_worker_dies_is_lost(collector: dc.RPCDataCollector) -> None:
     reference = collector.hand_over(SOON_S)
     workers = workers_of(collector)
-    workers.transport.evict(workers.peers[0])
+    workers.transport.disconnect(workers.peers[0])
     collector._pool.lose(0, 0, replaced=True)
     assert settled(collector, lambda total: bool(total.lost)).lost["worker_lost"] >= 2 * STEPS
     with pytest.raises(dc.RolloutGone, match=r"worker 0: .*process has ended"):

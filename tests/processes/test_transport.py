@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from distcollect.transport import rpc
 from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import INLINE_BYTES, CollectRequest
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.rpc import PeerAddress, RpcTransport
 
 SOON_S = 10
 SMALL, LARGE = 100, 200_000
@@ -66,7 +67,7 @@ class Rpc:
         boot = {"id": peer, "endpoint": self.transport.endpoint, "channels": channels}
         process.stdin.write(json.dumps(boot) + "\n")
         process.stdin.flush()
-        self.transport.connect(peer, process.stdout.readline().strip())
+        self.transport.connect(peer, PeerAddress(process.stdout.readline().strip()))
         return peer
 
     def sent_bytes(self) -> int:
@@ -110,9 +111,9 @@ def check(tensors: list[torch.Tensor], num_steps: int) -> None:
 
 def test_calls(world: Loopback | Rpc) -> None:
     ask = world.transport.call
-    assert ask(world.peer, "echo", 1, "two", None).result(SOON_S) == (1, "two", None)
+    assert ask(world.peer, Service.echo, 1, "two", None).result(SOON_S) == (1, "two", None)
 
-    for method in ("fail", "fail_later"):
+    for method in (Service.fail, Service.fail_later):
         with pytest.raises(dc.WorkerError, match="ValueError: of no value") as caught:
             ask(world.peer, method, "of no value").result(SOON_S)
         assert caught.value.worker_id == WORKER_ID
@@ -120,17 +121,23 @@ def test_calls(world: Loopback | Rpc) -> None:
         assert not isinstance(caught.value, dc.WorkerLost)
 
     # More answers owed than any pool of threads has threads.
-    later = [ask(world.peer, "later", f"key{i}") for i in range(20)]
-    assert ask(world.peer, "echo").result(SOON_S) == ()
+    later = [ask(world.peer, Service.later, f"key{i}") for i in range(20)]
+    assert ask(world.peer, Service.echo).result(SOON_S) == ()
     assert not any(answer.done() for answer in later)
     for i in reversed(range(20)):
-        ask(world.peer, "release", f"key{i}", i).result(SOON_S)
+        ask(world.peer, Service.release, f"key{i}", i).result(SOON_S)
     assert [answer.result(SOON_S) for answer in later] == list(range(20))
 
 
-def test_a_method_that_is_not_there_is_an_error(world: Loopback | Rpc) -> None:
-    with pytest.raises(dc.WorkerError, match="no_such_method"):
-        world.transport.call(world.peer, "no_such_method").result(SOON_S)
+def no_such_method(service: Any) -> None: ...
+
+
+@pytest.mark.parametrize("method", [no_such_method, Service.private], ids=lambda m: m.__name__)
+def test_a_method_that_its_protocol_does_not_declare_is_refused(
+    world: Loopback | Rpc, method: Callable[[Any], None]
+) -> None:
+    with pytest.raises(dc.WorkerError, match=method.__name__):
+        world.transport.call(world.peer, method).result(SOON_S)
 
 
 @pytest.mark.parametrize("num_steps", [0, SMALL, LARGE])
@@ -156,7 +163,7 @@ def test_a_declined_rollout_moves_no_bytes(
     world = make()
     try:
         size = sum(tensor.nbytes for tensor in rollout(LARGE))
-        world.transport.call(world.peer, "echo").result(SOON_S)
+        world.transport.call(world.peer, Service.echo).result(SOON_S)
 
         def cost(wanted: bool) -> int:
             before = world.sent_bytes()
@@ -167,7 +174,7 @@ def test_a_declined_rollout_moves_no_bytes(
             else:
                 offer.decline()
             del offer
-            world.transport.call(world.peer, "echo").result(SOON_S)
+            world.transport.call(world.peer, Service.echo).result(SOON_S)
             return world.sent_bytes() - before
 
         assert cost(wanted=True) >= size
@@ -177,33 +184,33 @@ def test_a_declined_rollout_moves_no_bytes(
         world.close()
 
 
-def test_evicting_a_peer_fails_what_it_owes(world: Loopback | Rpc) -> None:
-    pending = world.transport.call(world.peer, "later", "never")
+def test_disconnecting_a_peer_fails_what_it_owes(world: Loopback | Rpc) -> None:
+    pending = world.transport.call(world.peer, Service.later, "never")
     unfetched = world.transport.collect(world.peer, CollectRequest(SMALL)).result(SOON_S)
-    world.transport.evict(world.peer)
+    world.transport.disconnect(world.peer)
     for answer in (
         pending,
-        world.transport.call(world.peer, "echo"),
+        world.transport.call(world.peer, Service.echo),
         world.transport.collect(world.peer, CollectRequest(SMALL)),
-        world.transport.call(world.peer + 12_345, "echo"),  # nobody ever had this id
+        world.transport.call(world.peer + 12_345, Service.echo),  # nobody ever had this id
     ):
         with pytest.raises(dc.WorkerLost):
             answer.result(1)
-    world.transport.evict(world.peer)
+    world.transport.disconnect(world.peer)
     unfetched.decline()
 
 
 def test_closing_waits_for_answers_owed_and_again_is_no_error(world: Loopback | Rpc) -> None:
-    owed = world.transport.call(world.peer, "soon", "here it is")
+    owed = world.transport.call(world.peer, Service.soon, "here it is")
     world.transport.close(SOON_S)
     assert owed.result(0) == "here it is"
     world.transport.close()
     with pytest.raises(dc.WorkerLost):
-        world.transport.call(world.peer, "echo").result(1)
+        world.transport.call(world.peer, Service.echo).result(1)
 
 
 def test_closing_fails_answers_that_do_not_come(world: Loopback | Rpc) -> None:
-    owed = world.transport.call(world.peer, "later", "never")
+    owed = world.transport.call(world.peer, Service.later, "never")
     world.transport.close(0.1)
     with pytest.raises(dc.WorkerLost):
         owed.result(1)
@@ -221,21 +228,21 @@ def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(rpc_world: 
     check(offers[SMALL].fetch().result(1), SMALL)
     with pytest.raises(dc.WorkerLost):
         offers[LARGE].fetch().result(SOON_S)
-    rpc_world.transport.evict(rpc_world.peer)
+    rpc_world.transport.disconnect(rpc_world.peer)
 
 
 def test_kill_9_fails_what_is_owed(rpc_world: Rpc) -> None:
-    """Also where nobody evicts the peer; the others are not affected."""
+    """Also where nobody disconnects the peer; the others are not affected."""
     other = rpc_world.add_peer(rpc._CHANNELS)
-    pending = [rpc_world.transport.call(rpc_world.peer, "later", str(i)) for i in range(3)]
-    others = rpc_world.transport.call(other, "later", "key")
-    rpc_world.transport.call(rpc_world.peer, "echo").result(SOON_S)
+    pending = [rpc_world.transport.call(rpc_world.peer, Service.later, str(i)) for i in range(3)]
+    others = rpc_world.transport.call(other, Service.later, "key")
+    rpc_world.transport.call(rpc_world.peer, Service.echo).result(SOON_S)
     rpc_world.kill()
     for answer in pending:
         with pytest.raises(dc.WorkerLost):
             answer.result(5)
-    rpc_world.transport.evict(rpc_world.peer)
-    rpc_world.transport.call(other, "release", "key", 1).result(SOON_S)
+    rpc_world.transport.disconnect(rpc_world.peer)
+    rpc_world.transport.call(other, Service.release, "key", 1).result(SOON_S)
     assert others.result(SOON_S) == 1
 
 
@@ -256,7 +263,7 @@ def test_one_agent_at_a_time_but_one_after_the_other() -> None:
         try:
             with pytest.raises(dc.CollectorStateError, match="shut it down first"):
                 RpcTransport(identity().trainer, address="127.0.0.1")
-            assert world.transport.call(world.peer, "echo", 5).result(SOON_S) == (5,)
+            assert world.transport.call(world.peer, Service.echo, 5).result(SOON_S) == (5,)
         finally:
             world.close()
 
@@ -271,11 +278,10 @@ def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:
         counts.append(len(list(Path("/proc/self/task").iterdir())))
     assert counts[2] <= counts[0]  # some are torch's for good, from the first time on
     # Nor does it mind news of workers that came too late.
-    kept[0].connect(world.peer, "nowhere")
-    kept[0].evict(world.peer)
+    kept[0].connect(world.peer, PeerAddress("nowhere"))
+    kept[0].disconnect(world.peer)
 
 
 def test_an_answer_that_cannot_travel_is_an_error(rpc_world: Rpc) -> None:
-    """The service's own methods include some that return what pickle can't take."""
     with pytest.raises(dc.WorkerError):
-        rpc_world.transport.call(rpc_world.peer, "__getattribute__", "_lock").result(SOON_S)
+        rpc_world.transport.call(rpc_world.peer, Service.lock).result(SOON_S)
