@@ -22,7 +22,7 @@ from distcollect.commands.slurm.submit import minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 from distcollect.launch.worker_hosts import Cluster
 
-SCRIPT = SCRIPTS / "submitted.py"
+SCRIPT = SCRIPTS / "train_submitted.py"
 
 
 @pytest.fixture

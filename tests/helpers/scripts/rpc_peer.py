@@ -1,0 +1,122 @@
+"""A small service for the transports' contract suite, and a process that serves it over RPC."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import Tensors
+from distcollect.transport import rpc
+from distcollect.transport.protocol import CollectRequest
+
+WORKER_ID = 7
+
+
+def rollout(num_steps: int) -> Tensors:
+    """What the service offers when asked for so many steps; of every dtype, some empty."""
+    drawn = torch.Generator().manual_seed(num_steps)
+    numbers = torch.randint(0, 256, (num_steps,), generator=drawn)
+    return [
+        numbers.to(torch.float32).view(1, -1),
+        numbers.to(torch.float64) / 3,
+        numbers.to(torch.float16),
+        numbers.to(torch.bfloat16),
+        numbers.to(torch.uint8),
+        numbers.to(torch.int8),
+        numbers.to(torch.int16),
+        numbers.to(torch.int32),
+        numbers * 2**40,
+        numbers % 2 == 0,
+        torch.zeros(0, 3),
+        torch.zeros(2, 0, dtype=torch.bool),
+        torch.tensor(3.5, dtype=torch.float64),
+    ]
+
+
+class Service:
+    """Answers at once, later, or with an error."""
+
+    worker_id = WORKER_ID
+    service_methods = frozenset(
+        {"echo", "fail", "fail_later", "later", "soon", "release", "collect", "lock"}
+    )
+
+    def __init__(self) -> None:
+        self._owed: dict[str, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self.collected = 0
+
+    def echo(self, *args: Any) -> Any:
+        return args
+
+    def fail(self, message: str) -> None:
+        raise ValueError(message)
+
+    def fail_later(self, message: str) -> Future[Any]:
+        answer: Future[Any] = Future()
+
+        def deep_inside() -> None:
+            try:
+                self.fail(message)
+            except ValueError as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=deep_inside).start()
+        return answer
+
+    def later(self, key: str) -> Future[Any]:
+        with self._lock:
+            return self._owed.setdefault(key, Future())
+
+    def lock(self) -> Any:
+        """Pickle can't take it."""
+        return self._lock
+
+    def not_served(self) -> None:
+        """Not among the methods that others may call."""
+
+    def soon(self, value: Any) -> Future[Any]:
+        """Answer by itself, but not before the asker has gone on to something else."""
+        answer: Future[Any] = Future()
+        threading.Timer(0.5, answer.set_result, (value,)).start()
+        return answer
+
+    def release(self, key: str, value: Any) -> None:
+        self.later(key).set_result(value)
+
+    def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
+        answer: Future[Any] = Future()
+        if request.random:
+            answer.set_exception(RuntimeError("no rollout today"))
+            return answer
+        steps = request.num_steps
+        tensors = rollout(steps)
+        self.collected += 1
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        answer.set_result(
+            (
+                Header(WORKER_ID, 0, self.collected, steps, steps, num_bytes, (3, 5)),
+                tensors,
+            )
+        )
+        return answer
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    boot = json.loads(sys.stdin.readline())
+    rpc._CHANNELS = boot["channels"]
+    transport = rpc.RpcTransport(boot["id"], address="127.0.0.1", service=Service())
+    transport.connect(0, rpc.PeerAddress(boot["endpoint"]))
+    print(transport.endpoint, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
