@@ -248,7 +248,7 @@ def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Refuse finite values that would be infinite as ``dtype``.
+    """Refuse finite values that would become infinite as ``dtype``.
 
     Raises:
         WeightsError: names the key.
@@ -266,9 +266,9 @@ def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
 
 
 def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | None:
-    """What has the weights that are published: the policy, or it and ``models`` by their names.
+    """The module whose weights are published: the policy, or one of it and ``models`` by name.
 
-    A policy that is no module has none.
+    None if there is none: the policy is no module, and there are no models.
     """
     module = policy if isinstance(policy, nn.Module) else None
     if not models:
@@ -280,7 +280,7 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
     """The tensors of a module, TensorDict, state dict, or dict of these, by their dotted names.
 
     Raises:
-        ArgumentTypeError: it is none of them, or holds something that is no tensor.
+        ArgumentTypeError: it is none of these, or holds something that is no tensor.
     """
     if isinstance(source, nn.Module):
         return state_tensors(source)
@@ -323,8 +323,8 @@ def device_of(module: nn.Module | None) -> torch.device:
 
 
 def checksum(flat: torch.Tensor) -> int:
-    """Wrapping sum of a flat buffer's 8-byte words: as fast as memory.
+    """Wrapping sum of a flat buffer's 8-byte words; as fast as reading it.
 
-    A half-written buffer doesn't match.
+    It tells a half-written buffer from a whole one.
     """
     return int(flat.view(torch.int64).sum())

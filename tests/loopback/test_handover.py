@@ -220,7 +220,7 @@ def test_a_worker_that_does_not_answer_is_named(
 ) -> None:
     reference = collector.hand_over(SOON_S)
     transport = workers_of(collector).transport
-    monkeypatch.setattr(transport, "take", lambda *_: transport._pending.open(-1))
+    monkeypatch.setattr(transport, "fetch_handover", lambda *_: transport._pending.expect(-1))
     with pytest.raises(dc.DeadlineError, match=r"rollout 0 of worker 0 of trainer 0 .* 0\.1 s"):
         collector.take_over(reference, 0.1)
     monkeypatch.undo()
@@ -259,7 +259,10 @@ def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollecto
     sent = shared.tensors(mapped=False)
     assert all(isinstance(tensor, torch.Tensor) for tensor in sent)
     header = replace(collector.hand_over(SOON_S).header, num_steps=3, num_frames=6)
-    batches = [assemble(layout, [Rollout(header, tensors)]) for tensors in (sent, plain.tensors())]
+    batches = [
+        assemble(layout, [Rollout(replace(header, wire_form=slab.wire_form), tensors)])
+        for slab, tensors in ((shared, sent), (plain, plain.tensors()))
+    ]
     assert (batches[0] == batches[1]).all()
 
 
