@@ -50,5 +50,5 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def forget() -> None:
-    """Give all unused memory back to the system."""
+    """Give unused memory back to the system; memory in use follows when it is freed."""
     _unused.clear()

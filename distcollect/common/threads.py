@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 K = TypeVar("K")
 T = TypeVar("T")
 
-# Longest single wait of the user's thread, in seconds. A signal that arrives just as the main thread
-# begins to wait is handled only when the wait ends; short waits let Ctrl-C through.
+# Longest single wait of the user's thread, in seconds. A signal that arrives just as the main
+# thread begins to wait is handled only when the wait ends; short waits let Ctrl-C through.
 LOOK_UP_S = 0.5
 
-# Code that uses a condition enters its lock (``with lock``), not the condition: entering a condition
-# runs Python code, and Ctrl-C there could leave the lock taken.
+# Code that uses a condition enters its lock (``with lock``), not the condition: entering a
+# condition runs Python code, and Ctrl-C there could leave the lock taken.
 
 
 class SerialThread:
