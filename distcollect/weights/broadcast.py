@@ -167,8 +167,8 @@ def _destroy(held: list[Any]) -> None:
 
 def _gloo(store: Any, place: BroadcastSource, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
-    # The address names the interface. Connections are made on first use, as a broadcast needs a tree
-    # of them, not all pairs; so this waits for no other member.
+    # The address names the interface. Connections are made on first use, as a broadcast needs a
+    # tree of them, not all pairs; so this waits for no other member.
     options._devices = [  # noqa: SLF001
         dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
     ]
