@@ -211,7 +211,9 @@ class RpcTransport:
         self._copier.close()
         if rpc.api._is_current_rpc_agent_set():
             if self._pending.wait_for_all(grace_s):
-                self._leave()
+                # Else the agent logs a warning for each peer that ends. It waits without a limit
+                # for peers to confirm that they dropped RRefs.
+                _within(_LEAVE_TIMEOUT_S, self._agent.join, True)
             rpc.api._ignore_rref_leak = True  # a dead worker never confirms that it dropped RRefs
             # It joins threads that may be blocked.
             if _within(_LEAVE_TIMEOUT_S, rpc.api._finalize_shutdown):
@@ -274,14 +276,6 @@ class RpcTransport:
         else:
             copy_all()
 
-    def _leave(self) -> None:
-        """Tell the agent to end. Otherwise it logs a warning for each peer that ends.
-
-        It waits without a limit until all releases of RRefs are answered, so this is done on a
-        thread that can be left behind.
-        """
-        _within(_LEAVE_TIMEOUT_S, self._agent.join, True)
-
     def _ask(self, peer: int, function: Any, *args: Any) -> Future[Any]:
         answer = self._pending.expect(peer)
         if peer not in self._addresses:
@@ -323,22 +317,20 @@ class _RpcOffer:
 
     def fetch(self) -> Future[Tensors]:
         data, self._data = self._data, None
-        if not isinstance(data, list):
-            # The worker may overwrite the memory once the RRef is gone, so it is kept until then.
-            return self._transport.fetched(
-                self._peer, self._transport._ask(self._peer, _serve_value, data), keep_alive=data
-            )
         sent: Future[list[Any]] = Future()
-        sent.set_result(data)
-        return self._transport.fetched(self._peer, sent)
+        if isinstance(data, list):
+            sent.set_result(data)
+        else:
+            sent = self._transport._ask(self._peer, _serve_value, data)
+        # The worker may overwrite the memory once its RRef is gone, so that is kept until then.
+        return self._transport.fetched(self._peer, sent, keep_alive=data)
 
     def decline(self) -> None:
         self._data = None
 
 
 def _async_execution(function: _Function) -> _Function:
-    decorated: _Function = rpc.functions.async_execution(function)
-    return decorated
+    return cast("_Function", rpc.functions.async_execution(function))
 
 
 # These run in the process that is called.
@@ -362,8 +354,7 @@ def _serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
 
 
 def _serve_value(rref: Any) -> Tensors:
-    value: Tensors = rref.local_value()
-    return value
+    return cast("Tensors", rref.local_value())
 
 
 def _answer(

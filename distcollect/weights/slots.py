@@ -84,7 +84,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class PlannedPush:
-    """A version to send, and the peers of the workers that get it together, by worker_id."""
+    """A version to send, and the workers that get it together: worker_id to peer."""
 
     publication: Publication
     receivers: Mapping[int, int]
@@ -237,11 +237,7 @@ class WeightSlots:
         return [w for w, slot in self._slots.items() if slot.state is SlotState.ABSENT]
 
     def resume(self, version: int) -> int:
-        """Renumber: the weights that workers have or wait for are ``version`` now.
-
-        Returns:
-            How often versions were renumbered.
-        """
+        """Renumber, see :meth:`.WeightSender.resume`."""
         self._epoch += 1
         self._first_version = version
         renumbered: dict[int, Publication] = {}
@@ -256,7 +252,7 @@ class WeightSlots:
         self._latest = renumber(self._latest)
         for slot in self._slots.values():
             slot.newest = renumber(slot.newest)
-            # What was sent before is refused, or counts as what it was.
+            # A worker that waits for weights does not have them yet.
             slot.acknowledged = version if slot.state is SlotState.IDLE else version - 1
         return self._epoch
 
@@ -345,9 +341,9 @@ class WeightSlots:
         return error
 
     def late(self, worker_id: int, peer: int, error: DistCollectError, *, alone: bool) -> bool:
-        """A receiver owes an answer; ``alone``: its next push goes to it alone. Whether it counts.
+        """A receiver owes an answer, and is sent nothing until :meth:`answered`.
 
-        It is sent nothing until :meth:`answered`.
+        ``alone``: its next push goes to no other worker. Returns False if this no longer counts.
         """
         slot = self._sending(worker_id, peer)
         if slot is None:
@@ -366,7 +362,7 @@ class WeightSlots:
             self._wait(slot)
 
     def send_again(self, receivers: Mapping[int, int]) -> None:
-        """Those of the receivers that nothing was concluded about wait again."""
+        """The receivers that are still SENDING, as the push ended without a result, wait again."""
         for worker_id, peer in receivers.items():
             slot = self._sending(worker_id, peer)
             if slot is not None:
