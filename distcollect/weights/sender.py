@@ -333,7 +333,7 @@ class WeightSender:
             handles = self._slots.acknowledge(worker_id, push.receivers[worker_id], publication)
         if handles is None:
             return
-        # The pool first: a thread that waits for a handle may ask the pool as soon as it is settled.
+        # The pool first: a thread that waits for a handle may ask the pool once it is settled.
         self.on_acknowledged(worker_id, publication.version)
         for handle in handles:
             handle.settle(worker_id, publication.version)
