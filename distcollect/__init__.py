@@ -67,12 +67,12 @@ if TYPE_CHECKING:
     )
     from distcollect.telemetry.bottleneck import Verdict
     from distcollect.trainer.handover import RolloutReference
+    from distcollect.transport.worker_service import WeightSource
     from distcollect.weights.broadcast import AutoUpdater, BroadcastUpdater
     from distcollect.weights.push_handle import PushHandle
     from distcollect.weights.updaters import (
         RPCUpdater,
         SharedMemoryUpdater,
-        WeightSource,
         WeightUpdaterBase,
     )
 
@@ -116,7 +116,7 @@ _MODULES = {
     "RolloutGone": "distcollect.errors",
     "RolloutReference": "distcollect.trainer.handover",
     "SharedMemoryUpdater": "distcollect.weights.updaters",
-    "WeightSource": "distcollect.weights.updaters",
+    "WeightSource": "distcollect.transport.worker_service",
     "SpaceError": "distcollect.errors",
     "Staleness": "distcollect.config",
     "Stats": "distcollect.results",

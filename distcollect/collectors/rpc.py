@@ -510,7 +510,7 @@ class RPCDataCollector(DataCollectorBase):
             header,
             self._layout,
             request.slot.peer,
-            self._workers.transport.contact(request.slot.peer),
+            self._workers.transport.address_of(request.slot.peer),
             key,
             None if request.rollout is None else request.rollout.tensors,
         )

@@ -1,8 +1,8 @@
-"""Memory that another process of the same host maps instead of having it sent.
+"""Memory that another process on the same host maps, so that its contents need not be sent.
 
-A worker's slabs lie in an anonymous file (``memfd_create``), which the trainer opens through
-``/proc/PID/fd``. It has no name in ``/dev/shm``: when the last process that maps it ends, however
-it ends, the memory is gone.
+The memory is an anonymous file (``memfd_create``), which the other process opens through
+``/proc/PID/fd``. It has no name in ``/dev/shm``, so it is freed when the last process that maps it
+ends, however that happens.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Segment:
-    """Where a process's shared memory is found.
+    """Where shared memory is found.
 
     Attributes:
         pid: the process that made it.
-        fd: its descriptor there.
-        name: of the anonymous file, never used twice: a pid may be.
+        fd: its descriptor in that process.
+        name: of the anonymous file; unlike a pid it is never used again.
         num_bytes: its size.
     """
 
@@ -41,12 +41,12 @@ class Segment:
         """The memory, uint8 ``[num_bytes]``; it stays mapped while the tensor lives.
 
         Raises:
-            OSError: the process is gone, or may not be looked into.
+            OSError: the process is gone, on another host, or belongs to another user.
         """
         path = f"/proc/{self.pid}/fd/{self.fd}"
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            # Of the opened descriptor: by its path, another process might stand there by now.
+            # Checked on the opened descriptor, as another process may have the pid by now.
             if f"memfd:{self.name} " not in str(Path(f"/proc/self/fd/{fd}").readlink()):
                 raise ProcessLookupError(f"{path} is no longer {self.name}")
             return _mapped(fd, self.num_bytes)
@@ -56,11 +56,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class SharedTensor:
-    """A tensor in a segment, as it travels in place of its bytes.
+    """A tensor in shared memory; it is sent in place of the tensor's bytes.
 
     Attributes:
         segment: where the memory is found.
-        offset: of the tensor in it, in bytes.
+        offset: where in it the tensor begins, in bytes.
         shape: its shape; contiguous.
         dtype: its dtype.
     """
@@ -76,18 +76,18 @@ class SharedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, where ``memory`` is the segment's."""
+        """The tensor itself; ``memory`` is the segment's, see :meth:`Segment.map`."""
         return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 def allocate(num_bytes: int) -> tuple[torch.Tensor, Segment]:
-    """New zeroed memory, uint8 ``[num_bytes]``, and how others find it.
+    """New zeroed memory, uint8 ``[num_bytes]``, and where other processes find it.
 
     Raises:
-        OSError: the system has no such memory.
+        OSError: the system doesn't provide it.
     """
     name = f"distcollect-{secrets.token_hex(8)}"
-    # The descriptor stays open for the process's life: others come in through it.
+    # The descriptor stays open, as other processes open the memory through it.
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
     return _mapped(fd, num_bytes), Segment(os.getpid(), fd, name, num_bytes)
@@ -98,7 +98,11 @@ def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
 
 
 def sample_of_memory() -> dict[str, Any] | None:
-    """A little shared memory: if the trainer can map it, rollouts needn't be sent."""
+    """A page of shared memory, by which the trainer finds out whether it can map this process's.
+
+    Returns:
+        The fields of its :class:`Segment`; None if the system provides no shared memory.
+    """
     try:
         return asdict(allocate(mmap.PAGESIZE)[1])
     except OSError as error:

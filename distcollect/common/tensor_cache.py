@@ -1,8 +1,8 @@
 """Memory for large tensors that is used again once the last tensor in it is gone.
 
-The C library maps large blocks anew each time, and the kernel then zeroes every page before the
-first byte is written: for a 64 MB rollout that takes longer than copying it. A batch is its user's
-to keep for as long as they like; what they drop is what the next one is written to.
+The C library maps large blocks each time they are requested, and the kernel zeroes every page
+before its first use: for a 64 MB rollout that takes longer than copying it. Users may keep a batch
+for as long as they like; the memory of a batch that they drop is used for a later one.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from functools import partial
 import numpy as np
 import torch
 
-_SMALLEST_BYTES = 1 << 20  # smaller blocks are kept by the C library itself
-_KEPT = 4  # unused blocks of a size
+_SMALLEST_BYTES = 1 << 20  # the C library itself reuses smaller blocks
+_MAX_UNUSED = 4  # blocks of each size
 
-# By size. A deque takes and gives without a lock: blocks come back from wherever tensors die, in
-# the middle of anything.
-_unused: dict[int, deque[np.ndarray]] = defaultdict(partial(deque, maxlen=_KEPT))
+# Unused blocks by size. A deque needs no lock: blocks come back wherever a tensor is freed, which
+# may be while any lock is held.
+_unused: dict[int, deque[np.ndarray]] = defaultdict(partial(deque, maxlen=_MAX_UNUSED))
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
-    """As ``torch.empty``; ``pinned``: from torch's own pool of page-locked memory.
+    """Like ``torch.empty``; ``pinned``: page-locked memory from torch's own cache.
 
-    That gives no memory out again while a copy to a GPU still reads it.
+    Torch's cache doesn't reuse memory while a copy to a GPU still reads it.
     """
     if pinned:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -38,17 +38,17 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -
         block = unused.pop()
     except IndexError:
         block = np.empty(num_bytes, np.uint8)
-    # Tensors keep the view alive, and the view the block.
+    # All tensors in this memory keep the view alive, so the block is unused once the view is freed.
     view = block[:]
     weakref.finalize(view, unused.append, block).atexit = False
     return torch.from_numpy(view).view(dtype).view(shape)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """As ``tensor.clone()`` of a contiguous tensor."""
+    """Like ``tensor.clone()`` of a contiguous tensor, into memory of this cache."""
     return empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
 def forget() -> None:
-    """Give all unused memory back to the system, and what is in use now when it is dropped."""
+    """Give unused memory back to the system; memory in use follows when it is freed."""
     _unused.clear()

@@ -1,4 +1,4 @@
-"""A thread that does one job after the other."""
+"""Threads that do one job after the other, and waiting for answers so that Ctrl-C works."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 K = TypeVar("K")
 T = TypeVar("T")
 
-# Python misses a signal that comes while its main thread gives up the interpreter lock to wait: it
-# is seen only when the wait ends. So that Ctrl-C works, no wait of the user's thread is longer.
+# Longest single wait of the user's thread, in seconds. A signal that arrives just as the main
+# thread begins to wait is handled only when the wait ends; short waits let Ctrl-C through.
 LOOK_UP_S = 0.5
 
-# Where a condition is used, its lock is what is entered: ``with condition`` goes through a method
-# written in Python, and Ctrl-C between its taking the lock and its return would leave it locked.
+# Code that uses a condition enters its lock (``with lock``), not the condition: entering a
+# condition runs Python code, and Ctrl-C there could leave the lock taken.
 
 
 class SerialThread:
     """Runs what is submitted, in order.
 
-    Unlike a ``ThreadPoolExecutor``'s it is a daemon: the interpreter's exit doesn't wait for a job
-    that waits for a peer.
+    It is a daemon thread, unlike a ``ThreadPoolExecutor``'s, so a job that waits for a peer doesn't
+    delay the interpreter's exit.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class SerialThread:
         return answer
 
     def close(self) -> None:
-        """End after what was submitted; doesn't wait for it."""
+        """End after all submitted jobs; doesn't wait for them."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -51,7 +51,7 @@ class SerialThread:
 def do_jobs(
     jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None],
 ) -> None:
-    """Do jobs on the calling thread until a None; the outcome of each is its future's."""
+    """Do jobs on the calling thread until a None; each job's result or error goes to its future."""
     while (job := jobs.get()) is not None:
         answer, work = job
         try:
@@ -61,7 +61,7 @@ def do_jobs(
 
 
 def arrives(answer: Future[Any], timeout_s: float) -> bool:
-    """Wait up to ``timeout_s`` for ``answer``; whether it is there (a result or an error)."""
+    """Wait up to ``timeout_s`` for ``answer``; whether it came (a result or an error)."""
     deadline = time.monotonic() + timeout_s
     while not wait([answer], max(0.0, min(deadline - time.monotonic(), LOOK_UP_S))).done:
         if time.monotonic() >= deadline:
@@ -70,7 +70,7 @@ def arrives(answer: Future[Any], timeout_s: float) -> bool:
 
 
 def missing(answers: Mapping[K, Future[Any]], timeout_s: float) -> list[K]:
-    """Wait up to ``timeout_s`` for all of ``answers``; whose are not there then."""
+    """Wait up to ``timeout_s`` for all of ``answers``; the keys of those that did not come."""
     deadline = time.monotonic() + timeout_s
     return [
         key for key, answer in answers.items() if not arrives(answer, deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""What the trainer sends a worker to build, and what the worker reports about it."""
+"""What the trainer sends a worker to build."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import nn
 
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration
-from distcollect.policy.weight_layout import WeightLayout
-from distcollect.rollout.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -83,18 +81,3 @@ class WorkerPlan:
         except Exception as error:
             raise PolicyError(f"policy_factory raised {type(error).__name__}: {error}") from error
         return replace(self, policy=policy, policy_factory=None)
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What a worker reports after it has built its plan and tried out envs and policy.
-
-    Attributes:
-        layout: leaves of the frames that it will deliver.
-        weights: layout of the policy's weights.
-        gpu: identifies the GPU that holds the weights; "" if the CPU holds them.
-    """
-
-    layout: Layout
-    weights: WeightLayout
-    gpu: str = ""

@@ -23,7 +23,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
 from distcollect.errors import ArgumentError, EnvError
-from distcollect.rollout.spaces import Arrays, Leaf, ends_of, leaves_of
+from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
 
 Env: TypeAlias = gym.Env[Any, Any]
 AnyVectorEnv: TypeAlias = VectorEnv[Any, Any, Any]
@@ -171,7 +171,7 @@ class EnvBatch(ABC):
         self._missing = {leaf.key: missing_value(leaf) for leaf in info}
         self._action_parts = [
             (leaf.key, part.dtype, isinstance(part, spaces.Box) and not part.shape)
-            for leaf, (_, part) in zip(self.action_leaves, ends_of(action_space), strict=True)
+            for leaf, (_, part) in zip(self.action_leaves, leaf_spaces(action_space), strict=True)
         ]
         self._obs_and_final = [(self.obs[leaf.key], self.final[leaf.key]) for leaf in self.leaves]
         reward = np.zeros(num_envs, np.float32)
@@ -353,7 +353,7 @@ class EnvBatch(ABC):
 
 def with_key_paths(leaves: tuple[Leaf, ...], space: Space) -> list[tuple[Leaf, KeyPath]]:
     """Each leaf of ``space`` with the path to its part of a value."""
-    return [(leaf, path) for leaf, (path, _) in zip(leaves, ends_of(space), strict=True)]
+    return [(leaf, path) for leaf, (path, _) in zip(leaves, leaf_spaces(space), strict=True)]
 
 
 def missing_value(leaf: Leaf) -> Any:

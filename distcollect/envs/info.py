@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from distcollect.envs.base import InfoKeys, Space, describe
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
-from distcollect.rollout.spaces import RESERVED, ends_of, leaves_of
+from distcollect.rollout.spaces import RESERVED, leaf_spaces, leaves_of
 
 EPISODE = "episode"
 # Spaces of entries that Gymnasium's own wrappers write, so users need not declare them.
@@ -66,7 +66,7 @@ def space_of_info(
     if None in found.values():
         _infer_spaces(found, examples, env_name)
     for name, space in found.items():
-        if any(isinstance(part, int) for path, _ in ends_of(space) for part in path):
+        if any(isinstance(part, int) for path, _ in leaf_spaces(space) for part in path):
             raise SpaceError(f"info_keys: {name!r} is a Tuple space; only Dict can be nested here")
     return spaces.Dict(found)
 

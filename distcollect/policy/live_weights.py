@@ -8,13 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from distcollect.policy.weight_layout import (
-    WeightLayout,
-    device_of,
-    state_tensors,
-)
+from distcollect.policy.weight_layout import WeightLayout, device_of, state_tensors
 
-_MOST_READY = 8  # versions that wait for a rollout to begin; one or two at a time really do
+_MOST_READY = 8  # versions that wait for a rollout to begin; rarely more than two do
 
 
 class LiveWeights:
@@ -25,11 +21,11 @@ class LiveWeights:
     never written to, so what the policy computes with is always one whole version.
 
     Attributes:
-        module: what has them; None if there are none.
-        layout: how they lie in a buffer.
+        module: the module; None if there are no weights.
+        layout: how its weights lie in a buffer.
         device: where the buffers are: where all of the module's tensors are, else the CPU.
         version: policy_version of the weights in use.
-        pending: a newer version lies ready.
+        pending: whether a newer version lies ready.
     """
 
     def __init__(
@@ -38,9 +34,10 @@ class LiveWeights:
         """Swap the weights of ``module``.
 
         Args:
-            module: see above.
+            module: the module; None: there are no weights.
             exclude: patterns of names that are left alone.
-            keeps_each: older versions that lie ready stay so, for who may ask for one of them.
+            keeps_each: a newer version does not replace those that lie ready, as a rollout may be
+                asked for with one of them.
         """
         self.module = module
         self.layout = WeightLayout.of(module, exclude)
@@ -73,7 +70,7 @@ class LiveWeights:
     def copy_newest(self, buffer: torch.Tensor) -> None:
         """Fill ``buffer`` with the weights that the next step will use.
 
-        To be called on the thread that receives: nobody else writes to buffers.
+        To be called on the thread that receives, as no other writes to buffers.
         """
         with self._lock:
             newest = self._ready[-1][0] if self._ready else self._live
@@ -83,11 +80,17 @@ class LiveWeights:
         self.layout.pack(self.layout.select(self.module), buffer)
 
     def discard(self, buffer: torch.Tensor) -> None:
-        """Forget a buffer from :meth:`spare`: what was to fill it may write to it yet."""
+        """Forget a buffer from :meth:`spare`, as its source may go on writing to it."""
         self._views.pop(buffer.data_ptr(), None)
 
+    def renumber(self, version: int) -> None:
+        """Apply the newest weights, and call them ``version``; on the thread that applies."""
+        self.apply()
+        with self._lock:
+            self.version = version
+
     def commit(self, buffer: torch.Tensor, version: int) -> None:
-        """Offer a filled buffer as ``version``; it replaces one that was not applied yet."""
+        """Offer a filled buffer as ``version``; it replaces the one that was not applied yet."""
         with self._lock:
             self._ready.append((buffer, version))
             while len(self._ready) > self._most_ready:
@@ -98,13 +101,13 @@ class LiveWeights:
         """Make the newest version the module's weights: a change of pointers, no copy.
 
         Args:
-            up_to: the newest version that will do; None: any.
+            up_to: no newer version than this; None: any.
         """
         with self._lock:
             due = [each for each in self._ready if up_to is None or each[1] <= up_to]
             if not due:
                 return
-            # All at once, as the receiving thread looks here for what a change is a change of.
+            # Under one lock, as copy_newest() reads these on the receiving thread.
             self._spares += [buffer for buffer, _ in due[:-1]]
             del self._ready[: len(due)]
             buffer, self.version = due[-1]
@@ -120,7 +123,7 @@ class LiveWeights:
                 self._spares.append(before)
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Made once for each of the few buffers, so that the engine doesn't stand still for it."""
+        """The buffer's views; made once for each buffer, as that takes time between two steps."""
         views = self._views.get(buffer.data_ptr())
         if views is None:
             views = self._views[buffer.data_ptr()] = self.layout.views(buffer)

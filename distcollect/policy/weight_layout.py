@@ -22,7 +22,15 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter or buffer: its names (more than one if it is tied) and where it lies."""
+    """One parameter or buffer, and where it lies in a flat buffer.
+
+    Attributes:
+        names: in the ``state_dict``; more than one if it is tied.
+        shape: its shape.
+        dtype: its dtype.
+        offset: where it begins, in bytes.
+        num_bytes: its size.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -32,21 +40,26 @@ class Entry:
 
     @property
     def end(self) -> int:
-        """Where the next may begin."""
+        """Where the next entry begins, in bytes."""
         return -(-(self.offset + self.num_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
-class Wire:
-    """How less than a whole flat buffer travels.
+class WeightEncoding:
+    """How weights lie in the payload that is sent.
 
     Attributes:
-        dtype: of floats that are wider in the module.
-        entries: indices of those that travel; None: all.
+        dtype: what wider floats are rounded to; None: they are not.
+        entries: indices of the entries that travel; None: all.
     """
 
     dtype: torch.dtype | None = None
     entries: tuple[int, ...] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the payload is the flat buffer itself."""
+        return self.dtype is None and self.entries is None
 
 
 @dataclass(frozen=True)
@@ -56,8 +69,8 @@ class WeightLayout:
     Attributes:
         entries: in ``state_dict`` order.
         num_bytes: size of the buffer, a multiple of 16.
-        not_sent: names of buffers that aren't persistent, and of what was excluded: they may be
-            given, and stay behind.
+        not_sent: names of excluded weights and of buffers that aren't persistent: users may pass
+            them, and they are not sent.
     """
 
     entries: tuple[Entry, ...]
@@ -66,9 +79,11 @@ class WeightLayout:
 
     @classmethod
     def of(cls, module: nn.Module | None, exclude: Sequence[str] = ()) -> WeightLayout:
-        """The layout of ``module``, empty for None; without names that match ``exclude``.
+        """The layout of ``module``, empty for None.
 
-        What is excluded is given as patterns, as for file names: ``critic.*``.
+        Args:
+            module: has the weights.
+            exclude: patterns of names to leave out, written as for file names: ``critic.*``.
         """
         names: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
@@ -101,30 +116,29 @@ class WeightLayout:
             offset = entries[-1].end
         return cls(tuple(entries), offset, not_sent)
 
-    def reduced(self, wire: Wire) -> WeightLayout:
-        """The layout of what travels: chosen entries, wide floats as narrower ones."""
+    def reduced(self, encoding: WeightEncoding) -> WeightLayout:
+        """The layout of a payload with this encoding."""
         chosen = (
             self.entries
-            if wire.entries is None
-            else [self.entries[index] for index in wire.entries]
+            if encoding.entries is None
+            else [self.entries[index] for index in encoding.entries]
         )
 
         def narrowed(dtype: torch.dtype) -> torch.dtype:
-            narrow = wire.dtype
-            return (
-                narrow
-                if narrow is not None
-                and dtype.is_floating_point
-                and dtype.itemsize > narrow.itemsize
-                else dtype
-            )
+            narrow = encoding.dtype
+            if narrow is None or not dtype.is_floating_point or dtype.itemsize <= narrow.itemsize:
+                return dtype
+            return narrow
 
         return self._packed((e.names, e.shape, narrowed(e.dtype)) for e in chosen)
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor, into: WeightLayout) -> None:
-        """Copy the entries that both layouts have from one flat buffer to another's.
+        """Copy the entries that both layouts have.
 
-        ``source`` is of this layout, ``target`` of ``into``.
+        Args:
+            source: a flat buffer of this layout.
+            target: a flat buffer of the other layout; written to.
+            into: the other layout.
         """
         theirs = dict(zip((e.names for e in into.entries), into.views(target), strict=True))
         with torch.no_grad():
@@ -133,7 +147,7 @@ class WeightLayout:
                     theirs[entry.names].copy_(view)
 
     def changed(self, before: torch.Tensor, after: torch.Tensor) -> tuple[int, ...]:
-        """Which entries differ between two flat buffers."""
+        """Indices of the entries that differ between two flat buffers."""
         return tuple(
             index
             for index, entry in enumerate(self.entries)
@@ -149,7 +163,7 @@ class WeightLayout:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """One tensor for each entry, sharing the memory of ``flat``."""
-        # Few calls, as they are what takes the time where there are many entries.
+        # As few calls as possible: with many entries, calls take most of the time.
         whole = {dtype: flat.view(dtype) for dtype in {entry.dtype for entry in self.entries}}
         return [
             whole[entry.dtype]
@@ -160,8 +174,8 @@ class WeightLayout:
 
     def pack(self, weights: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
         """Copy ``weights``, as :meth:`select` gives them, into ``flat``."""
-        # One call for all entries of a dtype that follow each other, with the gaps between them:
-        # of many small ones a call for each is what takes the time.
+        # One call for all neighbouring entries of one dtype, with the gaps between them: with many
+        # small entries, a call for each would take most of the time.
         with torch.no_grad():
             for dtype, run in itertools.groupby(self.entries, lambda entry: entry.dtype):
                 entries = list(run)
@@ -174,21 +188,21 @@ class WeightLayout:
                 torch.cat(parts, out=flat[entries[0].offset : entries[-1].end].view(dtype))
 
     def load(self, source: object, module: nn.Module | None) -> None:
-        """Copy weights into ``module``; ``source``, and what is raised, as for :meth:`select`."""
+        """Copy weights into ``module``; for ``source`` and errors see :meth:`select`."""
         new, own = self.select(source), self.select(module)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(new[name])
 
     def select(self, source: object) -> dict[str, torch.Tensor]:
-        """The tensors for all entries from whatever the user gave, by their first name.
+        """The tensors for all entries among the weights that the user gave, by their first name.
 
         Args:
             source: a module, a TensorDict of parameters, or a state dict.
 
         Raises:
-            ArgumentTypeError: it is nothing of the kind.
-            WeightsError: an entry is missing, too many, or has another shape or dtype.
+            ArgumentTypeError: it is none of these.
+            WeightsError: an entry is missing, unknown, or has another shape or dtype.
         """
         given = named_tensors(source)
         known = {name for entry in self.entries for name in entry.names} | self.not_sent
@@ -234,7 +248,7 @@ def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Refuse finite values that would be infinite as ``dtype``.
+    """Refuse finite values that would become infinite as ``dtype``.
 
     Raises:
         WeightsError: names the key.
@@ -252,9 +266,9 @@ def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
 
 
 def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | None:
-    """What has the weights that are published: the policy, or it and ``models`` by their names.
+    """The module whose weights are published: the policy, or one of it and ``models`` by name.
 
-    A policy that is no module has none.
+    None if there is none: the policy is no module, and there are no models.
     """
     module = policy if isinstance(policy, nn.Module) else None
     if not models:
@@ -266,7 +280,7 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
     """The tensors of a module, TensorDict, state dict, or dict of these, by their dotted names.
 
     Raises:
-        ArgumentTypeError: it is none of them, or holds something that is no tensor.
+        ArgumentTypeError: it is none of these, or holds something that is no tensor.
     """
     if isinstance(source, nn.Module):
         return state_tensors(source)
@@ -309,8 +323,8 @@ def device_of(module: nn.Module | None) -> torch.device:
 
 
 def checksum(flat: torch.Tensor) -> int:
-    """Wrapping sum of a flat buffer's 8-byte words: as fast as memory.
+    """Wrapping sum of a flat buffer's 8-byte words; as fast as reading it.
 
-    A half-written buffer doesn't match.
+    It tells a half-written buffer from a whole one.
     """
     return int(flat.view(torch.int64).sum())

@@ -1,4 +1,8 @@
-"""Rollouts into one batch."""
+"""Turns the tensors of one or more rollouts into the batch that the user gets.
+
+The batch has TorchRL's keys. What follows from the tensors that travelled is rebuilt here: ``next``
+observations, ``done``, ids.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,11 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
-from distcollect.common import tensor_cache as recycler
+from distcollect.common import tensor_cache
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import (
-    FAULTED,
-    MASK,
-    POLICY_VERSION,
-    TRAJ_IDS,
-    Layout,
-)
+from distcollect.rollout.layout import FAULTED, MASK, POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import Key, nested
-from distcollect.rollout.wire import (
-    wire_of_rollout,
-)
+from distcollect.rollout.wire import wire_layout
 
 
 def assemble(
@@ -33,33 +29,33 @@ def assemble(
     """Build the batch from rollouts of one layout, in the order given.
 
     Args:
-        layout: what every one of them consists of.
+        layout: what a frame of each rollout consists of.
         rollouts: W rollouts of n rows and T steps each.
-        mask: add ``("collector", "mask")``, bool ``[..., T]``, False where a frame is padding.
-        compact: leave observations under "next" out.
-        device: where the batch is wanted; None: where the tensors are. To a GPU it is copied from
-            pinned memory on the current stream, which is not waited for.
+        mask: add ``("collector", "mask")``, bool ``[W * n, T]``, False where a frame is padding.
+        compact: leave out the observations under "next".
+        device: where the batch is wanted; None: where the tensors are. A batch for a GPU is copied
+            from pinned memory on the current stream, without waiting for the copy.
 
     Returns:
         A TensorDict ``[W * n, T]`` whose last dimension is named "time". Its tensors share no
-        memory with each other, and with the rollouts only where there is a single one, which it
-        then takes over.
+        memory with each other. They share memory with a rollout only if there is just one: its
+        large tensors are taken over.
 
     Raises:
-        ValueError: there is padding, and no mask to tell it by.
+        ValueError: there is padding, and ``mask`` is False.
     """
     one = len(rollouts) == 1
     pinned = device is not None and device.type == "cuda"
-    wires = [wire_of_rollout(layout, rollout) for rollout in rollouts]
+    wires = [wire_layout(layout, r.header.num_steps, r.header.wire_form) for r in rollouts]
     parts = [wire.leaves(r.tensors) for wire, r in zip(wires, rollouts, strict=True)]
 
     def joined(index: int) -> torch.Tensor:
         first = parts[0][index]
         if one and not pinned:
-            # Large leaves are taken over; small ones lie in one tensor, whose parts must part.
+            # Packed leaves share one tensor, so each is copied out of it.
             return first if first.untyped_storage().nbytes() == first.nbytes else first.clone()
         shape = (len(parts) * first.shape[0], *first.shape[1:])
-        whole = recycler.empty(shape, first.dtype, pinned=pinned)
+        whole = tensor_cache.empty(shape, first.dtype, pinned=pinned)
         return torch.cat([part[index] for part in parts], out=whole)
 
     flat = {leaf.key: joined(index) for index, leaf in enumerate(layout.per_frame)}
@@ -71,7 +67,7 @@ def assemble(
     following: dict[Key, torch.Tensor] = {}
     for index, leaf in enumerate(() if compact else layout.carried):
         root = flat[leaf.key]
-        after = recycler.empty(tuple(root.shape), root.dtype, pinned=pinned)
+        after = tensor_cache.empty(tuple(root.shape), root.dtype, pinned=pinned)
         after[:, :-1] = root[:, 1:]
         after[:, -1] = torch.cat([part[len(layout.per_frame) + index] for part in parts])
         if len(final_at):
@@ -102,7 +98,7 @@ def assemble(
 def _collector(
     layout: Layout, rollouts: Sequence[Rollout], flat: dict[Key, torch.Tensor], *, mask: bool
 ) -> dict[str, torch.Tensor]:
-    """What stands under "collector"."""
+    """The entries under "collector"."""
     traj_ids = flat[TRAJ_IDS]
     num_frames = sum(rollout.header.num_frames for rollout in rollouts)
     if num_frames < traj_ids.numel() and not mask:

@@ -1,17 +1,22 @@
-"""What a trainer is told of a rollout before it fetches it."""
+"""What the trainer knows of a rollout before it fetches the data, and the rollout once fetched."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distcollect.rollout.layout import (
-    Tensors,
-)
+from distcollect.rollout.layout import Tensors
+from distcollect.rollout.wire import WireForm
+
+# (thread, activity, begin, end); times in nanoseconds of the clock of the process that measured.
+Span = tuple[str, str, int, int]
 
 
-class Work(NamedTuple):
-    """What a process has done since its first rollout; all but the episodes in nanoseconds.
+class WorkReport(NamedTuple):
+    """How a process has spent its time since its first rollout, and which episodes just ended.
+
+    The times are totals over all rollouts of the process; the episodes are those that ended in the
+    rollout that the report comes with.
 
     Attributes:
         busy_ns: time spent collecting; the next three are parts of it.
@@ -20,8 +25,8 @@ class Work(NamedTuple):
         swap_ns: time spent swapping weights in.
         wait_ns: time between two rollouts, waiting for a request.
         cpu_ns: CPU time that the stepping thread used while it collected.
-        returns: sums of rewards of the episodes that ended in the last rollout.
-        lengths: their lengths, in frames.
+        returns: the sum of rewards of each episode.
+        lengths: the number of frames of each episode.
     """
 
     busy_ns: int = 0
@@ -34,7 +39,7 @@ class Work(NamedTuple):
     lengths: tuple[int, ...] = ()
 
 
-NO_WORK = Work()
+NO_WORK = WorkReport()
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,12 @@ class Header:
         num_steps: T, steps of each row, with padding.
         num_bytes: size of its tensors.
         policy_version: (lowest, highest) version among its frames.
-        stepped: frames its process has stepped in all.
-        lost: of these, the frames that are in no rollout, by cause.
+        stepped: frames that its process has stepped in all.
+        lost: how many of these frames are in no rollout, by cause.
         env_faults: how often an env of its process raised.
-        work: what its process has done.
-        spans: what its process did when, for a trace; empty where there is none.
+        work: how its process has spent its time.
+        spans: what its process did when, for a trace; empty without a trace.
+        wire_form: how its leaves lie in the tensors that travel.
     """
 
     worker_id: int
@@ -66,17 +72,14 @@ class Header:
     stepped: int = 0
     lost: dict[str, int] = field(default_factory=dict)
     env_faults: int = 0
-    work: Work = NO_WORK
+    work: WorkReport = NO_WORK
     spans: tuple[Span, ...] = ()
+    wire_form: WireForm = WireForm.PACKED
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout at the trainer: its header and its tensors in wire order."""
+    """A rollout at the trainer: its header, and its tensors as they travelled."""
 
     header: Header
     tensors: Tensors
-
-
-# (thread, what it did, begin, end), in nanoseconds of the clock of the process that noted it.
-Span = tuple[str, str, int, int]

@@ -1,4 +1,4 @@
-"""The data contract: the keys of a frame, and how they lie in memory."""
+"""What a frame consists of: its keys, and the leaves of a worker's rollouts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ from distcollect.rollout.spaces import Key, Leaf
 
 Tensors = list[torch.Tensor]
 
-
+# Keys of what the collector itself writes into a batch.
 TRAJ_IDS: Key = ("collector", "traj_ids")
-
-
 POLICY_VERSION: Key = ("collector", "policy_version")
-
-
 FAULTED: Key = ("collector", "faulted")
-
-
 MASK: Key = ("collector", "mask")
-
 
 _BOOKKEEPING = (
     Leaf(("reward",), (), torch.float32),

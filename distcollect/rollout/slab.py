@@ -1,8 +1,7 @@
-"""The data contract: how frames lie in a worker's memory, on the wire, and in a batch.
+"""The memory that a worker writes a rollout into.
 
-A worker writes frames into a :class:`Slab`, whose tensors are what travels: each observation once.
-:func:`assemble` turns the tensors of one or more rollouts into the batch that the user gets, with
-TorchRL's keys, rebuilding what follows from the rest (``next`` observations, ``done``, ids).
+Its tensors are what travels: each observation once. ``next`` observations are rebuilt on the
+trainer (:mod:`.assemble`).
 """
 
 from __future__ import annotations
@@ -11,40 +10,35 @@ from typing import Any
 
 import numpy as np
 
-from distcollect.rollout.layout import (
-    FAULTED,
-    POLICY_VERSION,
-    TRAJ_IDS,
-    Layout,
-)
+from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import Arrays
-from distcollect.rollout.wire import (
-    wire_of,
-)
+from distcollect.rollout.wire import WireForm, wire_layout
 
 
 class Slab:
     """Memory for one rollout ``[n, T]``, written in place by the engine, used again and again.
 
-    The memory is torch's own (the RPC layer would copy memory that numpy owns once more before
-    sending it) and is written through numpy views, which cost a fraction per small write.
+    Torch owns the memory, as the RPC layer would copy numpy's once more before sending it. It is
+    written through numpy views, as small writes through torch take many times longer.
 
     Attributes:
-        frames: ``{key: [n, T, *shape]}`` of all leaves; the next ones are parts of it.
-        root: of the carried leaves, as they are at the start of each frame.
-        action: of the action's leaves.
-        extras: of what the policy writes beside the action.
-        outcomes: of the leaves that only a frame's end has.
+        wire_form: how its leaves lie in the tensors that travel.
+        frames: ``{key: [n, T, *shape]}`` of all leaves; the next four are parts of it.
+        root: the carried leaves, as they are at the start of each frame.
+        action: the action's leaves.
+        extras: what the policy writes beside the action.
+        outcomes: the leaves that only a frame's end has.
         tail: ``{key: [n, *shape]}`` of the carried leaves after the last frame.
         num_frames: how many frames in it are real; the others are padding.
     """
 
     def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
-        """Allocate it; ``shared``: such that a trainer on this host can map it."""
+        """Allocate it; ``shared``: in memory that a trainer on this host can map."""
         self.layout = layout
         self.num_steps = num_steps
         self.shared = shared
-        self._wire = wire_of(layout, num_steps, mapped=shared)
+        self.wire_form = WireForm.MAPPED if shared else WireForm.PACKED
+        self._wire = wire_layout(layout, num_steps, self.wire_form)
         self._memory, self._stand_ins = self._wire.allocate()
         arrays = [leaf.numpy() for leaf in self._wire.leaves(self._memory)]
         per_frame = layout.per_frame
@@ -71,7 +65,7 @@ class Slab:
         self._final: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
 
     def clear(self) -> None:
-        """Forget what the engine doesn't write in each frame: episode ends, padding."""
+        """Reset what the engine doesn't write in each frame: episode ends, padding."""
         self.num_frames = self.layout.num_envs * self.num_steps
         self.terminated.fill(False)
         self.truncated.fill(False)
@@ -83,7 +77,11 @@ class Slab:
     ) -> None:
         """Keep the true final observation of the episode that ended in ``row`` at ``step``.
 
-        It stands in the same row of ``final``, or in ``source_row``.
+        Args:
+            row: the env's row.
+            step: the episode's last step in this rollout.
+            final: ``{key: [m, *shape]}`` of the carried leaves after that step.
+            source_row: the env's row in ``final``; None: the same row.
         """
         count = len(self._final_at)
         source = row if source_row is None else source_row
@@ -96,13 +94,14 @@ class Slab:
         self._final_at.append(row * self.num_steps + step)
 
     def pad(self, lengths: np.ndarray, after: Arrays) -> None:
-        """Make padding of all but the first frames of each row.
+        """Turn all frames after the first ``lengths`` of each row into padding.
 
-        That is zeros, with -1 for a trajectory id, and the version of the row's last frame.
+        Padding is zeros, except that the trajectory id is -1 and the policy version is that of the
+        row's last real frame.
 
         Args:
-            lengths: int ``[n]``, how many frames of each row are real; of one at least.
-            after: ``{key: [n, *shape]}`` of the carried leaves, after the last of them.
+            lengths: int ``[n]``, how many frames of each row are real; not all 0.
+            after: ``{key: [n, *shape]}`` of the carried leaves after each row's last real frame.
         """
         steps = self.num_steps
         newest = self.policy_version[np.arange(steps) < lengths[:, None]].max()
@@ -122,12 +121,12 @@ class Slab:
         self.num_frames = int(lengths.sum())
 
     def tensors(self, *, mapped: bool = True) -> list[Any]:
-        """The rollout as it travels: tensors, or SharedTensors in place of all but the first.
-
-        They are this slab's memory: valid until it is used again.
+        """The rollout as it travels; this slab's memory, so valid until it is used again.
 
         Args:
-            mapped: whoever gets them can map shared memory; False: tensors in any case.
+            mapped: the receiver can map shared memory. Then a shared slab gives
+                :class:`~distcollect.common.shared_memory.SharedTensor` in place of all tensors but
+                the first.
         """
         packed, *large = self._memory
         if self._final_at:

@@ -21,13 +21,13 @@ from distcollect.errors import SpaceError
 Key = tuple[str, ...]
 Arrays = dict[Key, np.ndarray]  # one array for each leaf, in the leaves' order
 
-# Keys that batches need for themselves: an entry of a Dict observation can't have these names.
+# Names that a batch uses itself, so that an entry of a Dict observation can't have them.
 RESERVED = frozenset({"action", "collector", "done", "next", "reward", "terminated", "truncated"})
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a batch: its key, and the shape and dtype it has in a single frame."""
+    """One tensor of a batch: its key, and its shape and dtype in a single frame."""
 
     key: Key
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Leaf:
 
 
 class Entries(spaces.Dict):
-    """A Dict whose entries stand at the top level of a batch even if they are actions."""
+    """A Dict space of actions whose entries are at the top level of a batch."""
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -109,22 +109,22 @@ def _walk(space: gym.Space[Any], key: Key, role: str) -> Iterator[Leaf]:
             )
 
 
-def ends_of(
-    space: gym.Space[Any], way: tuple[str | int, ...] = ()
+def leaf_spaces(
+    space: gym.Space[Any], path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[tuple[str | int, ...], gym.Space[Any]]]:
-    """Each leaf space with the way to it: what to index a value with, one after the other.
+    """Each leaf space with its path: the keys and indices that lead to its part of a value.
 
     In the leaves' order, so that hot code can walk a value without walking the space again.
     """
     match space:
         case spaces.Dict():
             for name, part in space.items():
-                yield from ends_of(part, (*way, name))
+                yield from leaf_spaces(part, (*path, name))
         case spaces.Tuple():
             for index, part in enumerate(space):
-                yield from ends_of(part, (*way, index))
+                yield from leaf_spaces(part, (*path, index))
         case _:
-            yield way, space
+            yield path, space
 
 
 def flatten(space: gym.Space[Any], value: Any) -> Iterator[Any]:

@@ -1,55 +1,77 @@
-"""How a rollout travels: which columns are packed together, which go alone."""
+"""How a rollout lies in the tensors that travel: small leaves share one, large ones have their own.
+
+A worker's :class:`~distcollect.rollout.slab.Slab` allocates these tensors and writes into them;
+:func:`~distcollect.rollout.assemble.assemble` reads them on the trainer. Both work out the same
+:class:`WireLayout` from the layout of a frame, the number of steps and the form in the header.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterable
+from enum import Enum
 
 import numpy as np
 import torch
 
-from distcollect.common import tensor_cache as recycler
+from distcollect.common import tensor_cache
 from distcollect.common.shared_memory import SharedTensor, allocate
-from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import (
-    Layout,
-    Tensors,
-)
+from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.spaces import Leaf
 
-# A leaf that is smaller than this in a rollout travels in one tensor with its like: a tensor of its
-# own costs some 0.1 ms on the wire, but large ones are copied side by side.
+# Smaller leaves travel together in one tensor: each further tensor costs some 0.1 ms on the wire.
+# Larger leaves have a tensor each, as these are copied side by side.
 _PACKED_BELOW_BYTES = 256 * 1024
-
-
 _ALIGNMENT = 16
 
 
-class _Wire:
-    """How a rollout of T steps lies in the tensors that travel.
+class WireForm(Enum):
+    """Which leaves have a tensor of their own.
 
-    The first holds all small leaves, and then the final observations; each large leaf has one of
-    its own. Where the receiver maps the sender's memory no leaf is sent, so none is small. A leaf
-    stands here once for all frames, ``[n, T, *shape]``, and if it is a carried one again for what
-    follows the last, ``[n, *shape]``.
+    Attributes:
+        PACKED: large leaves; the small ones are packed into the first tensor.
+        MAPPED: all leaves, in shared memory that a trainer on the same host can map. No leaf is
+            packed, as none is sent.
     """
 
-    def __init__(self, layout: Layout, num_steps: int, *, mapped: bool) -> None:
+    PACKED = "packed"
+    MAPPED = "mapped"
+
+
+class WireLayout:
+    """Where each leaf of a rollout of T steps lies in the tensors that travel.
+
+    The first tensor, uint8 ``[N]``, holds all packed leaves, and after them the final observations
+    of episodes that ended in the rollout. Each other tensor is one leaf. The leaves are those of
+    every frame, ``[n, T, *shape]``, then the carried ones after the last frame, ``[n, *shape]``.
+
+    Attributes:
+        form: which leaves are packed.
+        packed_bytes: size of the packed leaves.
+    """
+
+    def __init__(self, layout: Layout, num_steps: int, form: WireForm) -> None:
+        mapped = form is WireForm.MAPPED
         n = layout.num_envs
         leaves = [(leaf, (n, num_steps, *leaf.shape)) for leaf in layout.per_frame]
         leaves += [(leaf, (n, *leaf.shape)) for leaf in layout.carried]
         self._shapes = [(shape, leaf.dtype) for leaf, shape in leaves]
         self._sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes]
         self._is_small = [not mapped and size < _PACKED_BELOW_BYTES for size in self._sizes]
-        self._mapped = mapped
+        self.form = form
         self._carried = layout.carried
         self.packed_bytes = sum(
             _aligned(size) for size, small in zip(self._sizes, self._is_small, strict=True) if small
         )
 
     def allocate(self) -> tuple[Tensors, list[SharedTensor]]:
-        """New memory: the tensors that travel, and if it is mapped what travels in their place."""
+        """New memory for a rollout.
+
+        Returns:
+            The tensors that travel; and with the form MAPPED, a stand-in for each but the first,
+            by which a trainer on the same host finds it.
+        """
         large = [
             (shape, dtype, size)
             for (shape, dtype), size, small in zip(
@@ -58,8 +80,8 @@ class _Wire:
             if not small
         ]
         packed = torch.zeros(self.packed_bytes, dtype=torch.uint8)
-        if not self._mapped:
-            return [packed, *(recycler.empty(shape, dtype) for shape, dtype, _ in large)], []
+        if self.form is WireForm.PACKED:
+            return [packed, *(tensor_cache.empty(shape, dtype) for shape, dtype, _ in large)], []
         memory, segment = allocate(sum(_aligned(size) for _, _, size in large))
         stand_ins: list[SharedTensor] = []
         offset = 0
@@ -86,7 +108,16 @@ class _Wire:
     def with_final(
         self, packed: torch.Tensor, at: list[int], final: Iterable[np.ndarray]
     ) -> torch.Tensor:
-        """``packed``; then how many episodes ended, where, and each carried leaf's final values."""
+        """The first tensor of a rollout in which k episodes ended.
+
+        Args:
+            packed: uint8 ``[packed_bytes]``, the packed leaves.
+            at: where each episode ended: row times T plus step.
+            final: for each carried leaf its final values, ``[k, *shape]``.
+
+        Returns:
+            uint8: ``packed``, then k, ``at`` and the final values.
+        """
         parts = [packed]
         for array in (np.array([len(at), *at], np.int64), *final):
             flat = torch.from_numpy(array).reshape(-1).view(torch.uint8)
@@ -94,7 +125,7 @@ class _Wire:
         return torch.cat(parts)
 
     def final(self, packed: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-        """What :meth:`with_final` put in: int64 ``[k]``, ``[k, *shape]`` of each carried leaf."""
+        """What :meth:`with_final` appended: ``at``, int64 ``[k]``, and the final values."""
         start = self.packed_bytes
         if len(packed) == start:
             return torch.empty(0, dtype=torch.int64), [_none_of(leaf) for leaf in self._carried]
@@ -109,9 +140,9 @@ class _Wire:
 
 
 @functools.lru_cache(maxsize=16)
-def wire_of(layout: Layout, num_steps: int, *, mapped: bool) -> _Wire:
-    """The wire form, worked out once and not for every batch."""
-    return _Wire(layout, num_steps, mapped=mapped)
+def wire_layout(layout: Layout, num_steps: int, form: WireForm) -> WireLayout:
+    """The wire layout; cached, so that it is not worked out for every batch."""
+    return WireLayout(layout, num_steps, form)
 
 
 def _none_of(leaf: Leaf) -> torch.Tensor:
@@ -128,10 +159,3 @@ def _view(
 ) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     return flat[start : start + size].view(dtype).view(shape)
-
-
-def wire_of_rollout(layout: Layout, rollout: Rollout) -> _Wire:
-    """The wire form in which a rollout arrived."""
-    num_leaves = len(layout.per_frame) + len(layout.carried)
-    mapped = len(rollout.tensors) > num_leaves
-    return wire_of(layout, rollout.header.num_steps, mapped=mapped)

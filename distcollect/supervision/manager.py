@@ -22,7 +22,6 @@ from typing import Any
 from distcollect.common.shared_memory import Segment
 from distcollect.common.threads import LOOK_UP_S
 from distcollect.config import Faults
-from distcollect.engine.plan import Probe
 from distcollect.errors import (
     CollectorStateError,
     DeadlineError,
@@ -44,7 +43,8 @@ from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.membership import PRESENT, Command, Membership, Overdue, Ping, Start
 from distcollect.supervision.process import Process, cause_of, death_of, message_of
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.rpc import PeerAddress, RpcTransport
+from distcollect.transport.worker_service import Probe, WorkerService
 
 log = logging.getLogger(__name__)
 
@@ -388,13 +388,12 @@ class Workers(ClusterEvents):
         if process is None or process.is_over or self._closing:
             return
         segment = message.get("segment")
-        self.transport.connect(
-            process.peer, message["endpoint"], Segment(**segment) if segment else None
-        )
+        sample = Segment(**segment) if segment else None
+        self.transport.connect(process.peer, PeerAddress(message["endpoint"], sample))
         process.reachable = True
         self.are_near &= self.transport.is_near(process.peer)
         answer: Future[Probe] = self.transport.call(
-            process.peer, "configure", self._plan_for(process.worker_id)
+            process.peer, WorkerService.configure, self._plan_for(process.worker_id)
         )
         answer.add_done_callback(lambda done: self._post(partial(self._tried_out, process, done)))
 
@@ -516,7 +515,7 @@ class Workers(ClusterEvents):
         self._cluster.kill(*key)
         if process.connection is not None:
             process.connection.close()
-        self.transport.evict(process.peer)
+        self.transport.disconnect(process.peer)
         if self._observer is not None:
             replaced = self._membership.state(key[0]) is State.JOINING and not self._closing
             self._observer.lose(*key, replaced=replaced)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distcollect.engine.plan import Probe
 from distcollect.errors import DistCollectError, WorkerError, WorkerLost
 from distcollect.launch.local_processes import End
 from distcollect.net.server import Connection
+from distcollect.transport.worker_service import Probe
 
 
 @dataclass(eq=False)

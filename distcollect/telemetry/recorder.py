@@ -22,8 +22,8 @@ from distcollect.results import (
     WorkerStats,
     WorkerTimes,
 )
-from distcollect.rollout.header import Header, Work
-from distcollect.telemetry.trace import Trace
+from distcollect.rollout.header import Header, WorkReport
+from distcollect.telemetry.trace import PushTimes, Trace
 
 Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
@@ -45,8 +45,8 @@ class _Tally:
     """
 
     incarnation: int = 0
-    work: Work = field(default_factory=Work)
-    before: Work = field(default_factory=Work)
+    work: WorkReport = field(default_factory=WorkReport)
+    before: WorkReport = field(default_factory=WorkReport)
     frames: int = 0
     lags: Counter[int] = field(default_factory=Counter)
     num_bytes: int = 0
@@ -142,7 +142,7 @@ class StatsRecorder:
             tally = self._tallies.setdefault(worker_id, _Tally(incarnation))
             if incarnation != tally.incarnation:
                 tally.before = _sum(tally.before, tally.work)
-                tally.work = Work()
+                tally.work = WorkReport()
                 tally.num_restarts += 1
                 tally.num_env_faults = 0
                 tally.incarnation = incarnation
@@ -170,10 +170,10 @@ class StatsRecorder:
         now = self._clock()
         trace.rollout(header.worker_id, header.incarnation, header.spans, asked_at, now)
 
-    def pushed(self, version: int, begin: int, ready: int, sent: int, end: int) -> None:
-        """Weights were sent, see :class:`~.weights.WeightSender`."""
+    def pushed(self, push: PushTimes) -> None:
+        """Weights were sent."""
         if self._trace is not None:
-            self._trace.pushed(version, begin, ready, sent, end)
+            self._trace.pushed(push)
 
     def fetched(self, worker_id: int, num_bytes: int, took_ns: int) -> None:
         """A rollout came here."""
@@ -248,7 +248,7 @@ class StatsRecorder:
                     may_be_lost=frames.at_most,
                 )
             tallies = list(self._tallies.values())
-            together = Work()
+            together = WorkReport()
             lags: Counter[int] = Counter()
             for tally in tallies:
                 together = _sum(_sum(together, tally.before), tally.work)
@@ -297,9 +297,9 @@ class StatsRecorder:
         return rate
 
 
-def _sum(one: Work, other: Work) -> Work:
+def _sum(one: WorkReport, other: WorkReport) -> WorkReport:
     """Their times; episodes belong to a rollout."""
-    return Work(
+    return WorkReport(
         one.busy_ns + other.busy_ns,
         one.env_ns + other.env_ns,
         one.policy_ns + other.policy_ns,
@@ -309,7 +309,7 @@ def _sum(one: Work, other: Work) -> Work:
     )
 
 
-def _times(work: Work, transfer_ns: int) -> WorkerTimes:
+def _times(work: WorkReport, transfer_ns: int) -> WorkerTimes:
     total = work.busy_ns + work.wait_ns
     if not total:
         return WorkerTimes()

@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 
 from distcollect.common.clock import clock_ns
-from distcollect.rollout.header import Span, Work
+from distcollect.rollout.header import Span, WorkReport
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.trace import ROLLOUT, STEPS, WEIGHTS
 
@@ -31,7 +31,7 @@ class StepTimer:
     """What an engine counts in.
 
     Attributes:
-        env_ns, policy_ns, swap_ns: see :class:`Work`.
+        env_ns, policy_ns, swap_ns: see :class:`WorkReport`.
         due: the step of the rollout under way that is to be timed next.
         stride: how many steps a timed one stands for.
     """
@@ -99,10 +99,10 @@ class StepTimer:
         self.stride = 1 if took_ns > _SHORT_NS * slab.num_steps else _STRIDE
         self._finished = self._episodes.add(slab)
 
-    def work(self) -> Work:
+    def work(self) -> WorkReport:
         """All of it, as of the last rollout."""
         returns, lengths = self._finished
-        return Work(
+        return WorkReport(
             self._busy_ns,
             self.env_ns,
             self.policy_ns,

@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,25 @@ _GATHER_S = 0.2
 _JOIN_TIMEOUT_S = 10.0
 _NOTHING: Mapping[str, Any] = {}
 _FULL = "the trace is full: nothing was kept from here on"
+
+
+@dataclass(frozen=True)
+class PushTimes:
+    """When a version of the weights was sent, in nanoseconds of the trainer's clock.
+
+    Attributes:
+        version: its policy_version.
+        begin_ns: the push began.
+        ready_ns: all receivers were ready.
+        sent_ns: the payload was sent.
+        end_ns: the receivers had acknowledged, or were too late.
+    """
+
+    version: int
+    begin_ns: int
+    ready_ns: int
+    sent_ns: int
+    end_ns: int
 
 
 class ClockOffset:
@@ -203,14 +223,14 @@ class Trace:
                 ]
             )
 
-    def pushed(self, version: int, begin: int, ready: int, sent: int, end: int) -> None:
-        """Weights were sent: once receivers were ready, until they had acknowledged."""
+    def pushed(self, push: PushTimes) -> None:
+        """Weights were sent."""
         with self._lock:
             steps = (
-                (f"push version {version}", begin, end),
-                ("ready", begin, ready),
-                ("send", ready, sent),
-                ("acknowledge", sent, end),
+                (f"push version {push.version}", push.begin_ns, push.end_ns),
+                ("ready", push.begin_ns, push.ready_ns),
+                ("send", push.ready_ns, push.sent_ns),
+                ("acknowledge", push.sent_ns, push.end_ns),
             )
             self._spans(self._trainer, [(WEIGHTS, *step) for step in steps])
 

@@ -18,6 +18,7 @@ from distcollect.trainer.pool_wait import PoolWait
 from distcollect.trainer.requests import Requests
 from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
 from distcollect.transport.protocol import Offer, Transport
+from distcollect.transport.worker_service import WorkerService
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ class RolloutFetcher:
     def _preempt(self) -> None:
         for request in self._requests.to_preempt():
             request.preempted = True
-            self._transport.call(request.slot.peer, "preempt", request.number)
+            self._transport.call(request.slot.peer, WorkerService.preempt, request.number)
 
     def give_up_stale(self) -> None:
         """Keep nothing that is too stale to be handed on."""

@@ -20,6 +20,7 @@ from distcollect.trainer.requests import Requests
 from distcollect.trainer.worker_slots import RolloutRequest
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Transport
+from distcollect.transport.worker_service import WorkerService
 
 # At the end, for workers to say which of the rollouts that they keep were taken after all.
 _TAKE_BACK_S = 2.0
@@ -76,17 +77,19 @@ class HandoverSender:
 
         def kept(_: None) -> None:
             request.kept = True
-            self._fetcher.then(slot, call(slot.peer, "handed_over", key), over, lost)
+            self._fetcher.then(
+                slot, call(slot.peer, WorkerService.handover_outcome, key), over, lost
+            )
 
         lost = partial(self._requests.keep_no_longer, request, "worker_lost")
-        answer = call(slot.peer, "hand_over", request.number, key, keep_s)
+        answer = call(slot.peer, WorkerService.hand_over, request.number, key, keep_s)
         self._fetcher.then(slot, answer, kept, lost)
 
     def take_back(self) -> None:
         """Learn for certain which of the rollouts that may still be taken were."""
         self._untaken = "shut_down"
         for request, key in self._requests.kept.items():
-            self._transport.call(request.slot.peer, "take_back", key)
+            self._transport.call(request.slot.peer, WorkerService.cancel_handover, key)
         deadline = time.monotonic() + _TAKE_BACK_S
         while self._requests.kept and (remaining := deadline - time.monotonic()) > 0:
             self._wait.changed.wait(min(remaining, LOOK_UP_S))
@@ -173,8 +176,8 @@ class HandoverReceiver:
 
         peer, key = reference.peer, reference.key
         try:
-            tensors: Tensors = answer(self._transport.take(peer, key))
-            answer(self._transport.call(peer, "confirm", key))
+            tensors: Tensors = answer(self._transport.fetch_handover(peer, key))
+            answer(self._transport.call(peer, WorkerService.confirm_handover, key))
         except DeadlineError:
             self._leave(reference)
             raise
@@ -200,14 +203,14 @@ class HandoverReceiver:
         slot = (reference.trainer, reference.worker_id)
         before = self._peers.get(slot, reference.peer)
         if before != reference.peer:
-            self._transport.evict(before)
+            self._transport.disconnect(before)
         self._peers[slot] = reference.peer
-        self._transport.meet(reference.peer, reference.contact)
+        self._transport.connect(reference.peer, reference.contact)
 
     def _leave(self, reference: RolloutReference) -> None:
         """What its worker still owes fails, and so nothing of it comes later."""
         if not _is_own(reference):
-            self._transport.evict(reference.peer)
+            self._transport.disconnect(reference.peer)
 
 
 _ENDED = "its worker's process has ended, or can't be reached from here"

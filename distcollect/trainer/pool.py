@@ -28,7 +28,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -48,8 +48,12 @@ from distcollect.trainer.setup_calls import SetupCalls
 from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot, WorkerSlots
 from distcollect.transport.protocol import Transport
+from distcollect.transport.worker_service import ResumeRequest, WorkerService
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Pool:
@@ -368,7 +372,7 @@ class Pool:
             envs = range(first, first + self._plan.num_envs)
             return process_seeds(seed, envs, slot.incarnation, static=static_seed)
 
-        self._setup_calls.give("seed", seeds, timeout_s)
+        self._setup_calls.give(WorkerService.seed, seeds, timeout_s)
 
     def resume(self, version: int, first_traj_id: int, frames: int, timeout_s: float) -> None:
         """Go on where another run was.
@@ -386,18 +390,25 @@ class Pool:
         with self._lock:
             self.version = version
             self._scheduler.frames_asked += frames
-            self._sender.resume(version)
+            epoch = self._sender.resume(version)
             self._sent.publish(version, self.worker_ids)
-        self._setup_calls.give("resume", lambda _: (version, first_traj_id), timeout_s)
+        request = ResumeRequest(version, first_traj_id, epoch)
+        self._setup_calls.give(WorkerService.resume, lambda _: (request,), timeout_s)
 
-    def call(self, worker_id: int, method: str, *args: Any) -> Future[Any]:
+    def call(
+        self,
+        worker_id: int,
+        method: Callable[Concatenate[Any, P], Future[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]:
         """Call a method of a worker's service; fails with WorkerLost if it isn't there."""
         with self._lock:
             self._wait.check()
             slot = self._slots.get(worker_id)
             if slot is not None:
-                return self._transport.call(slot.peer, method, *args)
-        answer: Future[Any] = Future()
+                return self._transport.call(slot.peer, method, *args, **kwargs)
+        answer: Future[T] = Future()
         answer.set_exception(WorkerLost(f"worker {worker_id} is being replaced"))
         return answer
 

@@ -16,6 +16,7 @@ from distcollect.results import Evaluation
 from distcollect.trainer.background_evaluation import Evaluators
 from distcollect.trainer.pool import Pool
 from distcollect.trainer.publisher import WorkerIds
+from distcollect.transport.worker_service import EvaluationRequest, WorkerService
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class RemoteCalls:
     ) -> dict[int, list[Any]]:
         """Call a method of all envs, see :meth:`.DataCollectorBase.call`; by worker_id."""
         answers = {
-            w: self._pool.call(w, "call_envs", method, args, kwargs)
+            w: self._pool.call(w, WorkerService.call_envs, method, args, kwargs)
             for w in self._request(worker_ids)
         }
         named = worker_ids is not None
@@ -72,11 +73,15 @@ class RemoteCalls:
             answers = {
                 w: self._pool.call(
                     w,
-                    "evaluate",
-                    share,
-                    deterministic,
-                    None if seed is None else env_seed(seed, first + w, stream=Stream.EVALUATION),
-                    limit_s,
+                    WorkerService.evaluate,
+                    EvaluationRequest(
+                        share,
+                        deterministic,
+                        None
+                        if seed is None
+                        else env_seed(seed, first + w, stream=Stream.EVALUATION),
+                        limit_s,
+                    ),
                 )
                 for w, share in zip(selected, shares(owed, len(selected)), strict=True)
                 if share
@@ -117,6 +122,5 @@ def evaluators(
 
 
 def _ask_to_evaluate(pool: Pool, plan: EvaluationWorkers, worker_id: int) -> Future[Evaluation]:
-    return pool.call(
-        worker_id, "evaluate", plan.num_episodes, plan.deterministic, None, plan.timeout_s
-    )
+    request = EvaluationRequest(plan.num_episodes, plan.deterministic, None, plan.timeout_s)
+    return pool.call(worker_id, WorkerService.evaluate, request)

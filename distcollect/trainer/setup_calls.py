@@ -14,6 +14,7 @@ from distcollect.trainer.requests import Requests
 from distcollect.trainer.worker_slots import WorkerSlot, WorkerSlots
 from distcollect.transport.protocol import Transport
 
+Method = Callable[..., Future[None]]
 Arguments = Callable[[WorkerSlot], Sequence[Any]]
 
 
@@ -34,13 +35,13 @@ class SetupCalls:
         self._requests = requests
         self._fetcher = fetcher
         self._wait = wait
-        self._given: dict[str, Arguments] = {}
+        self._given: dict[Method, Arguments] = {}
 
-    def give(self, method: str, arguments: Arguments, timeout_s: float) -> None:
+    def give(self, method: Method, arguments: Arguments, timeout_s: float) -> None:
         """Have all know; rollouts from before are given up. Called without the pool's lock.
 
         Args:
-            method: of the service.
+            method: of :class:`~distcollect.transport.worker_service.WorkerService`.
             arguments: for it, which may differ from worker to worker.
             timeout_s: for all to answer.
 
@@ -57,9 +58,9 @@ class SetupCalls:
         try:
             if late := missing(answers, timeout_s):
                 raise DeadlineError(
-                    f"workers {late} did not take the call {method!r} within {timeout_s:g} s: they "
-                    "finish the step that they are in first; Faults(batch_timeout_s=...) gives "
-                    "longer"
+                    f"workers {late} did not take the call {method.__name__!r} within "
+                    f"{timeout_s:g} s: they finish the step that they are in first; "
+                    "Faults(batch_timeout_s=...) gives longer"
                 )
             for answer in answers.values():
                 error = answer.exception()
@@ -79,5 +80,5 @@ class SetupCalls:
             slot.pending_setup_calls += 1
             self._fetcher.then(slot, self._call(slot, method), knows)
 
-    def _call(self, slot: WorkerSlot, method: str) -> Future[None]:
+    def _call(self, slot: WorkerSlot, method: Method) -> Future[None]:
         return self._transport.call(slot.peer, method, *self._given[method](slot))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,42 +12,51 @@ from distcollect.transport.protocol import (
     CollectRequest,
     Failure,
     Offer,
-    Pending,
+    PendingAnswers,
     Service,
-    as_future,
-    lost,
+    call_service,
+    peer_is_gone,
 )
+from distcollect.transport.worker_service import WorkerService
 
 
 class LoopbackTransport:
-    """Calls services that live in this process."""
+    """Calls services that live in this process; a service is its peer's address.
+
+    Attributes:
+        bytes_fetched: size of all rollouts that were fetched.
+    """
 
     def __init__(self) -> None:
         self._services: dict[int, Service] = {}
-        self._pending = Pending()
+        self._pending = PendingAnswers()
         self.bytes_fetched = 0
 
-    def connect(self, peer: int, service: Service) -> None:
-        """Make ``service`` reachable as ``peer``."""
-        self._services[peer] = service
-
-    def call(self, peer: int, method: str, *args: Any) -> Future[Any]:
+    def connect(self, peer: int, address: Service) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        answer = self._pending.open(peer)
+        self._services.setdefault(peer, address)
+
+    def address_of(self, peer: int) -> Service | None:
+        """See :class:`~distcollect.transport.protocol.Transport`."""
+        return self._services.get(peer)
+
+    def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """See :class:`~distcollect.transport.protocol.Transport`."""
+        answer = self._pending.expect(peer)
         service = self._services.get(peer)
         if service is None:
-            self._pending.settle(answer, error=lost(peer))
+            self._pending.complete(answer, error=peer_is_gone(peer))
             return answer
 
         def deliver(done: Future[Any]) -> None:
             error = done.exception()
             if error is None:
-                self._pending.settle(answer, done.result())
+                self._pending.complete(answer, done.result())
             else:
                 failure = Failure.of(error, service.worker_id)
-                self._pending.settle(answer, error=failure.error())
+                self._pending.complete(answer, error=failure.error())
 
-        as_future(service, method, *args).add_done_callback(deliver)
+        call_service(service, method.__name__, args, kwargs).add_done_callback(deliver)
         return answer
 
     def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
@@ -60,54 +70,49 @@ class LoopbackTransport:
             else:
                 offer.set_exception(error)
 
-        self.call(peer, "collect", request).add_done_callback(deliver)
+        self.call(peer, WorkerService.collect, request).add_done_callback(deliver)
         return offer
 
-    def contact(self, peer: int) -> Service | None:
+    def fetch_handover(self, peer: int, key: str) -> Future[Tensors]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        return self._services.get(peer)
-
-    def meet(self, peer: int, contact: Service) -> None:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
-        self._services.setdefault(peer, contact)
-
-    def take(self, peer: int, key: str) -> Future[Tensors]:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
-        taken: Future[Tensors] = Future()
+        fetched: Future[Tensors] = Future()
 
         def arrived(done: Future[Tensors]) -> None:
             error = done.exception()
             if error is None:
-                copies = [tensor.clone() for tensor in done.result()]
-                self.bytes_fetched += sum(tensor.nbytes for tensor in copies)
-                taken.set_result(copies)
+                fetched.set_result(self.copies_of(done.result()))
             else:
-                taken.set_exception(error)
+                fetched.set_exception(error)
 
-        self.call(peer, "take_over", key, False).add_done_callback(arrived)
-        return taken
+        self.call(peer, WorkerService.read_handover, key, False).add_done_callback(arrived)
+        return fetched
+
+    def copies_of(self, tensors: Tensors) -> Tensors:
+        """What the trainer gets of a worker's tensors; counts their bytes."""
+        self.bytes_fetched += sum(tensor.nbytes for tensor in tensors)
+        return [tensor.clone() for tensor in tensors]
 
     def ping(self, peer: int) -> Future[Any]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        answer = self._pending.open(peer)
-        error = None if peer in self._services else lost(peer)
-        self._pending.settle(answer, error=error)
+        answer = self._pending.expect(peer)
+        error = None if peer in self._services else peer_is_gone(peer)
+        self._pending.complete(answer, error=error)
         return answer
 
     def is_near(self, peer: int) -> bool:
         """See :class:`~distcollect.transport.protocol.Transport`: no worker counts as near."""
         return False
 
-    def evict(self, peer: int) -> None:
+    def disconnect(self, peer: int) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         self._services.pop(peer, None)
         self._pending.fail(peer)
 
     def close(self, grace_s: float = 0) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        self._pending.settled(grace_s)
+        self._pending.wait_for_all(grace_s)
         for peer in list(self._services):
-            self.evict(peer)
+            self.disconnect(peer)
 
 
 class _LoopbackOffer:
@@ -117,11 +122,9 @@ class _LoopbackOffer:
         self._tensors = tensors
 
     def fetch(self) -> Future[Tensors]:
-        copies = [tensor.clone() for tensor in self._tensors]
-        self._transport.bytes_fetched += self.header.num_bytes
-        self._tensors = []
         done: Future[Tensors] = Future()
-        done.set_result(copies)
+        done.set_result(self._transport.copies_of(self._tensors))
+        self._tensors = []
         return done
 
     def decline(self) -> None:

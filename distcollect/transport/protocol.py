@@ -1,16 +1,22 @@
 """How a trainer talks to its workers: the protocol that every transport implements.
 
 The trainer always asks and a worker always answers; a worker never calls the trainer. An answer
-comes as a future, so nobody's thread waits for a rollout that is still being collected.
+comes as a future, so no thread waits for a rollout that is still being collected.
+
+A transport knows nothing of what a worker can do. What that is stands in a protocol class
+(:class:`~distcollect.transport.worker_service.WorkerService`), and a call names a method of it::
+
+    answer = transport.call(peer, WorkerService.preempt, sequence)  # the type checker knows it
 """
 
 from __future__ import annotations
 
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from distcollect.errors import (
     ArgumentError,
@@ -26,10 +32,13 @@ from distcollect.errors import (
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # A rollout below this size comes along with its header: one round trip instead of two.
 INLINE_BYTES = 64 * 1024
 # A worker's n-th rollout lies in slab n modulo this: while one is being fetched the next is being
-# written. To ask for a rollout is to permit that its slab is written over.
+# written. A request for a rollout permits the worker to overwrite that rollout's slab.
 NUM_SLABS = 2
 
 
@@ -41,8 +50,8 @@ class CollectRequest:
         num_steps: T, steps of each of its envs.
         random: draw the actions from the action space instead of asking the policy.
         fresh: no frame may be older than this request (nothing carried over from the last one).
-        version: the newest one that the worker has acknowledged.
-        shared: the trainer can map the worker's memory. The transport's to say.
+        version: the newest policy_version that the worker has acknowledged.
+        shared: the trainer can map the worker's memory. Filled in by the transport.
     """
 
     num_steps: int
@@ -65,106 +74,105 @@ class Offer(Protocol):
 
 
 class Service(Protocol):
-    """The worker's side: what a transport calls there, on a thread of its own.
+    """An object that answers the calls of another process, on threads of the transport.
 
-    Each method returns a value, or a future of one where the answer takes time.
+    Each of its methods returns a value, or a future of one where the answer takes time.
+
+    Attributes:
+        worker_id: the worker that errors name.
     """
 
     worker_id: int
 
-    def configure(self, payload: bytes) -> Future[Any]:
-        """Build envs and policy and try them out; a :class:`~.worker.Probe`."""
-
-    def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
-        """Collect one rollout."""
-
-    def preempt(self, sequence: int) -> None:
-        """If its rollout of this number is being collected, end it with the frames that it has."""
+    @property
+    def service_methods(self) -> frozenset[str]:
+        """Names of the methods that other processes may call."""
 
 
 class Transport(Protocol):
     """The trainer's side. Peers are named by ids that are never used twice in a run."""
 
-    def call(self, peer: int, method: str, *args: Any) -> Future[Any]:
+    @overload
+    def call(
+        self,
+        peer: int,
+        method: Callable[Concatenate[Any, P], Future[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]: ...
+
+    @overload
+    def call(
+        self,
+        peer: int,
+        method: Callable[Concatenate[Any, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]: ...
+
+    def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of ``peer``'s service.
 
-        The future fails with :class:`WorkerError` if the method raised (with
-        :class:`ArgumentError` if it raised that), with :class:`WorkerLost` if the peer can't be
-        reached or was evicted.
+        The future fails with :class:`WorkerError` if the service doesn't have the method or it
+        raised (with :class:`ArgumentError` if it raised that), with :class:`WorkerLost` if the peer
+        can't be reached or was disconnected.
+
+        Args:
+            peer: the process to call.
+            method: as declared in the service's protocol class; only its name travels.
+            args: its arguments.
+            kwargs: its arguments that are given by name.
         """
 
     def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
         """Ask for the next rollout; the future completes when it lies ready on the worker."""
 
     def ping(self, peer: int) -> Future[Any]:
-        """Completes when ``peer``'s process gives a sign of life, whatever its Python code does."""
+        """Completes if ``peer``'s process is alive, even while its Python code is busy."""
 
-    def contact(self, peer: int) -> Any:
-        """How another process can :meth:`meet` the peer; None if it is gone."""
+    def address_of(self, peer: int) -> Any:
+        """What another process needs to :meth:`connect` to the peer; None if it is gone."""
 
-    def meet(self, peer: int, contact: Any) -> None:
-        """Make a peer of another process reachable from here; nothing if it is already."""
+    def connect(self, peer: int, address: Any) -> None:
+        """Make ``peer`` reachable from here; does nothing if it is already."""
 
-    def take(self, peer: int, key: str) -> Future[Tensors]:
-        """Move a rollout here that another trainer handed over, see :mod:`.handover`."""
+    def fetch_handover(self, peer: int, key: str) -> Future[Tensors]:
+        """Move a rollout here that another trainer handed over; ``peer`` is its worker."""
 
     def is_near(self, peer: int) -> bool:
-        """Whether ``peer`` is on this host, and each of us can map the other's memory."""
+        """Whether ``peer`` is on this host, so that each process can map the other's memory."""
 
-    def evict(self, peer: int) -> None:
-        """Forget a peer. What was asked of it and is not answered fails. Again is no error."""
+    def disconnect(self, peer: int) -> None:
+        """Forget a peer; calls that it has not answered fail. Does nothing if it is not known."""
 
     def close(self, grace_s: float = 0) -> None:
-        """Wait up to ``grace_s`` for answers still owed; then give back threads and sockets."""
+        """Wait up to ``grace_s`` for pending answers; then give back threads and sockets."""
 
 
-class Pending:
-    """The answers a transport still owes, so that those of an evicted peer can be failed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._owed: dict[Future[Any], int] = {}
-
-    def open(self, peer: int) -> Future[Any]:
-        """A future for an answer that ``peer`` owes."""
-        answer: Future[Any] = Future()
-        with self._lock:
-            self._owed[answer] = peer
-        return answer
-
-    def settle(
-        self, answer: Future[Any], value: Any = None, error: BaseException | None = None
-    ) -> None:
-        """Complete ``answer``, unless its peer was evicted meanwhile."""
-        with self._lock:
-            if self._owed.pop(answer, None) is None:
-                return
-            self._changed.notify_all()
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(error)
-
-    def fail(self, peer: int) -> None:
-        """Fail all that ``peer`` owes with :class:`WorkerLost`."""
-        with self._lock:
-            owed = [answer for answer, owner in self._owed.items() if owner == peer]
-        for answer in owed:
-            self.settle(answer, error=lost(peer))
-
-    def settled(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` until nothing is owed; whether that is so."""
-        with self._lock:
-            return self._changed.wait_for(lambda: not self._owed, timeout_s)
+def methods_of(protocol: type) -> frozenset[str]:
+    """The names of the public methods that a service's protocol class declares."""
+    return frozenset(
+        name for name, value in vars(protocol).items() if callable(value) and name[0] != "_"
+    )
 
 
-def as_future(service: Service, name: str, *args: Any) -> Future[Any]:
-    """Call a method of ``service``; what it returns or raises, as a future if it isn't one."""
+def call_service(
+    service: Service, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Future[Any]:
+    """Call a method of ``service`` by name.
+
+    Returns:
+        Its answer, or the exception that it raised. WorkerError if its protocol doesn't declare
+        the method.
+    """
     done: Future[Any] = Future()
+    if method not in service.service_methods:
+        message = f"{type(service).__name__} has no method {method!r} for other processes"
+        done.set_exception(WorkerError(message))
+        return done
     try:
-        value = getattr(service, name)(*args)
-    except Exception as error:  # noqa: BLE001 - shipped to whoever asked
+        value = getattr(service, method)(*args, **kwargs or {})
+    except Exception as error:  # noqa: BLE001 - it is sent to the caller
         done.set_exception(error)
         return done
     if isinstance(value, Future):
@@ -173,14 +181,64 @@ def as_future(service: Service, name: str, *args: Any) -> Future[Any]:
     return done
 
 
-def lost(peer: int) -> WorkerLost:
+class PendingAnswers:
+    """The answers that peers still owe, so that those of a disconnected peer can be failed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._peers: dict[Future[Any], int] = {}
+
+    def expect(self, peer: int) -> Future[Any]:
+        """A future for an answer of ``peer``."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._peers[answer] = peer
+        return answer
+
+    def complete(
+        self, answer: Future[Any], value: Any = None, error: BaseException | None = None
+    ) -> None:
+        """Complete ``answer`` with a value or an error, unless :meth:`fail` did already."""
+        with self._lock:
+            if self._peers.pop(answer, None) is None:
+                return
+            self._changed.notify_all()
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
+
+    def fail(self, peer: int) -> None:
+        """Fail all answers of ``peer`` with :class:`WorkerLost`."""
+        with self._lock:
+            answers = [answer for answer, owner in self._peers.items() if owner == peer]
+        for answer in answers:
+            self.complete(answer, error=peer_is_gone(peer))
+
+    def wait_for_all(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for all answers; whether all came."""
+        with self._lock:
+            return self._changed.wait_for(lambda: not self._peers, timeout_s)
+
+
+def peer_is_gone(peer: int, cause: BaseException | None = None) -> WorkerLost:
     """The error of an answer that will never come."""
-    return WorkerLost(f"peer {peer} is gone: its answer will never come")
+    error = WorkerLost(f"peer {peer} is gone: its answer will never come")
+    error.__cause__ = cause
+    return error
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on its way from a worker to the trainer, as plain text."""
+    """An exception that travels from a worker to the trainer as text.
+
+    Attributes:
+        kind: name of its class.
+        message: what it says.
+        worker_id: the worker that raised it.
+        remote_traceback: its traceback, with those of its causes.
+    """
 
     kind: str
     message: str
@@ -189,7 +247,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, worker_id: int) -> Failure:
-        """Describe ``error``, with the traceback of what caused it first."""
+        """Describe ``error``."""
         kind = type(error).__name__
         message = str(error)
         if not isinstance(error, DistCollectError):
@@ -206,7 +264,7 @@ class Failure:
         )
 
 
-# An argument may turn out to be wrong only when a worker makes the envs.
+# Some arguments turn out to be wrong only when a worker makes the envs.
 _PLAIN_ERRORS: dict[str, type[DistCollectError]] = {
     kind.__name__: kind for kind in (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
 }

@@ -1,12 +1,13 @@
 """The transport over ``torch.distributed.rpc``; the only module that touches it.
 
-Hub and spoke: a process's RPC world is itself and those it was told of. Each process runs its own
-TensorPipe agent over a private in-process store, and the agents' addresses travel with the join
-handshake (:mod:`.link`). So nobody waits for a global group: joining is O(1), and a dead worker
-concerns nobody but its trainer. This needs a few private symbols of torch, see :func:`_symbols`.
+Hub and spoke: a trainer is connected to each of its workers, and a worker to its trainer only. Each
+process runs its own TensorPipe agent over a private in-process store; the agents' addresses travel
+with the join handshake (:mod:`distcollect.net.framing`). So no process waits for a global group:
+joining is O(1), and a worker's death affects its trainer only. This needs a few private symbols of
+torch, see :func:`_symbols`.
 
-The ``shm`` transport and channel are left out, as their reactor thread polls: half a core or more
-for every process that merely waits.
+The ``shm`` transport and channel are left out, as their reactor thread polls: it would use half a
+core or more in every process that waits.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.autograd
 import torch.distributed.rpc
 
-from distcollect.common import tensor_cache as recycler
+from distcollect.common import tensor_cache
 from distcollect.common.shared_memory import Segment, SharedTensor
 from distcollect.common.threads import SerialThread
 from distcollect.errors import CollectorStateError, LaunchError
@@ -36,11 +37,12 @@ from distcollect.transport.protocol import (
     CollectRequest,
     Failure,
     Offer,
-    Pending,
+    PendingAnswers,
     Service,
-    as_future,
-    lost,
+    call_service,
+    peer_is_gone,
 )
+from distcollect.transport.worker_service import WorkerService
 
 # Torch declares no types for much of what is used here, private or not.
 dist: Any = torch.distributed
@@ -58,10 +60,25 @@ _PING = (torch.zeros(()), torch.zeros(()))
 log = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_FOREVER = 0  # every wait on a future has its own deadline; an RPC that merely lasts is no error
+_FOREVER = 0  # each wait for an answer has its own deadline, so an RPC needs none
 
-# What a worker serves. Incoming calls name functions of this module, so it can't live in an object.
+# What answers calls from others. An RPC names a function of this module, so it can't be an
+# attribute of the transport.
 _service: Service | None = None
+
+
+@dataclass(frozen=True)
+class PeerAddress:
+    """How a process is reached.
+
+    Attributes:
+        endpoint: where its agent listens.
+        memory_sample: some of its shared memory. If it can be mapped here, both processes are on
+            one host, and rollouts are copied straight from there.
+    """
+
+    endpoint: str
+    memory_sample: Segment | None = None
 
 
 class RpcTransport:
@@ -79,7 +96,7 @@ class RpcTransport:
         Args:
             my_id: this process's id, unique in the run and the same for the process's whole life.
             address: this host's, on the interface to listen on.
-            service: what answers calls from others.
+            service: answers calls from others; None: there are none.
         """
         global _service  # noqa: PLW0603 - see above
         agent_class, _ = _symbols()
@@ -89,9 +106,9 @@ class RpcTransport:
                 "another collector is open); shut it down first: torch allows one agent a process"
             )
         _service = service
-        self._pending = Pending()
-        self._peers: dict[int, tuple[str, Segment | None]] = {}  # and how they are reached
-        self._mapped: dict[int, dict[Segment, torch.Tensor]] = {}
+        self._pending = PendingAnswers()
+        self._addresses: dict[int, PeerAddress] = {}
+        self._mapped: dict[int, dict[Segment, torch.Tensor]] = {}  # of peers on this host
         self._copier = SerialThread("distcollect-copy")
         self._store = dist.HashStore()
         options = rpc.TensorPipeRpcBackendOptions(
@@ -108,7 +125,7 @@ class RpcTransport:
         self._check_listens_on(address)
 
     def _check_listens_on(self, address: str) -> None:
-        got = address_of(self.endpoint)
+        got = ip_address_in(self.endpoint)
         try:
             check_not_public(got)
         except LaunchError:
@@ -116,33 +133,35 @@ class RpcTransport:
             raise
         if not same_address(got, address):
             log.warning(
-                "torch RPC listens on %s, not on %s by which others come: it was told so by %s, or "
-                "takes the interface's first address; they may not get there",
+                "torch RPC listens on %s instead of %s (because of the variable %s, or because it "
+                "takes an interface's first address); workers may not be able to reach it",
                 *(got, address, _INTERFACE),
             )
 
-    def connect(self, peer: int, endpoint: str, sample: Segment | None = None) -> None:
-        """Make ``peer``, whose agent listens at ``endpoint``, reachable from here.
+    def connect(self, peer: int, address: PeerAddress) -> None:
+        """See :class:`~distcollect.transport.protocol.Transport`.
 
-        Args:
-            peer: its id.
-            endpoint: its agent's address.
-            sample: some of its memory. If it can be mapped here, both are on one host, and
-                rollouts are copied straight from there.
+        The peer can answer without being connected to this process.
         """
-        self._store.set(_address_key(peer), endpoint)
+        if peer in self._addresses:
+            return
+        self._store.set(_address_key(peer), address.endpoint)
         self._set_member(peer, present=True)
-        self._peers[peer] = (endpoint, sample)
-        if sample is not None:
+        self._addresses[peer] = address
+        if address.memory_sample is not None:
             try:
-                sample.map()
+                address.memory_sample.map()
                 self._mapped[peer] = {}
             except OSError:
-                log.debug("peer %d is on another host, or its memory is closed to us", peer)
+                log.debug("peer %d is on another host, or its memory can't be mapped here", peer)
 
-    def call(self, peer: int, method: str, *args: Any) -> Future[Any]:
+    def address_of(self, peer: int) -> PeerAddress | None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        return self._ask(peer, _serve_call, method, args)
+        return self._addresses.get(peer)
+
+    def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """See :class:`~distcollect.transport.protocol.Transport`."""
+        return self._ask(peer, _serve_call, method.__name__, args, kwargs)
 
     def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
@@ -160,31 +179,10 @@ class RpcTransport:
         self._ask(peer, _serve_collect, request).add_done_callback(deliver)
         return offer
 
-    def contact(self, peer: int) -> tuple[str, Segment | None] | None:
+    def fetch_handover(self, peer: int, key: str) -> Future[Tensors]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        return self._peers.get(peer)
-
-    def meet(self, peer: int, contact: tuple[str, Segment | None]) -> None:
-        """See :class:`~distcollect.transport.protocol.Transport`.
-
-        The peer needn't know of us to answer.
-        """
-        if peer not in self._peers:
-            self.connect(peer, *contact)
-
-    def take(self, peer: int, key: str) -> Future[Tensors]:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
-        taken: Future[Tensors] = Future()
-
-        def arrived(sent: Future[list[Any]]) -> None:
-            error = sent.exception()
-            if error is not None:
-                taken.set_exception(error)
-            else:
-                self.complete(peer, sent.result(), taken)
-
-        self.call(peer, "take_over", key, peer in self._mapped).add_done_callback(arrived)
-        return taken
+        sent = self.call(peer, WorkerService.read_handover, key, peer in self._mapped)
+        return self.fetched(peer, sent)
 
     def ping(self, peer: int) -> Future[Any]:
         """See :class:`~distcollect.transport.protocol.Transport`.
@@ -198,26 +196,28 @@ class RpcTransport:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         return peer in self._mapped
 
-    def evict(self, peer: int) -> None:
+    def disconnect(self, peer: int) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         self._mapped.pop(peer, None)
-        if peer in self._peers:
-            del self._peers[peer]
+        if peer in self._addresses:
+            del self._addresses[peer]
             self._set_member(peer, present=False)
         self._pending.fail(peer)
 
     def close(self, grace_s: float = 0) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         global _service  # noqa: PLW0603
-        peers, self._peers = self._peers, {}
+        peers, self._addresses = self._addresses, {}
         self._copier.close()
         if rpc.api._is_current_rpc_agent_set():
-            if self._pending.settled(grace_s):
-                self._leave()
-            rpc.api._ignore_rref_leak = True  # RRefs of dead workers can't be told
-            # It joins threads that may be in the middle of anything.
+            if self._pending.wait_for_all(grace_s):
+                # Else the agent logs a warning for each peer that ends. It waits without a limit
+                # for peers to confirm that they dropped RRefs.
+                _within(_LEAVE_TIMEOUT_S, self._agent.join, True)
+            rpc.api._ignore_rref_leak = True  # a dead worker never confirms that it dropped RRefs
+            # It joins threads that may be blocked.
             if _within(_LEAVE_TIMEOUT_S, rpc.api._finalize_shutdown):
-                # Its pool's threads, idle now, end only when nobody holds it any more.
+                # The threads of its pool are idle now. They end when the last reference is gone.
                 self._agent = None
             else:
                 log.warning("torch's RPC threads did not end within %g s", _LEAVE_TIMEOUT_S)
@@ -225,8 +225,30 @@ class RpcTransport:
         for peer in peers:
             self._pending.fail(peer)
 
-    def complete(self, peer: int, sent: list[Any], fetched: Future[Tensors]) -> None:
-        """Complete ``fetched`` with what came, and tensors of our own for those ``peer`` shares."""
+    def fetched(
+        self, peer: int, sent: Future[list[Any]], keep_alive: Any = None
+    ) -> Future[Tensors]:
+        """The tensors of a rollout once ``peer`` has sent them.
+
+        Args:
+            peer: its worker.
+            sent: tensors, or SharedTensors where this process copies them from the peer's memory.
+            keep_alive: an object to hold until they are here.
+        """
+        fetched: Future[Tensors] = Future()
+
+        def arrived(sent: Future[list[Any]], _kept: Any = keep_alive) -> None:
+            error = sent.exception()
+            if error is None:
+                self._copy_shared(peer, sent.result(), fetched)
+            else:
+                fetched.set_exception(error)
+
+        sent.add_done_callback(arrived)
+        return fetched
+
+    def _copy_shared(self, peer: int, sent: list[Any], fetched: Future[Tensors]) -> None:
+        """Complete ``fetched`` with ``sent``, where SharedTensors are replaced by copies."""
         if not any(isinstance(tensor, SharedTensor) for tensor in sent):
             fetched.set_result(sent)
             return
@@ -237,15 +259,15 @@ class RpcTransport:
             mapped = self._mapped[peer]
             if tensor.segment not in mapped:
                 mapped[tensor.segment] = tensor.segment.map()
-            return recycler.copy_of(tensor.within(mapped[tensor.segment]))
+            return tensor_cache.copy_of(tensor.within(mapped[tensor.segment]))
 
         def copy_all() -> None:
             try:
                 tensors = [copy(tensor) for tensor in sent]
             except (KeyError, OSError) as error:
-                gone = lost(peer)
-                gone.__cause__ = error
-                fetched.set_exception(gone)
+                fetched.set_exception(peer_is_gone(peer, error))
+            except Exception as error:  # noqa: BLE001 - raised where the rollout is waited for
+                fetched.set_exception(error)
             else:
                 fetched.set_result(tensors)
 
@@ -254,45 +276,33 @@ class RpcTransport:
         else:
             copy_all()
 
-    def _leave(self) -> None:
-        """Tell the agent that it is to end: it then takes its peers' ends as a matter of course.
-
-        Otherwise it logs a warning for each. It waits without a bound for the last releases of
-        RRefs to be answered, so it does that on a thread that can be left behind.
-        """
-        _within(_LEAVE_TIMEOUT_S, self._agent.join, True)
-
     def _ask(self, peer: int, function: Any, *args: Any) -> Future[Any]:
-        answer = self._pending.open(peer)
-        if peer not in self._peers:
-            self._pending.settle(answer, error=lost(peer))
+        answer = self._pending.expect(peer)
+        if peer not in self._addresses:
+            self._pending.complete(answer, error=peer_is_gone(peer))
             return answer
 
         def deliver(done: torch.futures.Future[Any]) -> None:
             try:
                 outcome = done.value()
             except Exception as error:  # noqa: BLE001 - torch has no type for a broken connection
-                gone = lost(peer)
-                gone.__cause__ = error
-                self._pending.settle(answer, error=gone)
+                self._pending.complete(answer, error=peer_is_gone(peer, error))
                 return
             if isinstance(outcome, Failure):
-                self._pending.settle(answer, error=outcome.error())
+                self._pending.complete(answer, error=outcome.error())
             else:
-                self._pending.settle(answer, outcome)
+                self._pending.complete(answer, outcome)
 
         try:
             rpc.rpc_async(_name(peer), function, args, timeout=_FOREVER).add_done_callback(deliver)
         except RuntimeError as error:
-            gone = lost(peer)
-            gone.__cause__ = error
-            self._pending.settle(answer, error=gone)
+            self._pending.complete(answer, error=peer_is_gone(peer, error))
         return answer
 
     def _set_member(self, peer: int, *, present: bool) -> None:
         _, info_class = _symbols()
         agent = self._agent
-        if agent is not None:  # else this is closed
+        if agent is not None:  # None: this transport is closed
             agent._update_group_membership(info_class(_name(peer), peer), [], {}, present)
 
 
@@ -307,34 +317,30 @@ class _RpcOffer:
 
     def fetch(self) -> Future[Tensors]:
         data, self._data = self._data, None
-        fetched: Future[Tensors] = Future()
+        sent: Future[list[Any]] = Future()
         if isinstance(data, list):
-            self._transport.complete(self._peer, data, fetched)
-            return fetched
-
-        # The worker may use the memory again once the RRef is gone, so it has to live until then.
-        def arrived(sent: Future[list[Any]], _kept: Any = data) -> None:
-            error = sent.exception()
-            if error is not None:
-                fetched.set_exception(error)
-            else:
-                self._transport.complete(self._peer, sent.result(), fetched)
-
-        self._transport._ask(self._peer, _serve_value, data).add_done_callback(arrived)
-        return fetched
+            sent.set_result(data)
+        else:
+            sent = self._transport._ask(self._peer, _serve_value, data)
+        # The worker may overwrite the memory once its RRef is gone, so that is kept until then.
+        return self._transport.fetched(self._peer, sent, keep_alive=data)
 
     def decline(self) -> None:
         self._data = None
 
 
 def _async_execution(function: _Function) -> _Function:
-    decorated: _Function = rpc.functions.async_execution(function)
-    return decorated
+    return cast("_Function", rpc.functions.async_execution(function))
+
+
+# These run in the process that is called.
 
 
 @_async_execution
-def _serve_call(method: str, args: tuple[Any, ...]) -> torch.futures.Future[Any]:
-    return _answer(method, args, lambda value: value)
+def _serve_call(
+    method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.futures.Future[Any]:
+    return _answer(method, args, kwargs, lambda value: value)
 
 
 @_async_execution
@@ -344,19 +350,21 @@ def _serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
         sent_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
         return header, tensors if sent_bytes <= INLINE_BYTES else rpc.RRef(tensors)
 
-    return _answer("collect", (request,), package)
+    return _answer(WorkerService.collect.__name__, (request,), {}, package)
 
 
 def _serve_value(rref: Any) -> Tensors:
-    value: Tensors = rref.local_value()
-    return value
+    return cast("Tensors", rref.local_value())
 
 
-def _answer(method: str, args: tuple[Any, ...], package: Any) -> torch.futures.Future[Any]:
+def _answer(
+    method: str, args: tuple[Any, ...], kwargs: dict[str, Any], package: Callable[[Any], Any]
+) -> torch.futures.Future[Any]:
+    """The service's answer as it travels: ``package`` of what it returned, or a Failure."""
     answer: torch.futures.Future[Any] = torch.futures.Future()
     service = _service
     if service is None:
-        raise RuntimeError("this process serves nothing (any more)")
+        raise RuntimeError("this process answers no calls, or no longer")
 
     def deliver(done: Future[Any]) -> None:
         error = done.exception()
@@ -365,12 +373,12 @@ def _answer(method: str, args: tuple[Any, ...], package: Any) -> torch.futures.F
         else:
             answer.set_result(Failure.of(error, service.worker_id))
 
-    as_future(service, method, *args).add_done_callback(deliver)
+    call_service(service, method, args, kwargs).add_done_callback(deliver)
     return answer
 
 
 def _within(timeout_s: float, function: Callable[..., Any], *args: Any) -> bool:
-    """Call ``function`` on a thread that is left behind if it takes longer; whether it was done."""
+    """Call ``function`` on a thread of its own; whether it ended in time. It may go on after."""
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -385,15 +393,15 @@ def _address_key(peer: int) -> str:
     return f"addrs/{_name(peer)}"
 
 
-def address_of(endpoint: str) -> str:
+def ip_address_in(endpoint: str) -> str:
     """The IP address in an agent's endpoint: "uv://[fd00::5]:4711" gives "fd00::5"."""
     return endpoint.rsplit("//", maxsplit=1)[-1].rpartition(":")[0].strip("[]")
 
 
 def missing_symbols() -> list[str]:
-    """The private parts of torch that hub and spoke needs, and this one lacks."""
+    """Names of the private parts of torch that this module needs and this torch lacks."""
     try:
-        # A torch that is built without RPC doesn't have the module.
+        # A torch built without RPC doesn't have the module.
         from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: F401, PLC0415
     except ImportError:
         return ["torch.distributed.rpc"]
@@ -411,10 +419,10 @@ def missing_symbols() -> list[str]:
 
 
 def _symbols() -> tuple[Any, Any]:
-    """The private classes of torch that hub and spoke needs.
+    """Torch's private classes of an agent, and of what it knows of a peer.
 
     Raises:
-        LaunchError: this torch has them no more.
+        LaunchError: this torch lacks a private part that is needed.
     """
     if missing := missing_symbols():
         raise LaunchError(
@@ -428,7 +436,10 @@ def _symbols() -> tuple[Any, Any]:
 
 @contextmanager
 def _listening_on(interface: str | None) -> Iterator[None]:
-    """TensorPipe takes its interface from the environment only; the user's own setting wins."""
+    """Let agents made within listen on ``interface``, unless the user's environment names one.
+
+    TensorPipe takes the interface from the environment only.
+    """
     if interface is None or _INTERFACE in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""Weights by broadcast: process groups of exactly those who are to get them."""
+"""Sends weights by broadcast, in process groups of exactly the trainer and the receivers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import torch.distributed
 
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import interface_of, listen
+from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.updaters import (
     SharedMemoryUpdater,
     UpdaterContext,
-    WeightSource,
     WeightUpdaterBase,
     gpu_of,
 )
@@ -29,20 +29,21 @@ from distcollect.weights.updaters import (
 # Torch declares no types for its stores and process groups.
 dist: Any = torch.distributed
 
-# Groups that the trainer keeps for reuse, the most recently used; its workers keep the same.
+# The trainer keeps the groups that were used most recently, and its workers the same ones.
 _MAX_GROUPS = 32
-# Gloo waits five times as long for a member's connection. All have joined by then, and who waits
-# for one that has died since is told so; this is for when even that doesn't get through.
+# Gloo waits five times as long for a member's connection. All members have joined by then, and if
+# one has died since, the others are told to wait no longer; this limit is for when that message
+# doesn't arrive.
 _CONNECT_TIMEOUT_S = 2.0
 
 
 def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
     """The backend for a group whose members have their weights on ``gpus``.
 
-    NCCL needs a GPU of its own for each member; where it can't be, Gloo goes through pinned memory.
+    NCCL needs a GPU of its own for each member; otherwise Gloo is used, through pinned memory.
 
     Raises:
-        ArgumentError: NCCL is wanted and can't be.
+        ArgumentError: NCCL is wanted and can't be used.
     """
     possible = dist.is_nccl_available() and all(gpus) and len(set(gpus)) == len(gpus)
     if wanted == "nccl" and not possible:
@@ -54,7 +55,7 @@ def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
 
 
 class Groups:
-    """Process groups by name, the least recently used dropped first."""
+    """The process groups that this process is in, by name, ordered by their last use."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[str, Any] = OrderedDict()
@@ -63,18 +64,18 @@ class Groups:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all there are."""
+        """The names of all groups, the least recently used first."""
         with self._lock:
             return tuple(self._groups)
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Leave all others."""
+        """Leave all other groups."""
         for name in self.names:
             if name not in names:
                 self.drop(name)
 
     def join(self, place: BroadcastSource, store: Any, address: str) -> None:
-        """Be in a group, without waiting for its other members."""
+        """Join a group if this process is not in it yet, without waiting for the other members."""
         with self._lock:
             group = self._groups.get(place.group)
         if group is None:
@@ -94,8 +95,8 @@ class Groups:
         """Broadcast ``flat`` from rank 0; all members of the group must do so together.
 
         Raises:
-            RuntimeError: a member is gone or too late, or the group was dropped meanwhile. It is
-                dropped then, ``flat`` may be torn, and may still be written to.
+            RuntimeError: a member is gone or too late, or :meth:`drop` was called. The group is
+                dropped then; ``flat`` may be torn, and may still be written to.
         """
         over = threading.Event()
         with self._lock:
@@ -105,35 +106,35 @@ class Groups:
             _broadcast(held, place, flat, over)
         except RuntimeError:
             self.drop(place.group)
-            # Gloo can't end what is under way, and giving the group back waits for that.
-            threading.Thread(target=_outlast, args=(held,), daemon=True).start()
+            # Gloo can't cancel a broadcast, and destroying the group waits for it to end.
+            threading.Thread(target=_destroy, args=(held,), daemon=True).start()
             raise
         finally:
             with self._lock:
                 del self._under_way[place.group]
 
     def drop(self, name: str) -> None:
-        """Leave a group; who waits in its broadcast is told at once."""
+        """Leave a group; a broadcast of it that is under way here fails at once."""
         with self._lock:
             group = self._groups.pop(name, None)
             over = self._under_way.get(name)
-        # A NCCL kernel that waits for a dead peer would wait for ever.
+        # A NCCL kernel waits forever for a dead peer.
         if group is not None and group.name() == "nccl":
             group.abort()
         if over is not None:
             over.set()
 
     def close(self) -> None:
-        """Leave all."""
+        """Leave all groups."""
         self.keep_only(())
 
 
 def _broadcast(
     held: list[Any], place: BroadcastSource, flat: torch.Tensor, over: threading.Event
 ) -> None:
-    """Broadcast in the group in ``held``, and put the work there too.
+    """Broadcast in the group in ``held``, and append the work to ``held``.
 
-    They are in no variable, so that an error's traceback doesn't keep them.
+    Both are kept in no local variable, so that the traceback of an error doesn't keep them alive.
     """
     if held[0] is None:
         raise RuntimeError(f"process group {place.group} was left before its broadcast")
@@ -157,7 +158,8 @@ def _broadcast(
     held[1].wait()
 
 
-def _outlast(held: list[Any]) -> None:
+def _destroy(held: list[Any]) -> None:
+    """Wait for the broadcast in ``held`` to end, then drop the references to work and group."""
     with contextlib.suppress(RuntimeError, IndexError):
         held[1].wait()
     held.clear()
@@ -165,8 +167,8 @@ def _outlast(held: list[Any]) -> None:
 
 def _gloo(store: Any, place: BroadcastSource, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
-    # The address names the interface, and connections are made on first use: a broadcast needs a
-    # tree of them, not all pairs. So nobody is waited for here.
+    # The address names the interface. Connections are made on first use, as a broadcast needs a
+    # tree of them, not all pairs; so this waits for no other member.
     options._devices = [  # noqa: SLF001
         dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
     ]
@@ -175,10 +177,10 @@ def _gloo(store: Any, place: BroadcastSource, address: str) -> Any:
 
 
 def name_interface(address: str) -> None:
-    """Have NCCL use the interface of ``address``: it takes it from the environment only.
+    """Have NCCL use the interface of ``address``; it takes that from the environment only.
 
-    Nothing where the user has named one. Nor for loopback: NCCL reads it once in a process, which
-    may need the network later on, for other groups.
+    Does nothing if the user has named an interface. Nor for loopback: NCCL reads the variable once
+    in a process, and later groups may need the network.
     """
     interface = interface_of(address)
     if interface not in (None, "lo"):
@@ -187,16 +189,16 @@ def name_interface(address: str) -> None:
 
 @dataclass(frozen=True)
 class BroadcastSource(WeightSource):
-    """From a process group's broadcast; the first mention of a group under a name makes the group.
+    """The broadcast of a process group, which is made when its name comes up first.
 
     Attributes:
         group: its name.
-        rank: the receiver's; the trainer is 0.
-        size: how many are in it.
+        rank: the receiver's rank in it; the trainer's is 0.
+        size: how many members it has.
         store: host and port of the store where its members find each other.
         timeout_s: for the broadcast.
-        on_gpu: whether it is one of NCCL's, else Gloo's.
-        kept: the names of the groups that the trainer has; all others are left.
+        on_gpu: whether it uses NCCL; else Gloo.
+        kept: the names of the groups that the trainer keeps; receivers leave all others.
     """
 
     group: str
@@ -227,7 +229,7 @@ class BroadcastSource(WeightSource):
 
 
 class BroadcastUpdater(WeightUpdaterBase):
-    """One broadcast to a process group of exactly the receivers."""
+    """One broadcast, in a process group of exactly the trainer and the receivers."""
 
     together = True
 
@@ -236,7 +238,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._backend = backend
         self._groups = Groups()
         self._names: dict[tuple[Any, ...], str] = {}
-        self._left: deque[tuple[float, str, int]] = deque()  # since when, name, size
+        self._left: deque[tuple[float, str, int]] = deque()  # (when it was left, name, size)
         self._counter = itertools.count()
         self._store: Any = None
         self._current: BroadcastSource | None = None
@@ -256,7 +258,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         )
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
-        """Raise ArgumentError if NCCL is wanted, and trainer and workers have no GPU each."""
+        """Raise ArgumentError if NCCL is wanted, and not each process has a GPU of its own."""
         self._backend_for(device, worker_ids)
 
     def _backend_for(self, device: torch.device, worker_ids: Sequence[int]) -> str:
@@ -274,9 +276,9 @@ class BroadcastUpdater(WeightUpdaterBase):
         existing = self._groups.names
         self._groups.keep_only(existing[-_MAX_GROUPS + 1 :])
         existing = self._groups.names
-        for gone, name in [item for item in self._names.items() if item[1] not in existing]:
-            del self._names[gone]
-            self._left.append((time.monotonic(), name, len(gone)))
+        for left, name in [item for item in self._names.items() if item[1] not in existing]:
+            del self._names[left]
+            self._left.append((time.monotonic(), name, len(left)))
         self._clear_store()
         if members not in self._names:
             self._names[members] = f"weights{next(self._counter)}"
@@ -290,8 +292,8 @@ class BroadcastUpdater(WeightUpdaterBase):
         return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
 
     def _clear_store(self) -> None:
-        """Delete what members of groups that were left had put there for each other."""
-        # For so long, one that is late may look for another.
+        """Delete the addresses that members of left groups had put there for each other."""
+        # A member that is late may need them until then.
         deadline = time.monotonic() - self._context.timeout_s
         while self._left and self._left[0][0] < deadline:
             _, name, size = self._left.popleft()
@@ -307,7 +309,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._groups.broadcast(self._current, payload)
 
     def forget(self, peer: int) -> None:
-        """A receiver is gone, or failed: its groups are of no use any more."""
+        """A receiver is gone, or failed: its groups can't be used any more."""
         for (_, *members), name in list(self._names.items()):
             if peer in members:
                 self._groups.drop(name)
@@ -320,7 +322,7 @@ class BroadcastUpdater(WeightUpdaterBase):
 class AutoUpdater(WeightUpdaterBase):
     """The default: workers on the trainer's host map its memory, the others get one broadcast.
 
-    Where policies are on GPUs, all get the broadcast.
+    Workers whose policy is on a GPU get the broadcast, on any host.
     """
 
     def __init__(self) -> None:
@@ -359,10 +361,10 @@ class AutoUpdater(WeightUpdaterBase):
 
 
 def default_updater(backend: str) -> WeightUpdaterBase:
-    """What moves weights where the user names nothing but :class:`~distcollect.WeightSync`'s.
+    """The updater for ``backend``, see :class:`~distcollect.WeightSync`.
 
     Raises:
-        ArgumentError: this process can't have a part in it.
+        ArgumentError: NCCL is wanted, and this process can't use it.
     """
     lacks = "sees no GPU" if dist.is_nccl_available() else "has a torch without NCCL"
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.device_count()):

@@ -1,4 +1,4 @@
-"""What the user holds of a version that is on its way to workers."""
+"""What users get from a publication: which workers have received it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from distcollect.errors import DistCollectError, WeightsTimeout
 
 @dataclass
 class PushRecord:
-    """What was measured of a version's way."""
+    """What is measured when a version is sent.
+
+    Attributes:
+        timings: see :attr:`PushHandle.timings`.
+        num_bytes: see :attr:`PushHandle.num_bytes`.
+    """
 
     timings: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
@@ -38,7 +43,7 @@ class PushHandle:
         self._changed = threading.Condition(self._lock)
         self._acknowledged: dict[int, int] = {}
         self._left_out: dict[int, DistCollectError] = {}
-        self._later: set[int] = set()
+        self._later: set[int] = set()  # left out for now
 
     @property
     def timings(self) -> dict[str, float]:
@@ -71,12 +76,12 @@ class PushHandle:
             return dict(self._left_out)
 
     def done(self) -> bool:
-        """Whether it is known for every worker if it has these weights."""
+        """Whether each worker has these weights or is left out."""
         with self._lock:
             return not self._open()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until it is known for every worker if it has these weights.
+        """Block until each worker has these weights or is left out.
 
         While all workers are late or being replaced, it keeps waiting for one of them.
 
@@ -85,8 +90,9 @@ class PushHandle:
                 ``Faults.weights_timeout_s``.
 
         Raises:
-            WeightsTimeout: not known at the deadline, or no worker has them; names the workers.
-            WorkerError: no worker could receive them; WorkerLost if they are gone.
+            WeightsTimeout: some workers have not answered at the deadline, or no worker has the
+                weights; names the workers.
+            WorkerError: no worker could receive the weights; WorkerLost if they are gone.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
@@ -100,14 +106,15 @@ class PushHandle:
                     )
                 self._changed.wait(min(remaining, LOOK_UP_S))
             if self.worker_ids and not self._acknowledged:
-                # Without what it keeps alive from the last time that it was raised.
+                # Without the frames of an earlier raise, which its traceback keeps alive.
                 raise next(iter(self._left_out.values())).with_traceback(None)
 
     def _awaited(self) -> list[int]:
-        """Who gets it later, if nobody has it yet."""
+        """The workers that get it later, if none has it yet."""
         return [] if self._acknowledged else sorted(self._later)
 
     def _open(self) -> list[int]:
+        """The workers of which nothing is known yet."""
         return [
             worker_id
             for worker_id in self.worker_ids
@@ -117,9 +124,9 @@ class PushHandle:
     def settle(
         self, worker_id: int, outcome: int | DistCollectError, *, for_now: bool = False
     ) -> None:
-        """Note the version that a worker acknowledged, or why it is left out.
+        """Record the version that a worker acknowledged, or why it is left out.
 
-        ``for_now``: it, or who takes its place, is to get it later.
+        ``for_now``: the worker, or the process that replaces it, is to get it later.
         """
         with self._lock:
             self._later.discard(worker_id)

@@ -1,8 +1,8 @@
 """Ways for new weights to get from the trainer to its workers.
 
-The sender (:mod:`.weights`) decides who gets which version and when; an updater moves the bytes.
-On the trainer it says for each receiver where that finds them: its :class:`WeightSource`, which
-travels there and writes them into memory that the receiver has ready.
+The sender (:mod:`.sender`) decides which workers get which version, and when; an updater moves the
+bytes. On the trainer it names a :class:`WeightSource` for each receiver. That travels to the
+receiver and writes the bytes into memory that the receiver has ready.
 """
 
 from __future__ import annotations
@@ -17,42 +17,12 @@ from typing import Any
 import torch
 
 from distcollect.common.shared_memory import Segment, SharedTensor, allocate
-
-
-class WeightSource(ABC):
-    """Where a receiver finds a payload. It is pickled to get there."""
-
-    on_gpu: bool = False  # whether it writes to a GPU's memory directly
-
-    def join(self, receiver_state: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Meet the other receivers, without waiting for any; only where these receive together.
-
-        Called before :meth:`receive`, and before the sender begins to send.
-
-        Args:
-            receiver_state: see :meth:`receive`.
-        """
-
-    @abstractmethod
-    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
-        """Write the payload into ``target``.
-
-        Args:
-            target: uint8 ``[payload's size]``.
-            receiver_state: for what is to be there for the next push too. It is this receiver's
-                own and lives as long. What has a ``close`` method is closed in the end; also from
-                another thread when the sender gives a push up, so that this method ends, and may
-                be used again.
-
-        Raises:
-            RuntimeError, OSError: it can't be had; ``target`` may be half written then, and isn't
-                used again.
-        """
+from distcollect.transport.worker_service import WeightSource
 
 
 @dataclass(frozen=True)
 class UpdaterContext:
-    """What an updater has to know of the run.
+    """What an updater needs to know of the run.
 
     Attributes:
         address: of the trainer's host, on the interface by which workers reach it.
@@ -68,14 +38,14 @@ class UpdaterContext:
 
 
 class WeightUpdaterBase(ABC):
-    """Moves weights from the trainer to workers; derive from it to do that in a way of your own.
+    """Moves weights from the trainer to workers; derive from it for a way of your own.
 
     For each push, :meth:`sources` and then :meth:`send` are called on one thread.
 
     Attributes:
         together: whether a push only works if all of its receivers take part, as in a broadcast.
-            They are then asked first. If one doesn't answer, there is no :meth:`send`; the others
-            get sources anew, without it.
+            Then each is asked first whether it is ready. If one doesn't answer, :meth:`send` is not
+            called; :meth:`sources` is called again for the others.
     """
 
     together: bool = False
@@ -84,12 +54,12 @@ class WeightUpdaterBase(ABC):
         """Take the arguments of the collector's ``init_updater``."""
 
     def attach(self, context: UpdaterContext) -> None:  # noqa: B027 - optional
-        """Learn of the run; called once, before anything is sent."""
+        """Take what is known of the run; called once, before anything is sent."""
 
     def _get_server_weights(self) -> Any:
-        """What is published by an update that was given no weights; None: the trainer's own.
+        """The weights of an update that was given none; None: those of the trainer's policy.
 
-        Where weights come from a server (a parameter server, a file), derive and return them: a
+        If weights come from a server (a parameter server, a file), override this to return them: a
         module, a TensorDict or a state dict. They are loaded into the trainer's policy first.
         """
         return None
@@ -104,9 +74,8 @@ class WeightUpdaterBase(ABC):
         """Prepare a push.
 
         Args:
-            payload: uint8 ``[N]``, where the trainer has its weights. It doesn't change.
-            peers: ``{worker_id: peer}`` of the receivers; a process that takes another's place has
-                another peer.
+            payload: uint8 ``[N]``, on the device of the trainer's weights. It doesn't change.
+            peers: ``{worker_id: peer}`` of the receivers; each process has another peer.
 
         Returns:
             ``{worker_id: source}`` for each of them.
@@ -116,17 +85,17 @@ class WeightUpdaterBase(ABC):
         """Do the trainer's part while the receivers receive.
 
         Raises:
-            RuntimeError: it broke off. Who has the payload is told by their acknowledgements.
+            RuntimeError: it broke off. The acknowledgements show which receivers have the payload.
         """
 
     def forget(self, peer: int) -> None:  # noqa: B027 - optional
-        """A receiver is gone, or failed: whatever connects it with us may be in any state.
+        """A receiver is gone, or failed: drop connections with it, as they may be in any state.
 
-        May be called while :meth:`send` waits for it.
+        May be called while :meth:`send` waits for the receiver.
         """
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Give everything back, for good; a push may still be under way, and may fail then."""
+        """Give all resources back. A push may still be under way; it may fail then."""
 
 
 def gpu_of(device: torch.device) -> str:
@@ -136,7 +105,7 @@ def gpu_of(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class InlineSource(WeightSource):
-    """The payload itself, which travels along."""
+    """The payload itself: it travels with the source."""
 
     payload: torch.Tensor
 
@@ -155,7 +124,7 @@ class RPCUpdater(WeightUpdaterBase):
 
 @dataclass(frozen=True)
 class SharedMemorySource(WeightSource):
-    """From memory of the trainer's that the receiver, on the same host, maps."""
+    """Memory of the trainer, which the receiver maps; both are on one host."""
 
     payload: SharedTensor
 
@@ -163,26 +132,26 @@ class SharedMemorySource(WeightSource):
         segment = self.payload.segment
         mapped: dict[Segment, torch.Tensor] = receiver_state.setdefault("segments", {})
         if segment not in mapped:
-            mapped.clear()  # the trainer goes on to a new one when it needs a larger one
+            mapped.clear()  # the trainer uses one segment, until it needs a larger one
             mapped[segment] = segment.map()
         target.copy_(self.payload.within(mapped[segment]))
 
 
 class SharedMemoryUpdater(WeightUpdaterBase):
-    """Puts the weights where workers on the trainer's own host map them: one copy for each."""
+    """Puts the weights into memory that workers on the trainer's host map: one copy for each."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._segment: Segment | None = None
         self._closed = False
-        self._lock = threading.Lock()  # a push may be under way when it is closed
+        self._lock = threading.Lock()  # close() may be called during a push
 
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
     ) -> Mapping[int, WeightSource]:
         with self._lock:
             if self._closed:
-                raise RuntimeError("closed")
+                raise RuntimeError("the updater was closed")
             if self._segment is None or len(self._memory) < len(payload):
                 self._give_back()
                 self._memory, self._segment = allocate(len(payload))
@@ -195,7 +164,7 @@ class SharedMemoryUpdater(WeightUpdaterBase):
         if self._segment is not None:
             os.close(self._segment.fd)
             self._segment = None
-            # It has a descriptor of its own.
+            # The mapping has a descriptor of its own, which this closes.
             self._memory = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:

@@ -1,20 +1,20 @@
-"""A rollout that goes from its worker straight to another trainer.
+"""Rollouts that a worker keeps until another trainer takes them.
 
 ::
 
     trainer 0                         worker                          trainer 1
-    hand_over() ─── hand_over ──────▶ keeps it
-                ─── handed_over ────▶ (answers when that is known)
+              ─── hand_over ────────▶ keeps it
+              ─── handover_outcome ─▶ (answers when that is known)
       reference ┄┄┄┄┄┄┄┄┄ by whatever the user sends things ┄┄┄┄┄┄┄┄┄▶ take_over()
-                                      ◀──────────── take_over ─────────
+                                      ◀──────── read_handover ────────
                                       ═════════════ tensors ══════════▶
-                                      ◀───────────── confirm ──────────
-                ◀─── True ──────────── its memory is free again
+                                      ◀──────── confirm_handover ─────
+              ◀─── True ──────────── its memory is free again
 
-The worker alone decides, by one clock: if nobody has confirmed in time, nobody can any more, and
-what may have been read of the rollout counts for nothing. So each is delivered once at most. Only
-if the worker dies within the instant in which it answers the confirmation, the two trainers may
-differ on what became of it.
+The worker alone decides whether a rollout was taken, by its own clock: a confirmation that comes
+too late is refused, and the trainer discards what it has read. So a rollout is delivered at most
+once. If the worker dies in the moment in which it answers the confirmation, one trainer may count
+the rollout as delivered and the other as lost.
 """
 
 from __future__ import annotations
@@ -22,53 +22,71 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 
 from distcollect.errors import RolloutGone
 from distcollect.rollout.slab import Slab
 
-# Of so many a worker can say why they can't be had any more.
+# The store remembers as many rollouts, to say why one can't be had any more.
 _REMEMBERED = 64
 
 
+class _State(Enum):
+    """What has become of a rollout; :data:`_NEXT` says what can follow."""
+
+    KEPT = "kept"
+    READ = "read"  # a trainer has read it, and may confirm
+    TAKEN = "taken"
+    GIVEN_UP = "given up"
+
+
+_NEXT = {
+    _State.KEPT: {_State.READ, _State.TAKEN, _State.GIVEN_UP},
+    _State.READ: {_State.TAKEN, _State.GIVEN_UP},
+    _State.TAKEN: set[_State](),
+    _State.GIVEN_UP: set[_State](),
+}
+
+
 @dataclass(eq=False)
-class _Kept:
-    """A rollout for somebody to take.
+class _KeptRollout:
+    """A rollout that another trainer may take.
 
     Attributes:
-        slab: where it lies; None once that is not needed any more.
-        outcome: whether it was taken, once that is certain.
+        slab: where it lies; None once it was taken or given up.
+        outcome: completes with whether it was taken.
         timer: gives it up.
-        is_read: somebody reads it, or has.
-        reason: why it can't be had, once that is so.
+        state: what has become of it.
+        why_gone: why it can't be had, once that is so.
     """
 
     slab: Slab | None
     outcome: Future[bool]
     timer: threading.Timer
-    is_read: bool = False
-    reason: str = ""
+    state: _State = _State.KEPT
+    why_gone: str = "another trainer is reading it"
 
 
 class HandoverStore:
-    """A worker's side: the rollouts that it keeps for other trainers. For any thread."""
+    """The rollouts that a worker keeps for other trainers; safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[str, _Kept] = {}
+        self._rollouts: dict[str, _KeptRollout] = {}
 
-    def receiver_state(self, key: str, slab: Slab, keep_s: float) -> None:
-        """Keep what lies in ``slab`` for so many seconds, for whoever shows ``key``."""
+    def keep(self, key: str, slab: Slab, keep_s: float) -> None:
+        """Keep the rollout in ``slab`` for ``keep_s`` seconds, for a trainer that shows ``key``."""
         reason = f"it was not taken within {keep_s:g} s"
         timer = threading.Timer(keep_s, self.give_up, (key, reason))
         timer.daemon = True
         with self._lock:
-            self._kept[key] = _Kept(slab, Future(), timer)
-            for old in list(self._kept)[:-_REMEMBERED]:
-                del self._kept[old]
+            self._rollouts[key] = _KeptRollout(slab, Future(), timer)
+            for old in list(self._rollouts)[:-_REMEMBERED]:
+                del self._rollouts[old]
         timer.start()
 
     def outcome(self, key: str) -> Future[bool]:
-        """Whether it was taken, once that is certain: then its memory is free.
+        """Completes with whether it was taken; from then on its memory may be used again.
 
         Raises:
             RolloutGone: it was never kept here.
@@ -77,53 +95,55 @@ class HandoverStore:
             return self._find(key).outcome
 
     def read(self, key: str) -> Slab:
-        """Where it lies. May be asked for once.
+        """Where it lies. May be read once.
 
         Raises:
-            RolloutGone: says why.
+            RolloutGone: it can't be had; says why.
         """
         with self._lock:
-            kept = self._find(key)
-            if kept.slab is None or kept.is_read:
-                raise RolloutGone(kept.reason or "somebody else is taking it")
-            kept.is_read = True
-            return kept.slab
+            rollout = self._find(key)
+            if rollout.slab is None or _State.READ not in _NEXT[rollout.state]:
+                raise RolloutGone(rollout.why_gone)
+            rollout.state = _State.READ
+            return rollout.slab
 
     def confirm(self, key: str) -> None:
-        """Who has read it has all of it.
+        """The trainer that read it has all of it.
 
         Raises:
             RolloutGone: too late; says why.
         """
         with self._lock:
-            kept = self._find(key)
-        if not self._settle(kept, taken=True, reason="it was taken already"):
-            raise RolloutGone(kept.reason)
+            rollout = self._find(key)
+        if not self._settle(rollout, _State.TAKEN, "it was taken already"):
+            raise RolloutGone(rollout.why_gone)
 
     def give_up(self, key: str, reason: str) -> None:
-        """Keep it no longer; nothing if it was taken."""
+        """Keep it no longer; does nothing if it was taken."""
         with self._lock:
-            kept = self._kept.get(key)
-        if kept is not None:
-            self._settle(kept, taken=False, reason=reason)
+            rollout = self._rollouts.get(key)
+        if rollout is not None:
+            self._settle(rollout, _State.GIVEN_UP, reason)
 
     def close(self) -> None:
         """Keep nothing any longer."""
-        for key in list(self._kept):
+        for key in list(self._rollouts):
             self.give_up(key, "its worker was stopped")
 
-    def _find(self, key: str) -> _Kept:
-        kept = self._kept.get(key)
-        if kept is None:
+    def _find(self, key: str) -> _KeptRollout:
+        rollout = self._rollouts.get(key)
+        if rollout is None:
             raise RolloutGone("its worker doesn't have it")
-        return kept
+        return rollout
 
-    def _settle(self, kept: _Kept, *, taken: bool, reason: str) -> bool:
+    def _settle(self, rollout: _KeptRollout, state: _State, why_gone: str) -> bool:
+        """Enter a final state; False if another one was entered before."""
         with self._lock:
-            if kept.slab is None:
+            if state not in _NEXT[rollout.state]:
                 return False
-            kept.slab = None
-            kept.reason = reason
-        kept.timer.cancel()
-        kept.outcome.set_result(taken)
+            rollout.state = state
+            rollout.slab = None
+            rollout.why_gone = why_gone
+        rollout.timer.cancel()
+        rollout.outcome.set_result(state is _State.TAKEN)
         return True

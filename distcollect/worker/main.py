@@ -14,11 +14,11 @@ import torch
 from distcollect.common.shared_memory import sample_of_memory
 from distcollect.common.step_counter import StepCounter
 from distcollect.net.client import ControlConnection, exit_now
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.rpc import PeerAddress, RpcTransport
 from distcollect.worker.service import Worker
 
-# A thread that answers the trainer waits so long for the interpreter, while the engine computes.
-# Python's own 5 ms, several times in a push, is most of what a small one takes.
+# While the engine computes, a thread that answers the trainer waits this long for the interpreter's
+# lock. With Python's default of 5 ms, such waits would be most of the time of a small push.
 _SWITCH_INTERVAL_S = 0.0005
 _JOIN_TIMEOUT_S = 60.0
 
@@ -31,7 +31,7 @@ def main(boot: dict[str, Any]) -> None:
             "num_threads" (torch's), "vitals" (a descriptor, see
             :class:`~distcollect.common.step_counter.SharedStepCounter`), "first_traj_id".
     """
-    # Ctrl-C is the trainer's business: a terminal, or torchrun, may send it to all.
+    # The trainer handles Ctrl-C; a terminal, or torchrun, may send it to all processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
@@ -52,7 +52,7 @@ def main(boot: dict[str, Any]) -> None:
         first_traj_id=boot["first_traj_id"],
     )
     transport = RpcTransport(welcome["peer"], address=address, service=worker)
-    transport.connect(welcome["trainer_peer"], welcome["trainer_endpoint"])
+    transport.connect(welcome["trainer_peer"], PeerAddress(welcome["trainer_endpoint"]))
 
     dismissed = threading.Event()
 
@@ -62,7 +62,7 @@ def main(boot: dict[str, Any]) -> None:
                 worker.stop()
             elif "bye" in message:
                 dismissed.set()
-        # Nobody is left to tell, and an env may hang: nothing short of this is certain.
+        # The trainer is gone, and an env may hang: only this ends the process for certain.
         exit_now(1)
 
     threading.Thread(target=watch, name="distcollect-lifeline", daemon=True).start()
@@ -72,7 +72,7 @@ def main(boot: dict[str, Any]) -> None:
         told_to_leave.wait()
         lifeline.send({"leaving": True})
 
-    # Not in the handler itself: what it interrupts may be sending something.
+    # Not in the handler itself, as it may interrupt code that is sending a message.
     threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: told_to_leave.set())
     lifeline.send({"endpoint": transport.endpoint, "segment": sample_of_memory()})
@@ -80,5 +80,6 @@ def main(boot: dict[str, Any]) -> None:
     dismissed.wait()  # ends with the trainer at the latest: see above
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of torch may still wait for something; whoever started us ends what the envs left.
+    # Threads of torch may still be waiting. The process that started this one ends processes that
+    # the envs left behind.
     os._exit(0)

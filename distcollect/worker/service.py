@@ -1,20 +1,19 @@
-"""A worker process: serves its trainer's requests; steps envs on its main thread.
+"""A worker process: answers its trainer's calls, and steps envs on its main thread.
 
-Simulators often insist on the main thread, and Python runs signal handlers there, so that is where
-the engine lives. RPC handlers only hand it jobs and answer through futures; weights arrive on one
-more thread (:mod:`.receiver`); the lifeline's thread ends the process when the trainer is gone.
+The engine lives on the main thread because simulators often insist on it, and Python runs signal
+handlers there. Calls arrive on threads of the transport, which only queue jobs for the main thread
+and return futures. Weights arrive on one more thread (:mod:`distcollect.weights.receiver`).
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import logging
 import pickle
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,26 +23,36 @@ from distcollect.common.threads import do_jobs
 from distcollect.engine.build import build_engine, build_evaluator
 from distcollect.engine.engine import Engine
 from distcollect.engine.evaluator import Evaluator
-from distcollect.engine.plan import Probe, WorkerPlan
+from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import RolloutGone, WorkerError
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import Tensors
+from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.slab import Slab
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
-from distcollect.transport.protocol import NUM_SLABS, CollectRequest
-from distcollect.weights.receiver import Push, WeightReceiver
-from distcollect.weights.updaters import WeightSource, gpu_of
+from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
+from distcollect.transport.worker_service import (
+    EvaluationRequest,
+    Probe,
+    Push,
+    ResumeRequest,
+    WeightSource,
+    WorkerService,
+)
+from distcollect.weights.receiver import WeightReceiver
+from distcollect.weights.updaters import gpu_of
 from distcollect.worker.handover_store import HandoverStore
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-class Worker:
-    """The service of a worker (:class:`~distcollect.transport.protocol.Service`).
+class Worker(WorkerService):
+    """Answers the calls of a trainer.
 
     :meth:`run` blocks the thread that is to step the envs; all else may be called from others.
     """
+
+    service_methods = methods_of(WorkerService)
 
     def __init__(
         self,
@@ -55,10 +64,15 @@ class Worker:
         counts: StepCounter | None = None,
         first_traj_id: int = 0,
     ) -> None:
-        """A worker in slot ``worker_id``, known as ``peer``, on a host with ``address``.
+        """Wait to be configured.
 
-        Its frames are counted in ``counts``; None: where nobody else can look. Ids of trajectories
-        begin with ``first_traj_id``.
+        Args:
+            worker_id: the slot that this process is in.
+            incarnation: the number of this process in the slot, counted from 0.
+            peer: its id on the wire.
+            address: this host's, on the interface by which the trainer reaches it.
+            counts: what frames are counted in; None: a counter that no other process sees.
+            first_traj_id: traj_ids of the run begin here.
         """
         self.worker_id = worker_id
         self._incarnation = incarnation
@@ -72,10 +86,9 @@ class Worker:
         self._engine: Engine | None = None
         self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
-        self._slabs: list[Slab] = []
-        self._lying: dict[int, Slab] = {}  # by the number of the rollout that lies there
+        self._slabs = _Slabs()
         self._handover_store = HandoverStore()
-        self._sequence = 0
+        self._sequence = 0  # of the rollout that is being collected, or comes next
         self._preempted = -1  # the rollout that is to end early
         self._stopping = False
 
@@ -91,107 +104,89 @@ class Worker:
             self._engine.close()
 
     def stop(self) -> None:
-        """End :meth:`run` as soon as the current step is done; what was asked before fails."""
+        """End :meth:`run` as soon as the current step is done; unanswered calls fail."""
         self._stopping = True
         if self._engine is not None:
             self._engine.stop()
         self._jobs.put(None)
 
-    def configure(self, payload: bytes) -> Future[Probe]:
-        """Build what the pickled :class:`WorkerPlan` says and try it out."""
-        return self._submit(lambda: self._configure(payload))
+    # The calls; WorkerService documents them.
+
+    def configure(self, plan: bytes) -> Future[Probe]:
+        return self._submit(lambda: self._configure(plan))
 
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
-        """Collect a rollout.
-
-        Its tensors are valid until the request after the next one is made.
-        """
         return self._submit(lambda: self._collect(request))
 
     def preempt(self, sequence: int) -> None:
-        """End this rollout early: see :meth:`Engine.preempt`. Doesn't queue."""
+        # Not as a job: those wait until the rollout is over.
         self._preempted = sequence
         if self._engine is not None and sequence == self._sequence:
             self._engine.preempt()
 
     def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
-        """Keep this rollout for another trainer: see :class:`HandoverStore`."""
-        slab = self._lying.get(sequence)
-        if slab is None:
-            raise RolloutGone(f"rollout {sequence} lies here no more")
-        self._handover_store.receiver_state(key, slab, keep_s)
+        self._handover_store.keep(key, self._slabs.find(sequence), keep_s)
 
-    def handed_over(self, key: str) -> Future[bool]:
-        """Whether it was taken, once that is certain."""
+    def handover_outcome(self, key: str) -> Future[bool]:
         return self._handover_store.outcome(key)
 
-    def take_over(self, key: str, mapped: bool) -> list[Any]:
-        """A rollout that is kept; ``mapped``: as :meth:`Slab.tensors` has it."""
+    def read_handover(self, key: str, mapped: bool) -> list[Any]:
         return self._handover_store.read(key).tensors(mapped=mapped)
 
-    def confirm(self, key: str) -> None:
-        """Whoever has read it has all of it."""
+    def confirm_handover(self, key: str) -> None:
         self._handover_store.confirm(key)
 
-    def take_back(self, key: str) -> None:
-        """Give it to nobody any more."""
+    def cancel_handover(self, key: str) -> None:
         self._handover_store.give_up(key, "the trainer that handed it over took it back")
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> Future[None]:
-        """Start over: see :meth:`Engine.seed`. Torch and numpy get the first policy seed."""
         return self._submit(lambda: self._seed(env_seeds, policy_seeds))
 
-    def resume(self, version: int, first_traj_id: int) -> Future[None]:
-        """Take the weights for ``version``, and begin trajectories with ids from there on."""
-        return self._submit(lambda: self._resume(version, first_traj_id))
+    def resume(self, request: ResumeRequest) -> Future[None]:
+        return self._submit(lambda: self._resume(request))
 
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Future[list[Any]]:
-        """Call a method of each env between two steps, in the middle of a rollout as well."""
         engine = self._configured
         answer = engine.call_envs(name, args, kwargs)
         self._submit(engine.run_jobs)  # if nothing is collected
         return answer
 
-    def evaluate(
-        self, num_episodes: int, deterministic: bool, seed: int | None, timeout_s: float
-    ) -> Future[Evaluation]:
-        """Play episodes in other envs, between two rollouts."""
-        return self._submit(lambda: self._evaluate(num_episodes, deterministic, seed, timeout_s))
+    def evaluate(self, request: EvaluationRequest) -> Future[Evaluation]:
+        return self._submit(lambda: self._evaluate(request))
 
-    def weights_ready(self, source: WeightSource | None = None) -> None:
-        """Take part from now on in what ``source`` needs all receivers for."""
-        self._configured_receiver.ready(source)
+    def prepare_to_receive(self, source: WeightSource | None = None) -> None:
+        self._configured_receiver.prepare(source)
 
     def receive_weights(self, push: Push) -> Future[int]:
-        """Take part in a push; completes with its version."""
         return self._configured_receiver.receive(push)
 
-    def give_weights_up(self) -> None:
-        """Wait no longer for the weights that are under way."""
-        self._configured_receiver.give_up()
+    def cancel_receiving(self) -> None:
+        self._configured_receiver.cancel()
 
-    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
-        answer: Future[Any] = Future()
+    # The jobs, on the thread that steps the envs.
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        answer: Future[T] = Future()
         self._jobs.put((answer, work))
         return answer
 
     @property
     def _configured(self) -> Engine:
         if self._engine is None:
-            raise WorkerError("asked before it was configured")
+            raise WorkerError("called before it was configured")
         return self._engine
 
     @property
     def _configured_receiver(self) -> WeightReceiver:
         if self._receiver is None:
-            raise WorkerError("asked for weights before it was configured")
+            raise WorkerError("called for weights before it was configured")
         return self._receiver
 
-    def _configure(self, payload: bytes) -> Probe:
+    def _configure(self, pickled: bytes) -> Probe:
         try:
-            plan: WorkerPlan = pickle.loads(payload)
+            plan: WorkerPlan = pickle.loads(pickled)
         except Exception as error:
             raise WorkerError(
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
@@ -210,24 +205,18 @@ class Worker:
         )
         if self._stopping:
             self._engine.stop()
-        step_timer = self._engine.step_timer
-        self._receiver = WeightReceiver(self._engine.weights, self._address, step_timer.received)
-        # What exists by now stays: the collector of cyclic garbage needn't go through all of torch.
+        weights = self._engine.weights
+        self._receiver = WeightReceiver(weights, self._address, self._engine.step_timer.received)
+        # All objects made so far live as long as the process: the garbage collector can skip them.
         gc.collect()
         gc.freeze()
-        weights = self._engine.weights
         return Probe(self._engine.layout, weights.layout, gpu_of(weights.device))
 
     def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured
-        wanted = (request.num_steps, request.shared)
-        if not self._slabs or (self._slabs[0].num_steps, self._slabs[0].shared) != wanted:
-            self._slabs = [
-                Slab(engine.layout, request.num_steps, shared=request.shared)
-                for _ in range(NUM_SLABS)
-            ]
-        slab = self._slabs[self._sequence % NUM_SLABS]
-        self._lying.pop(self._sequence - NUM_SLABS, None)
+        slab = self._slabs.next(
+            self._sequence, engine.layout, request.num_steps, shared=request.shared
+        )
         preempted = self._preempted == self._sequence
         version = request.version if engine.options.exact_version else None
         engine.collect(
@@ -248,24 +237,23 @@ class Worker:
             env_faults=engine.counter.env_faults,
             work=engine.step_timer.work(),
             spans=engine.step_timer.spans(),
+            wire_form=slab.wire_form,
         )
-        self._lying[self._sequence] = slab
+        self._slabs.filled(self._sequence, slab)
         self._sequence += 1
         return header, tensors
 
-    def _evaluate(
-        self, num_episodes: int, deterministic: bool, seed: int | None, timeout_s: float
-    ) -> Evaluation:
+    def _evaluate(self, request: EvaluationRequest) -> Evaluation:
         engine = self._configured
         engine.weights.apply()
         assert self._evaluator is not None
         try:
             return self._evaluator.evaluate(
-                num_episodes,
+                request.num_episodes,
                 version=engine.weights.version,
-                deterministic=deterministic,
-                seed=seed,
-                timeout_s=timeout_s,
+                deterministic=request.deterministic,
+                seed=request.seed,
+                timeout_s=request.timeout_s,
             )
         finally:
             engine.step_timer.excuse()
@@ -273,13 +261,43 @@ class Worker:
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._configured.seed(env_seeds, policy_seeds)
         torch.manual_seed(policy_seeds[0])
-        np.random.seed(policy_seeds[0] % 2**32)  # noqa: NPY002 - for envs that still use it
+        np.random.seed(policy_seeds[0] % 2**32)  # noqa: NPY002 - some envs still use it
 
-    def _resume(self, version: int, first_traj_id: int) -> None:
-        engine = self._configured
-        engine.weights.version = version
-        self._first_traj_id = first_traj_id
-        engine.use_traj_ids(self._new_traj_ids())
+    def _resume(self, request: ResumeRequest) -> None:
+        self._configured_receiver.renumber(request.version, request.epoch)
+        self._first_traj_id = request.first_traj_id
+        self._configured.use_traj_ids(self._new_traj_ids())
 
     def _new_traj_ids(self) -> Iterator[int]:
         return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)
+
+
+class _Slabs:
+    """The memory of the last rollouts: each lies untouched until the request after the next one."""
+
+    def __init__(self) -> None:
+        self._slabs: list[Slab] = []
+        self._by_sequence: dict[int, Slab] = {}  # of rollouts that were collected
+
+    def next(self, sequence: int, layout: Layout, num_steps: int, *, shared: bool) -> Slab:
+        """The slab for the rollout with this number; an older rollout may have been in it."""
+        wanted = (num_steps, shared)
+        if not self._slabs or (self._slabs[0].num_steps, self._slabs[0].shared) != wanted:
+            self._slabs = [Slab(layout, num_steps, shared=shared) for _ in range(NUM_SLABS)]
+        self._by_sequence.pop(sequence - NUM_SLABS, None)
+        return self._slabs[sequence % NUM_SLABS]
+
+    def filled(self, sequence: int, slab: Slab) -> None:
+        """The rollout with this number lies in ``slab`` now."""
+        self._by_sequence[sequence] = slab
+
+    def find(self, sequence: int) -> Slab:
+        """The slab that a rollout lies in.
+
+        Raises:
+            RolloutGone: it was overwritten.
+        """
+        slab = self._by_sequence.get(sequence)
+        if slab is None:
+            raise RolloutGone(f"the memory of rollout {sequence} has been used again")
+        return slab

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import distcollect as dc
 from distcollect.collectors import rpc as pooled
 from distcollect.config import Faults
-from distcollect.engine.plan import Probe
 from distcollect.results import State
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
+from distcollect.transport.worker_service import Probe, WorkerService
 from distcollect.worker.service import Worker
 
 ADDRESS = "127.0.0.1"
@@ -46,7 +46,9 @@ class LoopbackWorkers:
             thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
             thread.start()
             self._threads.append(thread)
-            request[worker_id] = self.transport.call(peer, "configure", plan_for(worker_id))
+            request[worker_id] = self.transport.call(
+                peer, WorkerService.configure, plan_for(worker_id)
+            )
         self.probes: dict[int, Probe] = {
             worker_id: answer.result(faults.start_timeout_s)
             for worker_id, answer in request.items()

@@ -20,6 +20,7 @@ from distcollect.rollout.layout import Tensors
 from distcollect.trainer.pool import Pool
 from distcollect.trainer.worker_slots import BatchPlan
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Offer
+from distcollect.transport.worker_service import WorkerService
 from distcollect.weights.push_handle import PushHandle, PushRecord
 
 FRAMES = 4
@@ -203,26 +204,28 @@ class Run:
         process.request.append(request)
         return request.answer
 
-    def call(self, peer: int, method: str, *args: Any) -> Future[Any]:
+    def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
         process = self.by_peer[peer]
-        assert self.present.get(process.key[0]) is process, f"{method} to who is gone: {self.about}"
+        assert self.present.get(process.key[0]) is process, (
+            f"{method.__name__} to who is gone: {self.about}"
+        )
         answer: Future[Any] = Future()
-        if method == "seed" and self.seeds_at_once:
+        if method is WorkerService.seed and self.seeds_at_once:
             answer.set_result(None)
-        elif method == "seed":
+        elif method is WorkerService.seed:
             process.seeding, process.seeded = answer, False
-        elif method == "hand_over":
+        elif method is WorkerService.hand_over:
             number, key, _ = args
             request = process.request[number]
             self.check_lag(request.header)
             process.kept[key] = request
             return request.keep()
-        elif method == "handed_over":
+        elif method is WorkerService.handover_outcome:
             process.kept[args[0]].outcome = answer
-        elif method == "take_back":
+        elif method is WorkerService.cancel_handover:
             process.kept[args[0]].refused |= self.rng.random() < 0.7  # else it was taken before
         else:
-            assert method == "preempt"
+            assert method is WorkerService.preempt
             assert process.collecting is not None or process.doomed
             self.counts["preempted"] += 1
             answer.set_result(None)

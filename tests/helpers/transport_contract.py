@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from distcollect.transport import rpc
 from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import CollectRequest
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.rpc import PeerAddress, RpcTransport
 
 SOON_S = 10
 SMALL, LARGE = 100, 200_000
@@ -65,7 +66,7 @@ class Rpc:
         boot = {"id": peer, "endpoint": self.transport.endpoint, "channels": channels}
         process.stdin.write(json.dumps(boot) + "\n")
         process.stdin.flush()
-        self.transport.connect(peer, process.stdout.readline().strip())
+        self.transport.connect(peer, PeerAddress(process.stdout.readline().strip()))
         return peer
 
     def sent_bytes(self) -> int:
@@ -92,9 +93,9 @@ def check(tensors: list[torch.Tensor], num_steps: int) -> None:
 
 def check_calls(world: Loopback | Rpc) -> None:
     ask = world.transport.call
-    assert ask(world.peer, "echo", 1, "two", None).result(SOON_S) == (1, "two", None)
+    assert ask(world.peer, Service.echo, 1, "two", None).result(SOON_S) == (1, "two", None)
 
-    for method in ("fail", "fail_later"):
+    for method in (Service.fail, Service.fail_later):
         with pytest.raises(dc.WorkerError, match="ValueError: of no value") as caught:
             ask(world.peer, method, "of no value").result(SOON_S)
         assert caught.value.worker_id == WORKER_ID
@@ -102,17 +103,22 @@ def check_calls(world: Loopback | Rpc) -> None:
         assert not isinstance(caught.value, dc.WorkerLost)
 
     # More answers owed than any pool of threads has threads.
-    later = [ask(world.peer, "later", f"key{i}") for i in range(20)]
-    assert ask(world.peer, "echo").result(SOON_S) == ()
+    later = [ask(world.peer, Service.later, f"key{i}") for i in range(20)]
+    assert ask(world.peer, Service.echo).result(SOON_S) == ()
     assert not any(answer.done() for answer in later)
     for i in reversed(range(20)):
-        ask(world.peer, "release", f"key{i}", i).result(SOON_S)
+        ask(world.peer, Service.release, f"key{i}", i).result(SOON_S)
     assert [answer.result(SOON_S) for answer in later] == list(range(20))
 
 
+def no_such_method(service: Any) -> None: ...
+
+
 def check_a_method_that_is_not_there_is_an_error(world: Loopback | Rpc) -> None:
-    with pytest.raises(dc.WorkerError, match="no_such_method"):
-        world.transport.call(world.peer, "no_such_method").result(SOON_S)
+    """Nor may one be called that the service has, and doesn't serve."""
+    for method in (no_such_method, Service.not_served):
+        with pytest.raises(dc.WorkerError, match=method.__name__):
+            world.transport.call(world.peer, method).result(SOON_S)
 
 
 def check_a_rollout_is_offered_then_fetched(world: Loopback | Rpc, num_steps: int) -> None:
@@ -136,7 +142,7 @@ def check_a_declined_rollout_moves_no_bytes(
     world = make()
     try:
         size = sum(tensor.nbytes for tensor in rollout(LARGE))
-        world.transport.call(world.peer, "echo").result(SOON_S)
+        world.transport.call(world.peer, Service.echo).result(SOON_S)
 
         def cost(wanted: bool) -> int:
             before = world.sent_bytes()
@@ -147,7 +153,7 @@ def check_a_declined_rollout_moves_no_bytes(
             else:
                 offer.decline()
             del offer
-            world.transport.call(world.peer, "echo").result(SOON_S)
+            world.transport.call(world.peer, Service.echo).result(SOON_S)
             return world.sent_bytes() - before
 
         assert cost(wanted=True) >= size
@@ -158,32 +164,32 @@ def check_a_declined_rollout_moves_no_bytes(
 
 
 def check_evicting_a_peer_fails_what_it_owes(world: Loopback | Rpc) -> None:
-    pending = world.transport.call(world.peer, "later", "never")
+    pending = world.transport.call(world.peer, Service.later, "never")
     unfetched = world.transport.collect(world.peer, CollectRequest(SMALL)).result(SOON_S)
-    world.transport.evict(world.peer)
+    world.transport.disconnect(world.peer)
     for answer in (
         pending,
-        world.transport.call(world.peer, "echo"),
+        world.transport.call(world.peer, Service.echo),
         world.transport.collect(world.peer, CollectRequest(SMALL)),
-        world.transport.call(world.peer + 12_345, "echo"),  # nobody ever had this id
+        world.transport.call(world.peer + 12_345, Service.echo),  # nobody ever had this id
     ):
         with pytest.raises(dc.WorkerLost):
             answer.result(1)
-    world.transport.evict(world.peer)
+    world.transport.disconnect(world.peer)
     unfetched.decline()
 
 
 def check_closing_waits_for_answers_owed_and_again_is_no_error(world: Loopback | Rpc) -> None:
-    owed = world.transport.call(world.peer, "soon", "here it is")
+    owed = world.transport.call(world.peer, Service.soon, "here it is")
     world.transport.close(SOON_S)
     assert owed.result(0) == "here it is"
     world.transport.close()
     with pytest.raises(dc.WorkerLost):
-        world.transport.call(world.peer, "echo").result(1)
+        world.transport.call(world.peer, Service.echo).result(1)
 
 
 def check_closing_fails_answers_that_do_not_come(world: Loopback | Rpc) -> None:
-    owed = world.transport.call(world.peer, "later", "never")
+    owed = world.transport.call(world.peer, Service.later, "never")
     world.transport.close(0.1)
     with pytest.raises(dc.WorkerLost):
         owed.result(1)

@@ -21,7 +21,7 @@ from distcollect.net.interfaces import (
     route_to,
     way_to,
 )
-from distcollect.transport.rpc import address_of
+from distcollect.transport.rpc import ip_address_in
 from distcollect.weights.broadcast import name_interface
 
 
@@ -125,4 +125,4 @@ def test_nccl_is_told_the_interface(spare: str, monkeypatch: pytest.MonkeyPatch)
     [("uv://10.0.0.5:4711", "10.0.0.5"), ("uv://[fd00::5]:4711", "fd00::5")],
 )
 def test_address_of_an_endpoint(endpoint: str, address: str) -> None:
-    assert address_of(endpoint) == address
+    assert ip_address_in(endpoint) == address

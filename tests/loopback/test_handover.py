@@ -114,19 +114,19 @@ def test_what_was_read_too_late_counts_for_nothing(collector: dc.RPCDataCollecto
     """Whoever reads it and dies, or takes too long, leaves it to nobody."""
     reference = collector.hand_over(SOON_S)
     worker = workers_of(collector).services[0]
-    worker.take_over(reference.key, mapped=False)
-    with pytest.raises(dc.RolloutGone, match="somebody else is taking it"):
+    worker.read_handover(reference.key, mapped=False)
+    with pytest.raises(dc.RolloutGone, match="another trainer is reading it"):
         collector.take_over(reference, SOON_S)
-    worker.take_back(reference.key)
+    worker.cancel_handover(reference.key)
     with pytest.raises(dc.RolloutGone, match="took it back"):
-        worker.confirm(reference.key)
+        worker.confirm_handover(reference.key)
     settled(collector, lambda total: total.lost == {"not_taken": 2 * STEPS})
 
 
 def test_one_whose_worker_dies_is_lost(collector: dc.RPCDataCollector) -> None:
     reference = collector.hand_over(SOON_S)
     workers = workers_of(collector)
-    workers.transport.evict(workers.peers[0])
+    workers.transport.disconnect(workers.peers[0])
     collector._pool.lose(0, 0, replaced=True)
     assert settled(collector, lambda total: bool(total.lost)).lost["worker_lost"] >= 2 * STEPS
     with pytest.raises(dc.RolloutGone, match=r"worker 0: .*process has ended"):
@@ -220,7 +220,7 @@ def test_a_worker_that_does_not_answer_is_named(
 ) -> None:
     reference = collector.hand_over(SOON_S)
     transport = workers_of(collector).transport
-    monkeypatch.setattr(transport, "take", lambda *_: transport._pending.open(-1))
+    monkeypatch.setattr(transport, "fetch_handover", lambda *_: transport._pending.expect(-1))
     with pytest.raises(dc.DeadlineError, match=r"rollout 0 of worker 0 of trainer 0 .* 0\.1 s"):
         collector.take_over(reference, 0.1)
     monkeypatch.undo()
@@ -259,7 +259,10 @@ def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollecto
     sent = shared.tensors(mapped=False)
     assert all(isinstance(tensor, torch.Tensor) for tensor in sent)
     header = replace(collector.hand_over(SOON_S).header, num_steps=3, num_frames=6)
-    batches = [assemble(layout, [Rollout(header, tensors)]) for tensors in (sent, plain.tensors())]
+    batches = [
+        assemble(layout, [Rollout(replace(header, wire_form=slab.wire_form), tensors)])
+        for slab, tensors in ((shared, sent), (plain, plain.tensors()))
+    ]
     assert (batches[0] == batches[1]).all()
 
 

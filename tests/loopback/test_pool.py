@@ -74,10 +74,10 @@ class Transport:
     def open_requests(self, peer: int) -> int:
         return sum(owner == peer for owner, _ in self.requests)
 
-    def call(self, peer: int, method: str, *args: Any) -> Future[Any]:
-        raise AssertionError(method)
+    def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
+        raise AssertionError(method.__name__)
 
-    def evict(self, peer: int) -> None: ...
+    def disconnect(self, peer: int) -> None: ...
 
     def close(self, grace_s: float = 0) -> None: ...
 

@@ -28,6 +28,7 @@ from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slab import Slab
 from distcollect.transport.protocol import CollectRequest
+from distcollect.transport.worker_service import WorkerService
 
 N, T = 3, 8
 LENGTHS = (3, 1, 4, 2)
@@ -318,11 +319,11 @@ def test_through_a_transport() -> None:
     try:
         [peer] = workers.peers.values()
         probe = workers.probes[0]
-        workers.transport.call(peer, "preempt", 0).result(5)
+        workers.transport.call(peer, WorkerService.preempt, 0).result(5)
         offered = workers.transport.collect(peer, CollectRequest(5000))
         assert Slow.stepped.wait(10)
-        workers.transport.call(peer, "preempt", 1).result(5)  # not the running one
-        workers.transport.call(peer, "preempt", 0).result(5)
+        workers.transport.call(peer, WorkerService.preempt, 1).result(5)  # not the one under way
+        workers.transport.call(peer, WorkerService.preempt, 0).result(5)
         header = offered.result(10).header
         assert header.num_steps == 5000
         assert 1 <= header.num_frames // N < 100

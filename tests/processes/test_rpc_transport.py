@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.scripts.rpc_peer import Service
 from helpers.transport_contract import (
     LARGE,
     SMALL,
@@ -27,7 +28,7 @@ import distcollect as dc
 from distcollect.transport import rpc
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import INLINE_BYTES, CollectRequest
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.rpc import PeerAddress, RpcTransport
 
 
 @pytest.fixture(params=[Rpc])
@@ -91,21 +92,21 @@ def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(rpc_world: 
     check(offers[SMALL].fetch().result(1), SMALL)
     with pytest.raises(dc.WorkerLost):
         offers[LARGE].fetch().result(SOON_S)
-    rpc_world.transport.evict(rpc_world.peer)
+    rpc_world.transport.disconnect(rpc_world.peer)
 
 
 def test_kill_9_fails_what_is_owed(rpc_world: Rpc) -> None:
-    """Also where nobody evicts the peer; the others are not affected."""
+    """Also where nobody disconnects the peer; the others are not affected."""
     other = rpc_world.add_peer(rpc._CHANNELS)
-    pending = [rpc_world.transport.call(rpc_world.peer, "later", str(i)) for i in range(3)]
-    others = rpc_world.transport.call(other, "later", "key")
-    rpc_world.transport.call(rpc_world.peer, "echo").result(SOON_S)
+    pending = [rpc_world.transport.call(rpc_world.peer, Service.later, str(i)) for i in range(3)]
+    others = rpc_world.transport.call(other, Service.later, "key")
+    rpc_world.transport.call(rpc_world.peer, Service.echo).result(SOON_S)
     rpc_world.kill()
     for answer in pending:
         with pytest.raises(dc.WorkerLost):
             answer.result(5)
-    rpc_world.transport.evict(rpc_world.peer)
-    rpc_world.transport.call(other, "release", "key", 1).result(SOON_S)
+    rpc_world.transport.disconnect(rpc_world.peer)
+    rpc_world.transport.call(other, Service.release, "key", 1).result(SOON_S)
     assert others.result(SOON_S) == 1
 
 
@@ -126,7 +127,7 @@ def test_one_agent_at_a_time_but_one_after_the_other() -> None:
         try:
             with pytest.raises(dc.CollectorStateError, match="shut it down first"):
                 RpcTransport(identity().trainer, address="127.0.0.1")
-            assert world.transport.call(world.peer, "echo", 5).result(SOON_S) == (5,)
+            assert world.transport.call(world.peer, Service.echo, 5).result(SOON_S) == (5,)
         finally:
             world.close()
 
@@ -141,11 +142,10 @@ def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:
         counts.append(len(list(Path("/proc/self/task").iterdir())))
     assert counts[2] <= counts[0]  # some are torch's for good, from the first time on
     # Nor does it mind news of workers that came too late.
-    kept[0].connect(world.peer, "nowhere")
-    kept[0].evict(world.peer)
+    kept[0].connect(world.peer, PeerAddress("nowhere"))
+    kept[0].disconnect(world.peer)
 
 
 def test_an_answer_that_cannot_travel_is_an_error(rpc_world: Rpc) -> None:
-    """The service's own methods include some that return what pickle can't take."""
     with pytest.raises(dc.WorkerError):
-        rpc_world.transport.call(rpc_world.peer, "__getattribute__", "_lock").result(SOON_S)
+        rpc_world.transport.call(rpc_world.peer, Service.lock).result(SOON_S)

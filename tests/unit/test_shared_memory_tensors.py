@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import asdict
+from typing import Any
 
+import pytest
 import torch
 
+from distcollect.common import tensor_cache
 from distcollect.common.shared_memory import Segment, SharedTensor, allocate
+from distcollect.common.threads import SerialThread
+from distcollect.transport.rpc import RpcTransport
 
 
 def test_a_tensor_within():
@@ -16,3 +22,21 @@ def test_a_tensor_within():
     tensor.within(memory)[:] = torch.arange(6.0).view(2, 3)
     assert torch.equal(memory[16:40].view(torch.float32), torch.arange(6.0))
     assert torch.equal(tensor.within(Segment(**asdict(segment)).map()), tensor.within(memory))
+
+
+def test_whatever_fails_while_a_rollout_is_copied_is_raised_where_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(tensor_cache, "copy_of", no_memory)
+    memory, segment = allocate(1 << 20)  # so much is copied on a thread of its own
+    transport = object.__new__(RpcTransport)  # without an agent
+    transport._mapped = {1: {segment: memory}}
+    transport._copier = SerialThread("copies")
+    sent: Future[list[Any]] = Future()
+    sent.set_result([SharedTensor(segment, 0, (1 << 20,), torch.uint8)])
+    with pytest.raises(MemoryError, match="no room"):
+        transport.fetched(1, sent).result(10)
+    transport._copier.close()

@@ -15,8 +15,8 @@ from distcollect.errors import SpaceError
 from distcollect.rollout.spaces import (
     RESERVED,
     Leaf,
-    ends_of,
     flatten,
+    leaf_spaces,
     leaves_of,
     nested,
     numpy_dtype,
@@ -55,7 +55,7 @@ def test_unflatten_undoes_flatten(role: str, space: gym.Space[Any]) -> None:
 @each_space
 def test_ends_lead_to_the_leaves(role: str, space: gym.Space[Any]) -> None:
     value = space.sample()
-    ends = list(ends_of(space))
+    ends = list(leaf_spaces(space))
     for (way, end), part in zip(ends, flatten(space, value), strict=True):
         found = value
         for name in way:

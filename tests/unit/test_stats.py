@@ -24,7 +24,7 @@ from distcollect.results import (
     TrainerTimes,
     WorkerTimes,
 )
-from distcollect.rollout.header import Header, Work
+from distcollect.rollout.header import NO_WORK, Header, WorkReport
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.display import log_line
@@ -92,7 +92,7 @@ def test_a_reward_that_is_no_number_spoils_no_other_episode() -> None:
 def test_infinite_returns_have_no_mean() -> None:
     stats_recorder = StatsRecorder(Clock())
     stats_recorder.collected(
-        header(work=Work(S, returns=(math.inf, -math.inf, 1.0), lengths=(1, 1, 1)))
+        header(work=WorkReport(S, returns=(math.inf, -math.inf, 1.0), lengths=(1, 1, 1)))
     )
     episodes = snapshot(stats_recorder).episodes
     assert (episodes.count, episodes.min_return, episodes.max_return) == (3, -math.inf, math.inf)
@@ -107,7 +107,9 @@ class Clock:
         return self.now
 
 
-def header(worker_id: int = 0, incarnation: int = 0, work: Work = Work(), **kw: Any) -> Header:  # noqa: B008
+def header(
+    worker_id: int = 0, incarnation: int = 0, work: WorkReport = NO_WORK, **kw: Any
+) -> Header:
     return Header(worker_id, incarnation, 0, 10, 10, 100, (0, 0), work=work, **kw)
 
 
@@ -191,12 +193,12 @@ def test_a_replaced_process_adds_to_its_worker() -> None:
     stats_recorder = StatsRecorder(Clock())
     stats_recorder.joined(0, 0)
     stats_recorder.collected(
-        header(work=Work(8 * S, 4 * S, 2 * S, 1 * S, 2 * S, 4 * S, (1.0, 3.0), (5, 7)))
+        header(work=WorkReport(8 * S, 4 * S, 2 * S, 1 * S, 2 * S, 4 * S, (1.0, 3.0), (5, 7)))
     )
     stats_recorder.joined(0, 1)
-    stats_recorder.collected(header(incarnation=0, work=Work(99 * S)))  # too late
+    stats_recorder.collected(header(incarnation=0, work=WorkReport(99 * S)))  # too late
     stats_recorder.collected(
-        header(incarnation=1, work=Work(8 * S, 4 * S, 2 * S, 1 * S, 2 * S, 4 * S))
+        header(incarnation=1, work=WorkReport(8 * S, 4 * S, 2 * S, 1 * S, 2 * S, 4 * S))
     )
     lost = Frames(20, 10, {"worker_lost": 10}, at_most=7)
     stats = snapshot(stats_recorder, LedgerReport({0: lost}, lost))

@@ -28,7 +28,7 @@ from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Leaf
 from distcollect.transport.protocol import CollectRequest
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.rpc import PeerAddress, RpcTransport
 
 # Torch declares no types for much of what is used here.
 dist: Any = torch.distributed
@@ -69,7 +69,7 @@ def run_distcollect(seconds: float, *, mapped: bool) -> Values:
         transport = RpcTransport(0, address=LOOPBACK)
         pipe.send(transport.endpoint)
         endpoint, sample = received(pipe)
-        transport.connect(1, endpoint, sample if mapped else None)
+        transport.connect(1, PeerAddress(endpoint, sample if mapped else None))
         took: list[float] = []
         num_bytes = 0
 
@@ -180,17 +180,12 @@ class _Source:
     """A worker's service that always has the same rollout ready."""
 
     worker_id = 0
+    service_methods = frozenset({"collect"})
 
     def __init__(self) -> None:
         self._tensors = {shared: rollout(shared=shared) for shared in (False, True)}
         num_bytes = sum(tensor.nbytes for tensor in self._tensors[False])
         self._header = Header(0, 0, 0, _ROWS * _STEPS, _STEPS, num_bytes, (0, 0))
-
-    def configure(self, payload: bytes) -> Future[Any]:
-        raise NotImplementedError
-
-    def preempt(self, sequence: int) -> None:
-        raise NotImplementedError
 
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
         done: Future[tuple[Header, Tensors]] = Future()
@@ -200,7 +195,7 @@ class _Source:
 
 def _serve_distcollect(pipe: Any) -> None:
     transport = RpcTransport(1, address=LOOPBACK, service=_Source())
-    transport.connect(0, received(pipe))
+    transport.connect(0, PeerAddress(received(pipe)))
     pipe.send((transport.endpoint, allocate(mmap.PAGESIZE)[1]))
     pipe.recv()
     os._exit(0)

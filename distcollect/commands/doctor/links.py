@@ -7,7 +7,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ from distcollect.commands.doctor.host_report import HostReport, cpu_s
 from distcollect.errors import DeadlineError, DistCollectError
 from distcollect.net.interfaces import listen
 from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import BroadcastUpdater
-from distcollect.weights.updaters import UpdaterContext, WeightSource
+from distcollect.weights.updaters import UpdaterContext
 
 TIMEOUT_S = 10.0
 _ROUND_TRIPS = 50
@@ -65,6 +66,10 @@ class Hop:
 
 class Rank:
     """What a rank answers to the trainer's calls, on threads of the RPC's."""
+
+    service_methods = frozenset(
+        {"clock", "fetch", "join", "receive", "idle", "open_probe", "probe"}
+    )
 
     def __init__(self, rank: int, address: str) -> None:
         self.worker_id = rank
@@ -144,7 +149,7 @@ class Links:
 
     def reach(self, peer: int) -> None:
         """Call a rank; raises as :meth:`measure` does."""
-        self._call(peer, "clock")
+        self._call(peer, Rank.clock)
 
     def measure(self, rank: int, peer: int) -> Link:
         """Measure the link with a rank.
@@ -158,12 +163,12 @@ class Links:
         for _ in range(_ROUND_TRIPS):
             sent = time.time()
             began = time.perf_counter()
-            theirs = self._call(peer, "clock")
+            theirs = self._call(peer, Rank.clock)
             round_trips.append(time.perf_counter() - began)
             offsets.append(theirs - sent - round_trips[-1] / 2)
         return Link(
             round_trip_s=statistics.median(round_trips),
-            fetch_bytes_per_s=_speed(lambda n: self._call(peer, "fetch", n)),
+            fetch_bytes_per_s=_speed(lambda n: self._call(peer, Rank.fetch, n)),
             broadcast_bytes_per_s=_speed(lambda n: self._broadcast({rank: peer}, n)),
             skew_s=skew(round_trips, offsets),
             is_near=self._transport.is_near(peer),
@@ -180,8 +185,8 @@ class Links:
         hops: dict[tuple[int, int], Hop | str] = {}
         for one, other in itertools.permutations(surveys, 2):
             try:
-                port = self._call(peers[other.rank], "open_probe")
-                measured = self._call(peers[one.rank], "probe", other.address, port)
+                port = self._call(peers[other.rank], Rank.open_probe)
+                measured = self._call(peers[one.rank], Rank.probe, other.address, port)
                 hops[one.rank, other.rank] = Hop(*measured)
             except DistCollectError as error:
                 hops[one.rank, other.rank] = link_problem(error)
@@ -193,22 +198,22 @@ class Links:
 
     def idle(self, peers: Mapping[int, int], seconds: float) -> dict[int, float]:
         """Cores that each rank uses while nothing happens; this one is 0."""
-        asked = {rank: self._transport.call(p, "idle", seconds) for rank, p in peers.items()}
+        asked = {rank: self._transport.call(p, Rank.idle, seconds) for rank, p in peers.items()}
         cores = {0: idle_cores(seconds)}
         for rank, answer in asked.items():
             cores[rank] = _within(answer, TIMEOUT_S + seconds)
         return cores
 
-    def _call(self, peer: int, method: str, *args: Any) -> Any:
+    def _call(self, peer: int, method: Callable[..., Any], *args: Any) -> Any:
         return _within(self._transport.call(peer, method, *args))
 
     def _broadcast(self, peers: Mapping[int, int], num_bytes: int) -> None:
         payload = torch.zeros(num_bytes, dtype=torch.uint8)
         sources = self._weights.sources(payload, peers)
         for rank, peer in peers.items():
-            self._call(peer, "join", sources[rank])
+            self._call(peer, Rank.join, sources[rank])
         receipts = [
-            self._transport.call(peer, "receive", sources[rank], num_bytes)
+            self._transport.call(peer, Rank.receive, sources[rank], num_bytes)
             for rank, peer in peers.items()
         ]
         self._weights.send(payload)

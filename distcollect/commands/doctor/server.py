@@ -13,7 +13,7 @@ from distcollect.net.client import ControlConnection
 from distcollect.net.framing import Message
 from distcollect.net.server import Connection, JoinServerEvents
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.rpc import PeerAddress, RpcTransport
 
 ROLE = "rank of the doctor"
 
@@ -78,7 +78,7 @@ class DoctorServer(JoinServerEvents):
         peer = self._connections[connection]
         segment = message["segment"]
         sample = None if segment is None else Segment(**segment)
-        self._transport.connect(peer, message["endpoint"], sample)
+        self._transport.connect(peer, PeerAddress(message["endpoint"], sample))
         with self._changed:
             self.peers[survey.rank] = peer
             self.surveys[survey.rank] = survey
@@ -88,19 +88,15 @@ class DoctorServer(JoinServerEvents):
         """See :class:`~distcollect.net.server.JoinServerEvents`."""
         peer = self._connections.pop(connection, None)
         if peer is not None:
-            self._transport.evict(peer)
+            self._transport.disconnect(peer)
 
 
 def take_part(lifeline: ControlConnection, rank: int) -> bool:
     """Be a rank that is looked at, until the trainer is done; whether it said so."""
     address, welcome = lifeline.local_address, lifeline.welcome
-    transport = RpcTransport(
-        welcome["peer"],
-        address=address,
-        service=Rank(rank, address),  # type: ignore[arg-type]  # answers other calls
-    )
+    transport = RpcTransport(welcome["peer"], address=address, service=Rank(rank, address))
     try:
-        transport.connect(welcome["trainer_peer"], welcome["trainer_endpoint"])
+        transport.connect(welcome["trainer_peer"], PeerAddress(welcome["trainer_endpoint"]))
         lifeline.send(
             {
                 "endpoint": transport.endpoint,

@@ -122,11 +122,11 @@ def take_over(collector):
             return taken
         if taken == 0:
             # As if it were on another host.
-            endpoint, sample = reference.contact
-            assert sample is not None
-            reference = replace(reference, contact=(endpoint, None))
+            assert reference.contact.memory_sample is not None
+            contact = replace(reference.contact, memory_sample=None)
+            reference = replace(reference, contact=contact)
         elif taken == FRAMES:
-            transport.evict(reference.peer)
+            transport.disconnect(reference.peer)
         try:
             batch = collector.take_over(reference, SOON_S)
         except dc.RolloutGone as error:

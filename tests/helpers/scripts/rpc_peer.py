@@ -43,6 +43,9 @@ class Service:
     """Answers at once, later, or with an error."""
 
     worker_id = WORKER_ID
+    service_methods = frozenset(
+        {"echo", "fail", "fail_later", "later", "soon", "release", "collect", "lock"}
+    )
 
     def __init__(self) -> None:
         self._owed: dict[str, Future[Any]] = {}
@@ -70,6 +73,13 @@ class Service:
     def later(self, key: str) -> Future[Any]:
         with self._lock:
             return self._owed.setdefault(key, Future())
+
+    def lock(self) -> Any:
+        """Pickle can't take it."""
+        return self._lock
+
+    def not_served(self) -> None:
+        """Not among the methods that others may call."""
 
     def soon(self, value: Any) -> Future[Any]:
         """Answer by itself, but not before the asker has gone on to something else."""
@@ -103,7 +113,7 @@ def main() -> None:
     boot = json.loads(sys.stdin.readline())
     rpc._CHANNELS = boot["channels"]
     transport = rpc.RpcTransport(boot["id"], address="127.0.0.1", service=Service())
-    transport.connect(0, boot["endpoint"])
+    transport.connect(0, rpc.PeerAddress(boot["endpoint"]))
     print(transport.endpoint, flush=True)
     sys.stdin.read()
 

@@ -1,0 +1,185 @@
+"""What a trainer may ask of a worker: one protocol, and the messages that it takes and gives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from distcollect.policy.weight_layout import WeightEncoding, WeightLayout
+from distcollect.results import Evaluation
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import Layout, Tensors
+from distcollect.transport.protocol import CollectRequest, Service
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a worker reports after it has built its plan and tried out envs and policy.
+
+    Attributes:
+        layout: leaves of the frames that it will deliver.
+        weights: layout of the policy's weights.
+        gpu: identifies the GPU that holds the weights; "" if the CPU holds them.
+    """
+
+    layout: Layout
+    weights: WeightLayout
+    gpu: str = ""
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """Tells a worker that the trainer has loaded the state of an earlier run.
+
+    Attributes:
+        version: policy_version of the weights that the worker has now.
+        first_traj_id: all traj_ids of the earlier run are below.
+        epoch: how often the versions were renumbered so far, this time included.
+    """
+
+    version: int
+    first_traj_id: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Asks a worker to evaluate its policy in envs of its own.
+
+    Attributes:
+        num_episodes: how many to play.
+        deterministic: take the most likely action, where the policy has a distribution.
+        seed: of envs and actions; None: a random one.
+        timeout_s: seconds for all episodes.
+    """
+
+    num_episodes: int
+    deterministic: bool
+    seed: int | None
+    timeout_s: float
+
+
+class WeightSource(ABC):
+    """Where a receiver finds a payload. It is pickled to get there."""
+
+    on_gpu: bool = False  # whether it writes to a GPU's memory directly
+
+    def join(self, receiver_state: dict[str, Any]) -> None:  # noqa: B027 - optional
+        """Join the other receivers, without waiting for any; only if they receive together.
+
+        Called before :meth:`receive`, and before the sender begins to send.
+
+        Args:
+            receiver_state: see :meth:`receive`.
+        """
+
+    @abstractmethod
+    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
+        """Write the payload into ``target``.
+
+        Args:
+            target: uint8 ``[payload's size]``.
+            receiver_state: a dict to keep things in for the next push. Each receiver has its own,
+                for as long as it lives. A value that has a ``close`` method is closed at the end.
+                It is also closed, from another thread, when the sender cancels a push, so that this
+                method ends; it may be used again afterwards.
+
+        Raises:
+            RuntimeError, OSError: the payload can't be had; ``target`` may be half written then,
+                and isn't used again.
+        """
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a receiver has to know of a version that is sent to it.
+
+    Attributes:
+        version: policy_version of these weights.
+        source: where the payload is.
+        encoding: how the weights lie in the payload.
+        num_bytes: the payload's size.
+        checksum: the payload's, see :func:`~distcollect.policy.weight_layout.checksum`.
+        base: the version that a payload with only some entries is a change of.
+        epoch: how often versions had been renumbered when this one was published, see
+            :class:`ResumeRequest`.
+    """
+
+    version: int
+    source: WeightSource
+    encoding: WeightEncoding
+    num_bytes: int
+    checksum: int
+    base: int = 0
+    epoch: int = 0
+
+
+class WorkerService(Service, Protocol):
+    """All methods of a worker that a trainer may call; a transport refuses any other.
+
+    A method returns a value, or a future of one where the answer takes time. They are called on
+    threads of the transport; the envs are stepped on another.
+    """
+
+    def configure(self, plan: bytes) -> Future[Probe]:
+        """Build envs and policy as the pickled WorkerPlan says, and try them out."""
+
+    # Rollouts.
+
+    def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
+        """Collect a rollout. Its tensors are valid until the request after the next one."""
+
+    def preempt(self, sequence: int) -> None:
+        """End the rollout with this number early, now or once it begins."""
+
+    # Rollouts that are handed over to another trainer, see
+    # :class:`~distcollect.worker.handover_store.HandoverStore`.
+
+    def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
+        """Keep the rollout with this number for ``keep_s``, for a trainer that shows ``key``."""
+
+    def handover_outcome(self, key: str) -> Future[bool]:
+        """Whether another trainer took the rollout, once that is certain."""
+
+    def read_handover(self, key: str, mapped: bool) -> list[Any]:
+        """The tensors of a rollout; ``mapped``: as in :meth:`.Slab.tensors`. May be read once."""
+
+    def confirm_handover(self, key: str) -> None:
+        """The trainer that read the rollout has all of it."""
+
+    def cancel_handover(self, key: str) -> None:
+        """Keep the rollout no longer, unless it was taken."""
+
+    # Setup calls, which workers that join later get too.
+
+    def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> Future[None]:
+        """Seed each env and the policy; the next rollout starts with a reset."""
+
+    def resume(self, request: ResumeRequest) -> Future[None]:
+        """Continue the numbering of versions and trajectories of an earlier run."""
+
+    # What users call.
+
+    def call_envs(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Future[list[Any]]:
+        """Call a method of each env between two steps; what each returned."""
+
+    def evaluate(self, request: EvaluationRequest) -> Future[Evaluation]:
+        """Play episodes in other envs, between two rollouts."""
+
+    # Weights.
+
+    def prepare_to_receive(self, source: WeightSource | None = None) -> None:
+        """Join the group that ``source`` names; None: only answer, as a sign of life."""
+
+    def receive_weights(self, push: Push) -> Future[int]:
+        """Receive a version; completes with it once it is there and whole."""
+
+    def cancel_receiving(self) -> None:
+        """Wait no longer for weights that are being received."""

@@ -1,0 +1,402 @@
+"""Which version each worker gets next: decisions without threads, sockets or clocks.
+
+Each worker's slot has a state, and :data:`_NEXT` says which can follow::
+
+    IDLE ──publish──▶ WAITING ──next_push──▶ SENDING ──acknowledged──▶ IDLE
+                         ▲                      │ failed, not sent
+                         ├──────────────────────┤
+                         └──answered── LATE ◀───┘ no answer in time
+
+Waiting slots are served in the order in which they began to wait. So each gets its version after at
+most as many pushes as there were slots waiting before it, however fast versions are published.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import torch
+
+from distcollect.errors import CollectorStateError, DistCollectError, WorkerError, WorkerLost
+from distcollect.weights.push_handle import PushHandle, PushRecord
+
+# A broadcast that one receiver's death breaks off leaves the others without the version, too.
+_MAX_ATTEMPTS = 3
+# The handles of a late worker that are updated once it has caught up.
+_MAX_HANDLES = 16
+# Snapshots kept for workers that wait for them, and for processes that replace a worker's.
+_MAX_SNAPSHOTS = 8
+
+
+class SlotState(Enum):
+    """What is to happen with a worker's slot next."""
+
+    IDLE = "nothing is to be sent"
+    WAITING = "its newest version is to be sent"
+    SENDING = "a version is being sent"
+    LATE = "nothing is sent until it gives the answer that it owes"
+    UNREACHABLE = "nothing is sent; its process seems to be gone"
+    ABSENT = "its process is gone, and another one comes"
+    VACANT = "its process is gone, and no other is expected"
+
+
+_GONE = {SlotState.ABSENT, SlotState.VACANT}
+_NEXT = {
+    SlotState.IDLE: {SlotState.WAITING, *_GONE},
+    SlotState.WAITING: {SlotState.SENDING, *_GONE},
+    SlotState.SENDING: {
+        SlotState.IDLE,
+        SlotState.WAITING,
+        SlotState.LATE,
+        SlotState.UNREACHABLE,
+        *_GONE,
+    },
+    SlotState.LATE: {SlotState.WAITING, *_GONE},
+    SlotState.UNREACHABLE: _GONE,
+    SlotState.ABSENT: {SlotState.VACANT},  # or a new process's slot takes its place
+    SlotState.VACANT: set[SlotState](),
+}
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A version, and the snapshot of the weights.
+
+    Attributes:
+        version: its policy_version.
+        flat: the snapshot, uint8 ``[N]``.
+        published_ns: when it was published.
+        order: counts the publications, also where versions are renumbered.
+        epoch: how often versions had been renumbered.
+        record: where what is measured of it goes.
+    """
+
+    version: int
+    flat: torch.Tensor
+    published_ns: int
+    order: int
+    epoch: int = 0
+    record: PushRecord = field(default_factory=PushRecord)
+
+
+@dataclass(frozen=True)
+class PlannedPush:
+    """A version to send, and the workers that get it together: worker_id to peer."""
+
+    publication: Publication
+    receivers: Mapping[int, int]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A worker's slot.
+
+    Attributes:
+        worker_id: whose it is.
+        peer: its process; None if that is gone.
+        newest: the newest version that was published for it, or if its snapshot was dropped the
+            next newer one; None: none was published.
+        wanted: the order of the newest publication for it. With this one or a later one it has
+            what it is to have.
+        acknowledged: the version that the process has.
+        state: see :class:`SlotState`.
+        turn: orders the slots that wait.
+        alone: its last push failed, so the next one goes to no other worker.
+        attempts: how often in a row a push failed.
+        late_error: why it is late.
+        handles: those that wait for it, with the order of their publication.
+    """
+
+    worker_id: int
+    peer: int | None
+    newest: Publication | None = None
+    wanted: int = 0
+    acknowledged: int = 0
+    state: SlotState = SlotState.IDLE
+    turn: int = 0
+    alone: bool = False
+    attempts: int = 0
+    late_error: DistCollectError | None = None
+    handles: list[tuple[int, PushHandle]] = field(default_factory=list)
+
+    def enter(self, state: SlotState) -> None:
+        """Change the state.
+
+        Raises:
+            RuntimeError: it can't follow the present one.
+        """
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(
+                f"the weight slot of worker {self.worker_id} can't become {state.name}: it is "
+                f"{self.state.name}"
+            )
+        self.state = state
+
+    @property
+    def absence(self) -> DistCollectError | None:
+        """Why nothing is sent to it now, although something may be later."""
+        match self.state:
+            case SlotState.LATE:
+                return self.late_error
+            case SlotState.UNREACHABLE:
+                return WorkerLost("can't be reached", worker_id=self.worker_id)
+            case SlotState.ABSENT:
+                return _absent(self.worker_id)
+        return None
+
+    def settle(self, outcome: int | DistCollectError, *, for_now: bool = False) -> None:
+        """Tell the handles that wait for it; they go on waiting if it is ``for_now``."""
+        for _, handle in self.handles:
+            handle.settle(self.worker_id, outcome, for_now=for_now)
+        if for_now:
+            del self.handles[:-_MAX_HANDLES]
+        else:
+            self.handles.clear()
+
+
+class WeightSlots:
+    """The slots of all workers. The caller locks.
+
+    A receiver is given as worker_id and peer. What happens to a process that is no longer in its
+    slot is ignored.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, _Slot] = {}
+        self._latest: Publication | None = None
+        self._first_version = 0  # that new processes start with
+        self._epoch = 0
+        self._orders = itertools.count(1)
+        self._turns = itertools.count()
+
+    # What the pool says.
+
+    def acknowledged(self, worker_id: int) -> int:
+        """The newest version that a worker has acknowledged, or started with."""
+        slot = self._slots.get(worker_id)
+        return 0 if slot is None else slot.acknowledged
+
+    def publish(
+        self, flat: torch.Tensor, published_ns: int, handle: PushHandle, record: PushRecord
+    ) -> None:
+        """Have ``flat`` sent to the handle's workers, in place of what they wait for."""
+        publication = Publication(
+            handle.version, flat, published_ns, next(self._orders), self._epoch, record
+        )
+        self._latest = publication
+        for worker_id in handle.worker_ids:
+            slot = self._slots.get(worker_id)
+            if slot is None or slot.state is SlotState.VACANT:
+                handle.settle(worker_id, WorkerLost("is gone", worker_id=worker_id))
+                continue
+            slot.newest, slot.wanted = publication, publication.order
+            slot.handles.append((publication.order, handle))
+            if slot.state is SlotState.IDLE:
+                self._wait(slot)
+            elif (absence := slot.absence) is not None:
+                slot.settle(absence, for_now=True)
+        self._drop_old_snapshots()
+
+    def welcome(self, worker_id: int, peer: int) -> int:
+        """A new process is in a slot; see :meth:`.WeightSender.welcome`."""
+        before = self._slots.get(worker_id)
+        slot = self._slots[worker_id] = _Slot(worker_id, peer, acknowledged=self._first_version)
+        if before is not None:
+            slot.newest, slot.handles = before.newest, before.handles
+        slot.newest = slot.newest or self._latest
+        if slot.newest is None:
+            return 0
+        slot.wanted = slot.newest.order
+        # Its weights are older, even where versions were renumbered.
+        slot.acknowledged = min(slot.acknowledged, slot.newest.version - 1)
+        self._wait(slot)
+        return slot.newest.version
+
+    def forget(self, worker_id: int, *, replaced: bool) -> int | None:
+        """A slot's process is gone; ``replaced``: another one comes. Its peer, if it had one."""
+        slot = self._slots.get(worker_id)
+        if slot is None or slot.state is SlotState.VACANT:
+            return None
+        peer, slot.peer = slot.peer, None
+        slot.acknowledged = 0
+        if not replaced:
+            slot.enter(SlotState.VACANT)
+            slot.newest = None
+            slot.settle(WorkerLost("is gone", worker_id=worker_id))
+        elif slot.state is not SlotState.ABSENT:
+            slot.enter(SlotState.ABSENT)
+            slot.settle(_absent(worker_id), for_now=True)
+        return peer
+
+    @property
+    def absent(self) -> list[int]:
+        """The workers that are to be replaced."""
+        return [w for w, slot in self._slots.items() if slot.state is SlotState.ABSENT]
+
+    def resume(self, version: int) -> int:
+        """Renumber, see :meth:`.WeightSender.resume`."""
+        self._epoch += 1
+        self._first_version = version
+        renumbered: dict[int, Publication] = {}
+
+        def renumber(publication: Publication | None) -> Publication | None:
+            if publication is None:
+                return None
+            return renumbered.setdefault(
+                publication.order, replace(publication, version=version, epoch=self._epoch)
+            )
+
+        self._latest = renumber(self._latest)
+        for slot in self._slots.values():
+            slot.newest = renumber(slot.newest)
+            # A worker that waits for weights does not have them yet.
+            slot.acknowledged = version if slot.state is SlotState.IDLE else version - 1
+        return self._epoch
+
+    def close(self) -> None:
+        """Send nothing more; handles that wait get an error."""
+        for slot in self._slots.values():
+            slot.settle(
+                CollectorStateError("the collector was shut down before these weights were sent")
+            )
+        self._slots.clear()
+
+    # What the sender asks, and what comes of it.
+
+    def next_push(self) -> PlannedPush | None:
+        """What to send next, and to which workers; None: nothing. These are SENDING now."""
+        waiting = [slot for slot in self._slots.values() if slot.state is SlotState.WAITING]
+        if not waiting:
+            return None
+        first = min(waiting, key=lambda slot: slot.turn)
+        receivers = [first]
+        if not first.alone:
+            receivers = [slot for slot in waiting if slot.newest is first.newest and not slot.alone]
+        for slot in receivers:
+            slot.enter(SlotState.SENDING)
+        assert first.newest is not None
+        peers = {slot.worker_id: slot.peer for slot in receivers if slot.peer is not None}
+        return PlannedPush(first.newest, peers)
+
+    def all_have(self, publication: Publication, worker_ids: Iterable[int]) -> bool:
+        """Whether these workers have exactly this version, as far as is known."""
+        slots = [self._slots.get(worker_id) for worker_id in worker_ids]
+        return (
+            all(
+                # After a failure a worker may have another version than it acknowledged.
+                slot is not None and slot.acknowledged == publication.version and not slot.alone
+                for slot in slots
+            )
+            and publication.epoch == self._epoch
+        )
+
+    def acknowledge(
+        self, worker_id: int, peer: int, publication: Publication
+    ) -> list[PushHandle] | None:
+        """A receiver has a version; the handles to settle. None: it no longer counts."""
+        slot = self._sending(worker_id, peer)
+        if slot is None:
+            return None
+        if publication.epoch != self._epoch:
+            self._wait(slot)
+            return None
+        slot.acknowledged = publication.version
+        slot.attempts = 0
+        slot.alone = False
+        done = [handle for order, handle in slot.handles if order <= publication.order]
+        slot.handles = [item for item in slot.handles if item[0] > publication.order]
+        if publication.order >= slot.wanted:
+            slot.enter(SlotState.IDLE)
+        else:
+            self._wait(slot)
+        return done
+
+    def fail(
+        self, worker_id: int, peer: int, publication: Publication, error: BaseException
+    ) -> DistCollectError | None:
+        """A push to a receiver failed; it is tried again up to three times.
+
+        Returns:
+            The error, if the worker is left out of the version.
+        """
+        slot = self._sending(worker_id, peer)
+        if slot is None:
+            return None
+        if isinstance(error, WorkerLost):
+            slot.enter(SlotState.UNREACHABLE)
+            return slot.absence
+        slot.alone = True
+        is_newest = publication.order >= slot.wanted
+        slot.attempts += is_newest
+        if slot.attempts < _MAX_ATTEMPTS or not is_newest:
+            self._wait(slot)
+            return None
+        if not isinstance(error, DistCollectError):
+            error = WorkerError(f"received no weights: {error!r}", worker_id=worker_id)
+        slot.enter(SlotState.IDLE)
+        slot.settle(error)
+        return error
+
+    def late(self, worker_id: int, peer: int, error: DistCollectError, *, alone: bool) -> bool:
+        """A receiver owes an answer, and is sent nothing until :meth:`answered`.
+
+        ``alone``: its next push goes to no other worker. Returns False if this no longer counts.
+        """
+        slot = self._sending(worker_id, peer)
+        if slot is None:
+            return False
+        slot.enter(SlotState.LATE)
+        slot.alone |= alone
+        slot.late_error = error
+        slot.settle(error, for_now=True)
+        return True
+
+    def answered(self, worker_id: int, peer: int) -> None:
+        """A late receiver has given the answer that it owed: it waits for its newest version."""
+        slot = self._find(worker_id, peer)
+        if slot is not None and slot.state is SlotState.LATE:
+            slot.late_error = None
+            self._wait(slot)
+
+    def send_again(self, receivers: Mapping[int, int]) -> None:
+        """The receivers that are still SENDING, as the push ended without a result, wait again."""
+        for worker_id, peer in receivers.items():
+            slot = self._sending(worker_id, peer)
+            if slot is not None:
+                self._wait(slot)
+
+    def _wait(self, slot: _Slot) -> None:
+        if slot.state is not SlotState.WAITING:
+            slot.enter(SlotState.WAITING)
+        slot.turn = next(self._turns)
+
+    def _find(self, worker_id: int, peer: int) -> _Slot | None:
+        slot = self._slots.get(worker_id)
+        return slot if slot is not None and slot.peer == peer else None
+
+    def _sending(self, worker_id: int, peer: int) -> _Slot | None:
+        slot = self._find(worker_id, peer)
+        return slot if slot is not None and slot.state is SlotState.SENDING else None
+
+    def _drop_old_snapshots(self) -> None:
+        """Keep a bounded number; a slot whose version is dropped gets the next newer one."""
+        kept = {
+            slot.newest.order: slot.newest
+            for slot in self._slots.values()
+            if slot.newest is not None
+        }
+        for order in sorted(kept)[:-_MAX_SNAPSHOTS]:
+            del kept[order]
+        oldest = min(kept, default=0)
+        for slot in self._slots.values():
+            if slot.newest is not None and slot.newest.order < oldest:
+                slot.newest = kept[oldest]
+
+
+def _absent(worker_id: int) -> WorkerLost:
+    return WorkerLost(
+        "is gone; the process that replaces it gets the newest weights first", worker_id=worker_id
+    )

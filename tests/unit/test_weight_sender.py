@@ -1,0 +1,275 @@
+"""Which worker is sent which version, when; over a transport that answers as the test says."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distcollect as dc
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, checksum
+from distcollect.transport.worker_service import Push, WeightSource, WorkerService
+from distcollect.weights.receiver import WeightReceiver
+from distcollect.weights.sender import WeightSender
+from distcollect.weights.slots import SlotState, WeightSlots
+from distcollect.weights.updaters import InlineSource
+
+SOON_S = 10
+
+
+class Transport:
+    """Peers answer every push with its version, unless ``receive`` says something else.
+
+    Attributes:
+        receive: peer and push to the answer, or to an error.
+        silent: peers that answer nothing.
+    """
+
+    def __init__(self) -> None:
+        self.receive: Callable[[int, Push], int | BaseException] = lambda _, push: push.version
+        self.silent: set[int] = set()
+
+    def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if peer in self.silent:
+            return answer
+        outcome: Any = None
+        if method is WorkerService.receive_weights:
+            outcome = self.receive(peer, *args)
+        if isinstance(outcome, BaseException):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+        return answer
+
+
+class Updater(dc.WeightUpdaterBase):
+    """Moves nothing; ``before`` is called with the workers of each push, on the sender's thread."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, ...]] = []
+        self.before: Callable[[], None] = lambda: None
+
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
+        self.sent.append(tuple(peers))
+        self.before()
+        return dict.fromkeys(peers, InlineSource(payload))
+
+
+class World:
+    """A sender, and workers whose peers are 100 more than their ids."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.transport = Transport()
+        self.updater = Updater()
+        self.layout = WeightLayout.of(nn.Linear(2, 2))
+        self.sender = WeightSender(
+            self.transport,  # type: ignore[arg-type]
+            self.layout,
+            self.updater,
+            options=dc.WeightSync(ready_timeout_s=0.2),
+            timeout_s=0.2,
+        )
+        self.acknowledged: list[tuple[int, int]] = []
+        self.left_out: dict[int, dc.DistCollectError] = {}
+        self.sender.on_acknowledged = lambda *what: self.acknowledged.append(what)
+        self.sender.on_left_out = self.left_out.__setitem__
+        self.version = 0
+        self.snapshots: list[weakref.ref[torch.Tensor]] = []
+        for worker_id in range(num_workers):
+            self.sender.welcome(worker_id, 100 + worker_id)
+
+    def publish(self, *worker_ids: int) -> dc.PushHandle:
+        self.version += 1
+        flat = self.layout.empty()
+        self.snapshots.append(weakref.ref(flat))
+        return self.sender.publish(flat, self.version, worker_ids)
+
+    @property
+    def num_snapshots(self) -> int:
+        gc.collect()
+        return sum(snapshot() is not None for snapshot in self.snapshots)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[int], World]]:
+    worlds: list[World] = []
+
+    def make(num_workers: int) -> World:
+        worlds.append(World(num_workers))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.sender.close()
+
+
+def test_no_worker_starves_while_others_are_published_to_without_end(
+    make: Callable[[int], World],
+) -> None:
+    """Before each push, there are newer versions for two others."""
+    world = make(3)
+
+    def publish_more() -> None:
+        if len(world.updater.sent) < 100:
+            world.publish(1)
+            world.publish(2)
+
+    world.updater.before = publish_more
+    world.publish(1)
+    world.publish(0).wait(SOON_S)
+    turn = next(i for i, worker_ids in enumerate(world.updater.sent) if 0 in worker_ids)
+    assert turn < 3, "once each other had its turn"
+
+
+def test_memory_for_snapshots_is_bounded(make: Callable[[int], World]) -> None:
+    """While nothing can be sent, and once all was sent: whatever each of 50 workers is to have."""
+    world = make(50)
+    go_on = threading.Event()
+    world.updater.before = lambda: assert_within(go_on)
+    handles = [world.publish(number % 50, (number + 7) % 50) for number in range(200)]
+    assert world.num_snapshots <= 12
+    go_on.set()
+    for handle in handles:
+        handle.wait(SOON_S)
+    newest = {w: max(h.version for h in handles if w in h.worker_ids) for w in range(50)}
+    assert all(world.sender.acknowledged(w) >= version for w, version in newest.items())
+    assert world.num_snapshots <= 12
+    for worker_id, version in newest.items():
+        world.sender.forget(worker_id, replaced=True)
+        assert world.sender.welcome(worker_id, 200 + worker_id) >= version
+
+
+def assert_within(event: threading.Event) -> None:
+    assert event.wait(SOON_S)
+
+
+def test_few_versions_are_kept_as_they_are(make: Callable[[int], World]) -> None:
+    """Who replaces a worker gets the very version that was published for it."""
+    world = make(8)
+    for worker_id in range(8):
+        world.publish(worker_id).wait(SOON_S)
+    for worker_id in range(8):
+        world.sender.forget(worker_id, replaced=True)
+        assert world.sender.welcome(worker_id, 200 + worker_id) == 1 + worker_id
+
+
+def test_one_that_falls_silent_in_a_group_does_not_scatter_the_others(
+    make: Callable[[int], World],
+) -> None:
+    """A host vanished in the middle: the others fail, and get it at once, in a group without it."""
+    world = make(4)
+    world.updater.together = True
+
+    def receive(peer: int, push: Push) -> int | BaseException:
+        if len(world.updater.sent) > 1:
+            return push.version
+        if peer == 102:  # the last to be asked before the one that is gone
+            world.transport.silent.add(103)
+        return RuntimeError("the broadcast was given up")
+
+    world.transport.receive = receive
+    handle = world.publish(0, 1, 2, 3)
+    handle.wait(SOON_S)
+    assert world.updater.sent == [(0, 1, 2, 3), (0, 1, 2)]
+    assert handle.acknowledged == {0: 1, 1: 1, 2: 1}
+    assert isinstance(handle.left_out[3], dc.WeightsTimeout)
+    assert not world.left_out
+
+
+def test_a_push_that_fails_is_tried_again_alone(make: Callable[[int], World]) -> None:
+    world = make(3)
+    world.transport.receive = lambda peer, push: (
+        RuntimeError("damaged") if peer == 101 else push.version
+    )
+    handle = world.publish(0, 1, 2)
+    handle.wait(SOON_S)
+    while 1 not in world.left_out:
+        threading.Event().wait(0.01)
+    assert world.updater.sent == [(0, 1, 2), (1,), (1,)]
+    assert handle.acknowledged == {0: 1, 2: 1}
+    assert "damaged" in str(handle.left_out[1])
+
+
+def test_a_version_that_is_on_its_way_when_versions_are_renumbered(
+    make: Callable[[int], World],
+) -> None:
+    """Its acknowledgement counts for nothing: it is sent again under the new number."""
+    world = make(1)
+    epochs: list[int] = []
+
+    def receive(_: int, push: Push) -> int:
+        if not epochs:
+            assert world.sender.resume(100) == 1
+        epochs.append(push.epoch)
+        return push.version
+
+    world.transport.receive = receive
+    handle = world.publish(0)
+    handle.wait(SOON_S)
+    assert epochs == [0, 1]
+    assert world.acknowledged == [(0, 100)]
+    assert world.sender.acknowledged(0) == 100
+    assert handle.acknowledged == {0: 100}
+
+
+class TestReceiver:
+    """A worker's weights are renumbered while versions arrive."""
+
+    def setup_method(self) -> None:
+        self.module = nn.Linear(2, 2)
+        self.live = LiveWeights(self.module)
+        self.receiver = WeightReceiver(self.live, "127.0.0.1", lambda *_: None)
+
+    def teardown_method(self) -> None:
+        self.receiver.close()
+
+    def receive(self, version: int, value: float, epoch: int) -> Any:
+        flat = self.live.layout.empty()
+        for view in self.live.layout.views(flat):
+            view.fill_(value)
+        push = Push(
+            version, InlineSource(flat), WeightEncoding(), flat.nbytes, checksum(flat), 0, epoch
+        )
+        return self.receiver.receive(push).result(SOON_S)
+
+    def test_what_lies_ready_has_the_new_number(self) -> None:
+        self.receive(1, 1.0, epoch=0)
+        self.receiver.renumber(100, epoch=1)
+        self.live.apply()
+        assert (self.live.version, self.live.newest) == (100, 100)
+        assert (self.module.weight == 1).all()
+
+    def test_what_comes_late_is_refused(self) -> None:
+        self.receiver.renumber(100, epoch=1)
+        with pytest.raises(RuntimeError, match="renumbered"):
+            self.receive(1, 1.0, epoch=0)
+        assert self.live.newest == 100
+        self.receive(101, 2.0, epoch=1)
+        self.live.apply()
+        assert self.live.version == 101
+
+    def test_a_new_number_that_came_first_stays(self) -> None:
+        self.receive(101, 2.0, epoch=1)
+        self.receiver.renumber(100, epoch=1)
+        self.live.apply()
+        assert self.live.version == 101
+
+
+def test_illegal_changes_of_a_slot_raise() -> None:
+    slots = WeightSlots()
+    slots.welcome(0, 100)
+    slot = slots._slots[0]
+    for state in (SlotState.SENDING, SlotState.LATE, SlotState.UNREACHABLE, SlotState.IDLE):
+        with pytest.raises(RuntimeError, match=rf"worker 0 can't become {state.name}: it is IDLE"):
+            slot.enter(state)
