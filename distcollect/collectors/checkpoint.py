@@ -188,7 +188,7 @@ class Checkpoint:
             Whatever :meth:`save` raises.
         """
         self._check()
-        if notice.told():
+        if notice.requested_signal():
             self._leave()
         is_due = time.monotonic() - self._saved_at >= self._every_s
         if is_due:
@@ -205,7 +205,7 @@ class Checkpoint:
 
     def _leave(self) -> None:
         self.save()
-        log.warning("%s told this process to end: saved %s", notice.told(), self.path)
+        log.warning("%s told this process to end: saved %s", notice.requested_signal(), self.path)
         raise notice.Interrupted
 
     def _read(self) -> dict[str, Any]:

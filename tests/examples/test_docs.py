@@ -77,7 +77,7 @@ def test_its_code_runs(name: str, marked: Marked, tmp_path: Path) -> None:
         exec(compile(code, str(PAGES[name]), "exec"), namespace)
         if "main" in namespace:
             namespace.pop("main")()
-    notice.forget()  # what a Checkpoint has asked for
+    notice.stop_watching()  # what a Checkpoint has asked for
     assert not marked.left()
 
 

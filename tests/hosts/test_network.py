@@ -14,12 +14,12 @@ import pytest
 
 import distcollect as dc
 from distcollect.net.interfaces import (
+    address_towards,
     interface_of,
     interfaces,
     listen,
     own_address_of,
     route_to,
-    way_to,
 )
 from distcollect.transport.rpc import address_of
 from distcollect.weights.broadcast import name_interface
@@ -102,7 +102,7 @@ def test_all_addresses_of_an_interface(spare: str) -> None:
 
 def test_ways_that_lead_here(spare: str) -> None:
     for host in ("localhost", "127.0.1.1", "10.213.77.2", "fd00:213:77::1"):
-        assert way_to(host) is None
+        assert address_towards(host) is None
     assert own_address_of("10.213.77.2") == "10.213.77.2"
     for name in ("localhost", "127.0.1.1", "no-such-host.invalid", "203.0.113.1"):
         assert own_address_of(name) is None

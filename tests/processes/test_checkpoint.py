@@ -24,7 +24,7 @@ SCRIPT = SCRIPTS / "checkpointed.py"
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     yield
-    notice.forget()
+    notice.stop_watching()
 
 
 class Policy(nn.Module):

@@ -871,7 +871,7 @@ def test_of_checkpoints(tmp_path: Path) -> None:
             torch.save(content, path)
             check(row)
     finally:
-        notice.forget()
+        notice.stop_watching()
 
 
 def test_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,10 +71,10 @@ def test_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, aft
 
 
 def pid_of(collector: dc.RPCDataCollector, worker_id: int) -> int:
-    processes = collector._workers._processes.values()
+    processes = collector._workers._lifecycle.processes.values()
     [connection] = [p.connection for p in processes if p.worker_id == worker_id]
     assert connection is not None
-    return int(connection.hello["pid"])
+    return int(connection.hello.pid)
 
 
 def test_replaced_workers_know_where_the_run_was() -> None:

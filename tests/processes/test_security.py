@@ -70,9 +70,9 @@ def test_the_token_shows_nowhere(token_file: Path, caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.DEBUG, "distcollect")
     with dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1) as collector:
         collector.next()
-        [process] = collector._workers._processes.values()
+        [process] = collector._workers._lifecycle.processes.values()
         assert process.connection is not None
-        pid = process.connection.hello["pid"]
+        pid = process.connection.hello.pid
         assert "json.loads" in Path(f"/proc/{pid}/cmdline").read_text()  # that's it
         assert SECRET not in command_lines()
         assert SECRET.encode() not in Path(f"/proc/{pid}/environ").read_bytes()

@@ -70,7 +70,7 @@ def test_who_is_unknown_has_left() -> None:
     membership = make()
     assert membership.state(0) is State.LEFT
     membership.leave(0, 1.0, 0.0)
-    membership.lose_place(0)
+    membership.close(0)
     membership.ready(0, 0, 0.0)
     membership.heard(0, 0, 0.0)
     assert not membership.ended(0, 0, 0.0)
@@ -290,7 +290,7 @@ def test_a_slot_can_be_opened_again(*, left: bool) -> None:
 
 def test_without_a_place_nobody_is_started() -> None:
     membership = working()
-    membership.lose_place(0)
+    membership.close(0)
     assert membership.state(0) is State.READY, "its process may live on"
     membership.ended(0, 0, 1.0)
     assert membership.state(0) is State.LOST
@@ -301,7 +301,7 @@ def test_without_a_place_nobody_is_started() -> None:
 
 def test_a_place_that_goes_and_comes_back_while_its_process_runs_is_none_the_worse() -> None:
     membership = working()
-    membership.lose_place(0)
+    membership.close(0)
     membership.open(0, 0.5)
     assert membership.tick(0.5) == []
     membership.ended(0, 0, 1.0)
@@ -311,7 +311,7 @@ def test_a_place_that_goes_and_comes_back_while_its_process_runs_is_none_the_wor
 def test_a_place_may_go_before_a_process_was_started() -> None:
     membership = working()
     membership.ended(0, 0, 0.0)
-    membership.lose_place(0)
+    membership.close(0)
     assert membership.state(0) is State.LOST
     assert membership.delay(0, 0.0) is None
     assert membership.tick(1000.0) == []
@@ -662,7 +662,7 @@ class Simulation:
         self.later(self.rng.expovariate(self.num_slots / 100), self.fault)
 
     def lose_place(self, worker_id: int) -> None:
-        self.membership.lose_place(worker_id)
+        self.membership.close(worker_id)
         self.no_place.add(worker_id)
         if worker_id not in self.processes:
             self.awaited.pop(worker_id, None)

@@ -96,8 +96,8 @@ def hand_over(collector):
     assert "not taken within 0.1 s" in answer, answer
 
     reference = collector.hand_over(SOON_S)
-    [process] = collector._workers._processes.values()
-    os.kill(process.connection.hello["pid"], signal.SIGKILL)
+    [process] = collector._workers._lifecycle.processes.values()
+    os.kill(process.connection.hello.pid, signal.SIGKILL)
     wait_until(lambda: ledger().lost.get("worker_lost", 0) >= FRAMES)
     assert "0: worker 0: its rollout" in (answer := send(reference)), answer
     assert "process has ended" in answer, answer
