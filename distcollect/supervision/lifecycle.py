@@ -1,8 +1,7 @@
 """What happens to the worker processes of a collector, from their start to the ledger's account.
 
-Events come from many threads (the join server's, those that reap processes, torch's, the user's).
-They are posted to the supervision thread, which handles them in order, asks :mod:`.membership` what
-follows, does it, and reports to the pool.
+Everything here runs on the supervision thread: it handles the posted events in order, asks
+:mod:`.membership` what follows, does it, and reports to the pool.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from distcollect.common.process_exit import ProcessExit
 from distcollect.config import Faults
 from distcollect.engine.build import Probe
 from distcollect.errors import (
-    DeadlineError,
     DistCollectError,
     EnvError,
     LaunchError,
@@ -29,24 +27,20 @@ from distcollect.errors import (
     WorkerLost,
     WorkerMismatch,
 )
-from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
+from distcollect.launch.worker_hosts import WorkerHosts
 from distcollect.net.messages import (
     Exit,
     Hello,
-    Leaving,
     Message,
     Reachable,
-    Refused,
     Stop,
     SupervisorHello,
     WorkerHello,
     WorkerSettings,
-    WorkerWelcome,
 )
-from distcollect.net.server import Connection
 from distcollect.results import State
 from distcollect.supervision.interfaces import MembershipObserver
-from distcollect.supervision.membership import PRESENT, Command, Membership, Overdue, Ping, Start
+from distcollect.supervision.membership import PRESENT, Command, Membership, Ping, Start
 from distcollect.supervision.process import Key, Process, ProcessState, message_of
 from distcollect.supervision.status import Status
 from distcollect.transport.peer_ids import identity
@@ -59,10 +53,8 @@ log = logging.getLogger(__name__)
 EXIT_TIMEOUT_S = 2.0
 
 
-class Lifecycle(HostEvents):
+class Lifecycle:
     """Starts, probes, watches, replaces and ends worker processes.
-
-    Methods run on the supervision thread, but for those of :class:`HostEvents`.
 
     Attributes:
         processes: those that are not accounted for yet.
@@ -80,7 +72,6 @@ class Lifecycle(HostEvents):
         *,
         num_first: int,
         post: Callable[[Callable[[], None]], None],
-        end_launch: Callable[[], None],
     ) -> None:
         """Nothing is started before :meth:`check`.
 
@@ -92,7 +83,6 @@ class Lifecycle(HostEvents):
             status: shared with the user's thread.
             num_first: slots, from 0, whose first processes all have to become ready.
             post: has the supervision thread call a function.
-            end_launch: called when the trainer's ``main()`` is done.
         """
         self._hosts = hosts
         self._transport = transport
@@ -101,7 +91,6 @@ class Lifecycle(HostEvents):
         self._status = status
         self._num_first = num_first
         self._post = post
-        self._end_launch = end_launch
         self._membership = Membership(
             faults.silence_timeout_s,
             faults.start_timeout_s,
@@ -117,67 +106,6 @@ class Lifecycle(HostEvents):
         for worker_id in range(num_first):
             self._membership.open(worker_id, time.monotonic())
         status.states = self._membership.states
-
-    # What the hosts report, on other threads.
-
-    def admit(self, connection: Connection) -> Message:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        hello = connection.hello
-        process = self.processes.get(_key_of(hello)) if isinstance(hello, WorkerHello) else None
-        if process is None or process.connection is not None or process.is_over:
-            return Refused("there is no free slot for it")
-        process.connection = connection
-        return WorkerWelcome(process.peer, identity().trainer, self._transport.endpoint)
-
-    def refused(self, hello: Hello | None, reason: str) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        if hello is None:
-            log.warning("refused a process that wanted to join: %s", reason)
-            return
-        log.warning("refused a %s from %s: %s", hello.role, hello.host, reason)
-        message = f"can't work with this trainer: {reason} (host {hello.host})"
-        self._post(partial(self._mismatched, hello, message))
-
-    def received(self, connection: Connection, message: Message) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        process = self._process_of(connection)
-        if process is None:
-            return
-        if isinstance(message, Reachable):
-            self._post(partial(self._connect, process, message))
-        elif isinstance(message, Leaving):
-            self._post(partial(self.leave, process.worker_id))
-
-    def closed(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        process = self._process_of(connection)
-        if process is not None:
-            self._post(partial(self._lose, process))
-
-    def _process_of(self, connection: Connection) -> Process | None:
-        hello = connection.hello
-        process = self.processes.get(_key_of(hello)) if isinstance(hello, WorkerHello) else None
-        return process if process is not None and process.connection is connection else None
-
-    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        """See :class:`~distcollect.launch.local_processes.ProcessEvents`."""
-        self._post(partial(self._reaped, (worker_id, incarnation), process_exit))
-
-    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        """See :class:`~distcollect.launch.local_processes.ProcessEvents`."""
-        self._post(partial(self._retire, (worker_id, incarnation), num_bytes))
-
-    def slot_opened(self, worker_id: int) -> None:
-        """See :class:`~distcollect.launch.worker_hosts.HostEvents`."""
-        self._post(lambda: self._membership.open(worker_id, time.monotonic()))
-
-    def slot_closed(self, worker_id: int) -> None:
-        """See :class:`~distcollect.launch.worker_hosts.HostEvents`."""
-        self._post(partial(self._close_slot, worker_id))
-
-    def launch_ended(self) -> None:
-        """See :class:`~distcollect.launch.worker_hosts.HostEvents`."""
-        self._end_launch()
 
     # The supervision thread's work, at regular times.
 
@@ -200,7 +128,7 @@ class Lifecycle(HostEvents):
             if process.is_over:
                 self._account(process)
             else:
-                self._lose(process)
+                self.lose(process)
         with self._status.lock:
             self._status.states = self._membership.states
             self._status.changed.notify_all()
@@ -213,7 +141,8 @@ class Lifecycle(HostEvents):
         if isinstance(command, Ping):
             self._ping(process)
         else:
-            self._end_overdue(process, command)
+            process.failure = process.overdue(command.reason, self._faults.start_timeout_s)
+            self.lose(process)
 
     # Starting and probing.
 
@@ -232,14 +161,14 @@ class Lifecycle(HostEvents):
             self._hosts.spawn(worker_id, incarnation, settings, env)
         except (OSError, LaunchError) as error:
             process.exit = ProcessExit(-1, 0, f"it could not be started: {error}")
-            self._lose(process)
+            self.lose(process)
 
-    def _mismatched(self, hello: Hello, message: str) -> None:
+    def refused(self, hello: Hello, message: str) -> None:
         """A process with other versions than the trainer's was refused."""
         process = None
         if isinstance(hello, WorkerHello):
             worker_id = hello.worker_id
-            process = self.processes.get(_key_of(hello))
+            process = self.processes.get((hello.worker_id, hello.incarnation))
         elif isinstance(hello, SupervisorHello) and hello.rank:
             worker_id = hello.rank - 1
         else:
@@ -247,11 +176,12 @@ class Lifecycle(HostEvents):
         error = WorkerMismatch(message, worker_id=worker_id)
         if process is not None:
             process.failure = error
-            self._lose(process)
+            self.lose(process)
         elif self._status.is_starting:
             self.fail(error)
 
-    def _connect(self, process: Process, message: Reachable) -> None:
+    def connect(self, process: Process, message: Reachable) -> None:
+        """A process can be reached: have it make and try out its envs and policy."""
         if process.state is not ProcessState.STARTED or self._status.is_stopping:
             return
         self._transport.connect(process.peer, message.endpoint, message.segment)
@@ -307,25 +237,6 @@ class Lifecycle(HostEvents):
 
         self._transport.ping(process.peer).add_done_callback(answered)
 
-    def _end_overdue(self, process: Process, command: Overdue) -> None:
-        limit_s = self._faults.start_timeout_s
-        name = f"worker {process.worker_id}"
-        if process.state is ProcessState.STARTED:
-            process.failure = DeadlineError(
-                f"{name} did not join within {limit_s:g} s; its own output shows what it was "
-                "doing; Faults(start_timeout_s=...) gives longer"
-            )
-        elif process.state is ProcessState.PROBING:
-            process.failure = DeadlineError(
-                f"{name} did not make and reset its envs within {limit_s:g} s; "
-                "Faults(start_timeout_s=...) gives longer"
-            )
-        else:
-            process.failure = WorkerLost(
-                command.reason + process.where, worker_id=process.worker_id
-            )
-        self._lose(process)
-
     def failed(self, key: Key, error: BaseException) -> None:
         """A worker failed at a request: it is replaced, if that can help."""
         process = self.processes.get(key)
@@ -341,9 +252,13 @@ class Lifecycle(HostEvents):
             process.failure = error
         else:
             process.failure = WorkerError(repr(error), worker_id=process.worker_id)
-        self._lose(process)
+        self.lose(process)
 
-    # Leaving in order.
+    # Slots, and leaving in order.
+
+    def open_slot(self, worker_id: int) -> None:
+        """Processes can be started in a slot from now on."""
+        self._membership.open(worker_id, time.monotonic())
 
     def leave(self, worker_id: int) -> None:
         """A worker is to leave for good, once it owes the pool nothing."""
@@ -353,11 +268,12 @@ class Lifecycle(HostEvents):
         if process is None:
             self._check_vacant(worker_id, "it was released")
         elif process.probe is None or self._observer is None:
-            self._lose(process)
+            self.lose(process)
         else:
             self._drain(process)
 
-    def _retire(self, key: Key, num_bytes: int) -> None:
+    def retire(self, key: Key, num_bytes: int) -> None:
+        """A process takes too much memory: it is replaced after its rollout."""
         process = self.processes.get(key)
         # If it isn't ready, or the pool isn't there yet, this is reported again later.
         if process is None or process.state is not ProcessState.READY or self._observer is None:
@@ -392,13 +308,14 @@ class Lifecycle(HostEvents):
         process.connection.send(Stop())
         process.connection.send(Exit())
 
-    def _close_slot(self, worker_id: int) -> None:
+    def close_slot(self, worker_id: int) -> None:
+        """No process can be started in a slot any more."""
         self._membership.close(worker_id)
         process = self._current(worker_id)
         if process is None:
             self._check_vacant(worker_id, "the supervisor that started its processes is gone")
         elif process.connection is None:
-            self._lose(process)  # its supervisor may have ended before it started the process
+            self.lose(process)  # its supervisor may have ended before it started the process
 
     def _check_vacant(self, worker_id: int, reason: str) -> None:
         """A slot has no process; if none is going to be started, report that."""
@@ -416,7 +333,7 @@ class Lifecycle(HostEvents):
 
     # Ending, expected or not.
 
-    def _lose(self, process: Process) -> None:
+    def lose(self, process: Process) -> None:
         """The process has ended, or is ignored from now on whatever it does."""
         now = time.monotonic()
         worker_id = process.worker_id
@@ -435,12 +352,13 @@ class Lifecycle(HostEvents):
         if process.exit is not None:
             self._account(process)
 
-    def _reaped(self, key: Key, process_exit: ProcessExit) -> None:
+    def reaped(self, key: Key, process_exit: ProcessExit) -> None:
+        """A process has ended, and it is known how."""
         process = self.processes.get(key)
         if process is None:
             return
         process.exit = process_exit
-        self._lose(process)  # accounts for it, unless it was lost before
+        self.lose(process)  # accounts for it, unless it was lost before
         if key in self.processes:
             self._account(process)
 
@@ -527,7 +445,3 @@ class Lifecycle(HostEvents):
                 if not process.is_over:
                     process.enter(ProcessState.LOST)
                 self._account(process)
-
-
-def _key_of(hello: WorkerHello) -> Key:
-    return hello.worker_id, hello.incarnation

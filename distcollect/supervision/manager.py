@@ -18,6 +18,7 @@ from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.launch.worker_hosts import open_hosts
 from distcollect.results import State
+from distcollect.supervision.host_events import PostedHostEvents
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.lifecycle import EXIT_TIMEOUT_S, Lifecycle
 from distcollect.supervision.status import Phase, Status
@@ -94,11 +95,13 @@ class Workers:
                 self._status,
                 num_first=count,
                 post=self._posted.put,
-                end_launch=self.close,
             )
             on_error.pop_all()
+        events = PostedHostEvents(
+            self._lifecycle, self.transport.endpoint, self._posted.put, end_launch=self.close
+        )
         try:
-            self._hosts.attach(self._lifecycle, count, faults.start_timeout_s)
+            self._hosts.attach(events, count, faults.start_timeout_s)
             self._thread.start()
             self._await_start()
         except BaseException:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.engine.build import Probe
-from distcollect.errors import DistCollectError, WorkerError, WorkerLost
+from distcollect.errors import DeadlineError, DistCollectError, WorkerError, WorkerLost
 from distcollect.net.server import Connection
 
 S = TypeVar("S", bound=enum.Enum)
@@ -121,6 +121,21 @@ class Process:
         else:
             message = f"its process ended before it had joined: {self.exit}; see its own output"
         return WorkerLost(message + self.where, worker_id=self.worker_id)
+
+    def overdue(self, reason: str, start_timeout_s: float) -> DistCollectError:
+        """The error for a missed deadline; ``reason``: which, if it was ready before."""
+        name = f"worker {self.worker_id}"
+        if self.state is ProcessState.STARTED:
+            return DeadlineError(
+                f"{name} did not join within {start_timeout_s:g} s; its own output shows what it "
+                "was doing; Faults(start_timeout_s=...) gives longer"
+            )
+        if self.state is ProcessState.PROBING:
+            return DeadlineError(
+                f"{name} did not make and reset its envs within {start_timeout_s:g} s; "
+                "Faults(start_timeout_s=...) gives longer"
+            )
+        return WorkerLost(reason + self.where, worker_id=self.worker_id)
 
     def cause(self, *, left: bool) -> str:
         """The name of the cause of its end in the ledger; ``left``: it left on purpose."""

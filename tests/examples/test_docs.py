@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch.utils.data
+from helpers.marked import Marked
 from helpers.paths import ROOT
-from helpers.scripts.marked import Marked
 
 import distcollect as dc
 from distcollect.collectors.torchrl_compat import _NO_EFFECT, _REFUSED, _translated
-from distcollect.launch import preemption as notice
+from distcollect.launch import preemption
 
 DOCS = resources.files("distcollect") / "docs"
 PAGES = {
@@ -77,7 +77,7 @@ def test_its_code_runs(name: str, marked: Marked, tmp_path: Path) -> None:
         exec(compile(code, str(PAGES[name]), "exec"), namespace)
         if "main" in namespace:
             namespace.pop("main")()
-    notice.stop_watching()  # what a Checkpoint has asked for
+    preemption.stop_watching()  # what a Checkpoint has asked for
     assert not marked.left()
 
 

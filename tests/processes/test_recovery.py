@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.scripts.marked import Marked
+from helpers.marked import Marked
 from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
 from distcollect.net.client import ControlConnection
+from distcollect.net.framing import pack
+from distcollect.net.messages import Refused
 
 END_S = 10
 JOIN_S = 100  # a supervisor and then a worker import torch, on whatever machine this is
@@ -426,13 +428,12 @@ def test_a_stranger_harms_nobody(marked: Marked, token_file: Path, port: int) ->
         until(collector, checker, lambda: len(checker.pids) == 2, 10)
         pids = dict(checker.pids)
         for worker_id in (0, [], None, "0"):
-            for role in ("worker", "supervisor", None):
+            for kind in ("WorkerHello", "SupervisorHello", None):
                 stranger = ControlConnection("127.0.0.1", port, 5)
                 about = {"worker_id": worker_id, "incarnation": 0, "rank": 1}
-                hello = {"role": role, "token": "no", **about}
-                stranger.send(hello)
+                stranger._sock.sendall(pack({"message": kind, "token": "no", **about}))
                 answer = stranger.receive()
-                assert answer is None or "refused" in answer
+                assert answer is None or isinstance(answer, Refused)
                 stranger.close()
         checker.pids.clear()
         until(collector, checker, lambda: len(checker.pids) == 2, 10)

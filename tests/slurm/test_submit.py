@@ -1,4 +1,4 @@
-"""What of ``distcollect submit`` needs no cluster."""
+"""What of ``distcollect submit`` needs no hosts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from distcollect.commands.slurm import disks, states
 from distcollect.commands.slurm.jobs import Job, Resources, Submitter
 from distcollect.commands.slurm.submit import minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
-from distcollect.launch.worker_hosts import Cluster
+from distcollect.launch.worker_hosts import WorkerHosts
 
-SCRIPT = SCRIPTS / "submitted.py"
+SCRIPT = SCRIPTS / "train_submitted.py"
 
 
 @pytest.fixture
@@ -224,12 +224,12 @@ def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:
 def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder) -> None:
     """Both are told what is wrong, each within its deadline."""
     command = [sys.executable, "-m", "distcollect", "worker", "--run", str(run.path)]
-    cluster = Cluster("127.0.0.1", "another", num_expected=1)
+    hosts = WorkerHosts("127.0.0.1", "another", num_expected=1)
     try:
-        run.tell(LISTENING, host="127.0.0.1", port=cluster.gate.port)
+        run.tell(LISTENING, host="127.0.0.1", port=hosts.join_server.port)
         wrong = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     finally:
-        cluster.close()
+        hosts.close()
     assert wrong.returncode == 2
     assert "it doesn't have this run's token" in wrong.stderr
     assert f"is {run.token_file} the run's own?" in wrong.stderr
@@ -240,4 +240,4 @@ def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder
     assert time.monotonic() - began < 40
     assert "could not reach the trainer within 3 s" in stale.stderr
     assert "the address is stale" in stale.stderr
-    assert json.dumps(cluster.gate.port) in stale.stderr
+    assert json.dumps(hosts.join_server.port) in stale.stderr

@@ -151,7 +151,7 @@ def test_parts_of_several_trainers() -> None:
 
 def test_too_few_for_several_trainers() -> None:
     launch = Launch(Launcher.TORCHRUN, 0, 5, 1, 5, "run", ("node1", 1))
-    with pytest.raises(dc.LaunchError, match=r"5 process.*3 trainer.* are 6 .*per-node=6"):
+    with pytest.raises(dc.LaunchError, match=r"5 process.*3 trainer.* need 6 .*per-node=6"):
         launch.part(3)
     with pytest.raises(dc.LaunchError, match="the first host has 2 task"):
         Launch(Launcher.SLURM, 0, 9, 4, 2, "run", ("node1", 1)).part(3)

@@ -1,0 +1,86 @@
+"""A server that records who joins, and what is sent to it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers.marked import Marked
+from helpers.paths import SCRIPTS
+
+from distcollect.net.client import ControlConnection
+from distcollect.net.messages import Hello, Message, WorkerHello, WorkerWelcome
+from distcollect.net.server import Connection, JoinServer, JoinServerEvents
+
+SOON_S = 5
+TOKEN = "a token"
+WELCOME = WorkerWelcome(peer=1, trainer_peer=0, trainer_endpoint="")
+SCRIPT = SCRIPTS / "hold_control_connection.py"
+
+
+class Recorder(JoinServerEvents):
+    """Keeps what a join server reports."""
+
+    def __init__(self) -> None:
+        self.queue: queue.Queue[tuple[str, Any]] = queue.Queue()
+
+    def admit(self, connection: Connection) -> Message:
+        self.queue.put(("admitted", connection))
+        return WELCOME
+
+    def refused(self, hello: Hello | None, reason: str) -> None:
+        self.queue.put(("refused", reason))
+
+    def received(self, connection: Connection, message: Message) -> None:
+        self.queue.put(("received", message))
+
+    def closed(self, connection: Connection) -> None:
+        self.queue.put(("closed", connection))
+
+    def next(self, kind: str) -> Any:
+        got, what = self.queue.get(timeout=SOON_S)
+        assert got == kind
+        return what
+
+
+@pytest.fixture
+def events() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def server(events: Recorder) -> Iterator[JoinServer]:
+    server = JoinServer("127.0.0.1", TOKEN, events)
+    yield server
+    server.close()
+    assert not server._thread.is_alive()
+
+
+Connect = Callable[..., ControlConnection]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    with contextlib.ExitStack() as opened:
+
+        def connect(server: JoinServer | None = None, port: int = 0) -> ControlConnection:
+            client = ControlConnection("127.0.0.1", server.port if server else port, SOON_S)
+            opened.callback(client.close)
+            return client
+
+        yield connect
+
+
+def hello(**changes: Any) -> WorkerHello:
+    return WorkerHello(**{"token": TOKEN, "worker_id": 0, "incarnation": 0, **changes})
+
+
+def start(marked: Marked, *args: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, args)], stdout=subprocess.PIPE, text=True
+    )

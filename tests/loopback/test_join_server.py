@@ -1,0 +1,239 @@
+"""Who may join the trainer, and what a control connection carries."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import threading
+
+import pytest
+from helpers.join_server import (
+    SOON_S,
+    TOKEN,
+    WELCOME,
+    Connect,
+    Recorder,
+    connect,
+    events,
+    hello,
+    server,
+)
+
+import distcollect as dc
+from distcollect.common.process_exit import ProcessExit
+from distcollect.launch.supervisor import join
+from distcollect.net.framing import Frame, pack
+from distcollect.net.messages import (
+    Exited,
+    Goodbye,
+    Kill,
+    Refused,
+    SupervisorHello,
+    TrainerAddress,
+    encode,
+    to_frame,
+    versions,
+)
+from distcollect.net.server import JoinServer
+
+__all__ = ["connect", "events", "server"]
+
+
+def frame(data: bytes, length: int | None = None) -> bytes:
+    return struct.pack("!I", len(data) if length is None else length) + data
+
+
+def test_joins_and_exchanges_frames(server: JoinServer, events: Recorder, connect: Connect) -> None:
+    client = connect(server)
+    assert client.join(hello(worker_id=3)) == WELCOME
+    connection = events.next("admitted")
+    assert connection.hello.worker_id == 3
+    assert connection.hello.pid == os.getpid()
+    for size in (0, 10, 200_000):
+        exited = Exited(2, ProcessExit(-9, 7, "x" * size))
+        client.send(exited)
+        assert events.next("received") == exited
+        connection.send(Refused("y" * size))
+        assert client.receive() == Refused("y" * size)
+    client.close()
+    assert events.next("closed") is connection
+
+
+def test_a_host_that_cannot_be_reached_any_more_is_gone(
+    server: JoinServer, events: Recorder, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says so by an error that Python takes for a timeout."""
+    client = connect(server)
+    client.join(hello())
+
+    class Unplugged:
+        def recv(self, size: int) -> bytes:
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_sock", Unplugged())
+        assert client.receive() is None
+
+
+def test_a_supervisor_tries_again_when_the_handshake_breaks_off(
+    server: JoinServer, events: Recorder
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as breaks_off:
+        ports = [breaks_off.getsockname()[1], server.port]
+        addresses = [TrainerAddress("127.0.0.1", port, TOKEN) for port in ports]
+
+        def break_off() -> None:
+            breaks_off.accept()[0].close()
+
+        threading.Thread(target=break_off, daemon=True).start()
+        client, found = join(
+            lambda: addresses.pop(0),
+            lambda trainer: SupervisorHello(token=trainer.token, rank=None),
+            20,
+            name="this process",
+            give_up_if_refused=True,
+        )
+        assert found.port == server.port
+        client.close()
+
+
+def test_the_servers_end_ends_all_connections(
+    server: JoinServer, events: Recorder, connect: Connect
+) -> None:
+    clients = [connect(server) for _ in range(3)]
+    for client in clients:
+        client.join(hello())
+    server.close()
+    assert [client.receive() for client in clients] == [None] * 3
+    with pytest.raises(OSError, match="refused"):
+        connect(server)
+
+
+@pytest.mark.parametrize("token", ["", "another", TOKEN + "x", "\N{SNOWMAN}"])
+def test_a_wrong_token_is_refused(
+    server: JoinServer, events: Recorder, token: str, connect: Connect
+) -> None:
+    with pytest.raises(dc.LaunchError, match=r"refused this worker: .*token"):
+        connect(server).join(hello(token=token))
+    assert "token" in events.next("refused")
+
+
+@pytest.mark.parametrize("name", ["protocol", "python", "torch", "tensordict"])
+def test_another_version_is_refused_naming_both(
+    server: JoinServer, events: Recorder, name: str, connect: Connect
+) -> None:
+    client = connect(server)
+    client.send(hello(versions={**versions(), name: "0.99"}))
+    reason = (
+        f"its {name} is 0.99, the trainer's is {versions()[name]}; install the same on all hosts"
+    )
+    assert client.receive() == Refused(reason)
+    assert events.next("refused") == reason
+    assert client.receive() is None
+
+
+GARBAGE = {
+    "noise": bytes(range(256)) * 10,
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "oversized": frame(b"", length=2**31),
+    "not json": frame(b"\x80not json"),
+    "not utf-8": frame(b'"\xff\xfe"'),
+    "a number": frame(b"1"),
+    "null": frame(b"null"),
+    "a list": frame(b"[1, 2]"),
+    "empty frame": frame(b""),
+    "empty object": frame(b"{}"),
+    "nested": frame(b"[" * 100_000),
+    "no token": frame(b'{"role": "worker"}'),
+    "a token that is no text": frame(b'{"token": 1}'),
+    "a surrogate": frame(b'{"token": "\\ud800"}'),
+    "versions that are no object": frame(b'{"token": "a token", "versions": 5}'),
+    "half a length": b"\0\0",
+    "half a frame": frame(b'{"tok', length=100),
+}
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "held open"])
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_does_no_harm(
+    server: JoinServer, events: Recorder, garbage: bytes, ended: bool, connect: Connect
+) -> None:
+    before = connect(server)
+    before.join(hello())
+    events.next("admitted")
+    with socket.create_connection((server.address, server.port)) as sock:
+        sock.sendall(garbage)
+        if ended:
+            sock.shutdown(socket.SHUT_RDWR)
+        after = connect(server)
+        after.join(hello())
+        before.send(Kill(1, 2))
+        while (got := events.queue.get(timeout=SOON_S))[0] != "received":
+            assert got[0] in {"refused", "admitted"}
+        assert got[1] == Kill(1, 2)
+
+
+def test_garbage_after_joining_closes_the_connection(
+    server: JoinServer, events: Recorder, connect: Connect
+) -> None:
+    client = connect(server)
+    client.join(hello())
+    connection = events.next("admitted")
+    client._sock.sendall(frame(b"nonsense"))
+    assert events.next("closed") is connection
+    assert client.receive() is None
+
+
+def test_frames_come_whole_however_they_are_cut(
+    server: JoinServer, events: Recorder, connect: Connect
+) -> None:
+    client = connect(server)
+    client.join(hello())
+    events.next("admitted")
+    data = b"".join(encode(Kill(n, 0)) for n in (1, 2, 3))
+    for start in range(0, len(data), 5):
+        client._sock.sendall(data[start : start + 5])
+    assert [events.next("received").worker_id for _ in range(3)] == [1, 2, 3]
+
+
+HELLO = to_frame(hello())
+BAD_FIELDS = {
+    "unknown message": {**HELLO, "message": "Greeting"},
+    "no message": {key: value for key, value in HELLO.items() if key != "message"},
+    "not a hello": {**to_frame(Goodbye()), "token": TOKEN, "versions": versions()},
+    "missing field": {key: value for key, value in HELLO.items() if key != "incarnation"},
+    "unknown field": {**HELLO, "more": 1},
+    "text for a number": {**HELLO, "worker_id": "0"},
+    "bool for a number": {**HELLO, "worker_id": True},
+    "a field that is null": {**HELLO, "host": None},
+}
+
+
+@pytest.mark.parametrize("sent", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
+def test_a_malformed_hello_closes_the_connection(
+    server: JoinServer,
+    events: Recorder,
+    sent: Frame,
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = connect(server)
+    client._sock.sendall(pack(sent))
+    assert client.receive() is None
+    assert events.queue.empty()
+    assert "closing a connection after an unusable message" in caplog.text
+
+
+def test_nothing_is_read_after_a_refusal(
+    server: JoinServer, events: Recorder, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = connect(server)
+    stranger._sock.sendall(frame(b"{}") * 10_000)
+    assert isinstance(stranger.receive(), Refused)
+    stranger.close()
+    connect(server).join(hello())
+    assert "token" in events.next("refused")
+    events.next("admitted")
+    assert not caplog.records

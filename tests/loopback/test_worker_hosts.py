@@ -1,0 +1,82 @@
+"""Which processes the trainer takes to be there, as supervisors come and go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from distcollect.common.process_exit import ProcessExit
+from distcollect.errors import LaunchError
+from distcollect.launch.rendezvous import listen_address
+from distcollect.launch.worker_hosts import WorkerHosts
+from distcollect.net.messages import (
+    Exited,
+    Kill,
+    Message,
+    Spawn,
+    SupervisorHello,
+    WorkerSettings,
+)
+
+
+class Connection:
+    """A supervisor's, as the join server passes it on."""
+
+    def __init__(self, rank: int | None) -> None:
+        self.hello = SupervisorHello(token="", rank=rank)
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+def hosts() -> Iterator[WorkerHosts]:
+    hosts = WorkerHosts("127.0.0.1", "a token")
+    yield hosts
+    hosts.join_server.close()
+
+
+def welcome(hosts: WorkerHosts, connection: Connection) -> None:
+    hosts.admit(connection)  # type: ignore[arg-type]
+    hosts.admitted(connection)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seen_first", ["the end", "the return"])
+def test_processes_end_with_their_supervisors_connection(
+    hosts: WorkerHosts, seen_first: str
+) -> None:
+    """At the end nobody is waited for who was lost with a connection before."""
+    first, again = Connection(rank=1), Connection(rank=1)
+    welcome(hosts, first)
+    hosts.spawn(0, 0, WorkerSettings(), {})
+    if seen_first == "the end":
+        hosts.closed(first)  # type: ignore[arg-type]
+    welcome(hosts, again)
+    if seen_first == "the return":
+        hosts.closed(first)  # type: ignore[arg-type]
+    hosts.spawn(0, 1, WorkerSettings(), {})
+    hosts.received(again, Exited(1, ProcessExit(0, 0)))  # type: ignore[arg-type]
+    begin = time.monotonic()
+    hosts.end_processes(5)
+    assert time.monotonic() - begin < 1
+    assert not any(isinstance(message, Kill) for message in again.sent)
+
+
+def test_nothing_is_sent_to_a_supervisor_before_its_welcome(hosts: WorkerHosts) -> None:
+    connection = Connection(rank=1)
+    hosts.admit(connection)  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match="worker 0"):
+        hosts.spawn(0, 0, WorkerSettings(), {})
+    hosts.admitted(connection)  # type: ignore[arg-type]
+    hosts.spawn(0, 0, WorkerSettings(), {})
+    assert connection.sent == [Spawn(0, 0, WorkerSettings(), {})]
+
+
+def test_where_to_listen_by_argument_or_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listen_address() == ("127.0.0.1", 0)
+    monkeypatch.setenv("DISTCOLLECT_LISTEN", "10.0.0.5:29600")
+    assert listen_address() == ("10.0.0.5", 29600)
+    assert listen_address("10.0.0.6:29601") == ("10.0.0.6", 29601)
