@@ -76,6 +76,25 @@ def test_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
     check_an_env_that_raises_is_made_anew(zoo, kind)
 
 
+@pytest.mark.parametrize(
+    ("given", "settings", "error", "message"),
+    [
+        pytest.param(
+            lambda zoo: zoo.GymEnv("CartPole-v1", num_envs=2),
+            {},
+            dc.ArgumentError,
+            "resets itself a step late",
+            id="<lambda>-settings9-ArgumentError-resets itself a step late",
+        ),
+    ],
+)
+def test_what_cannot_be(
+    zoo: Any, given: Any, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dc.SyncDataCollector(given(zoo), frames_per_batch=20, **settings)
+
+
 def test_torchrl_is_imported_only_by_its_user() -> None:
     code = "import sys, distcollect as dc\n"
     code += "with dc.SyncDataCollector('CartPole-v1', frames_per_batch=4) as c: c.next()\n"

@@ -185,12 +185,6 @@ def test_an_env_given_as_it_is_cannot_be_made_anew(zoo: Any) -> None:
             dc.ArgumentError,
             "can't work with this native vector env",
         ),
-        (
-            lambda zoo: zoo.GymEnv("CartPole-v1", num_envs=2),
-            {},
-            dc.ArgumentError,
-            "resets itself a step late",
-        ),
     ],
 )
 def test_what_cannot_be(
