@@ -191,7 +191,8 @@ def _fail(why: str) -> NoReturn:
     It waits before it ends: torchrun and SLURM name the rank that failed first as the cause, and
     on the trainer's host they end the others.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     threading.Event().wait(_FAIL_DELAY_S)
     raise SystemExit(f"distcollect: {why}; this rank ends")
 

@@ -28,7 +28,7 @@ LEGAL_PHASES = {
 }
 
 
-@pytest.mark.parametrize(("before", "after"), product(ProcessState, ProcessState))
+@pytest.mark.parametrize(("before", "after"), [*product(ProcessState, repeat=2)])
 def test_transitions_of_a_process(before: ProcessState, after: ProcessState) -> None:
     process = Process(0, 0, 1, before)
     if (before, after) in LEGAL:
@@ -40,7 +40,7 @@ def test_transitions_of_a_process(before: ProcessState, after: ProcessState) -> 
         assert process.state is before
 
 
-@pytest.mark.parametrize(("before", "after"), product(Phase, Phase))
+@pytest.mark.parametrize(("before", "after"), [*product(Phase, repeat=2)])
 def test_transitions_of_the_phase(before: Phase, after: Phase) -> None:
     status = Status()
     status.phase = before
