@@ -56,11 +56,9 @@ class _Reporter(ProcessEvents):
         self._connection = connection
 
     def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        """See :class:`~distcollect.launch.local_processes.ProcessEvents`."""
         self._connection.send(Exited(incarnation, process_exit))
 
     def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        """See :class:`~distcollect.launch.local_processes.ProcessEvents`."""
         self._connection.send(MemoryExceeded(incarnation, num_bytes))
 
 

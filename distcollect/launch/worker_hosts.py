@@ -258,7 +258,6 @@ class WorkerHosts(JoinServerEvents):
         self.join_server.close()
 
     def admit(self, connection: Connection) -> Message:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         if not isinstance(connection.hello, SupervisorHello):
             return self._events.admit(connection)
         with self._lock:
@@ -266,7 +265,6 @@ class WorkerHosts(JoinServerEvents):
         return SupervisorWelcome(worker_id)
 
     def admitted(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         worker_id = self._slots.get(connection)
         if worker_id is None:
             return
@@ -295,11 +293,9 @@ class WorkerHosts(JoinServerEvents):
         return next(i for i in range(self._num_local, 2**31) if i not in taken)
 
     def refused(self, hello: Hello | None, reason: str) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         self._events.refused(hello, reason)
 
     def received(self, connection: Connection, message: Message) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         worker_id = self._slots.get(connection)
         if worker_id is None:
             self._events.received(connection, message)
@@ -314,7 +310,6 @@ class WorkerHosts(JoinServerEvents):
                 self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         with self._lock:
             worker_id = self._slots.pop(connection, None)
             is_current = worker_id is not None and self._supervisors.get(worker_id) is connection

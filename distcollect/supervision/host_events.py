@@ -49,7 +49,6 @@ class PostedHostEvents(HostEvents):
         self._end_launch = end_launch
 
     def admit(self, connection: Connection) -> Message:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         process = self._claimed_by(connection)
         if process is None or process.connection is not None or process.is_over:
             return Refused("there is no free slot for it")
@@ -57,7 +56,6 @@ class PostedHostEvents(HostEvents):
         return WorkerWelcome(process.peer, identity().trainer, self._endpoint)
 
     def refused(self, hello: Hello | None, reason: str) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         if hello is None:
             log.warning("refused a process that wanted to join: %s", reason)
             return
@@ -66,7 +64,6 @@ class PostedHostEvents(HostEvents):
         self._post(partial(self._lifecycle.refused, hello, message))
 
     def received(self, connection: Connection, message: Message) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         process = self._process_of(connection)
         if process is None:
             return
@@ -76,7 +73,6 @@ class PostedHostEvents(HostEvents):
             self._post(partial(self._lifecycle.leave, process.worker_id))
 
     def closed(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         process = self._process_of(connection)
         if process is not None:
             self._post(partial(self._lifecycle.lose, process))
@@ -92,21 +88,16 @@ class PostedHostEvents(HostEvents):
         return self._lifecycle.processes.get((hello.worker_id, hello.incarnation))
 
     def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        """See :class:`~distcollect.launch.local_processes.ProcessEvents`."""
         self._post(partial(self._lifecycle.reaped, (worker_id, incarnation), process_exit))
 
     def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        """See :class:`~distcollect.launch.local_processes.ProcessEvents`."""
         self._post(partial(self._lifecycle.retire, (worker_id, incarnation), num_bytes))
 
     def slot_opened(self, worker_id: int) -> None:
-        """See :class:`~distcollect.launch.worker_hosts.HostEvents`."""
         self._post(partial(self._lifecycle.open_slot, worker_id))
 
     def slot_closed(self, worker_id: int) -> None:
-        """See :class:`~distcollect.launch.worker_hosts.HostEvents`."""
         self._post(partial(self._lifecycle.close_slot, worker_id))
 
     def launch_ended(self) -> None:
-        """See :class:`~distcollect.launch.worker_hosts.HostEvents`."""
         self._end_launch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ from distcollect.net.messages import (
 )
 from distcollect.transport.rpc import RpcTransport
 from distcollect.worker.service import Worker
+
+log = logging.getLogger(__name__)
 
 # While the engine computes, a thread that answers the trainer waits this long for the interpreter
 # lock. With Python's own 5 ms, several times in a push, that wait is most of a small push's time.
@@ -79,6 +82,8 @@ def main(frame: Frame) -> None:
                     worker.stop()
                 elif isinstance(message, Exit):
                     may_exit.set()
+        except LaunchError:
+            log.exception("the trainer sent an unusable message")
         finally:
             # The trainer is gone, and an env may hang: only this ends the process for certain.
             exit_now(1)

@@ -1,4 +1,4 @@
-"""What of ``distcollect submit`` needs no hosts."""
+"""What of ``distcollect submit`` needs no cluster."""
 
 from __future__ import annotations
 

@@ -75,7 +75,6 @@ class DoctorServer(JoinServerEvents):
             connection.send(Exit())
 
     def admit(self, connection: Connection) -> Message:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         if not isinstance(connection.hello, DoctorHello):
             return Refused("this is distcollect doctor, which has no work for it")
         peer = identity().new_peer()
@@ -83,13 +82,11 @@ class DoctorServer(JoinServerEvents):
         return WorkerWelcome(peer, identity().trainer, self._transport.endpoint)
 
     def refused(self, hello: Hello | None, reason: str) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         with self._changed:
             self.turned_away.append(("an unknown host" if hello is None else hello.host, reason))
             self._changed.notify_all()
 
     def received(self, connection: Connection, message: Message) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         assert isinstance(message, Examined)
         survey = message.report
         peer = self._connections[connection]
@@ -100,7 +97,6 @@ class DoctorServer(JoinServerEvents):
             self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         peer = self._connections.pop(connection, None)
         if peer is not None:
             self._transport.evict(peer)
