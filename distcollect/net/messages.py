@@ -42,7 +42,7 @@ from distcollect.net.framing import Frame, pack
 
 M = TypeVar("M")
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 def versions() -> dict[str, str]:
