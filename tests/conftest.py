@@ -42,7 +42,8 @@ def _imports() -> bool:
 
 def _spawn(*args: object) -> int:
     """What multiprocessing starts its spawned processes with; it raises no audit event."""
-    _started.append(f"spawn {args[:1]}")
+    if "resource_tracker" not in str(args[1]):  # Python's own, for any named semaphore
+        _started.append(f"spawn {args[:2]}")
     return _real_spawn(*args)
 
 
