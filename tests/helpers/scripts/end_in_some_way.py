@@ -22,6 +22,7 @@ from gymnasium import spaces
 from torch import nn
 
 import distcollect as dc
+from distcollect.launch.topology import Launch
 
 KIND, END = sys.argv[1:]
 
@@ -64,7 +65,7 @@ def main():
         policy,
         frames_per_batch=16,
         total_frames=64 if END == "normal" else -1,
-        num_workers=None if dc.topology.Launch.detect().num_workers else 1,
+        num_workers=None if Launch.detect().num_workers else 1,
     )
     print("running", flush=True)
     for i, _ in enumerate(collector):
