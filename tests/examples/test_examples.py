@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paths import LAUNCH
+from helpers.programs import run_python
 from tensordict import TensorDict
 
 pytest.importorskip("matplotlib")
@@ -31,10 +31,7 @@ def impala() -> ModuleType:
 
 
 def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, LAUNCH / f"{name}.py", *arguments]
-    return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_python(LAUNCH / f"{name}.py", *arguments, timeout_s=100)
 
 
 def rows_of(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, Any]]:

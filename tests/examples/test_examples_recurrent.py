@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paths import LAUNCH
+from helpers.programs import run_python
 
 import distcollect as dc
 
@@ -28,8 +28,7 @@ def recurrent() -> ModuleType:
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, *(str(word) for word in command)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    return run_python(*command, timeout_s=200)
 
 
 def check_run(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paths import LAUNCH
+from helpers.programs import run_python
 from tensordict import TensorDict
 
 pytest.importorskip("matplotlib")
@@ -31,10 +31,7 @@ def script() -> ModuleType:
 
 
 def run(launcher: tuple[str, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, SCRIPT, *arguments]
-    return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_python(*launcher, SCRIPT, *arguments, timeout_s=100)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

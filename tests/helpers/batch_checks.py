@@ -22,9 +22,8 @@ from helpers.batch_contract import (
 from helpers.counting_envs import (
     CountingMaker,
 )
+from helpers.policies import CategoricalPolicy
 from tensordict import TensorDict
-from torch import nn
-from torch.distributions import Categorical
 
 
 def check_every_env_kind(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
@@ -86,19 +85,10 @@ def check_frames_know_their_policy_version(delivery: str, kind: str) -> None:
         policy.check(batch)
 
 
-class Chancy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 2)
-
-    def forward(self, observation: torch.Tensor) -> Categorical:
-        return Categorical(logits=self.net(observation))
-
-
 def check_same_seed_same_batches(delivery: str) -> None:
     """Bit for bit: the envs, random actions at the start, and then the policy's own noise."""
     torch.manual_seed(0)
-    policy = Chancy()
+    policy = CategoricalPolicy()
 
     def collect(*seeds: int) -> list[TensorDict]:
         options = {"init_random_frames": 50}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
@@ -17,8 +16,8 @@ from helpers.counting_envs import (
     Frame,
     check_frames,
 )
+from helpers.policies import SummingPolicy
 from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 from distcollect.engine.build import WorkerPlan, build_engine
@@ -112,14 +111,6 @@ class VectorMaker:
         return self.made[-1]
 
 
-class Summing(nn.Module):
-    """Acts by what it sees, and says what that was."""
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        total = observation.sum(-1)
-        return total.long() % 5, {"sum": total}
-
-
 def engine_of(maker: Any, policy: Any = None, *, faults: int = 3, **options: Any) -> Engine:
     plan = WorkerPlan(maker, N, policy, options=StepOptions(**options), max_env_faults=faults)
     return build_engine(plan, traj_ids=count())
@@ -180,28 +171,13 @@ def steps_of(row: TensorDict) -> list[tuple[int, int, int]]:
     return [tuple(map(int, frame[:3])) for frame in row["observation"]]
 
 
-class Stumbling(gym.Wrapper[Any, Any, Any, Any]):
-    """Raises at one of its steps."""
-
-    def __init__(self, env: Any, at: int | None) -> None:
-        super().__init__(env)
-        self.left = at
-
-    def step(self, action: Any) -> Any:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise RuntimeError("stumbled")
-        return super().step(action)
-
-
 # How AsyncVectorEnv logs errors.
 quiet = pytest.mark.filterwarnings("ignore:.*(ERROR|WARN):UserWarning")
 
 
 def check_a_vector_env_that_raises(kind: str, at: int) -> None:
     maker = VectorMaker(kind, Maker({1: [("step", at)]}))
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 3)
     check_policy(batch)
     before = at - 1
@@ -226,7 +202,7 @@ def check_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) ->
     """Rows that have just ended are not marked, and none is spliced."""
     lengths = (3, 1, 4, 2)
     maker = VectorMaker(kind, Maker({1: [("step", at), ("step", 9), ("step", 2)]}, lengths))
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 5)
     check_policy(batch)
     for each in batch:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import gymnasium as gym
 import pytest
 import torch
+from helpers.policies import ShownWeight
+from helpers.waiting import eventually
 from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 
@@ -35,13 +35,6 @@ class Buffer:
 
     def __len__(self) -> int:
         return len(self.frames)
-
-
-def eventually(condition: Any, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Breaks(gym.Wrapper):
@@ -76,21 +69,9 @@ def check_failure_of_what_collects_is_told(kind: Any, how: str) -> None:
         collector.async_shutdown()
 
 
-class Shown(nn.Module):
-    """Shows its weight in each frame."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        n = len(observation)
-        return torch.zeros(n, dtype=torch.int64), {"weight": self.weight.expand(n)}
-
-
 def check_weights_while_the_buffer_fills(kind: Any) -> None:
     """Those that were published, though the trainer's own change all the time."""
-    policy, buffer = Shown(), Buffer()
+    policy, buffer = ShownWeight(), Buffer()
     how = {} if kind is dc.SyncDataCollector else {"num_workers": 2}
     with kind("CartPole-v1", policy, frames_per_batch=T, replay_buffer=buffer, **how) as collector:
         collector.start()

@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.policies import ConstantPolicy
 from torch import nn
 
 import distcollect as dc
-
-
-class Policy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(observation), dtype=torch.int64)
 
 
 def collector(num_workers: int, policy: nn.Module, **kwargs: Any) -> dc.DataCollectorBase:
@@ -32,7 +24,7 @@ def collector(num_workers: int, policy: nn.Module, **kwargs: Any) -> dc.DataColl
 
 
 def check_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, after: int) -> None:
-    policy = Policy()
+    policy = ConstantPolicy()
     ids: set[int] = set()
     firsts = []
     saved = tmp_path / "state.json"

@@ -11,8 +11,9 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from helpers.envs import ProcessIdEnv
 from helpers.loopback_pool import loopback_collector
-from helpers.publishing import NAMES, Collect, Env, Telling, collect, told
+from helpers.publishing import NAMES, Collect, Telling, collect, told
 
 import distcollect as dc
 
@@ -158,13 +159,13 @@ class TestToWhom:
     def test_by_itself_also_to_those_who_lag(self) -> None:
         """One is so slow that none of its batches is taken meanwhile."""
 
-        class Slow(Env):
+        class Slow(ProcessIdEnv):
             def step(self, action: Any) -> Any:
                 threading.Event().wait(30)
                 return super().step(action)
 
         def first_step_is_quick(context: Any) -> Any:
-            return Slow() if context.worker_id == 2 else Env()
+            return Slow() if context.worker_id == 2 else ProcessIdEnv()
 
         collector = loopback_collector(
             first_step_is_quick,

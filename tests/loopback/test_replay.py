@@ -14,8 +14,8 @@ from helpers.replay_buffers import (
     T,
     check_failure_of_what_collects_is_told,
     check_weights_while_the_buffer_fills,
-    eventually,
 )
+from helpers.waiting import eventually
 from tensordict import TensorDict
 
 import distcollect as dc

@@ -12,7 +12,8 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from helpers.publishing import NAMES, Collect, Env, Telling, collect, told
+from helpers.envs import ProcessIdEnv
+from helpers.publishing import NAMES, Collect, Telling, collect, told
 
 import distcollect as dc
 from distcollect.weights.updaters import UpdaterContext
@@ -155,7 +156,7 @@ class TestUpdaters:
         collector = collect(weight_updater=updater)
         collector.init_updater(1, two=3)
         assert updater.arguments == ((1,), {"two": 3})
-        with dc.SyncDataCollector(Env, Telling(), frames_per_batch=2) as alone:
+        with dc.SyncDataCollector(ProcessIdEnv, Telling(), frames_per_batch=2) as alone:
             alone.init_updater(1, two=3)
             with pytest.raises(TypeError, match="no weight updater"):
                 alone.update_policy_weights_(worker_ids=0)

@@ -13,13 +13,12 @@ from gymnasium.vector import AsyncVectorEnv
 from helpers.counting_envs import (
     CountingEnv,
 )
+from helpers.envs import StumblingEnv
 from helpers.fragile_envs import (
     LONG,
     Fragile,
     Maker,
     N,
-    Stumbling,
-    Summing,
     T,
     VectorMaker,
     check_a_vector_env_that_raises,
@@ -30,6 +29,7 @@ from helpers.fragile_envs import (
     quiet,
     steps_of,
 )
+from helpers.policies import SummingPolicy
 
 import distcollect as dc
 
@@ -53,7 +53,7 @@ def test_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> 
 @quiet
 def test_a_vector_env_whose_process_is_killed() -> None:
     maker = VectorMaker("async-next", Maker())
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     collect(engine, 1)
     processes = maker.made[0].processes
     os.kill(processes[1].pid, signal.SIGKILL)
@@ -88,7 +88,7 @@ def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
         made.append(AsyncVectorEnv([lambda env=env: env for env in envs]))
         return made[-1]
 
-    engine = engine_of(make, Summing(), faults=1)
+    engine = engine_of(make, SummingPolicy(), faults=1)
     batch = collect(engine, 1)
     for each in batch:
         check_row(each)
@@ -106,10 +106,10 @@ class StumblesOnce:
     def __init__(self) -> None:
         self.made = 0
 
-    def __call__(self, context: dc.EnvContext) -> Stumbling:
+    def __call__(self, context: dc.EnvContext) -> StumblingEnv:
         stumbles = (context.worker_id, context.env_index) == (1, 1)
         self.made += stumbles
-        return Stumbling(gym.make("CartPole-v1"), 20 if self.made == 1 and stumbles else None)
+        return StumblingEnv(gym.make("CartPole-v1"), 20 if self.made == 1 and stumbles else None)
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.bad_calls import ARGUMENTS, RUNNING, Chooses, raising_maker, raising_policy
+from helpers.bad_calls import ARGUMENTS, RUNNING, raising_maker, raising_policy
 from helpers.bad_launches import LAUNCHES
 from helpers.command_line import folders, modules, status_of
 from helpers.error_rows import ARGUMENT, KIND, STATE, Row, check, rpc, said
 from helpers.marked import Marked
 from helpers.paths import ROOT
+from helpers.policies import GreedyPolicy
 from torch import nn
 
 import distcollect as dc
@@ -105,7 +106,7 @@ def test_of_workers(marked: Marked) -> None:
     )
     weights = nn.Linear(4, 2)
     policy = nn.Sequential(nn.Linear(4, 2), nn.Flatten())
-    factory = {"policy_factory": Chooses}
+    factory = {"policy_factory": GreedyPolicy}
     with rpc(create_env_fn=Moody, **{**one, **factory}) as collector:
         pid = collector.call("set_mood", "fine")[0][0]
         rows: list[Row] = [

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
+from helpers.waiting import eventually
 
 from distcollect.launch.local_processes import End, LocalProcesses, ProcessEvents
 
@@ -64,10 +65,7 @@ def spawn(processes: LocalProcesses, tmp_path: Path) -> Spawn:
 
 
 def await_count(marked: Marked, count: int, timeout_s: float = SOON_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while len(marked.pids()) != count:
-        assert time.monotonic() < deadline, marked.left()
-        time.sleep(0.02)
+    eventually(lambda: len(marked.pids()) == count, timeout_s, marked.left)
 
 
 def test_a_real_worker_that_finds_no_trainer_says_so(

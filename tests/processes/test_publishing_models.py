@@ -9,7 +9,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from helpers.publishing import Env
+from helpers.envs import ProcessIdEnv
 from torch import nn
 
 import distcollect as dc
@@ -23,7 +23,7 @@ class TestWhatTravels:
         scale, shift, net = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 2)
         models = {"scale": scale, "shift": shift, "net": net}
 
-        class Shifted(Env):
+        class Shifted(ProcessIdEnv):
             def step(self, action: Any) -> Any:
                 return np.full(1, float(shift.bias)), float(shift.weight), False, False, {}
 

@@ -14,7 +14,8 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from helpers.publishing import Env, Telling, told
+from helpers.envs import ProcessIdEnv
+from helpers.publishing import Telling, told
 
 import distcollect as dc
 
@@ -32,7 +33,7 @@ class TestReceiversInTrouble:
     def test_one_that_is_late_gets_the_newest_when_it_answers(self, make: Any) -> None:
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=3,
             frames_per_batch=12,
@@ -67,7 +68,7 @@ class TestReceiversInTrouble:
         """It says that it is ready, and then nothing more."""
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=3,
             frames_per_batch=12,
@@ -97,7 +98,7 @@ class TestReceiversInTrouble:
         """It says that it is ready, and then it is gone."""
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=3,
             frames_per_batch=12,
@@ -131,7 +132,7 @@ class TestReceiversInTrouble:
         """It was in the group; nobody had used it. Nor do those wait whom it was to pass it to."""
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=num_workers,
             frames_per_batch=4 * num_workers,
@@ -160,7 +161,7 @@ class TestReceiversInTrouble:
     def test_when_all_are_late_the_trainer_waits(self) -> None:
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=1,
             frames_per_batch=4,
@@ -181,7 +182,7 @@ class TestReceiversInTrouble:
     def test_only_the_newest_of_what_was_not_sent_is_sent(self) -> None:
         policy = Telling()
         with dc.RPCDataCollector(
-            Env, policy, num_workers=2, frames_per_batch=8, sync=True
+            ProcessIdEnv, policy, num_workers=2, frames_per_batch=8, sync=True
         ) as collector:
             handles = [
                 collector.update_policy_weights_(policy.fill(version), wait=False)

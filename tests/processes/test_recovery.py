@@ -16,11 +16,10 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from helpers.marked import Marked
+from helpers.policies import ShownWeight
 from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 from distcollect.net.client import ControlConnection
@@ -76,18 +75,6 @@ def grows_once(context: dc.EnvContext) -> Telling:
     return Telling(pause_s=0.001, memory=context.worker_id == 1 and context.incarnation == 0)
 
 
-class Marking(nn.Module):
-    """Every frame tells the weights that its action was chosen with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mark = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        n = len(observation)
-        return torch.zeros(n, dtype=torch.int64), {"mark": self.mark.detach().expand(n)}
-
-
 class Checker:
     """Looks at every batch; what must hold whatever happens to workers."""
 
@@ -109,8 +96,8 @@ class Checker:
         steps = batch["observation"][..., 1]
         same = batch["collector", "traj_ids"][..., 1:] == batch["collector", "traj_ids"][..., :-1]
         assert (steps[..., 1:] - steps[..., :-1] == 1)[same].all(), "a gap within a trajectory"
-        if "mark" in batch:
-            assert (batch["mark"] == batch["collector", "policy_version"]).all(), "wrong weights"
+        if "weight" in batch:
+            assert (batch["weight"] == batch["collector", "policy_version"]).all(), "wrong weights"
 
 
 def until(
@@ -147,11 +134,11 @@ modes = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 def test_a_killed_worker_is_replaced_and_gets_the_newest_weights(
     marked: Marked, sync: bool
 ) -> None:
-    policy, checker = Marking(), Checker()
+    policy, checker = ShownWeight(), Checker()
     with collect_with(sync, policy=policy) as collector:
         until(collector, checker, lambda: len(checker.pids) == 2, 10)
         for version in range(1, 4):
-            policy.mark.data.fill_(version)
+            policy.weight.data.fill_(version)
             collector.update_policy_weights_(policy, worker_ids=None if version < 3 else [0])
         killed = checker.pids[1]
         os.kill(killed, signal.SIGKILL)
@@ -188,11 +175,11 @@ def test_all_workers_at_once(marked: Marked) -> None:
 
 
 def test_weights_wait_for_the_replacement_of_the_only_worker(marked: Marked) -> None:
-    policy, checker = Marking(), Checker()
+    policy, checker = ShownWeight(), Checker()
     with collect_with(True, policy=policy, num_workers=1, frames_per_batch=40) as collector:
         checker.see(collector.next())
         os.kill(checker.pids[0], signal.SIGKILL)
-        policy.mark.data.fill_(1)
+        policy.weight.data.fill_(1)
         handle = collector.update_policy_weights_(policy)
         assert handle is not None
         assert handle.acknowledged == {0: 1}
@@ -365,9 +352,9 @@ def port() -> int:
 def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
     marked: Marked, token_file: Path, port: int
 ) -> None:
-    policy, checker = Marking(), Checker()
+    policy, checker = ShownWeight(), Checker()
     with collect_with(False, policy=policy, listen=f"127.0.0.1:{port}") as collector:
-        policy.mark.data.fill_(1)
+        policy.weight.data.fill_(1)
         collector.update_policy_weights_(policy)
         joined = join(port)
         until(collector, checker, lambda: 2 in checker.pids, JOIN_S)

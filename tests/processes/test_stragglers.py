@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 import cloudpickle
-import gymnasium as gym
-import numpy as np
 import pytest
-from gymnasium import spaces
+from helpers.envs import StepCountEnv
 
 import distcollect as dc
 
@@ -20,27 +17,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 T = 20
 
 
-class Counting(gym.Env[np.ndarray, np.int64]):
-    """Observes its steps; one worker's takes a hundred times as long."""
-
-    observation_space = spaces.Box(0, np.inf, (1,), np.float64)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, pause_s: float) -> None:
-        self.pause_s = pause_s
-
-    def reset(self, **_: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        self.steps = 0
-        return np.zeros(1), {}
-
-    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        time.sleep(self.pause_s)
-        return np.full(1, self.steps, np.float64), 1.0, False, False, {}
-
-
-def make(context: dc.EnvContext) -> Counting:
-    return Counting(0.2 if context.worker_id == 2 else 0.002)
+def make(context: dc.EnvContext) -> StepCountEnv:
+    return StepCountEnv(0.2 if context.worker_id == 2 else 0.002)
 
 
 @pytest.mark.parametrize("how", [{"preemptive_threshold": 0.6}, {"batch_deadline_s": 0.5}])

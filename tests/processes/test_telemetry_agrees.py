@@ -11,16 +11,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import gymnasium as gym
-import numpy as np
 import pytest
-import torch
+from helpers.envs import ProcessIdEnv
 from helpers.marked import Marked
+from helpers.policies import ConstantPolicy
 from helpers.trace_checks import assert_answered, assert_named, assert_nested, load
 
 import distcollect as dc
@@ -33,30 +33,6 @@ from distcollect.telemetry.prometheus import figures
 EVERY_S = 0.2
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
-
-
-class Telling(gym.Env[Any, Any]):
-    """Observes its process; episodes of ten frames with rewards of 2."""
-
-    observation_space = gym.spaces.Box(0, np.inf, (1,), np.float64)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.left = 10
-        return np.array([os.getpid()], np.float64), {}
-
-    def step(self, action: Any) -> Any:
-        self.left -= 1
-        return np.array([os.getpid()], np.float64), 2.0, self.left == 0, False, {}
-
-
-class Choose(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(observation), dtype=torch.int64)
 
 
 @dataclass
@@ -79,7 +55,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
-    mark, told, policy = Marked(), list[Stats](), Choose()
+    mark, told, policy = Marked(), list[Stats](), ConstantPolicy()
     monitor = dc.Monitor(
         run_dir=folder,
         tensorboard=HAS_TENSORBOARD,
@@ -91,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.setenv(*mark.variable)
         try:
             with dc.MultiaSyncDataCollector(
-                Telling,
+                partial(ProcessIdEnv, length=10, reward=2.0),
                 policy,
                 frames_per_batch=50,
                 num_workers=2,

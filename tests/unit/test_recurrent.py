@@ -11,6 +11,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
+from helpers.envs import StumblingEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.recurrent_policies import LENGTHS, Counter, N, T, check
 from tensordict import TensorDict
@@ -83,27 +84,13 @@ def test_random_frames_leave_the_state_as_it_starts() -> None:
     assert torch.equal(batch["is_init"].squeeze(-1), batch["observation"][..., 2] == 0)
 
 
-class Faulty(gym.Wrapper[Any, Any, Any, Any]):
-    """Raises once, at a step of its own."""
-
-    def __init__(self, env: gym.Env[Any, Any], at_step: int) -> None:
-        super().__init__(env)
-        self.left = at_step
-
-    def step(self, action: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("fell over")
-        return super().step(action)
-
-
 def test_an_env_made_anew_has_a_state_of_its_own() -> None:
     made = count()
 
     def make() -> gym.Env[Any, Any]:
         index = next(made)
         env = CountingEnv(index, lengths=(6,))
-        return Faulty(env, 9 if index == 1 else 0)
+        return StumblingEnv(env, 8 if index == 1 else None)
 
     plan = WorkerPlan(make, N, Counter(), max_env_faults=1)
     engine = build_engine(plan, traj_ids=count(100))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.countdown_env import Countdown
+from helpers.envs import CountdownEnv
 
 import distcollect as dc
 from distcollect.results import (
@@ -245,7 +245,7 @@ def test_a_dropped_collector_ends_what_is_told() -> None:
             some.set()
 
     monitor = dc.Monitor(callback=tell, every_s=0.01, view=False)
-    collector = dc.SyncDataCollector(Countdown, frames_per_batch=10, monitor=monitor)
+    collector = dc.SyncDataCollector(CountdownEnv, frames_per_batch=10, monitor=monitor)
     collector.next()
     assert some.wait(20)
     thread = next(t for t in threading.enumerate() if t.name == "distcollect-monitor")
@@ -286,7 +286,7 @@ def test_a_monitor_that_cannot_be(tmp_path: Path, started: Any) -> None:
         ("stats.jsonl", dc.ArgumentTypeError),
     ):
         with pytest.raises(error):
-            dc.MultiSyncDataCollector(Countdown, frames_per_batch=4, monitor=monitor)
+            dc.MultiSyncDataCollector(CountdownEnv, frames_per_batch=4, monitor=monitor)
     assert not started()
 
 
