@@ -1,4 +1,4 @@
-"""A training that goes on from a checkpoint."""
+"""A training run that is saved and resumed by a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_goes_on_where_it_was(tmp_path: Path, kind: Any) -> None:
         assert torch.equal(resumed.weight, policy.weight)
         assert again.state_dict()["state"][0]["step"] == 3
         assert collector.frames == frames == 60
-        # Workers have what was loaded, and say so.
+        # Workers act with the weights that were loaded.
         batch = collector.next()
         assert (batch["weight"] == policy.weight.item()).all()
         assert (batch["collector", "policy_version"] == version + 1).all()

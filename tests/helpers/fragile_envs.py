@@ -1,4 +1,4 @@
-"""Envs that raise when they are told to, and what the frames around a fault have to be."""
+"""Envs that raise at a chosen call, and checks of the frames around such a fault."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = (100,)
 
 
 class Fragile(CountingEnv):
-    """Raises at its n-th step or reset, counted from 1, and when it is closed after that."""
+    """Raises at its n-th step or reset, counted from 1; then close() raises too."""
 
     def __init__(self, number: int, fails: tuple[str, int] | None, lengths: Sequence[int]) -> None:
         super().__init__(number, lengths=lengths)
@@ -84,7 +84,7 @@ class Maker:
 
 @dataclass
 class VectorMaker:
-    """As :class:`Maker`, of vector envs of any kind."""
+    """Like :class:`Maker`, for vector envs of any kind."""
 
     kind: str
     inner: Maker
@@ -117,7 +117,7 @@ def engine_of(maker: Any, policy: Any = None, *, faults: int = 3, **options: Any
 
 
 def collect(engine: Engine, rollouts: int, steps: int = T, **kwargs: Any) -> TensorDict:
-    """Some rollouts, one behind the other, ``[n, rollouts * steps]``."""
+    """Several rollouts in a row, joined in time: ``[n, rollouts * steps]``."""
     slab = Slab(engine.layout, steps)
     parts = []
     for _ in range(rollouts):
@@ -157,7 +157,7 @@ def check_row(row: TensorDict, lengths: Sequence[int] = LONG, cut_after: int | N
 
 
 def check_policy(batch: TensorDict) -> None:
-    """Each action was chosen for the observation that stands beside it."""
+    """Each action was chosen for the observation in the same frame."""
     assert torch.equal(batch["sum"], batch["observation"].sum(-1))
     assert torch.equal(batch["action"], batch["sum"].long() % 5)
 
@@ -167,7 +167,7 @@ def same(one: TensorDict, other: TensorDict) -> bool:
 
 
 def steps_of(row: TensorDict) -> list[tuple[int, int, int]]:
-    """(number, episode, step) that each frame starts with."""
+    """(env number, episode, step) of each frame's observation."""
     return [tuple(map(int, frame[:3])) for frame in row["observation"]]
 
 
@@ -199,7 +199,7 @@ def check_a_vector_env_that_raises(kind: str, at: int) -> None:
 
 
 def check_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> None:
-    """Rows that have just ended are not marked, and none is spliced."""
+    """Rows that have just ended are not marked, and no trajectory joins two envs."""
     lengths = (3, 1, 4, 2)
     maker = VectorMaker(kind, Maker({1: [("step", at), ("step", 9), ("step", 2)]}, lengths))
     engine = engine_of(maker, SummingPolicy())

@@ -1,4 +1,4 @@
-"""A server that records who joins, and what is sent to it."""
+"""A join server that records who joins and what is sent to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT = SCRIPTS / "hold_control_connection.py"
 
 
 class Recorder(JoinServerEvents):
-    """Keeps what a gate reports."""
+    """Records the events of a join server."""
 
     def __init__(self) -> None:
         self.queue: queue.Queue[tuple[str, Any]] = queue.Queue()

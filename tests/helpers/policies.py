@@ -1,4 +1,4 @@
-"""Small policies that several test files use; each takes any observation of CartPole's kind."""
+"""Small policies that several test files use."""
 
 from __future__ import annotations
 

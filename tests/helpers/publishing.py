@@ -47,7 +47,7 @@ NAMES = [name.replace(".", "_") for name in Telling().state_dict()]
 
 
 def told(batch: TensorDict, row: int = 0) -> dict[str, float]:
-    """The weights' values in the last frame of a row."""
+    """The values of the weights in a row's last frame."""
     return {name: float(batch[name][row, -1]) for name in NAMES}
 
 

@@ -19,7 +19,7 @@ T = 8
 
 
 class Buffer:
-    """The least that will do."""
+    """A list of frames: the smallest class that works as a replay buffer."""
 
     def __init__(self) -> None:
         self.frames: list[TensorDict] = []
@@ -38,7 +38,7 @@ class Buffer:
 
 
 class Breaks(gym.Wrapper):
-    """Ends its process, or raises whatever is done about it."""
+    """From its 30th step on, kills its process or raises."""
 
     def __init__(self, how: str) -> None:
         super().__init__(gym.make("CartPole-v1"))
@@ -70,7 +70,7 @@ def check_failure_of_what_collects_is_told(kind: Any, how: str) -> None:
 
 
 def check_weights_while_the_buffer_fills(kind: Any) -> None:
-    """Those that were published, though the trainer's own change all the time."""
+    """Frames use published weights only, though the trainer's change all the time."""
     policy, buffer = ShownWeight(), Buffer()
     how = {} if kind is dc.SyncDataCollector else {"num_workers": 2}
     with kind("CartPole-v1", policy, frames_per_batch=T, replay_buffer=buffer, **how) as collector:

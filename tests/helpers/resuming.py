@@ -1,4 +1,4 @@
-"""A collector that goes on where another one was."""
+"""A collector that resumes from the state of another one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, af
             assert (batch["collector", "policy_version"] == 3 + batches).all()
             assert second.version_lag == (0, 0, 0)
             assert not ids & set(batch["collector", "traj_ids"].unique().tolist())
-            # The same seed goes on: it doesn't give the same episodes once more.
+            # The seed's sequence goes on: the same episodes do not come again.
             assert not any(
                 torch.equal(batch["observation"].flatten(0, -2)[0], b.flatten(0, -2)[0])
                 for b in firsts

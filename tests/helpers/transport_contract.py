@@ -27,7 +27,7 @@ SMALL, LARGE = 100, 200_000
 
 
 class Loopback:
-    """A transport and a peer of it in this process."""
+    """A transport with a peer in this process."""
 
     def __init__(self) -> None:
         self.transport = LoopbackTransport()
@@ -42,7 +42,7 @@ class Loopback:
 
 
 class Rpc:
-    """A transport and a peer of it in a process of its own."""
+    """A transport with a peer in another process."""
 
     def __init__(self, channels: list[str] | None = None) -> None:
         self.transport = RpcTransport(identity().trainer, address="127.0.0.1")
@@ -69,7 +69,7 @@ class Rpc:
         return peer
 
     def sent_bytes(self) -> int:
-        """What the peer has written to its sockets (true with the channel "basic" alone)."""
+        """The bytes that the peer has written to its sockets (with the channel "basic" alone)."""
         counters = Path(f"/proc/{self.processes[0].pid}/io").read_text().splitlines()
         return int(dict(line.split(": ") for line in counters)["wchar"])
 
@@ -101,7 +101,7 @@ def check_calls(world: Loopback | Rpc) -> None:
         assert "in fail\n" in caught.value.remote_traceback
         assert not isinstance(caught.value, dc.WorkerLost)
 
-    # More answers owed than any pool of threads has threads.
+    # More open calls than any thread pool has threads.
     later = [ask(world.peer, "later", f"key{i}") for i in range(20)]
     assert ask(world.peer, "echo").result(SOON_S) == ()
     assert not any(answer.done() for answer in later)
@@ -121,7 +121,7 @@ def check_a_rollout_is_offered_then_fetched(world: Loopback | Rpc, num_steps: in
     tensors = offer.fetch().result(SOON_S)
     check(tensors, num_steps)
     for tensor in tensors:
-        tensor.zero_()  # ours to keep: another rollout is not touched
+        tensor.zero_()  # they belong to us: the next rollout does not change them
     again = world.transport.collect(world.peer, CollectRequest(num_steps)).result(SOON_S)
     check(again.fetch().result(SOON_S), num_steps)
     with pytest.raises(dc.WorkerError, match="no rollout today"):
@@ -131,7 +131,7 @@ def check_a_rollout_is_offered_then_fetched(world: Loopback | Rpc, num_steps: in
 def check_a_declined_rollout_moves_no_bytes(
     make: Callable[[], Loopback | Rpc], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the peer sends goes through its sockets here, and the kernel counts it."""
+    """Here the peer sends only through its sockets, and the kernel counts the bytes."""
     monkeypatch.setattr(rpc, "_CHANNELS", ["basic"])
     world = make()
     try:
@@ -165,7 +165,7 @@ def check_evicting_a_peer_fails_what_it_owes(world: Loopback | Rpc) -> None:
         pending,
         world.transport.call(world.peer, "echo"),
         world.transport.collect(world.peer, CollectRequest(SMALL)),
-        world.transport.call(world.peer + 12_345, "echo"),  # nobody ever had this id
+        world.transport.call(world.peer + 12_345, "echo"),  # no peer ever had this id
     ):
         with pytest.raises(dc.WorkerLost):
             answer.result(1)

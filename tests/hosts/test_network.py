@@ -1,4 +1,4 @@
-"""Which way leads to the others, and sockets that take it; over several hosts see test_hosts.py."""
+"""Which interface leads to other hosts, and sockets on it; see also test_hosts.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_way_to_oneself(host: str) -> None:
 def test_interface_of() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("127.5.5.5") == "lo"
-    assert interface_of("203.0.113.1") is None  # set aside for documentation: nobody has it
+    assert interface_of("203.0.113.1") is None  # reserved for documentation: no host has it
 
 
 def test_no_route() -> None:
@@ -57,7 +57,7 @@ def test_refuses_public_addresses(address: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(dc.LaunchError, match=f"public address {address}.*ALLOW_PUBLIC"):
         listen(address)
     monkeypatch.setenv("DISTCOLLECT_ALLOW_PUBLIC", "1")
-    with pytest.raises(dc.LaunchError, match="can't listen"):  # allowed, but it isn't ours
+    with pytest.raises(dc.LaunchError, match="can't listen"):  # allowed, but on no interface here
         listen(address)
 
 
@@ -109,7 +109,7 @@ def test_ways_that_lead_here(spare: str) -> None:
 
 
 def test_nccl_is_told_the_interface(spare: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")  # so that it is restored
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")  # so that monkeypatch restores it
     name_interface("10.213.77.2")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")

@@ -23,7 +23,7 @@ def only(findings: list[Finding]) -> Finding:
 def test_a_survey_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     survey = look(3, "127.0.0.1")
-    assert HostReport(**asdict(survey)) == survey  # as it travels
+    assert HostReport(**asdict(survey)) == survey  # as it is sent
     assert survey.interface == "lo"
     assert "127.0.0.1" in survey.interfaces["lo"]
     assert survey.variables == {"GLOO_SOCKET_IFNAME": "lo"}
@@ -37,7 +37,7 @@ def test_torch_without_a_private_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_symbols() == []
     monkeypatch.delattr("torch.distributed.rpc.api._init_rpc_states")
     assert "lacks _init_rpc_states" in only(checks.check_torch(look(0, "127.0.0.1"))).problem
-    # A run says so too, before any process is started.
+    # A run reports it too, before it starts any process.
     with pytest.raises(dc.LaunchError, match="lacks _init_rpc_states"):
         dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1)
 

@@ -1,4 +1,4 @@
-"""Who may join the trainer, and what a control connection carries."""
+"""Who may join the trainer, and what control connections carry."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_joins_and_exchanges_frames(gate: JoinServer, events: Recorder, connect:
 def test_a_host_that_cannot_be_reached_any_more_is_gone(
     gate: JoinServer, events: Recorder, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel says so by an error that Python takes for a timeout."""
+    """The kernel reports this with an error that Python turns into a timeout."""
     lifeline = connect(gate)
     lifeline.join("worker", TOKEN)
 

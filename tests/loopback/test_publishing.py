@@ -84,7 +84,7 @@ class TestWhatTravels:
     def test_a_change_of_another_version_than_the_receivers_is_refused(
         self, collect: Collect
     ) -> None:
-        """One has got a newer one than was acknowledged: it is sent all of the next."""
+        """A worker with a newer version than it acknowledged is sent the next one in full."""
         collector = collect(weight_sync=dc.WeightSync(changes_only=True))
         policy = Telling()
         collector.update_policy_weights_(policy.fill(1))
@@ -157,7 +157,7 @@ class TestToWhom:
             assert time.monotonic() < deadline
 
     def test_by_itself_also_to_those_who_lag(self) -> None:
-        """One is so slow that none of its batches is taken meanwhile."""
+        """One worker is so slow that it delivers no batch during the test."""
 
         class Slow(ProcessIdEnv):
             def step(self, action: Any) -> Any:

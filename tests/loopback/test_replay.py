@@ -43,7 +43,7 @@ def test_iterating(collector_of: Any) -> None:
         assert list(collector) == [None] * 3
     assert buffer.inserts == [FRAMES] * 3
     assert {frame.batch_size for frame in buffer.frames} == {torch.Size([])}
-    # Frames of an env's rollout come one after the other.
+    # The frames of one env's rollout are adjacent.
     rows = torch.stack(buffer.frames).reshape(-1, T)
     ids, done = rows["collector", "traj_ids"], rows["next", "done"].squeeze(-1)
     assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
@@ -130,12 +130,12 @@ def test_rate_is_kept_from_both_sides(collector_of: Any) -> None:
         sampled = 0
         for step in range(60):
             if step % 20 == 19:
-                # A consumer that stalls: collecting stops where it has to.
+                # The consumer stalls: collection stops at the limit.
                 time.sleep(0.2)
             assert len(buffer.sample(size)) == size
             sampled += size
             owed = (len(buffer) - min_size) * per_insert - sampled
-            # Either side is ahead by the slack and one of its batches at most.
+            # Each side is ahead by at most the slack and one of its batches.
             assert -slack - size <= owed <= slack + FRAMES * per_insert
     finally:
         collector.async_shutdown()

@@ -53,7 +53,7 @@ def test_stats_of_a_collector(kind: bool | None, tmp_path: Path) -> None:
     assert (episodes.mean_return, episodes.mean_length) == (10.0, 5.0)
     assert (stats.num_bytes > 0) == (kind is not None)
     assert stats.sync == (kind is not False)
-    # Handed out at the end, whatever the pause.
+    # Reported at the end, whatever ``every_s`` is.
     assert [s.ended for s in told] == [True]
     (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
     assert Stats.from_dict(json.loads(line)) == told[0] == stats

@@ -26,7 +26,7 @@ from distcollect.rollout.header import Span
 from distcollect.telemetry.step_timer import TracingStepTimer
 from distcollect.telemetry.trace import STEPS, WEIGHTS
 
-SKEW = 5 * 86_400 * 1_000_000_000  # ns: another host was started days ago
+SKEW = 5 * 86_400 * 1_000_000_000  # ns: the clock of a host that started days earlier
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
@@ -75,7 +75,7 @@ def test_workers_are_on_the_trainers_time_line(
     assert sent == [f"push version {version}" for version in (1, 2, 3)]
     batches = spans(events, "trainer", "batches")
     assert {name for name, _, _ in batches} >= {"train", "collect", "weights", "assemble"}
-    # Of a time line there is nothing missing.
+    # A time line has no gaps.
     for (_, _, end), (_, begin, _) in pairwise(batches):
         assert begin == end
     assert events[-1]["name"] == "end of the trace"

@@ -1,4 +1,4 @@
-"""Control connections between processes: each side sees the other one end."""
+"""Control connections between processes: each side notices the other's end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_gate_sees_a_process_end(
 def test_a_lifeline_sees_the_gate_end(
     marked: Marked, connect: Connect, how: str, fork: str
 ) -> None:
-    """Whether its process ends or it is closed; what the process has forked changes nothing."""
+    """Whether the process ends or closes the server; a forked child changes nothing."""
     process = start(marked, "gate", TOKEN, fork)
     assert process.stdout is not None
     lifeline = connect(port=int(process.stdout.readline()))

@@ -67,7 +67,7 @@ def test_a_vector_env_whose_process_is_killed() -> None:
 
 
 class Dies(Fragile):
-    """Takes its process along."""
+    """Ends its process instead of raising."""
 
     def step(self, action: Any) -> Any:
         self.calls["step"] += 1
@@ -79,7 +79,7 @@ class Dies(Fragile):
 @quiet
 @pytest.mark.parametrize("dying", range(N))
 def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
-    """Some have answered by then and some have not, and nobody waits for what never comes."""
+    """Some envs have answered by then and others not; nothing waits for answers that can't come."""
     made: list[AsyncVectorEnv] = []
 
     def make() -> AsyncVectorEnv:
@@ -96,12 +96,12 @@ def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
     processes = made[0].processes
     assert not any(process.is_alive() for process in processes)
     made.pop(0)
-    gc.collect()  # whatever its destructor raised would show
+    gc.collect()  # an error in its destructor would show
     engine.close()
 
 
 class StumblesOnce:
-    """Env 1 of worker 1 raises at its 20th step, and is all right when made anew."""
+    """Env 1 of worker 1 raises at its 20th step; the env that replaces it works."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -117,13 +117,13 @@ def test_in_worker_processes(sync: bool) -> None:
     total = 0
     with dc.RPCDataCollector(
         StumblesOnce(),
-        lambda observation: (observation[:, 2] > 0).long(),  # stays up longer than that
+        lambda observation: (observation[:, 2] > 0).long(),  # keeps the pole up for longer
         frames_per_batch=4 * 60 if sync else 2 * 60,
         num_workers=2,
         envs_per_worker=2,
         sync=sync,
     ) as collector:
-        if sync:  # else it may be a frame from before that stumbles, and is given up
+        if sync:  # else the env may raise in a frame from before the seed, which is dropped
             collector.set_seed(0)
         seen: set[int] = set()
         while (not sync and seen != {0, 1}) or not total:

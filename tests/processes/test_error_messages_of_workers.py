@@ -66,7 +66,7 @@ def test_of_a_slurm_that_is_down(
 
 
 class Moody(gym.Env[Any, Any]):
-    """Does what it was told last before it steps."""
+    """Its steps are slow once ``set_mood("slow")`` was called."""
 
     observation_space = spaces.Box(-1, 1, (4,), np.float32)
     action_space = spaces.Discrete(2)
@@ -93,7 +93,7 @@ STRICT = dc.Faults(max_restarts=0, start_timeout_s=60.0)
 
 
 def test_of_workers(marked: Marked) -> None:
-    """Those that only a worker's process can provoke, four starts of one."""
+    """Messages that need a worker process; starts one worker four times."""
     one: dict[str, Any] = {"num_workers": 1, "faults": STRICT}
     check(
         (lambda: rpc(create_env_fn=raising_maker, **one), dc.EnvError, "worker 0: env 0", "no lic")

@@ -26,7 +26,7 @@ Spawn = Callable[[int, str], None]
 
 
 class Exits(ProcessEvents):
-    """Collects what is reported."""
+    """Records the exits that are reported."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[tuple[int, int]] = queue.Queue()
@@ -57,7 +57,7 @@ def spawn(processes: LocalProcesses, tmp_path: Path) -> Spawn:
         folder = tmp_path / str(worker_id)
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(code)
-        # The code of a second later would look like this one's, and compiled, be taken for it.
+        # Code of the same size written in the same second would be loaded from the old .pyc file.
         env = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         processes.spawn(worker_id, 0, BOOT, env)
 
@@ -99,7 +99,7 @@ def test_kill_ends_a_worker_and_what_it_started_and_no_other(
     processes.kill(1, 0)
     assert exits.next() == (1, -signal.SIGKILL)
     await_count(marked, 3)
-    processes.kill(1, 0)  # gone already: no error
+    processes.kill(1, 0)  # it has ended already: no error
     processes.kill(99, 0)
 
 
@@ -124,14 +124,14 @@ def test_close_waits_then_kills_and_reaps(
     processes.close(2)
     assert {exits.next(0), exits.next(0)} == {(0, 0), (1, -signal.SIGKILL)}
     assert not marked.left()
-    processes.close(0)  # again is no error
+    processes.close(0)  # closing twice is no error
 
 
 SCRIPT = SCRIPTS / "start_workers.py"
 
 
 def run_starter(tmp_path: Path, *args: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A process that starts two hanging workers with a child each; the pids it forked itself."""
+    """Start a process with two hanging workers that have a child each; return its forks' pids."""
     (tmp_path / "sitecustomize.py").write_text(f"{GRANDCHILD}; {HANG}")
     starter = subprocess.Popen(
         [sys.executable, str(SCRIPT), str(tmp_path), *args], stdout=subprocess.PIPE, text=True
@@ -142,7 +142,7 @@ def run_starter(tmp_path: Path, *args: str) -> tuple[subprocess.Popen[str], list
 
 @pytest.mark.parametrize("forks", [0, 1])
 def test_kill_9_of_the_starter_ends_all_workers(marked: Marked, tmp_path: Path, forks: int) -> None:
-    """Also where a child that it forked holds the guard's pipe open."""
+    """Also if a forked child holds the guard's pipe open."""
     starter, forked = run_starter(tmp_path, *["fork"] * forks)
     assert len(forked) == forks
     await_count(marked, 1 + forks + 1 + 4)

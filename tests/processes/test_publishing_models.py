@@ -19,7 +19,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 
 class TestWhatTravels:
     def test_models_and_what_refers_to_them(self) -> None:
-        """Policy and env maker see the published modules, and all have one version."""
+        """Policy and env maker see the published modules, all in the same version."""
         scale, shift, net = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 2)
         models = {"scale": scale, "shift": shift, "net": net}
 

@@ -38,7 +38,7 @@ class TestReceiversInTrouble:
             num_workers=3,
             frames_per_batch=12,
             sync=True,
-            # The others answer in time, also on a busy machine.
+            # The others answer in time even on a busy machine.
             weight_sync=dc.WeightSync(ready_timeout_s=2),
             weight_updater=make(),
         ) as collector:
@@ -65,7 +65,7 @@ class TestReceiversInTrouble:
             assert not first.left_out
 
     def test_one_that_stops_in_the_middle_is_left_behind(self) -> None:
-        """It says that it is ready, and then nothing more."""
+        """One worker says that it is ready, and then stops."""
         policy = Telling()
         with dc.RPCDataCollector(
             ProcessIdEnv,
@@ -95,7 +95,7 @@ class TestReceiversInTrouble:
             assert [told(batch, row)["wide"] for row in range(3)] == [1, 1, 1]
 
     def test_one_that_dies_meanwhile(self) -> None:
-        """It says that it is ready, and then it is gone."""
+        """One worker says that it is ready, and then dies."""
         policy = Telling()
         with dc.RPCDataCollector(
             ProcessIdEnv,
@@ -121,7 +121,7 @@ class TestReceiversInTrouble:
             assert handle.acknowledged == {0: 2, 2: 2}
             assert isinstance(handle.left_out[1], dc.WorkerLost)
             assert handle.left_out[1].worker_id == 1
-            # What the others have may come first.
+            # Rollouts of the others may come first.
             with pytest.raises(dc.WorkerLost, match=r"worker 1: .*SIGKILL"):
                 collections.deque(collector, maxlen=0)
 
@@ -129,7 +129,7 @@ class TestReceiversInTrouble:
         ("num_workers", "victim"), [*((4, victim) for victim in range(4)), (1, 0)]
     )
     def test_one_that_dies_before_it_is_connected(self, num_workers: int, victim: int) -> None:
-        """It was in the group; nobody had used it. Nor do those wait whom it was to pass it to."""
+        """It dies before the group's first use; workers that it should send to don't wait."""
         policy = Telling()
         with dc.RPCDataCollector(
             ProcessIdEnv,

@@ -25,12 +25,12 @@ import distcollect as dc
 from distcollect.net.client import ControlConnection
 
 END_S = 10
-JOIN_S = 100  # a supervisor and then a worker import torch, on whatever machine this is
+JOIN_S = 100  # a supervisor and then a worker import torch, which takes long on a slow machine
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Telling(gym.Env[np.ndarray, np.int64]):
-    """Observes its process and how many steps it made in this episode of ten."""
+    """Observes its process id and the steps of its episode, which has ten."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = spaces.Discrete(2)
@@ -76,7 +76,7 @@ def grows_once(context: dc.EnvContext) -> Telling:
 
 
 class Checker:
-    """Looks at every batch; what must hold whatever happens to workers."""
+    """Checks in each batch what must hold whatever happens to workers."""
 
     def __init__(self) -> None:
         self.owners: dict[int, tuple[int, int]] = {}
@@ -103,7 +103,7 @@ class Checker:
 def until(
     collector: dc.RPCDataCollector, checker: Checker, holds: Callable[[], bool], within_s: float
 ) -> float:
-    """Collect until something holds; the seconds that took."""
+    """Collect until ``holds()`` is true; return the seconds that took."""
     begin = time.monotonic()
     while not holds():
         assert time.monotonic() - begin < within_s, collector.worker_states
@@ -112,7 +112,7 @@ def until(
 
 
 def balances(collector: dc.RPCDataCollector, checker: Checker) -> dict[str, int]:
-    """After shutdown every frame is delivered or lost; the lost ones by cause."""
+    """Check that each frame was delivered or lost; return the lost ones by cause."""
     report = collector.ledger
     for frames in (*report.workers.values(), report.total):
         assert frames.open == 0, f"\n{report}"
@@ -144,14 +144,14 @@ def test_a_killed_worker_is_replaced_and_gets_the_newest_weights(
         os.kill(killed, signal.SIGKILL)
         seen_s = until(collector, checker, lambda: collector.num_workers == 1, 10)
         assert seen_s < 1
-        checker.see(collector.next())  # nobody waits for the replacement
+        checker.see(collector.next())  # batches do not wait for the replacement
         until(collector, checker, lambda: checker.pids[1] != killed, JOIN_S)
         batch = collector.next()
         while not (mine := batch["collector", "worker_id"] == 1).any():
             checker.see(batch)
             batch = collector.next()
         checker.see(batch)
-        # The newest version that its slot was to have, which is not the newest of all.
+        # The newest version sent to this slot, which is not the newest of all.
         assert (batch["collector", "policy_version"][mine] == 2).all()
         assert {s.value for s in collector.worker_states.values()} == {"ready"}
     lost = balances(collector, checker)
@@ -381,7 +381,7 @@ def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
     with collect_with(False, num_workers=1, listen=f"127.0.0.1:{port}") as collector:
         joined = join(port)
         until(collector, checker, lambda: 1 in checker.pids, JOIN_S)
-        # As if its host were cut off, and the trainer had not seen it yet.
+        # As if its host were cut off and the trainer had not noticed.
         joined.send_signal(signal.SIGSTOP)
         os.kill(checker.pids[1], signal.SIGSTOP)
     balances(collector, checker)
@@ -407,7 +407,7 @@ def test_who_joins_needs_the_token(
 
 
 def test_a_stranger_harms_nobody(marked: Marked, token_file: Path, port: int) -> None:
-    """Whatever it says of itself without the token, in whatever form."""
+    """Whatever it sends without the token, in any form."""
     checker = Checker()
     with collect_with(False, listen=f"127.0.0.1:{port}") as collector:
         until(collector, checker, lambda: len(checker.pids) == 2, 10)

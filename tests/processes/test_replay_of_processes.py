@@ -24,7 +24,7 @@ def test_failure_of_what_collects_is_told(kind: Any, how: str) -> None:
 
 
 def test_one_that_is_dropped_ends() -> None:
-    """Nobody would end it otherwise; then another may be made."""
+    """A collector ends with its last reference; then another one can be made."""
     for _ in range(2):
         buffer = Buffer()
         collector = dc.aSyncDataCollector("CartPole-v1", frames_per_batch=T, replay_buffer=buffer)

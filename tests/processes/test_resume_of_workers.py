@@ -1,4 +1,4 @@
-"""A collector with workers goes on where another one was."""
+"""A collector with workers resumes from the state of another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In sync mode nobody waits for the slowest for ever: what it has is delivered, the rest padded."""
+"""In sync mode the slowest worker delivers the frames it has; the rest is padding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_slowest_delivers_what_it_has(how: dict[str, float]) -> None:
             count = int(mask[2].sum())
             assert 1 <= count < T
             assert mask[2, :count].all()
-            # Its trajectory goes on in the next batch where it ended in this one.
+            # Its trajectory continues in the next batch.
             mine = batch["observation"][2, :count, 0].tolist()
             assert mine == list(range(steps, steps + count))
             steps += count

@@ -51,7 +51,7 @@ def test_what_is_left_of_a_killed_run_can_be_read(tmp_path: Path, marked: Marked
                 break
             assert line
         os.kill(process.pid, signal.SIGKILL)
-    # All that is missing is the end of the array.
+    # Only the end of the array is missing.
     text = path.read_text()
     assert not text.endswith("]\n")
     events = json.loads(text + "]")

@@ -1,4 +1,4 @@
-"""What of ``distcollect submit`` needs no cluster."""
+"""Parts of ``distcollect submit`` that need no cluster."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_each_ending_has_words_of_its_own() -> None:
 
 
 def test_a_task_s_own_process_stays_small(run: RunFolder) -> None:
-    """It takes hundreds of MB to import torch, and there is such a process for each task."""
+    """Each task has such a process; it must not import torch, which takes hundreds of MB."""
     submitter = Submitter(run, run.path, notice_s=60, max_time_limits=1)
     job = Job("test", trains=False, resources=Resources(), command=["true"])
     file = run.path / "task.pkl"
@@ -222,7 +222,7 @@ def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:
 
 
 def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder) -> None:
-    """Both are told what is wrong, each within its deadline."""
+    """Both get an error that says what is wrong, within their deadlines."""
     command = [sys.executable, "-m", "distcollect", "worker", "--run", str(run.path)]
     cluster = Cluster("127.0.0.1", "another", num_expected=1)
     try:

@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_is_told_of_in_words(tmp_path: Path) -> None:
     (tmp_path / ".collect.json").symlink_to("/dev/full")
     with pytest.raises(dc.ArgumentError, match=r"No space left.*goes on from"):
         saved.close()
-    # All is given back: another process may go on.
+    # Nothing is held: another process may continue.
     (tmp_path / ".collect.json").unlink()
     with SavedFrames(tmp_path, 10, {}) as saved:
         assert saved.frames == 0
@@ -183,14 +183,14 @@ def leave_mark() -> None:
 
 
 class Touch:
-    """Unpickling it leaves a mark."""
+    """Unpickling it creates a file."""
 
     def __reduce__(self) -> Any:
         return leave_mark, ()
 
 
 def _newer(archive: bytes) -> bytes:
-    """A zip file as of a version that nobody knows yet."""
+    """A zip file of an unknown future version."""
     entry = archive.index(b"PK\x01\x02")
     return archive[: entry + 6] + b"\xff" + archive[entry + 7 :]
 

@@ -127,7 +127,7 @@ def test_idle() -> None:
 
 
 def test_clocks() -> None:
-    # 100 s ahead; one round trip was held up on its way there, one on its way back.
+    # 100 s ahead; one message was delayed on its way there, one on its way back.
     assert skew([0.9, 0.001, 0.9], [100.4, 100.0, 99.6]) == 100.0
     assert not checks.check_clock("there", 0.3)
     ahead, behind = (only(checks.check_clock("there", s)).problem for s in (100.0, -2.0))

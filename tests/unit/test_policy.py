@@ -1,4 +1,4 @@
-"""What policies of every kind are given, and where the entries of it come from."""
+"""What policies of every kind are given: whole observations, entries by name, tensordicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent policies: what they carry from frame to frame, where it starts anew, what is stored."""
+"""Recurrent policies: their state from frame to frame, its resets, and what is stored."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_state_goes_on_and_starts_anew(kind: str) -> None:
     batches = [collect(engine) for _ in range(4)]
     for batch in batches:
         check(batch, 3.0)
-    # Some rollouts begin in mid-episode, and some end there.
+    # Some rollouts begin or end within an episode.
     assert not torch.cat([batch["is_init"][:, 0] for batch in batches]).all()
     for before, after in pairwise(batches):
         ongoing = ~before["next", "done"][:, -1, 0]
@@ -182,7 +182,7 @@ def gru_policy() -> TensorDictSequential:
 def test_a_torchrl_module_reproduces_what_it_gave(
     policy: Callable[[], TensorDictSequential], distributed: bool
 ) -> None:
-    """In recurrent mode, over whole rollouts: across the ends of episodes, from any state."""
+    """In recurrent mode over whole rollouts, across ends of episodes, from any state."""
     modules = pytest.importorskip("torchrl.modules")
     module = policy()
     settings: dict[str, Any] = {"frames_per_batch": 4 * 40, "envs_per_worker": 4}

@@ -1,4 +1,4 @@
-"""A collector goes on where another one was."""
+"""A collector resumes from the state of another one."""
 
 from __future__ import annotations
 

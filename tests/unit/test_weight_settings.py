@@ -1,4 +1,4 @@
-"""Settings of publishing that make no sense."""
+"""Invalid settings of publishing."""
 
 from __future__ import annotations
 
