@@ -33,11 +33,11 @@ Spec = dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]
 class BatchFormat:
     """One way to get batches: a collector class with its settings.
 
-    Attributes:
-collector: makes a collector; the class with its settings.
-num_workers: number of processes or threads that step envs.
-on_policy: each batch has the rows of all workers in order; nothing is collected ahead.
-shape: the batch's shape, given the workers, the envs per worker and the steps.
+        Attributes:
+    collector: makes a collector; the class with its settings.
+    num_workers: number of processes or threads that step envs.
+    on_policy: each batch has the rows of all workers in order; nothing is collected ahead.
+    shape: the batch's shape, given the workers, the envs per worker and the steps.
     """
 
     collector: Callable[..., Any]
@@ -222,12 +222,12 @@ def same(one: TensorDictBase, other: TensorDictBase) -> bool:
 class Oracle:
     """Checks the batches of one collector; follows each row over all of them.
 
-    Attributes:
-        cut_after: max_frames_per_traj.
-info: specs of the info entries in a batch.
-extras: specs of the entries that the policy writes.
-        resets: every batch starts with a reset.
-shown: turns the action in the batch into the action that the env was given.
+        Attributes:
+            cut_after: max_frames_per_traj.
+    info: specs of the info entries in a batch.
+    extras: specs of the entries that the policy writes.
+            resets: every batch starts with a reset.
+    shown: turns the action in the batch into the action that the env was given.
     """
 
     delivery: BatchFormat

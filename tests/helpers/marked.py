@@ -50,7 +50,7 @@ class Marked:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """Kill the processes and remove the files that are left."""
+        """Kill the processes that are left."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

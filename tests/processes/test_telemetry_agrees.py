@@ -39,10 +39,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 class Run:
     """A run that is over.
 
-    Attributes:
-folder: the folder it wrote to.
-told: the statistics given to its callback, one for each line in the file.
-stats: the collector's own, after the run.
+        Attributes:
+    folder: the folder it wrote to.
+    told: the statistics given to its callback, one for each line in the file.
+    stats: the collector's own, after the run.
     """
 
     folder: Path
@@ -119,10 +119,10 @@ def test_the_last_line_is_the_collectors_own_account(run: Run) -> None:
 class Page(HTMLParser):
     """The parts of a report's page.
 
-    Attributes:
-texts: all texts, by the class of the element ("" for none).
-titles: tooltips, by the heading above.
-rows: the rows of the table.
+        Attributes:
+    texts: all texts, by the class of the element ("" for none).
+    titles: tooltips, by the heading above.
+    rows: the rows of the table.
     """
 
     def __init__(self, text: str) -> None:

@@ -1,6 +1,6 @@
 """Trains with a Checkpoint, and prints what it does.
 
-    train_with_checkpoint.py FILE step|wait
+train_with_checkpoint.py FILE step|wait
 """
 
 import sys
