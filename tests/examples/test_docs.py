@@ -20,7 +20,7 @@ from helpers.paths import ROOT
 
 import distcollect as dc
 from distcollect.collectors.torchrl_compat import _NO_EFFECT, _REFUSED, _translated
-from distcollect.launch import preemption as notice
+from distcollect.launch import preemption
 
 DOCS = resources.files("distcollect") / "docs"
 PAGES = {
@@ -77,7 +77,7 @@ def test_its_code_runs(name: str, marked: Marked, tmp_path: Path) -> None:
         exec(compile(code, str(PAGES[name]), "exec"), namespace)
         if "main" in namespace:
             namespace.pop("main")()
-    notice.forget()  # the signals that a Checkpoint handles
+    preemption.forget()  # the signals that a Checkpoint handles
     assert not marked.left()
 
 

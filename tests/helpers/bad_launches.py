@@ -59,11 +59,11 @@ def joined(port: int, token: str = "secret") -> Any:
 
 
 def turned_away() -> None:
-    gate = JoinServer("127.0.0.1", "secret", JoinServerEvents())
+    server = JoinServer("127.0.0.1", "secret", JoinServerEvents())
     try:
-        joined(gate.port, "another")
+        joined(server.port, "another")
     finally:
-        gate.close()
+        server.close()
 
 
 def answered_by_a_web_server() -> None:

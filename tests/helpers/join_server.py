@@ -53,11 +53,11 @@ def events() -> Recorder:
 
 
 @pytest.fixture
-def gate(events: Recorder) -> Iterator[JoinServer]:
-    gate = JoinServer("127.0.0.1", TOKEN, events)
-    yield gate
-    gate.close()
-    assert not gate._thread.is_alive()
+def server(events: Recorder) -> Iterator[JoinServer]:
+    server = JoinServer("127.0.0.1", TOKEN, events)
+    yield server
+    server.close()
+    assert not server._thread.is_alive()
 
 
 Connect = Callable[..., ControlConnection]
@@ -67,10 +67,10 @@ Connect = Callable[..., ControlConnection]
 def connect() -> Iterator[Connect]:
     with contextlib.ExitStack() as opened:
 
-        def connect(gate: JoinServer | None = None, port: int = 0) -> ControlConnection:
-            lifeline = ControlConnection("127.0.0.1", gate.port if gate else port, SOON_S)
-            opened.callback(lifeline.close)
-            return lifeline
+        def connect(server: JoinServer | None = None, port: int = 0) -> ControlConnection:
+            client = ControlConnection("127.0.0.1", server.port if server else port, SOON_S)
+            opened.callback(client.close)
+            return client
 
         yield connect
 

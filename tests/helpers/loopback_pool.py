@@ -60,10 +60,10 @@ class LoopbackWorkers:
     def await_enough(self) -> None:
         assert self.num_present
 
-    def attach(self, crew: MembershipObserver) -> None:
-        self._observer = crew
+    def attach(self, observer: MembershipObserver) -> None:
+        self._observer = observer
         for worker_id, peer in self.peers.items():
-            crew.join(worker_id, 0, peer)
+            observer.join(worker_id, 0, peer)
 
     def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
         self._observer.fail(error)

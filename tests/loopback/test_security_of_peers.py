@@ -24,18 +24,18 @@ def test_a_peers_token_is_not_kept(versions: str, monkeypatch: pytest.MonkeyPatc
         def refused(self, hello: Message, reason: str) -> None:
             told.append(hello)
 
-    gate = JoinServer("127.0.0.1", SECRET, Events())
+    server = JoinServer("127.0.0.1", SECRET, Events())
     try:
-        lifeline = ControlConnection("127.0.0.1", gate.port, 10)
+        client = ControlConnection("127.0.0.1", server.port, 10)
         if versions == "wrong":
             monkeypatch.setattr("distcollect.net.framing.versions", lambda: {"torch": "0.4"})
         if versions == "right":
-            lifeline.join("worker", SECRET)
+            client.join("worker", SECRET)
         else:
-            lifeline.send({"role": "worker", "token": SECRET, "versions": {}, "host": "here"})
-            assert lifeline.receive() is not None
-        lifeline.close()
+            client.send({"role": "worker", "token": SECRET, "versions": {}, "host": "here"})
+            assert client.receive() is not None
+        client.close()
     finally:
-        gate.close()
+        server.close()
     assert [hello["role"] for hello in told] == ["worker"]
     assert SECRET not in str(told)

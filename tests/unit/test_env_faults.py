@@ -41,7 +41,7 @@ from torch import nn
 
 import distcollect as dc
 from distcollect.config import Faults
-from distcollect.engine import env_recovery as rebuilder
+from distcollect.engine import env_recovery
 from distcollect.engine.build import WorkerPlan, build_engine
 from distcollect.engine.engine import Stopped
 from distcollect.envs.base import Faulted
@@ -271,8 +271,8 @@ def test_a_trial_that_raises_is_told_at_once() -> None:
 
 
 def test_it_waits_longer_each_time_and_stop_ends_that() -> None:
-    assert [rebuilder._delay_s(n) for n in range(1, 6)] == [0, 0.1, 0.2, 0.4, 0.8]
-    assert rebuilder._delay_s(50) == 5
+    assert [env_recovery._delay_s(n) for n in range(1, 6)] == [0, 0.1, 0.2, 0.4, 0.8]
+    assert env_recovery._delay_s(50) == 5
     waits = threading.Event()
     made: list[Fragile] = []
 

@@ -19,7 +19,7 @@ from helpers.paths import ROOT
 from torch import nn
 
 import distcollect as dc
-from distcollect.launch import preemption as notice
+from distcollect.launch import preemption
 
 __all__ = ["folders", "modules"]
 
@@ -157,7 +157,7 @@ def test_of_checkpoints(tmp_path: Path) -> None:
             torch.save(content, path)
             check(row)
     finally:
-        notice.forget()
+        preemption.forget()
 
 
 def test_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,18 +30,18 @@ class Events(JoinServerEvents):
 role, *args, fork = sys.argv[1:]
 if role == "join":
     host, port, token = args
-    lifeline = ControlConnection(host, int(port), 10)
-    lifeline.join("worker", token)
+    client = ControlConnection(host, int(port), 10)
+    client.join("worker", token)
 else:
     closing = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: closing.set())
-    gate = JoinServer("127.0.0.1", args[0], Events())
-    print(gate.port, flush=True)
+    server = JoinServer("127.0.0.1", args[0], Events())
+    print(server.port, flush=True)
     Events.joined.wait()
 if fork:
     fork_a_child()
 print("ready", flush=True)
-if role == "gate":
+if role == "serve":
     closing.wait()
-    gate.close()
+    server.close()
 time.sleep(1000)
