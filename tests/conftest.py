@@ -1,4 +1,4 @@
-"""Fixtures that watch what a test starts and leaves behind."""
+"""Fixtures that check which processes a test starts and what it leaves behind."""
 
 from __future__ import annotations
 

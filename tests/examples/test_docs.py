@@ -55,7 +55,7 @@ def _torchrls_locks() -> None:
 
 
 def blocks(page: Path) -> list[str]:
-    """Its Python, each padded to stand in its own lines, which a traceback then shows."""
+    """The Python blocks of a page, padded so that tracebacks show the page's line numbers."""
     text = page.read_text()
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]
@@ -131,7 +131,7 @@ def test_help_is_enough() -> None:
 
 
 def section(title: str) -> str:
-    """A section of migrating.md."""
+    """The text of a section of migrating.md."""
     found = re.search(
         rf"^## {title}$(.*?)(?=^## |\Z)",
         PAGES["migrating.md"].read_text(),

@@ -106,7 +106,7 @@ def saves(path: Any, **given: Any) -> dc.Checkpoint:
 
 
 ARGUMENTS: list[Row] = [
-    # what provokes it, its class, the value, the remedy: the last two as regular expressions
+    # the call, the error's class; the value and the remedy as regular expressions
     (lambda: rpc(frames_per_batch=7, sync=True), ARGUMENT, "=7 .*2 worker", "6 or 8 would do"),
     (lambda: sync(frames_per_batch=0), ARGUMENT, "frames_per_batch=0", "at least 1"),
     (lambda: sync(frames_per_batch=2.5), KIND, "frames_per_batch=2.5", "whole number"),

@@ -317,7 +317,7 @@ _MODES = {
     "same": AutoresetMode.SAME_STEP,
     "disabled": AutoresetMode.DISABLED,
 }
-# Every kind of env that has to keep the same contract. Names: how they are stepped, their mode,
+# All kinds of envs, which keep the same contract. Names: how they are stepped, their mode,
 # and a peculiarity: "live" arrays that they rewrite, observations sent by "pipe", no "label".
 VECTOR_KINDS = (
     *(f"{how}-{mode}" for how in ("sync", "async", "native") for mode in _MODES),

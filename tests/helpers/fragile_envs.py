@@ -62,7 +62,7 @@ class Fragile(CountingEnv):
 
 @dataclass
 class Maker:
-    """Makes the envs of some rows as ``fails`` has it: for each row, of the n-th env made for it.
+    """Makes envs; ``fails`` has, for each row, the fault of the n-th env made for that row.
 
     An env's number is its row and ten times how many were made before it.
     """

@@ -41,7 +41,7 @@ class RolloutRequest:
         self.read = False  # its slab may be written again
         self.header: Header
         self.keeping: Future[None] | None = None
-        self.outcome: Future[bool] | None = None  # whether another trainer took it
+        self.outcome: Future[bool] | None = None  # whether another trainer has taken it
         self.refused = False
         self.referred = False
 

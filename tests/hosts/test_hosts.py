@@ -73,7 +73,7 @@ class Process:
         self._lines.put(None)
 
     def next_line(self, wanted: str, timeout_s: float = WAIT_S) -> str:
-        """Its next line that begins with ``wanted``."""
+        """Its next printed line that begins with ``wanted``."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -258,8 +258,8 @@ def test_a_slow_link_and_cables_that_are_pulled(network: Network) -> None:
     options = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-endpoint=node1:29514")
     trainer, *_ = [network.torchrun(h, *options, HOSTS, "cables") for h in (1, 2, 3)]
     measured = json.loads(trainer.next_line('{"wire"'))
-    # One copy of each observation, and at most 3% that comes along with it; but for a rollout of
-    # each worker, of 32 in all, that was on its way when counting began or ended.
+    # One copy of each observation and at most 3% more; except for one rollout of
+    # each worker, of 32 in all, that was being sent when counting began or ended.
     assert 0.9 < measured["wire"] < 1.15
     trainer.next_line("running")
     network.cable(3, "down")
@@ -291,9 +291,9 @@ def test_restarts(network: Network, marked: Marked, who: str) -> None:
 
 
 def test_a_host_joins_an_elastic_launch(network: Network, marked: Marked) -> None:
-    """Torchrun starts all ranks again, with those of the new host; that counts as no restart.
+    """Torchrun starts all ranks again, with those of the new host; this is no restart.
 
-    With a store that torchrun shares between its rounds, the new host waits in vain for its place.
+    With a store that torchrun shares between its rounds, the new host is never admitted.
     """
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = ("--nnodes=1:3", "--nproc-per-node=2", "--max-restarts=0")

@@ -66,7 +66,7 @@ def test_of_a_slurm_that_is_down(
 
 
 class Moody(gym.Env[Any, Any]):
-    """Its steps are slow once ``set_mood("slow")`` was called."""
+    """Its steps take 0.6 s after ``set_mood("slow")``."""
 
     observation_space = spaces.Box(-1, 1, (4,), np.float32)
     action_space = spaces.Discrete(2)

@@ -72,7 +72,7 @@ class Simulation:
         self.most_pings = 0
         self.steady = 0  # ticks since the last absence
 
-    # What the trainer does.
+    # Actions of the trainer.
 
     def run(self, num_events: int) -> Simulation:
         for worker_id in range(self.num_slots):
@@ -206,7 +206,7 @@ class Simulation:
             steps |= {b for a, b in ARROWS if a in steps}
         assert (old, new) in ARROWS or new in steps, f"{worker_id}, {old} to {new}: {self.about}"
 
-    # What happens to processes.
+    # Events of processes.
 
     def join(self, process: Process) -> None:
         if not process.alive:

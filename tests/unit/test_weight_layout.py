@@ -285,7 +285,7 @@ def test_two_threads_never_tear_a_version() -> None:
             version = last + 1
             buffer = live.spare()
             views = live.layout.views(buffer)
-            if version % 5 == 4:  # a broadcast that broke off
+            if version % 5 == 4:  # an interrupted broadcast
                 views[0].fill_(-1)
                 live.discard(buffer)
             else:
