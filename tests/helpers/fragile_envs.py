@@ -1,4 +1,4 @@
-"""Envs that raise at a chosen call, and checks of the frames around such a fault."""
+"""Envs that raise at chosen calls, and checks of the frames around a fault."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def engine_of(maker: Any, policy: Any = None, *, faults: int = 3, **options: Any
 
 
 def collect(engine: Engine, rollouts: int, steps: int = T, **kwargs: Any) -> TensorDict:
-    """Several rollouts in a row, joined in time: ``[n, rollouts * steps]``."""
+    """Collect some rollouts and concatenate them: ``[n, rollouts * steps]``."""
     slab = Slab(engine.layout, steps)
     parts = []
     for _ in range(rollouts):
@@ -199,7 +199,7 @@ def check_a_vector_env_that_raises(kind: str, at: int) -> None:
 
 
 def check_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> None:
-    """Rows that have just ended are not marked, and no trajectory joins two envs."""
+    """Rows whose episode just ended are not marked, and no trajectory spans the fault."""
     lengths = (3, 1, 4, 2)
     maker = VectorMaker(kind, Maker({1: [("step", at), ("step", 9), ("step", 2)]}, lengths))
     engine = engine_of(maker, SummingPolicy())

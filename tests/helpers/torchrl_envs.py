@@ -47,7 +47,7 @@ __all__ = ["KINDS", "Agents", "Collector", "Counter", "GymEnv", "ParallelEnv", "
 
 
 class Counter(EnvBase):
-    """Counts steps; the rows of a batched one end at different counts, in turn in either way.
+    """Counts steps; the rows of a batched one end at different counts, by turns in either way.
 
     ``ways`` are the flags it sets beside "done"; ``fails_at`` is a count at which it raises.
     """

@@ -1,4 +1,4 @@
-"""A preempted rollout has the frames that were made, and padding that is marked."""
+"""A preempted rollout has the frames made so far, and padding that is marked as such."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = ["plain", "sync-next", "sync-same", "native-disabled", "native-next", "n
 
 
 class Told(nn.Module):
-    """Writes its weight as ``told``; calls ``at_call`` with the number of each call."""
+    """Action and extra depend on its one weight; ``at_call`` gets the number of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Run:
         self.batches: list[TensorDict] = []
 
     def collect(self, preempt_at: int | None = None, **kwargs: Any) -> TensorDict:
-        """Collect a rollout; preempt it during its n-th step, counted from 1."""
+        """Collect the next rollout; preempt it during its n-th step, counted from 1."""
         start = self.policy.calls
         if preempt_at is not None:
             self.policy.at_call = lambda call: (
@@ -83,7 +83,7 @@ class Run:
         return batch
 
     def frames_of(self, row: int) -> TensorDict:
-        """All real frames of a row, joined in time."""
+        """All real frames of a row, in order."""
         return torch.cat([b[row][b["collector", "mask"][row]] for b in self.batches])
 
     @property
@@ -134,7 +134,7 @@ def check_row(frames: TensorDict, lengths: tuple[int, ...] = LENGTHS) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [1, 2, 5, T - 1, T])
 def test_it_ends_after_the_step_under_way_and_goes_on_from_there(kind: str, at: int) -> None:
-    """No frame is missing after it, and no trajectory is cut."""
+    """No frame is missing, and no trajectory is cut."""
     run = Run(CountingMaker(kind, N, lengths=LENGTHS))
     for preempt_at in (None, at, at, None):
         start = run.policy.calls
@@ -177,7 +177,7 @@ def test_rows_that_drift_apart(at: int, fresh: bool) -> None:
 
 
 def test_a_row_without_a_frame_is_all_padding() -> None:
-    """In the only step, the row just reset itself."""
+    """A row only reset itself in the single step of the rollout."""
     run = Run(Uneven())
     while True:
         offer(run.engine.weights, len(run.batches) + 1)
@@ -279,7 +279,7 @@ def test_several_rollouts_in_a_batch() -> None:
 
 
 class Slow(CountingEnv):
-    """Steps take 20 ms; sets an event at each."""
+    """Is slow, and signals when it has begun."""
 
     stepped: threading.Event
 
@@ -309,7 +309,7 @@ def test_from_another_thread_while_an_env_is_slow() -> None:
 
 
 def test_through_a_transport() -> None:
-    """A preemption that arrives before its request; the header has the number of frames."""
+    """The message overtakes the request that it ends; the header has the number of frames."""
     Slow.stepped = threading.Event()
     payload = cloudpickle.dumps(WorkerPlan(lambda: Slow(lengths=(1000,)), N))
     workers = LoopbackWorkers(1, Faults(), lambda worker_id: payload)
@@ -336,7 +336,7 @@ def test_through_a_transport() -> None:
 
 
 def test_padding_counts_nowhere_as_frames() -> None:
-    """Padding counts neither in the lags of a batch nor as stale."""
+    """Padding counts neither in the lags of a batch nor as stale frames."""
     Slow.stepped = threading.Event()
     policy = Told()
     with loopback_collector(

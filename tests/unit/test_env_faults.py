@@ -1,4 +1,4 @@
-"""Envs that raise are replaced; only their own trajectories are affected."""
+"""Envs that raise are replaced; only their own trajectories show it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from distcollect.transport.protocol import CollectRequest
 @pytest.mark.parametrize("at", range(1, 2 * T + 1))
 @pytest.mark.parametrize("row", range(N))
 def test_a_step_that_raises(row: int, at: int) -> None:
-    """In any row and step: only the row's own trajectory ends, one frame earlier."""
+    """At any step, in any row: only the trajectory of that row ends, with the frame before."""
     maker = Maker({row: [("step", at)]})
     engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 2)
@@ -67,7 +67,7 @@ def test_a_step_that_raises(row: int, at: int) -> None:
     expected = [(row, 0, step) for step in range(before)]
     expected += [(row + 10, 0, step) for step in range(2 * T - before)]
     assert steps_of(batch[row]) == expected
-    # A delivered frame can't be marked any more.
+    # A frame that was delivered before can't be marked any more.
     marked = [] if before in (0, T) else [before - 1]
     assert batch["collector", "faulted"][row].nonzero().flatten().tolist() == marked
     assert torch.equal(batch["next", "truncated"][..., 0], batch["collector", "faulted"])
@@ -85,7 +85,7 @@ def test_a_step_that_raises(row: int, at: int) -> None:
 @pytest.mark.parametrize("at", [2, 3])
 @pytest.mark.parametrize("lengths", [(3,), (1,), (T,)])
 def test_a_reset_that_raises(lengths: tuple[int, ...], at: int) -> None:
-    """The episode before the reset is whole, so nothing is marked."""
+    """The episode before the fault is whole, so nothing is marked."""
     engine = engine_of(Maker({1: [("reset", at)]}, lengths), SummingPolicy())
     batch = collect(engine, 4)
     usual = collect(engine_of(Maker({}, lengths), SummingPolicy()), 4)
@@ -138,7 +138,7 @@ def test_cut_trajectories_start_their_count_with_the_new_env(at: int) -> None:
 
 
 class InPlace(nn.Module):
-    """Overwrites its input."""
+    """Changes its input in place."""
 
     def forward(self, observation: torch.Tensor) -> Any:
         total = observation.sum(-1)
@@ -154,7 +154,7 @@ def test_a_policy_that_changes_its_input() -> None:
 
 
 class SeesWrong(Fragile):
-    """Its observations no longer fit the space after some steps."""
+    """From some step on its observation does not fit its space."""
 
     def step(self, action: Any) -> Any:
         obs, *rest = super().step(action)
@@ -188,7 +188,7 @@ def test_an_env_that_goes_on_raising_is_given_up(faults: int, row: int) -> None:
     assert type(caught.value) is dc.EnvError
     assert len(maker.made[row]) == faults + 1
     assert engine.counts.env_faults == faults + 1
-    # The other envs made their transition in the failed step.
+    # The others made their transition in the step that failed.
     assert engine.counts.lost == {"env_failed": 2 * N + N - 1}
     assert is_accounted_for(engine, delivered)
 
@@ -233,7 +233,7 @@ def test_a_whole_episode_starts_the_count_anew() -> None:
 
 @pytest.mark.parametrize(("fails", "length"), [(("reset", 2), 3), (("step", 2), 1)])
 def test_an_episode_in_the_very_step_of_a_fault_counts(fails: tuple[str, int], length: int) -> None:
-    """The episode ended just before the fault, or ends with the new env's first step."""
+    """It ended just before the fault, or ends with the new env's first step."""
     engine = engine_of(Maker({1: [fails] * 9}, (length,)), faults=1)
     collect(engine, 1)
     assert engine.counts.env_faults > 1
@@ -317,7 +317,7 @@ def test_a_reset_of_all_rows_that_raises() -> None:
 
 
 def stumbling(context: dc.EnvContext) -> StumblingEnv:
-    """Env 1 raises after 5 steps, and each env that replaces it after 20."""
+    """The second env of each worker raises after 5 steps; each env that replaces it after 20."""
     if context.env_index != 1:
         return StumblingEnv(gym.make("CartPole-v1"), None)
     first = not _stumbled

@@ -71,7 +71,7 @@ PARAMETERS = torch.tensor([[0.2, 0.3, 0.5], [0.9, 0.05, 0.05], [0.4, 0.4, 0.2], 
 
 
 def frames(draw: Draw, rows: list[int], num_frames: int = 3, **modes: bool) -> torch.Tensor:
-    """The draws for envs ``rows`` stepped together: ``[frames, 2, rows, ...]``."""
+    """What the envs ``rows`` draw when they are stepped together: ``[frames, 2, rows, ...]``."""
     noise = RowNoise([SEEDS[row] for row in rows])
     drawn = []
     with torch.inference_mode(**modes), torch.no_grad():
@@ -98,7 +98,7 @@ def test_rows_do_not_depend_on_each_other(name: str, inference: bool) -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_as_torch_would_draw(name: str) -> None:
-    """Same shape and dtype, and the same distribution by the Kolmogorov-Smirnov test."""
+    """The same shape and dtype, and the same distribution by the Kolmogorov-Smirnov test."""
     parameters = torch.tensor([0.2, 0.3, 0.5]).expand(20_000, 3)
     torch.manual_seed(0)
     expected = DRAWS[name](parameters)
@@ -112,7 +112,7 @@ def test_as_torch_would_draw(name: str) -> None:
     )
     places = torch.cat([ours, torchs], -1)
     below = [torch.searchsorted(each, places, right=True) / len(drawn) for each in (ours, torchs)]
-    # Above 0.0195 once in a thousand times; but these draws are the same each time.
+    # Above 0.0195 once in a thousand runs; but these draws are the same in each run.
     assert (below[0] - below[1]).abs().max() < 0.02
 
 
@@ -137,7 +137,7 @@ def test_what_torch_refuses_is_refused() -> None:
 
 
 def test_what_has_no_rows_comes_from_torch() -> None:
-    """Also draws from the user's own generator are unchanged."""
+    """Draws from the user's own generator stay as they are, too."""
 
     def draw() -> list[torch.Tensor]:
         own = torch.Generator().manual_seed(2)
@@ -152,7 +152,7 @@ def test_what_has_no_rows_comes_from_torch() -> None:
 
 
 def test_frames_of_some_rows() -> None:
-    """Rows with an additional frame don't change the draws of other rows."""
+    """A row that takes one more frame does not change what other rows draw."""
     usual, mended = RowNoise(SEEDS), RowNoise(SEEDS)
     rows = []
     for noise in (usual, mended):
@@ -182,7 +182,7 @@ def test_seeds_differ() -> None:
 
 
 def test_an_env_made_anew_changes_nothing_for_others() -> None:
-    """Although the policy is called twice for the frame in which the env raised."""
+    """Although the policy is called once more in the frame in which the env raised."""
 
     def collected(*, faulty: bool) -> torch.Tensor:
         made, calls = count(), count()

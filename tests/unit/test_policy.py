@@ -1,4 +1,4 @@
-"""What policies of every kind are given: whole observations, entries by name, tensordicts."""
+"""The inputs that policies of every kind get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies may return: actions, distributions, extras; and errors if that doesn't fit."""
+"""What policies may return: actions, distributions, extras; and the errors for anything else."""
 
 from __future__ import annotations
 

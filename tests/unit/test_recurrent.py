@@ -1,4 +1,4 @@
-"""Recurrent policies: their state from frame to frame, its resets, and what is stored."""
+"""Recurrent policies: the state from frame to frame, its start in each episode, its storage."""
 
 from __future__ import annotations
 

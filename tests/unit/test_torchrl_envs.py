@@ -56,8 +56,8 @@ def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
         ours = entries(collector.next())
     assert theirs.keys() == ours.keys() - {("next", "reward")}
     for key, value in theirs.items():
-        # For dead agents TorchRL sets both terminated and truncated, and for
-        # an episode whose agents ended in different ways it sets neither.
+        # TorchRL marks absent agents both terminated and truncated, and an episode whose agents
+        # ended in different ways neither.
         name = key if isinstance(key, str) else key[-1]
         if name not in ("terminated", "truncated"):
             assert ours[key].dtype == value.dtype, key
@@ -200,7 +200,7 @@ def test_workers_take_no_instance(zoo: Any) -> None:
 
 
 def test_devices() -> None:
-    """Env, policy and batch are on the devices given for them."""
+    """Envs, policy and batch are each on the device that was asked for."""
     from torchrl.envs import GymEnv  # noqa: PLC0415
 
     seen = []
