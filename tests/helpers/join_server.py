@@ -23,7 +23,7 @@ SCRIPT = SCRIPTS / "hold_control_connection.py"
 
 
 class Recorder(JoinServerEvents):
-    """Puts the events of a join server into a queue."""
+    """Keeps what a join server reports."""
 
     def __init__(self) -> None:
         self.queue: queue.Queue[tuple[str, Any]] = queue.Queue()

@@ -51,7 +51,7 @@ def test_joins_and_exchanges_frames(server: JoinServer, events: Recorder, connec
 def test_a_host_that_cannot_be_reached_any_more_is_gone(
     server: JoinServer, events: Recorder, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel reports this with an error that Python turns into a timeout."""
+    """The kernel says so by an error that Python takes for a timeout."""
     client = connect(server)
     client.join("worker", TOKEN)
 

@@ -13,7 +13,7 @@ SECRET = "e9d1a2-nobody-may-see-this"
 
 @pytest.mark.parametrize("versions", ["right", "wrong"])
 def test_a_peers_token_is_not_kept(versions: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a peer sent about itself is logged and shown in errors, without the token."""
+    """What a peer said of itself is logged, and shown in errors."""
     told: list[Message] = []
 
     class Events(JoinServerEvents):

@@ -13,7 +13,7 @@ from distcollect.launch.worker_hosts import Cluster, listen_address
 
 
 class Connection:
-    """A supervisor's connection, as the join server passes it on."""
+    """A supervisor's, as the join server passes it on."""
 
     def __init__(self, **hello: Any) -> None:
         self.hello = {"role": "supervisor", **hello}
@@ -37,7 +37,7 @@ def welcome(cluster: Cluster, connection: Connection) -> None:
 
 @pytest.mark.parametrize("seen_first", ["the end", "the return"])
 def test_processes_end_with_their_supervisors_connection(cluster: Cluster, seen_first: str) -> None:
-    """At the end, a process that was lost with its connection is not waited for."""
+    """At the end nobody is waited for who was lost with a connection before."""
     first, again = Connection(rank=1), Connection(rank=1)
     welcome(cluster, first)
     cluster.spawn(0, 0, {}, {})

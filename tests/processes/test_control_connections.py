@@ -33,7 +33,7 @@ def test_the_gate_sees_a_process_end(
 def test_a_lifeline_sees_the_gate_end(
     marked: Marked, connect: Connect, how: str, fork: str
 ) -> None:
-    """Whether the process ends or closes the server; a forked child changes nothing."""
+    """Whether its process ends or it is closed; what the process has forked changes nothing."""
     process = start(marked, "serve", TOKEN, fork)
     assert process.stdout is not None
     client = connect(port=int(process.stdout.readline()))

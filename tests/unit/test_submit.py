@@ -1,4 +1,4 @@
-"""``distcollect submit``: its arguments, its files, and what it makes of SLURM's answers."""
+"""What of ``distcollect submit`` needs no hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joins a join server, or serves one, and waits; see test_control_connections.py."""
+"""Joins a join server, or runs one, and waits; see test_control_connections.py."""
 
 from __future__ import annotations
 
