@@ -83,6 +83,6 @@ class LoopbackWorkers:
 def loopback_collector(
     *args: Any, kind: Callable[..., dc.RPCDataCollector] = dc.RPCDataCollector, **kwargs: Any
 ) -> dc.RPCDataCollector:
-    """An RPCDataCollector, or a subclass, whose workers are threads."""
+    """An RPCDataCollector, or one derived from it, whose workers are threads."""
     with patch.object(pooled, "Workers", LoopbackWorkers):
         return kind(*args, **kwargs)

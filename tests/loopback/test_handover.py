@@ -36,7 +36,7 @@ def workers_of(collector: dc.RPCDataCollector) -> LoopbackWorkers:
 
 
 def settled(collector: dc.RPCDataCollector, condition: Callable[[dc.Frames], bool]) -> dc.Frames:
-    """Wait until the condition holds for the ledger's total; return that total."""
+    """The ledger's sum once it is so; what happens on other threads takes its time."""
     pool = collector._pool
     with pool._lock:
         assert pool._wait.changed.wait_for(lambda: condition(pool.ledger.total), SOON_S), (

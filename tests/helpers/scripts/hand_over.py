@@ -111,7 +111,7 @@ def hand_over(collector):
 
 
 def take_over(collector):
-    """Take all rollouts that the first trainer offers; return the number of frames."""
+    """Take whatever the first trainer sends; frames taken."""
     transport = collector._workers.transport
     taken = 0
     while True:
