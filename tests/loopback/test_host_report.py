@@ -37,7 +37,7 @@ def test_torch_without_a_private_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_symbols() == []
     monkeypatch.delattr("torch.distributed.rpc.api._init_rpc_states")
     assert "lacks _init_rpc_states" in only(checks.check_torch(look(0, "127.0.0.1"))).problem
-    # A run reports it too, before it starts any process.
+    # A run says so too, before any process is started.
     with pytest.raises(dc.LaunchError, match="lacks _init_rpc_states"):
         dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1)
 

@@ -28,7 +28,7 @@ def test_nothing_is_said_of_nothing() -> None:
 
 
 def test_async_workers_help_until_the_trainer_never_waits() -> None:
-    # A batch takes a fifth of the trainer's time, so five times as many workers fit.
+    # Each batch takes the trainer a fifth of its time: five times as many would do.
     stats = run(TrainerTimes(train=0.2, collect=0.8), BUSY)
     found = verdict(stats)
     assert found.bound == "env"
@@ -49,7 +49,7 @@ def test_more_sync_workers_help_until_collecting_is_a_small_part() -> None:
     times = WorkerTimes(env=0.5, wait=0.5)
     stats = run(TrainerTimes(train=0.5, collect=0.5), times, sync=True)
     found = verdict(stats)
-    # With 9 times as many workers it takes 1/18 of the old total: a tenth of the new one.
+    # With 9 times as many workers it takes 1/18 of what was the whole: a tenth of what is left.
     assert found.more_workers == 2 * 9 - 2
     hardly = run(TrainerTimes(train=0.95, collect=0.05), times, sync=True)
     assert verdict(hardly).more_workers == 0

@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_is_told_of_in_words(tmp_path: Path) -> None:
     (tmp_path / ".collect.json").symlink_to("/dev/full")
     with pytest.raises(dc.ArgumentError, match=r"No space left.*goes on from"):
         saved.close()
-    # Nothing is held: another process may continue.
+    # All is given back: another process may go on.
     (tmp_path / ".collect.json").unlink()
     with SavedFrames(tmp_path, 10, {}) as saved:
         assert saved.frames == 0
