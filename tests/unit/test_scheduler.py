@@ -64,7 +64,7 @@ class Play:
         return slot
 
     def ask(self) -> list[int]:
-        """Send requests to all workers that may get one; return their ids."""
+        """Ask all that can be asked; who that is."""
         request = [self.requests.ask(slot, 0)[0] for slot in self.requests.next_slots()]
         self.open += request
         return [one.slot.worker_id for one in request]
@@ -84,7 +84,7 @@ class Play:
         self.requests.vacate(slot)
 
     def hand_on(self) -> int | None:
-        """The worker whose rollout is delivered next, or None."""
+        """Whose rollout the user gets, if there is one for it."""
         chosen = self.requests.next_delivery()
         if chosen is None:
             return None
