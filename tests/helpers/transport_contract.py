@@ -101,7 +101,7 @@ def check_calls(world: Loopback | Rpc) -> None:
         assert "in fail\n" in caught.value.remote_traceback
         assert not isinstance(caught.value, dc.WorkerLost)
 
-    # More open calls than any thread pool has threads.
+    # More answers owed than any pool of threads has threads.
     later = [ask(world.peer, "later", f"key{i}") for i in range(20)]
     assert ask(world.peer, "echo").result(SOON_S) == ()
     assert not any(answer.done() for answer in later)

@@ -95,7 +95,7 @@ def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(rpc_world: 
 
 
 def test_kill_9_fails_what_is_owed(rpc_world: Rpc) -> None:
-    """Also if the peer is not evicted; other peers are not affected."""
+    """Also where nobody disconnects the peer; the others are not affected."""
     other = rpc_world.add_peer(rpc._CHANNELS)
     pending = [rpc_world.transport.call(rpc_world.peer, "later", str(i)) for i in range(3)]
     others = rpc_world.transport.call(other, "later", "key")
@@ -140,7 +140,7 @@ def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:
         kept.append(world.transport)
         counts.append(len(list(Path("/proc/self/task").iterdir())))
     assert counts[2] <= counts[0]  # some threads belong to torch and stay after the first time
-    # Late events of workers are no error.
+    # Nor does it mind news of workers that came too late.
     kept[0].connect(world.peer, "nowhere")
     kept[0].evict(world.peer)
 
