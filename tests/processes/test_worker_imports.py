@@ -1,36 +1,29 @@
-"""A worker process loads only what it needs: it starts sooner and takes less memory."""
+"""A worker process loads no more than it needs."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
-NOT_LOADED = (
+# What only the trainer's process needs.
+UNWANTED = (
     "distcollect.collectors",
     "distcollect.commands",
+    "distcollect.launch",
     "distcollect.supervision",
     "distcollect.trainer",
     "http.server",
     "prometheus_client",
     "rich",
     "submitit",
-    "tensorboard",
+    "torchrl",
 )
 
-CODE = """
-import json, sys
-import distcollect.worker.main
-print(json.dumps(sorted(sys.modules)))
-"""
 
-
-def test_a_worker_loads_nothing_of_the_trainers() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True, timeout=60, check=True
-    )
-    loaded = json.loads(done.stdout)
+def test_a_worker_loads_nothing_of_the_trainer() -> None:
+    code = "import distcollect.worker.main, sys; print(*sys.modules, sep='\\n')"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.split()
     assert "distcollect.worker.main" in loaded
-    assert [
-        name for name in loaded if any(f"{name}.".startswith(f"{top}.") for top in NOT_LOADED)
-    ] == []
+    assert [name for name in UNWANTED if name in loaded] == []
