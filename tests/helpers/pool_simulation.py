@@ -220,7 +220,7 @@ class Run:
         elif method == "handed_over":
             process.kept[args[0]].outcome = answer
         elif method == "take_back":
-            process.kept[args[0]].refused |= self.rng.random() < 0.7  # else: taken before
+            process.kept[args[0]].refused |= self.rng.random() < 0.7  # else it was taken before
         else:
             assert method == "preempt"
             assert process.collecting is not None or process.doomed

@@ -165,7 +165,7 @@ def check_evicting_a_peer_fails_what_it_owes(world: Loopback | Rpc) -> None:
         pending,
         world.transport.call(world.peer, "echo"),
         world.transport.collect(world.peer, CollectRequest(SMALL)),
-        world.transport.call(world.peer + 12_345, "echo"),  # no peer ever had this id
+        world.transport.call(world.peer + 12_345, "echo"),  # nobody ever had this id
     ):
         with pytest.raises(dc.WorkerLost):
             answer.result(1)

@@ -183,7 +183,7 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
         transport.versions[worker_id] = 1
 
     def wait(ready: Any, timeout_s: float) -> None:
-        transport.answer(1)  # requests left from before
+        transport.answer(1)  # what is left from before
         for worker_id in (0, 1):
             assert not ready()
             transport.answer(worker_id).arrive()

@@ -1,4 +1,4 @@
-"""What of ``distcollect submit`` needs no hosts."""
+"""``distcollect submit``: its arguments, its files, and how it reads SLURM's answers."""
 
 from __future__ import annotations
 
