@@ -122,6 +122,6 @@ def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
             f"{error}\n{folder.path}/trainer.json says: {state}. If the trainer that wrote this "
             "has ended, the address is stale: 'distcollect status' shows what became of its job, "
             "'distcollect cancel' ends the rest. If it runs, can this host reach that address, and "
-            f"does {folder.token_file} belong to this run?"
+            f"is {folder.token_file} the run's own?"
         ) from error
     return 0

@@ -55,7 +55,7 @@ def sample(batch: EnvBatch) -> Arrays:
 
 
 def drive(batch: EnvBatch, num_steps: int, cut_after: int | None = None) -> list[list[Frame]]:
-    """Step with random actions from one and the same memory; each row's real frames."""
+    """Step with random actions, always in the same memory; returns each row's real frames."""
     frames: list[list[Frame]] = [[] for _ in rows_of(batch)]
     at_start = dict(batch.obs)
     action = sample(batch)
@@ -178,7 +178,7 @@ def check_episode_statistics_of_the_vector_wrapper(kind: str) -> None:
 
 
 def check_wrappers_that_change_live_arrays_in_place(kind: str) -> None:
-    # A masked reset runs such a wrapper over all rows, so over most of them a second time.
+    # With a reset mask such a wrapper still processes all rows, most of them a second time.
     env: Any = CountingMaker(kind, N, lengths=(2, 5))()
     space = env.single_observation_space
     env = vector_wrappers.VectorizeTransformObservation(

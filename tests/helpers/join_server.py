@@ -1,4 +1,4 @@
-"""A server that records who joins, and what is sent to it."""
+"""A join server that records who joins and what is sent to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The RPC collector over the loopback transport: all of it but processes and sockets of RPC."""
+"""The RPC collector over the loopback transport: no processes and no RPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may join the trainer, and what a control connection carries."""
+"""Who may join the trainer, and what control connections carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout that is ended early has the frames that were made, and padding that nobody mistakes."""
+"""A preempted rollout has the frames made so far, and padding that is marked as such."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = ["plain", "sync-next", "sync-same", "native-disabled", "native-next", "n
 
 
 class Told(nn.Module):
-    """Acts and tells by its one weight; ``at_call`` is called with the number of each call."""
+    """Action and extra depend on its one weight; ``at_call`` gets the number of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def offer(weights: LiveWeights, version: int) -> None:
 
 
 class Run:
-    """An engine, and what it collected."""
+    """An engine, and the rollouts it collected."""
 
     def __init__(self, create_env: Any) -> None:
         self.policy = Told()
@@ -66,7 +66,7 @@ class Run:
         self.batches: list[TensorDict] = []
 
     def collect(self, preempt_at: int | None = None, **kwargs: Any) -> TensorDict:
-        """The next rollout; preempted while its n-th step, counted from 1, is being made."""
+        """Collect the next rollout; preempt it during its n-th step, counted from 1."""
         start = self.policy.calls
         if preempt_at is not None:
             self.policy.at_call = lambda call: (
@@ -83,7 +83,7 @@ class Run:
         return batch
 
     def frames_of(self, row: int) -> TensorDict:
-        """All real frames of a row, one behind the other."""
+        """All real frames of a row, in order."""
         return torch.cat([b[row][b["collector", "mask"][row]] for b in self.batches])
 
     @property
@@ -112,7 +112,7 @@ def check_padding(batch: TensorDict) -> None:
 
 
 def check_row(frames: TensorDict, lengths: tuple[int, ...] = LENGTHS) -> None:
-    """Check every value of a row's frames, and that its trajectories follow its episodes."""
+    """Check all values of a row's frames, and that trajectories end with episodes."""
     check_frames(
         [
             Frame(
@@ -134,12 +134,12 @@ def check_row(frames: TensorDict, lengths: tuple[int, ...] = LENGTHS) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [1, 2, 5, T - 1, T])
 def test_it_ends_after_the_step_under_way_and_goes_on_from_there(kind: str, at: int) -> None:
-    """As if nothing had happened: no frame is missing, and no trajectory is cut."""
+    """No frame is missing, and no trajectory is cut."""
     run = Run(CountingMaker(kind, N, lengths=LENGTHS))
     for preempt_at in (None, at, at, None):
         start = run.policy.calls
         batch = run.collect(preempt_at)
-        if preempt_at and kind != "native-next":  # which may have had frames left over
+        if preempt_at and kind != "native-next":  # which may have left frames over
             assert run.policy.calls - start == at
             assert batch["collector", "mask"].sum(1).tolist() == [at] * N
         if preempt_at is None:
@@ -177,7 +177,7 @@ def test_rows_that_drift_apart(at: int, fresh: bool) -> None:
 
 
 def test_a_row_without_a_frame_is_all_padding() -> None:
-    """It only reset itself in the single step that there was."""
+    """A row only reset itself in the single step of the rollout."""
     run = Run(Uneven())
     while True:
         offer(run.engine.weights, len(run.batches) + 1)
@@ -241,7 +241,7 @@ def test_again_and_stop_after_it() -> None:
 
 
 def test_before_the_first_step() -> None:
-    """While envs are being reset: one step is made in any case."""
+    """Preempted during a reset: one step is made in any case."""
     run = Run(CountingMaker("plain", N, lengths=(100,)))
     env: CountingEnv = run.engine.envs._envs[1]
     reset = env.reset
@@ -279,7 +279,7 @@ def test_several_rollouts_in_a_batch() -> None:
 
 
 class Slow(CountingEnv):
-    """Takes its time, and says when it has begun to."""
+    """Is slow, and signals when it has begun."""
 
     stepped: threading.Event
 
@@ -309,7 +309,7 @@ def test_from_another_thread_while_an_env_is_slow() -> None:
 
 
 def test_through_a_transport() -> None:
-    """It overtakes the request that it ends; the header tells how many frames there are."""
+    """The message overtakes the request that it ends; the header has the number of frames."""
     Slow.stepped = threading.Event()
     payload = cloudpickle.dumps(WorkerPlan(lambda: Slow(lengths=(1000,)), N))
     workers = LoopbackWorkers(1, Faults(), lambda worker_id: payload)
@@ -336,7 +336,7 @@ def test_through_a_transport() -> None:
 
 
 def test_padding_counts_nowhere_as_frames() -> None:
-    """Neither in the lags of a batch, nor as stale."""
+    """Padding counts neither in the lags of a batch nor as stale frames."""
     Slow.stepped = threading.Event()
     policy = Told()
     with loopback_collector(

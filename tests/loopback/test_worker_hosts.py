@@ -1,4 +1,4 @@
-"""Which processes the trainer takes to be there, as supervisors come and go."""
+"""Which worker processes the trainer counts as present while supervisors come and go."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_goes_on_where_it_was(tmp_path: Path, kind: Any) -> None:
 def test_a_signal_saves_and_ends(
     tmp_path: Path, marked: Marked, mode: str, number: signal.Signals
 ) -> None:
-    """In the loop, and also while the collector waits for frames that take long."""
+    """Both in the training loop and while the collector waits for slow frames."""
     path = tmp_path / "c.pt"
     command = [sys.executable, str(SCRIPT), str(path), mode]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""Control connections between processes: each side sees the other one end."""
+"""Control connections between processes: each side notices the other's end."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
+from helpers.waiting import eventually
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
@@ -30,7 +31,7 @@ def boot(worker_id: int, port: int = 0) -> WorkerBoot:
 
 
 class Exits(ProcessEvents):
-    """Collects what is reported."""
+    """Records the exits that are reported."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[tuple[int, int]] = queue.Queue()
@@ -61,7 +62,7 @@ def spawn(processes: LocalProcesses, tmp_path: Path) -> Spawn:
         folder = tmp_path / str(worker_id)
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(code)
-        # The code of a second later would look like this one's, and compiled, be taken for it.
+        # Code of the same size written in the same second would be loaded from the old .pyc file.
         env = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         processes.spawn(boot(worker_id), env)
 
@@ -69,10 +70,7 @@ def spawn(processes: LocalProcesses, tmp_path: Path) -> Spawn:
 
 
 def await_count(marked: Marked, count: int, timeout_s: float = SOON_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while len(marked.pids()) != count:
-        assert time.monotonic() < deadline, marked.left()
-        time.sleep(0.02)
+    eventually(lambda: len(marked.pids()) == count, timeout_s, marked.left)
 
 
 def test_a_real_worker_that_finds_no_trainer_says_so(
@@ -106,7 +104,7 @@ def test_kill_ends_a_worker_and_what_it_started_and_no_other(
     processes.kill(1, 0)
     assert exits.next() == (1, -signal.SIGKILL)
     await_count(marked, 3)
-    processes.kill(1, 0)  # gone already: no error
+    processes.kill(1, 0)  # it has ended already: no error
     processes.kill(99, 0)
 
 
@@ -131,14 +129,14 @@ def test_close_waits_then_kills_and_reaps(
     processes.close(2)
     assert {exits.next(0), exits.next(0)} == {(0, 0), (1, -signal.SIGKILL)}
     assert not marked.left()
-    processes.close(0)  # again is no error
+    processes.close(0)  # closing twice is no error
 
 
 SCRIPT = SCRIPTS / "start_workers.py"
 
 
 def run_starter(tmp_path: Path, *args: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A process that starts two hanging workers with a child each; the pids it forked itself."""
+    """Start a process with two hanging workers that have a child each; return its forks' pids."""
     (tmp_path / "sitecustomize.py").write_text(f"{GRANDCHILD}; {HANG}")
     starter = subprocess.Popen(
         [sys.executable, str(SCRIPT), str(tmp_path), *args], stdout=subprocess.PIPE, text=True
@@ -149,7 +147,7 @@ def run_starter(tmp_path: Path, *args: str) -> tuple[subprocess.Popen[str], list
 
 @pytest.mark.parametrize("forks", [0, 1])
 def test_kill_9_of_the_starter_ends_all_workers(marked: Marked, tmp_path: Path, forks: int) -> None:
-    """Also where a child that it forked holds the guard's pipe open."""
+    """Also if a forked child holds the guard's pipe open."""
     starter, forked = run_starter(tmp_path, *["fork"] * forks)
     assert len(forked) == forks
     await_count(marked, 1 + forks + 1 + 4)

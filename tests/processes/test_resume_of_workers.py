@@ -1,4 +1,4 @@
-"""A collector with workers goes on where another one was."""
+"""A collector with workers resumes from the state of another one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.resuming import Policy, check_goes_on_with_another_number_of_workers, collector
+from helpers.policies import ConstantPolicy
+from helpers.resuming import check_goes_on_with_another_number_of_workers, collector
 
 import distcollect as dc
 
@@ -26,7 +27,7 @@ def pid_of(collector: dc.RPCDataCollector, worker_id: int) -> int:
 
 
 def test_replaced_workers_know_where_the_run_was() -> None:
-    policy = Policy()
+    policy = ConstantPolicy()
     state = {
         "format": 1,
         "frames": 0,

@@ -1,4 +1,4 @@
-"""How the exit code of a process reads."""
+"""The text for the exit code of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's own promises: stops, swaps in mid-rollout, and the account of its frames."""
+"""The engine: stopping it, swapping weights within a rollout, and counting its frames."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slab import Slab
 
 N, T = 2, 6
-# "native-next" goes another way through the engine, since its rows drift apart.
+# "native-next" uses the engine's other loop, as its rows drift apart.
 KINDS = ["plain", "sync-next", "native-next"]
 
 
 class Told(nn.Module):
-    """Acts and tells by its one weight; ``at_call`` is called with the number of each call."""
+    """Action and extra depend on its one weight; ``at_call`` gets the number of each call."""
 
     def __init__(self, at_call: Callable[[int], None] = lambda call: None) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def offer(weights: LiveWeights, version: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [1, 3, T])
 def test_a_swap_in_mid_rollout(kind: str, at: int) -> None:
-    """The frame whose action is being chosen keeps its version, the next one has the new one."""
+    """The frame whose action is being chosen keeps its version; the next frame has the new one."""
     policy = Told()
     engine = engine_of(policy, kind, lengths=(100,))
     start = policy.calls
@@ -126,7 +126,7 @@ def test_weights_from_another_thread(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop(kind: str) -> None:
-    """Between two steps: the one under way is finished, no other begins; and it is for good."""
+    """The running step is finished, no other begins; and the engine stays stopped."""
     policy = Told()
     engine = engine_of(policy, kind)
     collect(engine)
@@ -187,7 +187,7 @@ class Uneven(CountingVectorEnv):
 
 
 class Counted(gym.vector.VectorWrapper):
-    """StepCounter transitions by itself: the steps of rows that aren't resetting themselves."""
+    """Counts transitions itself: the steps of rows that do not reset themselves."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -227,7 +227,7 @@ def test_every_frame_is_accounted_for(lengths: tuple[int, ...], fresh: bool) -> 
 
 
 def test_another_length_of_rollouts() -> None:
-    """What was held for the old length is lost, and no trajectory spans the gap."""
+    """Frames kept for the old length are lost, and no trajectory spans the gap."""
     engine = build_engine(WorkerPlan(lambda: Uneven((1, 50)), 2), traj_ids=count())
     first, second = collect(engine, 4), collect(engine, 5)
     assert engine.counts.lost["row_skew"] > 0
@@ -258,7 +258,7 @@ def test_frames_of_a_rollout_that_broke_off_are_lost(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> None:
-    """At each question to the policy all steps before it are counted."""
+    """When the policy is called, all earlier steps are counted."""
     memory = np.zeros(2, np.int64)
     policy = Told()
     maker = CountingMaker(kind, N, lengths=(100,))
@@ -276,7 +276,7 @@ def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> 
 
 
 def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
-    """No trajectory goes on behind the gap that Ctrl-C left."""
+    """No trajectory continues after the gap that Ctrl-C left."""
     policy = Told()
     engine = engine_of(policy, lengths=(100,))
     last_ids = collect(engine)["collector", "traj_ids"][:, -1]

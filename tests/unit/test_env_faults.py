@@ -1,4 +1,4 @@
-"""Envs that raise are made anew; nothing but their own trajectories shows it."""
+"""Envs that raise are replaced; only their own trajectories show it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from helpers.counting_envs import (
     echo_of,
     reward_of,
 )
+from helpers.envs import StumblingEnv
 from helpers.fragile_envs import (
     LONG,
     Fragile,
     Maker,
     N,
-    Stumbling,
-    Summing,
     T,
     check_policy,
     check_row,
@@ -36,12 +35,13 @@ from helpers.fragile_envs import (
     steps_of,
 )
 from helpers.loopback_pool import LoopbackWorkers
+from helpers.policies import SummingPolicy
 from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
 from distcollect.config import Faults
-from distcollect.engine import env_recovery as rebuilder
+from distcollect.engine import env_recovery
 from distcollect.engine.build import WorkerPlan, build_engine
 from distcollect.engine.engine import Stopped
 from distcollect.envs.base import Faulted
@@ -53,11 +53,11 @@ from distcollect.transport.protocol import CollectRequest
 @pytest.mark.parametrize("at", range(1, 2 * T + 1))
 @pytest.mark.parametrize("row", range(N))
 def test_a_step_that_raises(row: int, at: int) -> None:
-    """Wherever in a rollout, in whichever row: only its own trajectory ends, one frame before."""
+    """At any step, in any row: only the trajectory of that row ends, with the frame before."""
     maker = Maker({row: [("step", at)]})
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 2)
-    usual = collect(engine_of(Maker(), Summing()), 2)
+    usual = collect(engine_of(Maker(), SummingPolicy()), 2)
     check_policy(batch)
     for other in set(range(N)) - {row}:
         assert same(batch[other], usual[other])
@@ -67,7 +67,7 @@ def test_a_step_that_raises(row: int, at: int) -> None:
     expected = [(row, 0, step) for step in range(before)]
     expected += [(row + 10, 0, step) for step in range(2 * T - before)]
     assert steps_of(batch[row]) == expected
-    # What was delivered before can't be marked any more.
+    # A frame that was delivered before can't be marked any more.
     marked = [] if before in (0, T) else [before - 1]
     assert batch["collector", "faulted"][row].nonzero().flatten().tolist() == marked
     assert torch.equal(batch["next", "truncated"][..., 0], batch["collector", "faulted"])
@@ -85,10 +85,10 @@ def test_a_step_that_raises(row: int, at: int) -> None:
 @pytest.mark.parametrize("at", [2, 3])
 @pytest.mark.parametrize("lengths", [(3,), (1,), (T,)])
 def test_a_reset_that_raises(lengths: tuple[int, ...], at: int) -> None:
-    """The episode before it is whole, so nothing is marked."""
-    engine = engine_of(Maker({1: [("reset", at)]}, lengths), Summing())
+    """The episode before the fault is whole, so nothing is marked."""
+    engine = engine_of(Maker({1: [("reset", at)]}, lengths), SummingPolicy())
     batch = collect(engine, 4)
-    usual = collect(engine_of(Maker({}, lengths), Summing()), 4)
+    usual = collect(engine_of(Maker({}, lengths), SummingPolicy()), 4)
     for each in batch:
         check_row(each, lengths)
     check_policy(batch)
@@ -102,7 +102,7 @@ def test_a_reset_that_raises(lengths: tuple[int, ...], at: int) -> None:
 @pytest.mark.parametrize("at", [1, 3])
 def test_again_at_once_and_several_rows_in_one_step(at: int) -> None:
     maker = Maker({0: [("step", at)], 2: [("step", at), ("reset", 1), ("step", 1)]})
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 2)
     for each in batch:
         check_row(each)
@@ -116,7 +116,7 @@ def test_again_at_once_and_several_rows_in_one_step(at: int) -> None:
 
 def test_an_episode_that_ends_with_the_first_step_after_a_fault() -> None:
     lengths = (1,)
-    engine = engine_of(Maker({1: [("step", 3)]}, lengths), Summing())
+    engine = engine_of(Maker({1: [("step", 3)]}, lengths), SummingPolicy())
     batch = collect(engine, 2)
     for each in batch:
         check_row(each, lengths)
@@ -126,7 +126,7 @@ def test_an_episode_that_ends_with_the_first_step_after_a_fault() -> None:
 
 @pytest.mark.parametrize("at", range(1, 6))
 def test_cut_trajectories_start_their_count_with_the_new_env(at: int) -> None:
-    engine = engine_of(Maker({1: [("step", at)]}), Summing(), max_frames_per_traj=2)
+    engine = engine_of(Maker({1: [("step", at)]}), SummingPolicy(), max_frames_per_traj=2)
     batch = collect(engine, 2)
     for each in batch:
         check_row(each, cut_after=2)
@@ -138,7 +138,7 @@ def test_cut_trajectories_start_their_count_with_the_new_env(at: int) -> None:
 
 
 class InPlace(nn.Module):
-    """Uses its input as scratch paper."""
+    """Changes its input in place."""
 
     def forward(self, observation: torch.Tensor) -> Any:
         total = observation.sum(-1)
@@ -154,7 +154,7 @@ def test_a_policy_that_changes_its_input() -> None:
 
 
 class SeesWrong(Fragile):
-    """Its observation stops fitting its space."""
+    """From some step on its observation does not fit its space."""
 
     def step(self, action: Any) -> Any:
         obs, *rest = super().step(action)
@@ -205,7 +205,7 @@ def test_a_maker_that_raises_counts_as_well() -> None:
     engine = build_engine(WorkerPlan(make, 1, max_env_faults=2), traj_ids=count())
     with pytest.raises(dc.EnvError, match=r"OSError: no licence \(it was made anew 2 times"):
         collect(engine, 1)
-    engine.close()  # not a second time what is closed
+    engine.close()  # no env is closed twice
 
 
 def test_an_env_that_comes_back_as_another_one() -> None:
@@ -233,7 +233,7 @@ def test_a_whole_episode_starts_the_count_anew() -> None:
 
 @pytest.mark.parametrize(("fails", "length"), [(("reset", 2), 3), (("step", 2), 1)])
 def test_an_episode_in_the_very_step_of_a_fault_counts(fails: tuple[str, int], length: int) -> None:
-    """It ended just before the fault, or is over with the new env's first step."""
+    """It ended just before the fault, or ends with the new env's first step."""
     engine = engine_of(Maker({1: [fails] * 9}, (length,)), faults=1)
     collect(engine, 1)
     assert engine.counts.env_faults > 1
@@ -271,8 +271,8 @@ def test_a_trial_that_raises_is_told_at_once() -> None:
 
 
 def test_it_waits_longer_each_time_and_stop_ends_that() -> None:
-    assert [rebuilder._delay_s(n) for n in range(1, 6)] == [0, 0.1, 0.2, 0.4, 0.8]
-    assert rebuilder._delay_s(50) == 5
+    assert [env_recovery._delay_s(n) for n in range(1, 6)] == [0, 0.1, 0.2, 0.4, 0.8]
+    assert env_recovery._delay_s(50) == 5
     waits = threading.Event()
     made: list[Fragile] = []
 
@@ -309,26 +309,26 @@ def test_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_reset_of_all_rows_that_raises() -> None:
     maker = Maker({1: [("reset", 2)], 2: [("reset", 2), ("reset", 1)]})
-    engine = engine_of(maker, Summing(), reset_at_each_iter=True)
+    engine = engine_of(maker, SummingPolicy(), reset_at_each_iter=True)
     batch = collect(engine, 2)
     assert [steps_of(row)[0] for row in batch] == [(0, 1, 0), (11, 0, 0), (22, 0, 0)]
     assert not batch["collector", "faulted"].any()
     assert engine.counts.env_faults == 3
 
 
-def stumbling(context: dc.EnvContext) -> Stumbling:
-    """Of each worker the second env, after 5 steps; each of its successors after 20."""
+def stumbling(context: dc.EnvContext) -> StumblingEnv:
+    """The second env of each worker raises after 5 steps; each env that replaces it after 20."""
     if context.env_index != 1:
-        return Stumbling(gym.make("CartPole-v1"), None)
+        return StumblingEnv(gym.make("CartPole-v1"), None)
     first = not _stumbled
     _stumbled.append(True)
-    return Stumbling(gym.make("CartPole-v1"), 5 if first else 20)
+    return StumblingEnv(gym.make("CartPole-v1"), 5 if first else 20)
 
 
 _stumbled: list[bool] = []
 
 
-@pytest.mark.parametrize("policy", [None, Summing()])
+@pytest.mark.parametrize("policy", [None, SummingPolicy()])
 def test_a_seed_decides_about_the_new_envs_too(policy: Any) -> None:
     def collected(seed: int) -> TensorDict:
         _stumbled.clear()
@@ -385,7 +385,7 @@ def test_what_a_step_leaves_undone_is_told_and_can_be_made_up_for() -> None:
     envs.close()
 
 
-# Numbers of the envs that made the transition, and how they echo their actions.
+# The numbers of the envs that made the transition, and the echoes of their actions.
 ECHOED = [(10, echo_of([0])), (1, echo_of([1])), (2, echo_of([2]))]
 
 
@@ -412,7 +412,7 @@ def test_faults_is_checked() -> None:
 
 
 def test_a_slab_that_is_used_again_shows_nothing_of_a_fault() -> None:
-    engine = engine_of(Maker({1: [("step", 3)]}), Summing())
+    engine = engine_of(Maker({1: [("step", 3)]}), SummingPolicy())
     slab = Slab(engine.layout, T)
     engine.collect(slab)
     assert slab.faulted.any()

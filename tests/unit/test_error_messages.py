@@ -42,7 +42,7 @@ COLLECT = "collect --frames 8 --out new --env CartPole-v1"
 
 
 COMMANDS: list[tuple[str, str]] = [
-    # what is typed, and what its one line says, as a regular expression
+    # the command, and a regular expression for its one line of output
     ("nonsense", "'nonsense'.*collect'?, '?doctor"),
     ("collect", "required: --env, --frames, --out"),
     (f"{COLLECT} --frames ten", "--frames: .*'ten'"),
@@ -161,7 +161,7 @@ def test_of_checkpoints(tmp_path: Path) -> None:
 
 
 def test_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever these tests run, this process sees no GPU."""
+    """As if this process saw no GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for given in ({"weight_sync": dc.WeightSync(backend="nccl")}, {"backend": "nccl"}):
         check((lambda given=given: rpc(**given), ARGUMENT, "backend='nccl'", "use backend='auto'"))

@@ -1,4 +1,4 @@
-"""What a policy draws for an env depends on that env alone, and is distributed as it should be."""
+"""A policy's draws for an env depend on that env alone, and have the right distribution."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ DRAWS: dict[str, Draw] = {
 }
 
 
-# With so few outcomes two rows may well draw the same.
+# With so few outcomes two rows may draw the same.
 COARSE = {"bernoulli", "multinomial", "dropout", "Categorical", "Bernoulli", "OneHotCategorical"}
 SEEDS = [5, 2**64 - 1, 7, 8]
 PARAMETERS = torch.tensor([[0.2, 0.3, 0.5], [0.9, 0.05, 0.05], [0.4, 0.4, 0.2], [0.1, 0.6, 0.3]])
 
 
 def frames(draw: Draw, rows: list[int], num_frames: int = 3, **modes: bool) -> torch.Tensor:
-    """What envs ``rows`` get that are stepped together ``[frames, 2, rows, ...]``."""
+    """What the envs ``rows`` draw when they are stepped together: ``[frames, 2, rows, ...]``."""
     noise = RowNoise([SEEDS[row] for row in rows])
     drawn = []
     with torch.inference_mode(**modes), torch.no_grad():
@@ -87,7 +87,7 @@ def frames(draw: Draw, rows: list[int], num_frames: int = 3, **modes: bool) -> t
 def test_rows_do_not_depend_on_each_other(name: str, inference: bool) -> None:
     together = frames(DRAWS[name], [0, 1, 2, 3], mode=inference)
     for rows in ([0, 1], [2, 3], [3], [2, 0]):
-        torch.manual_seed(rows[0])  # torch's own generator has no part in it
+        torch.manual_seed(rows[0])  # torch's own generator is not used
         alone = frames(DRAWS[name], rows, mode=inference)
         assert torch.equal(alone, together[:, :, rows])
     if name.split(maxsplit=1)[0].rstrip("_") not in COARSE:
@@ -98,7 +98,7 @@ def test_rows_do_not_depend_on_each_other(name: str, inference: bool) -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_as_torch_would_draw(name: str) -> None:
-    """The same shape and dtype, and by Kolmogorov and Smirnov's test the same distribution."""
+    """The same shape and dtype, and the same distribution by the Kolmogorov-Smirnov test."""
     parameters = torch.tensor([0.2, 0.3, 0.5]).expand(20_000, 3)
     torch.manual_seed(0)
     expected = DRAWS[name](parameters)
@@ -112,7 +112,7 @@ def test_as_torch_would_draw(name: str) -> None:
     )
     places = torch.cat([ours, torchs], -1)
     below = [torch.searchsorted(each, places, right=True) / len(drawn) for each in (ours, torchs)]
-    # More than 0.0195 once in a thousand times, but these draws are the same each time.
+    # Above 0.0195 once in a thousand runs; but these draws are the same in each run.
     assert (below[0] - below[1]).abs().max() < 0.02
 
 
@@ -137,7 +137,7 @@ def test_what_torch_refuses_is_refused() -> None:
 
 
 def test_what_has_no_rows_comes_from_torch() -> None:
-    """So does what the user's own generator is to draw."""
+    """Draws from the user's own generator stay as they are, too."""
 
     def draw() -> list[torch.Tensor]:
         own = torch.Generator().manual_seed(2)
@@ -152,7 +152,7 @@ def test_what_has_no_rows_comes_from_torch() -> None:
 
 
 def test_frames_of_some_rows() -> None:
-    """Rows that take a frame more don't change what others get in theirs."""
+    """A row that takes one more frame does not change what other rows draw."""
     usual, mended = RowNoise(SEEDS), RowNoise(SEEDS)
     rows = []
     for noise in (usual, mended):
@@ -182,7 +182,7 @@ def test_seeds_differ() -> None:
 
 
 def test_an_env_made_anew_changes_nothing_for_others() -> None:
-    """Though the policy is asked once more in the frame in which it raised."""
+    """Although the policy is called once more in the frame in which the env raised."""
 
     def collected(*, faulty: bool) -> torch.Tensor:
         made, calls = count(), count()
@@ -196,7 +196,7 @@ def test_an_env_made_anew_changes_nothing_for_others() -> None:
 
         def policy(observation: torch.Tensor) -> Any:
             noise = torch.rand(len(observation))
-            for _ in range(next(calls) % 3):  # not as much each time
+            for _ in range(next(calls) % 3):  # a different number each time
                 torch.rand(len(observation))
             return torch.randint(5, (len(observation),)), {"noise": noise}
 
@@ -217,7 +217,7 @@ def test_an_env_made_anew_changes_nothing_for_others() -> None:
 
 
 def test_the_trainers_own_draws_change_nothing() -> None:
-    """In the process that steps the envs, too."""
+    """Also in the process that steps the envs."""
 
     def run(draws_in_between: bool) -> TensorDict:
         with dc.SyncDataCollector("CartPole-v1", categorical, frames_per_batch=50) as collector:

@@ -1,4 +1,4 @@
-"""What policies of every kind are given, and where the entries of it come from."""
+"""The inputs that policies of every kind get."""
 
 from __future__ import annotations
 

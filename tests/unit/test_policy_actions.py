@@ -1,4 +1,4 @@
-"""What policies may return: actions, distributions, extras; and the errors if it doesn't fit."""
+"""What policies may return: actions, distributions, extras; and the errors for anything else."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_misfits_are_found_at_construction() -> None:
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_random_policy(action: str) -> None:
-    """Each env draws from its own generator, which only its own seed sets."""
+    """Each env draws from its own generator, which only its seed sets."""
     space = ACTIONS[action]
 
     def draws(seeds: list[int]) -> list[list[bytes]]:

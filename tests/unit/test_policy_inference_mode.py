@@ -53,7 +53,7 @@ def test_unusual_tensors_from_a_policy(policy: Any) -> None:
 
 
 def test_a_policy_may_change_its_input() -> None:
-    """What it does to it shows nowhere in the batch."""
+    """A policy that changes its input does not change the batch."""
 
     def policy(x: torch.Tensor) -> torch.Tensor:
         action = pick(x)
@@ -74,7 +74,7 @@ def test_a_policy_may_take_its_input_apart() -> None:
 
 
 class Keeping(nn.Module):
-    """Keeps a tensor in some place, and notes whether it was called in inference mode."""
+    """Keeps a tensor somewhere, and records whether it was called in inference mode."""
 
     def __init__(self, keep: Callable[[Keeping, torch.Tensor], None]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _as_a_buffer(module: Keeping, value: torch.Tensor) -> None:
 
 
 def _nowhere(module: Keeping, value: torch.Tensor) -> None:
-    """It is forgotten."""
+    """The module drops the tensor again."""
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_shared_module_gets_inference_mode_if_it_keeps_no_tensor(keep: Any, fa
     with bound.exploring():
         bound()
     assert module.modes == [False, fast]
-    # Nothing that it holds now stops it from being trained.
+    # The tensors that it holds now don't prevent training.
     kept = getattr(module.linear, "last", torch.zeros(N, 5))
     (module.linear(torch.ones(N, 4)) * kept * module.calls).sum().backward()
 

@@ -65,7 +65,7 @@ def test_torchruns_store_has_no_token_of_the_users() -> None:
     store = dist.HashStore()
     ListenSpec("10.0.0.5", 0, SECRET, store, is_users_token=True).announce(4711)
     assert SECRET.encode() not in store.get("distcollect/trainer")
-    ListenSpec("10.0.0.5", 0, SECRET, store).announce(4711)  # drawn at random: they need it
+    ListenSpec("10.0.0.5", 0, SECRET, store).announce(4711)  # a random token: the ranks need it
     assert SECRET.encode() in store.get("distcollect/trainer")
 
 

@@ -1,4 +1,4 @@
-"""Who am I in this launch, and which way leads to the others."""
+"""Which rank a process has in a launch, and how it reaches the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), lo
     "env",
     [
         {},
-        {"RANK": "1", "WORLD_SIZE": "2"},  # somebody's own variables, no launcher
+        {"RANK": "1", "WORLD_SIZE": "2"},  # the user's own variables, no launcher
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"},
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},  # in a batch script, outside srun
     ],

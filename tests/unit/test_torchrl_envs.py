@@ -46,7 +46,7 @@ def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
 
     policy = Mod(choose, in_keys=[("ant", "observation")], out_keys=[("ant", "action")])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is tested with another version
+        warnings.simplefilter("ignore", UserWarning)  # "tested with another version"
         env = PettingZooWrapper(make(), use_mask=True, done_on_any=False)
     sizes = {"frames_per_batch": 12, "total_frames": 12}
     reference = zoo.Collector(env, policy, auto_register_policy_transforms=False, **sizes)
@@ -56,8 +56,8 @@ def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
         ours = entries(collector.next())
     assert theirs.keys() == ours.keys() - {("next", "reward")}
     for key, value in theirs.items():
-        # Of agents that are gone TorchRL says that they were both terminated and truncated, and of
-        # an episode in which agents ended in different ways that it was neither.
+        # TorchRL marks absent agents both terminated and truncated, and an episode whose agents
+        # ended in different ways neither.
         name = key if isinstance(key, str) else key[-1]
         if name not in ("terminated", "truncated"):
             assert ours[key].dtype == value.dtype, key
@@ -200,7 +200,7 @@ def test_workers_take_no_instance(zoo: Any) -> None:
 
 
 def test_devices() -> None:
-    """Each is where it was told to be; the batch is where it is wanted."""
+    """Envs, policy and batch are each on the device that was asked for."""
     from torchrl.envs import GymEnv  # noqa: PLC0415
 
     seen = []
