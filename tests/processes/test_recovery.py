@@ -29,6 +29,8 @@ from distcollect.net.messages import Refused
 END_S = 10
 JOIN_S = 100  # a supervisor and then a worker import torch, which takes long on a slow machine
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+# A worker that joins from outside can't import the tests' helpers.
+cloudpickle.register_pickle_by_value(sys.modules[ShownWeight.__module__])
 
 
 class Telling(gym.Env[np.ndarray, np.int64]):
