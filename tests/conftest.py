@@ -1,4 +1,4 @@
-"""Fixtures that watch what a test starts and leaves behind."""
+"""Fixtures that check which processes a test starts and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _started: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder, which says what it needs."""
+    """Mark each test with the name of its folder."""
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         item.add_marker(getattr(pytest.mark, folder))
@@ -31,7 +31,7 @@ def _audit(event: str, args: tuple[object, ...]) -> None:
 
 
 def _imports() -> bool:
-    """Whether a module is being imported: some look at the machine with a program."""
+    """Whether a module is being imported now: some run a program to inspect the machine."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -41,8 +41,9 @@ def _imports() -> bool:
 
 
 def _spawn(*args: object) -> int:
-    """What multiprocessing starts its spawned processes with; it raises no audit event."""
-    _started.append(f"spawn {args[:1]}")
+    """Replaces what multiprocessing spawns processes with, which raises no audit event."""
+    if "resource_tracker" not in str(args[1]):  # Python's own, for named semaphores
+        _started.append(f"spawn {args[:2]}")
     return _real_spawn(*args)
 
 
@@ -63,7 +64,7 @@ def _one_process(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Marked]:
-    """A mark that all processes started from here on carry; kills what a failed test left."""
+    """A mark in the environment of all processes started from now on; kills them at the end."""
     mark = Marked()
     monkeypatch.setenv(*mark.variable)
     yield mark
@@ -72,14 +73,14 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Marked]:
 
 @pytest.fixture
 def started() -> Callable[[], list[str]]:
-    """Tells which processes were started since the test began."""
+    """Returns the processes that were started since the test began."""
     before = len(_started)
     return lambda: _started[before:]
 
 
 @pytest.fixture(scope="module")
 def three_hosts() -> Iterator[Hosts]:
-    """Hosts 1, 2 and 3, of names of their own, that are network namespaces on this machine."""
+    """Hosts 1, 2 and 3, which are network namespaces on this machine."""
     from chaos.hosts import Hosts  # noqa: PLC0415 - few tests need it
 
     hosts = Hosts(TESTBED)

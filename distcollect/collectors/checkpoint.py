@@ -16,7 +16,7 @@ from distcollect.errors import (
     CollectorStateError,
     DistCollectError,
 )
-from distcollect.launch import preemption as notice
+from distcollect.launch import preemption
 from distcollect.launch.run_folder import RunFolder, obstacle
 from distcollect.launch.worker_hosts import current
 
@@ -103,7 +103,7 @@ class Checkpoint:
         self._saved_at = time.monotonic()
         self._looked = False  # whether a file from before was taken into account
         self._proven = False  # whether what is saved can be loaded
-        notice.watch(self._leave)
+        preemption.watch(self._leave)
 
     def load(self) -> bool:
         """Load the file, if there is one.
@@ -188,7 +188,7 @@ class Checkpoint:
             Whatever :meth:`save` raises.
         """
         self._check()
-        if notice.told():
+        if preemption.requested_signal():
             self._leave()
         is_due = time.monotonic() - self._saved_at >= self._every_s
         if is_due:
@@ -205,8 +205,10 @@ class Checkpoint:
 
     def _leave(self) -> None:
         self.save()
-        log.warning("%s told this process to end: saved %s", notice.told(), self.path)
-        raise notice.Interrupted
+        log.warning(
+            "%s told this process to end: saved %s", preemption.requested_signal(), self.path
+        )
+        raise preemption.Interrupted
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -570,7 +570,7 @@ class RPCDataCollector(DataCollectorBase):
                 return self._pool.gather_all(limit_s)
             return [self._pool.gather_next(limit_s)]
         except BatchTimeout:
-            if self._workers.gathers and not self._workers.num_present:
+            if self._workers.is_elastic and not self._workers.num_present:
                 return None
             raise
 
@@ -640,7 +640,7 @@ class RPCDataCollector(DataCollectorBase):
         except WorkerLost:
             exit_if_requested()
             # All left meanwhile; who comes next begins with these weights.
-            if not self._workers.gathers:
+            if not self._workers.is_elastic:
                 raise
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""``distcollect worker``: a worker for a trainer that runs or will run, from any host."""
+"""``distcollect worker``: starts a worker on any host for a trainer that runs or will run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from distcollect.commands.argtypes import above_0, count
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.cpu_placement import CpuPlacement
-from distcollect.launch.rendezvous import TrainerAddress
+from distcollect.launch.rendezvous import host_and_port, read_token
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder, RunOver
 from distcollect.launch.supervisor import supervise
-from distcollect.launch.worker_hosts import host_and_port, read_token
+from distcollect.net.messages import TrainerAddress
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _WAIT_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be typed after ``distcollect worker``."""
+    """Declare the command's arguments."""
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
         "--join",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         type=Path,
         help="the run folder of 'distcollect submit', on a disk that this host shares; the "
-        "trainer's address and token are read from there, and again when it was requeued",
+        "trainer's address and token are read from there, and read again if it was requeued",
     )
     parser.add_argument(
         "--token-file",
@@ -60,17 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Serve until the trainer is done.
+    """Supervise a worker process until the trainer is done.
 
     Raises:
-        ArgumentError: no address, or no token.
+        ArgumentError: the address or the token is missing or malformed.
         LaunchError: the trainer can't be reached, or refused.
     """
     if given.run_folder is not None:
         return _join_run(RunFolder(given.run_folder), given)
     host, port = host_and_port("--join", given.join)
-    meeting = TrainerAddress(host, port, _token(given.token_file))
-    _serve(lambda: meeting, given.threads, _WAIT_S if given.wait is None else given.wait, None)
+    trainer = TrainerAddress(host, port, _token(given.token_file))
+    _serve(lambda: trainer, given.threads, _WAIT_S if given.wait is None else given.wait, None)
     return 0
 
 
@@ -89,15 +89,15 @@ def _token(file: str | os.PathLike[str] | None) -> str:
 def _serve(
     find: Callable[[], TrainerAddress], num_threads: int, timeout_s: float, patience_s: float | None
 ) -> None:
-    place = CpuPlacement(None, num_threads)
-    supervise(find, rank=None, place=place, timeout_s=timeout_s, patience_s=patience_s)
+    placement = CpuPlacement(None, num_threads)
+    supervise(find, rank=None, placement=placement, timeout_s=timeout_s, patience_s=patience_s)
 
 
 def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
     if not folder.settings:
         raise ArgumentError(
-            f"--run {folder.path}: no run of 'distcollect submit' is there, as seen from this "
-            "host; name the folder that it printed, on a disk that this host shares"
+            f"--run {folder.path}: this host sees no run of 'distcollect submit' there; "
+            "name the folder that it printed, on a disk that this host shares"
         )
     token = _token(given.token_file or folder.token_file)
     wait_s = folder.patience_s if given.wait is None else given.wait
@@ -112,15 +112,15 @@ def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
     except RunOver as error:
         log.warning("the run is over: %s", error)
     except LaunchError as error:
-        said = folder.read("trainer.json")
-        if said is None:
+        state = folder.read("trainer.json")
+        if state is None:
             raise LaunchError(
-                f"{error}\nIts job may still be queued: 'distcollect status {folder.path}' tells; "
-                "--wait SECONDS gives it longer"
+                f"{error}\nIts job may still be queued: 'distcollect status {folder.path}' shows "
+                "that; --wait SECONDS gives it longer"
             ) from error
         raise LaunchError(
-            f"{error}\n{folder.path}/trainer.json says: {said}. If the trainer that wrote this is "
-            "long gone, the address is stale: 'distcollect status' tells what became of its job, "
+            f"{error}\n{folder.path}/trainer.json says: {state}. If the trainer that wrote this "
+            "has ended, the address is stale: 'distcollect status' shows what became of its job, "
             "'distcollect cancel' ends the rest. If it runs, can this host reach that address, and "
             f"is {folder.token_file} the run's own?"
         ) from error

@@ -12,9 +12,8 @@ import math
 import mmap
 import os
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -97,14 +96,10 @@ def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
 
 
-def sample_of_memory() -> dict[str, Any] | None:
-    """A page of shared memory, by which the trainer finds out whether it can map this process's.
-
-    Returns:
-        The fields of its :class:`Segment`; None if the system provides no shared memory.
-    """
+def sample_of_memory() -> Segment | None:
+    """A little shared memory: if the trainer can map it, rollouts needn't be sent."""
     try:
-        return asdict(allocate(mmap.PAGESIZE)[1])
+        return allocate(mmap.PAGESIZE)[1]
     except OSError as error:
         log.info("no shared memory here (%s): rollouts will be sent", error)
         return None

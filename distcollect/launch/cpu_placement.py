@@ -1,8 +1,8 @@
-"""On which cores of its host a worker runs, and with how many threads of torch's.
+"""The cores that a worker process runs on, and the number of threads that torch uses there.
 
-Nobody knows here what else the machine does, and a core that two runs take for their own is worse
-than none. So a worker is kept to whole NUMA nodes, where its memory is near, and never to single
-cores; where there is one node, it is left alone.
+Other runs may use the same machine, and two runs pinned to the same core are slower than without
+pinning. So a worker is pinned to whole NUMA nodes, where its memory is near, and never to single
+cores. On a host with one node it is not pinned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PIN = "DISTCOLLECT_PIN"
-_USERS_OWN = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+_AFFINITY_VARIABLES = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 _CGROUPS = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 
@@ -23,10 +23,10 @@ class Host:
     """What this process may use of its host.
 
     Attributes:
-        cores: it may run on.
-        quota: CPU seconds in a second that its cgroup grants; None: no limit.
-        nodes: the cores of each NUMA node; none where that isn't known.
-        online: cores that the host, or the container, has.
+        cores: those it may run on.
+        quota: CPU seconds per second that its cgroup grants; None: no limit.
+        nodes: the cores of each NUMA node; empty if unknown.
+        online: the number of cores that the host, or the container, has.
     """
 
     cores: tuple[int, ...]
@@ -35,8 +35,8 @@ class Host:
     online: int = 0
 
     @classmethod
-    def look(cls) -> Host:
-        """This one."""
+    def inspect(cls) -> Host:
+        """The host that this process runs on."""
         return cls(
             cores=tuple(sorted(os.sched_getaffinity(0))),
             quota=read_quota(),
@@ -46,7 +46,7 @@ class Host:
 
     @property
     def num_cores(self) -> int:
-        """Cores' worth of computing, at least 1."""
+        """How many cores it may keep busy, at least 1."""
         if self.quota is None:
             return len(self.cores)
         return max(1, min(len(self.cores), int(self.quota)))
@@ -54,11 +54,11 @@ class Host:
 
 @dataclass(frozen=True)
 class CpuPlacement:
-    """A worker's.
+    """Where a worker process runs.
 
     Attributes:
-        cores: to run on; None: as its parent.
-        num_threads: of torch's.
+        cores: to run on; None: those of its parent.
+        num_threads: for torch to use.
     """
 
     cores: tuple[int, ...] | None
@@ -68,53 +68,52 @@ class CpuPlacement:
 def choose(
     host: Host, index: int, count: int, *, may_pin: bool, cores: int | None = None
 ) -> CpuPlacement:
-    """The place of one of ``count`` workers that share ``host``.
+    """The placement of one of ``count`` workers that share ``host``.
 
     Args:
         host: see above.
-        index: which of them, from 0.
+        index: the worker's number among them, from 0.
         count: how many there are.
-        may_pin: whether it may be kept to some of the cores.
-        cores: what the scheduler has set aside for each of them; None: nothing.
+        may_pin: whether it may be pinned to some of the cores.
+        cores: how many the scheduler reserved for each of them; None: unknown.
     """
-    # One thread each unless cores are a worker's own: policies see few envs at a time, and a second
-    # thread that has to wait for a core, as the trainer computes too, holds the first one up at
-    # every operation. With one worker beside a training trainer on two cores, two threads cost nine
-    # tenths of the frames and more.
+    # One thread each, unless a worker has cores of its own: policies see few envs at a time, and
+    # while the trainer computes, a second thread waits for a core and delays the first one at every
+    # operation. One worker beside a busy trainer on two cores lost over 90% of its frames to that.
     threads = min(cores or 1, host.num_cores)
-    # Somebody has chosen cores already; or has less to give than there are, wherever that is.
+    # The user, a container or a scheduler has chosen cores already, or limits the CPU time.
     chosen = len(host.cores) < host.online or host.num_cores < len(host.cores)
     if not may_pin or chosen or count > len(host.cores):
         return CpuPlacement(None, threads)
     near = [usable for node in host.nodes if (usable := sorted(set(node) & set(host.cores)))]
     in_order = [core for node in near for core in node]
     first, end = (i * len(in_order) // count for i in (index, index + 1))
-    mine = [core for node in near if set(node) & set(in_order[first:end]) for core in node]
-    if not mine or len(mine) == len(host.cores):
+    own = [core for node in near if set(node) & set(in_order[first:end]) for core in node]
+    if not own or len(own) == len(host.cores):
         return CpuPlacement(None, threads)
-    return CpuPlacement(tuple(mine), min(threads, len(mine)))
+    return CpuPlacement(tuple(own), min(threads, len(own)))
 
 
 def may_pin(env: Mapping[str, str], *, threads_by_launcher: bool = False) -> bool:
-    """Whether the user has left it to us where workers run.
+    """Whether the user's environment variables allow us to pin workers.
 
     Args:
         env: environment variables.
-        threads_by_launcher: torchrun may have set OMP_NUM_THREADS, to 1, where the user hadn't.
+        threads_by_launcher: OMP_NUM_THREADS=1 may be torchrun's, which sets it if the user didn't.
     """
     threads = env.get("OMP_NUM_THREADS")
     if threads is not None and not (threads_by_launcher and threads == "1"):
         return False
-    return env.get(PIN) != "0" and not any(name in env for name in _USERS_OWN)
+    return env.get(PIN) != "0" and not any(name in env for name in _AFFINITY_VARIABLES)
 
 
 def num_cores() -> int:
-    """CPU cores' worth of computing that this process may use."""
-    return Host.look().num_cores
+    """How many CPU cores this process may keep busy."""
+    return Host.inspect().num_cores
 
 
 def read_cores(text: str) -> tuple[int, ...]:
-    """The cores of a list of the kernel's: "0-2,8" gives 0, 1, 2, 8."""
+    """The cores in a list as the kernel writes it: "0-2,8" gives 0, 1, 2, 8."""
     cores: list[int] = []
     for part in text.strip().split(","):
         if part:
@@ -130,7 +129,9 @@ def read_nodes(folder: Path = _NODES) -> tuple[tuple[int, ...], ...]:
 
 
 def read_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """CPU seconds in a second that this process's cgroup, or one that has it, grants."""
+    """CPU seconds per second that this process's cgroup and its ancestors grant; None: no limit."""
+    # loky.cpu_count() reads the limit of the root cgroup only, so it misses SLURM's and systemd's;
+    # it also rounds up, and does not count the cores of a container. psutil and os know no cgroups.
     grants = []
     for folder in _folders(root, membership, "cpu"):
         try:
@@ -147,7 +148,7 @@ def read_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup
 
 
 def _num_granted() -> int:
-    """Cores that the cgroup of this process has; 0: it doesn't say."""
+    """The number of cores that this process's cgroup has; 0 if unknown."""
     for folder in _folders(_CGROUPS, Path("/proc/self/cgroup"), "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
             try:
@@ -159,7 +160,7 @@ def _num_granted() -> int:
 
 
 def _folders(root: Path, membership: Path, controller: str) -> Sequence[Path]:
-    """Those of this process's cgroup and of those around it, the innermost first."""
+    """The folders of this process's cgroup and of its ancestors, the innermost first."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -169,9 +170,9 @@ def _folders(root: Path, membership: Path, controller: str) -> Sequence[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # Version 2 has one tree, version 1 one for each controller.
+        # Version 2 has one tree; version 1 has one for each controller.
         top = root / controllers if controllers else root
         inside = top / path.lstrip("/")
-        # In a container the path may be the outside's, and what is mounted is the inside.
+        # In a container the path may be the host's, while only a part of the tree is mounted.
         found += [folder for folder in (inside, *inside.parents) if folder.is_relative_to(top)]
     return found

@@ -1,8 +1,8 @@
 """Worker processes on this host: started, watched, and ended for certain.
 
-Each worker leads a session of its own, so that ending its process group also ends what its envs
-started, and a Ctrl-C in the terminal reaches the trainer alone. A small guard process outlives
-whoever started the workers just long enough to end them: it also covers a ``kill -9`` of the
+Each worker leads a session of its own: ending its process group also ends what its envs started,
+and a Ctrl-C in the terminal reaches the trainer alone. A small guard process outlives the process
+that started the workers just long enough to end them. This also covers a ``kill -9`` of the
 trainer while an env holds a worker's interpreter lock.
 """
 
@@ -19,31 +19,32 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import SharedStepCounter
+from distcollect.net.messages import WorkerBoot, to_frame
 
 log = logging.getLogger(__name__)
 
-# A look at a few numbers of each worker.
 _WATCHDOG_PERIOD_S = 1.0
 
-# sys.path comes first: it may be what makes distcollect importable.
+# sys.path is set first: it may be what makes distcollect importable. The cores are set before
+# anything starts threads.
 _BOOT = """
 import json, os, sys
 boot = json.loads(sys.stdin.readline())
-# Before anything makes threads.
-if boot.get("cores"):
+if boot["cores"]:
     os.sched_setaffinity(0, boot["cores"])
 sys.path[:] = boot["sys_path"]
 from distcollect.worker.main import main
 main(boot)
 """
 
-# Ends the process groups it was told of ("+PGID", "-PGID") once its parent is gone: the pipe is
-# closed, or (when a forked child of the parent holds the pipe open) it has another parent.
+# Reads process groups ("+PGID" to add one, "-PGID" to remove it), and kills them once its parent is
+# gone: then the pipe is closed, or (when a forked child of the parent holds the pipe open) it has
+# another parent.
 _GUARD = """
 import os, select, signal, sys
 parent, groups, rest = os.getppid(), set(), b""
@@ -63,32 +64,14 @@ for group in groups:
 """
 
 
-@dataclass(frozen=True)
-class End:
-    """How a process ended.
-
-    Attributes:
-        code: its exit code, -N if signal N ended it.
-        stepped: frames that it had stepped.
-        reason: why it was ended, if it was by its watchdog.
-    """
-
-    code: int
-    stepped: int
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return self.reason or describe_exit(self.code)
-
-
 class ProcessEvents:
-    """What is reported of worker processes, on threads of their own."""
+    """What is reported about worker processes, on other threads."""
 
-    def exited(self, worker_id: int, incarnation: int, end: End) -> None:
+    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
         """A process has ended and was reaped."""
 
-    def bloated(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        """A process takes more memory than it may; said again and again."""
+    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
+        """A process takes more memory than it may; repeated while that is so."""
 
 
 @dataclass
@@ -96,17 +79,15 @@ class _Running:
     """A process, and what its watchdog has seen of it.
 
     Attributes:
-        step_timeout_s: it is ended when it finishes no step for so long; None: never.
-        max_bytes: more than this is reported; None: never.
-        stepped: frames when they last changed, or when it began to step.
-        since: when that was.
-        reason: why the watchdog has ended it.
+        boot: what it was started with.
+        stepped: frames stepped when that number last changed; -1: it isn't stepping.
+        since: when it last changed, in seconds of the monotonic clock.
+        reason: why the watchdog has ended it; "" if it hasn't.
     """
 
     process: subprocess.Popen[bytes]
-    vitals: SharedStepCounter
-    step_timeout_s: float | None
-    max_bytes: int | None
+    counters: SharedStepCounter
+    boot: WorkerBoot
     stepped: int = -1
     since: float = 0.0
     reason: str = ""
@@ -120,7 +101,7 @@ class LocalProcesses:
         self._events = events
         self._lock = threading.Lock()
         self._running: dict[tuple[int, int], _Running] = {}
-        self._watchers: list[threading.Thread] = []
+        self._reapers: list[threading.Thread] = []
         self._closed = threading.Event()
         self._watchdog: threading.Thread | None = None
         self._guard = subprocess.Popen(
@@ -129,64 +110,54 @@ class LocalProcesses:
             start_new_session=True,
         )
 
-    def spawn(
-        self, worker_id: int, incarnation: int, boot: Mapping[str, Any], env: Mapping[str, str]
-    ) -> None:
-        """Start a worker.
+    def spawn(self, boot: WorkerBoot, env: Mapping[str, str]) -> None:
+        """Start a worker process.
 
         Args:
-            worker_id: its slot.
-            incarnation: the how-manieth process in it.
-            boot: what :func:`distcollect.worker.main.main` needs, as JSON on standard input, where
-                no ``ps`` can see the token. Its "step_timeout_s" and "max_bytes" are for the
-                watchdog; "cores" are those that it is to run on, None: any.
-            env: environment variables beside this process's own.
+            boot: what it reads first; its ``counters_fd`` and ``sys_path`` are filled in here.
+            env: environment variables to add to this process's own.
 
         Raises:
             OSError: the system can't start it.
         """
-        vitals = SharedStepCounter()
+        counters = SharedStepCounter()
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-                env={**os.environ, **env},
-                pass_fds=[vitals.fd],
+            process = self._start(
+                replace(boot, counters_fd=counters.fd, sys_path=tuple(sys.path)), env
             )
-            self._tell_guard(f"+{process.pid}")
-            told = {
-                **boot,
-                "worker_id": worker_id,
-                "incarnation": incarnation,
-                "vitals": vitals.fd,
-                "sys_path": sys.path,
-            }
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(told).encode() + b"\n")
-                process.stdin.close()
         finally:
-            vitals.close()
-        running = _Running(process, vitals, boot.get("step_timeout_s"), boot.get("max_bytes"))
+            counters.close()
+        running = _Running(process, counters, boot)
         with self._lock:
-            self._running[worker_id, incarnation] = running
-            if self._watchdog is None and (running.step_timeout_s or running.max_bytes):
+            self._running[boot.worker_id, boot.incarnation] = running
+            if self._watchdog is None and (boot.settings.step_timeout_s or boot.settings.max_bytes):
                 self._watchdog = threading.Thread(
                     target=self._watch_all, name="distcollect-watchdog", daemon=True
                 )
                 self._watchdog.start()
-        watcher = threading.Thread(
-            target=self._watch,
-            args=(worker_id, incarnation, running),
-            name="distcollect-watch",
-            daemon=True,
+        reaper = threading.Thread(
+            target=self._reap, args=(running,), name="distcollect-reaper", daemon=True
         )
-        self._watchers = [thread for thread in self._watchers if thread.is_alive()] + [watcher]
-        watcher.start()
+        self._reapers = [thread for thread in self._reapers if thread.is_alive()] + [reaper]
+        reaper.start()
+
+    def _start(self, boot: WorkerBoot, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, **env},
+            pass_fds=[boot.counters_fd],
+        )
+        self._tell_guard(f"+{process.pid}")
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(to_frame(boot)).encode() + b"\n")
+            process.stdin.close()
+        return process
 
     def kill(self, worker_id: int, incarnation: int) -> None:
-        """End a worker at once, and all that it started."""
+        """End a worker at once, and all that it started; do nothing if it has ended."""
         with self._lock:
             running = self._running.get((worker_id, incarnation))
         if running is not None:
@@ -205,67 +176,67 @@ class LocalProcesses:
                 _kill_group(running.process.pid)
 
     def close(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` for all to end by themselves, then end them; reap every one."""
+        """Wait up to ``grace_s`` for all to end by themselves, then kill them; reap every one."""
         deadline = time.monotonic() + grace_s
         self._closed.set()
-        for watcher in self._watchers:
-            watcher.join(max(0.0, deadline - time.monotonic()))
+        for reaper in self._reapers:
+            reaper.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             remaining = dict(self._running)
         for (worker_id, _), running in remaining.items():
             log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
             _kill_group(running.process.pid)
-        for watcher in self._watchers:
-            watcher.join(5)
-        # Not by closing its pipe: a forked child of this process may hold that open.
+        for reaper in self._reapers:
+            reaper.join(5)
+        # By a signal: a forked child of this process may hold its pipe open.
         self._guard.kill()
         self._guard.wait(5)
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
             self._guard.stdin.close()
 
-    def _watch(self, worker_id: int, incarnation: int, running: _Running) -> None:
-        process = running.process
+    def _reap(self, running: _Running) -> None:
+        boot, process = running.boot, running.process
         code = process.wait()
         # What its envs started doesn't always end with it.
         _kill_group(process.pid)
         self._tell_guard(f"-{process.pid}")
         with self._lock:
-            del self._running[worker_id, incarnation]
-        self._events.exited(
-            worker_id, incarnation, End(code, running.vitals.stepped, running.reason)
-        )
+            del self._running[boot.worker_id, boot.incarnation]
+        process_exit = ProcessExit(code, running.counters.stepped, running.reason)
+        self._events.exited(boot.worker_id, boot.incarnation, process_exit)
 
     def _watch_all(self) -> None:
-        """End those that hang in a step, report those that grow."""
+        """End processes that hang in a step, report those that take too much memory."""
         while True:
             with self._lock:
-                all_running = dict(self._running)
-            limits = [r.step_timeout_s for r in all_running.values() if r.step_timeout_s]
-            if self._closed.wait(min([_WATCHDOG_PERIOD_S, *(limit / 4 for limit in limits)])):
+                all_running = list(self._running.values())
+            limits = [limit / 4 for r in all_running if (limit := r.boot.settings.step_timeout_s)]
+            if self._closed.wait(min([_WATCHDOG_PERIOD_S, *limits])):
                 return
             now = time.monotonic()
-            for (worker_id, incarnation), running in all_running.items():
-                self._watch_step(worker_id, running, now)
-                self._watch_memory(worker_id, incarnation, running)
+            for running in all_running:
+                self._watch_steps(running, now)
+                self._watch_memory(running)
 
-    def _watch_step(self, worker_id: int, running: _Running, now: float) -> None:
-        stepped = running.vitals.stepped if running.vitals.busy else -1
+    def _watch_steps(self, running: _Running, now: float) -> None:
+        stepped = running.counters.stepped if running.counters.busy else -1
         if stepped != running.stepped or stepped == -1:
             running.stepped, running.since = stepped, now
             return
-        limit_s = running.step_timeout_s
+        limit_s = running.boot.settings.step_timeout_s
         if limit_s is not None and now - running.since >= limit_s and not running.reason:
-            running.reason = f"no step of its envs was done within {now - running.since:.1f} s"
-            log.warning("worker %d: %s; killing it", worker_id, running.reason)
+            running.reason = f"its envs finished no step within {now - running.since:.1f} s"
+            log.warning("worker %d: %s; killing it", running.boot.worker_id, running.reason)
             _kill_group(running.process.pid)
 
-    def _watch_memory(self, worker_id: int, incarnation: int, running: _Running) -> None:
-        if running.max_bytes is None:
+    def _watch_memory(self, running: _Running) -> None:
+        boot = running.boot
+        if boot.settings.max_bytes is None:
             return
         num_bytes = _resident_bytes(running.process.pid)
-        if num_bytes > running.max_bytes:
-            self._events.bloated(worker_id, incarnation, num_bytes)
+        if num_bytes > boot.settings.max_bytes:
+            self._events.memory_exceeded(boot.worker_id, boot.incarnation, num_bytes)
 
     def _tell_guard(self, line: str) -> None:
         assert self._guard.stdin is not None
@@ -275,7 +246,7 @@ class LocalProcesses:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Memory of a process that is in RAM; 0 once it is gone."""
+    """Resident memory of a process; 0 once it is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
@@ -285,13 +256,3 @@ def _resident_bytes(pid: int) -> int:
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended: 'exit code 1', or 'killed by SIGKILL'."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

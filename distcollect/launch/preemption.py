@@ -1,7 +1,7 @@
-"""Notice that this process is to end soon: a signal that asks for it.
+"""Signals that ask this process to end soon, as before a preemption.
 
 Python runs signal handlers on the main thread, between any two of its steps. So the handler only
-takes note; what is to be done is done where the user's loop asks, or waits.
+notes the signal. The process saves and ends where the user's loop asks for it, or waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# What a job is told to end with: SIGTERM by most, SIGUSR2 by submitit and by sbatch --signal.
+# Most schedulers send SIGTERM before they end a job; submitit and sbatch --signal send SIGUSR2.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 # "Temporary failure; the user is invited to retry", of sysexits.h.
@@ -23,56 +23,60 @@ EXIT_TO_RESUME = 75
 
 
 class Interrupted(SystemExit):
-    """This process ends because it was told to, with its state saved: it can be resumed."""
+    """This process ends on request, with its state saved: it can be resumed."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_TO_RESUME)
 
 
-_told: str = ""
-_leave: Callable[[], None] | None = None
+_requested: str = ""
+_save_and_exit: Callable[[], None] | None = None
 _previous: dict[int, Any] = {}
 
 
-def watch(leave: Callable[[], None]) -> None:
-    """Take note of the signals from now on, and have waits of the main thread call ``leave``.
+def watch(save_and_exit: Callable[[], None]) -> None:
+    """Note the signals from now on; :func:`exit_if_requested` then calls ``save_and_exit``.
 
     Args:
-        leave: saves, and raises :class:`Interrupted`.
+        save_and_exit: saves, and raises :class:`Interrupted`.
     """
-    global _leave  # noqa: PLW0603 - signals concern the process
-    _leave = leave
+    global _save_and_exit  # noqa: PLW0603 - signals concern the process
+    _save_and_exit = save_and_exit
     if threading.current_thread() is not threading.main_thread():
-        log.warning("a Checkpoint made on another thread than the main one sees no signals")
+        log.warning("a Checkpoint that is not made on the main thread sees no signals")
         return
     for number in SIGNALS:
         if signal.getsignal(number) is not _note:
             _previous[number] = signal.signal(number, _note)
 
 
-def told() -> str:
-    """The signal that told this process to end; "" if none did."""
-    return _told
+def requested_signal() -> str:
+    """The signal that asked this process to end; "" if none did."""
+    return _requested
 
 
 def exit_if_requested() -> None:
-    """End the wait that calls this, if the process was told to end and somebody can save."""
-    if _told and _leave is not None and threading.current_thread() is threading.main_thread():
-        _leave()
+    """Save and exit, if a signal asked for it and :func:`watch` was called.
+
+    Waits of the user's thread call this. On other threads than the main one it does nothing.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if _requested and _save_and_exit is not None and on_main_thread:
+        _save_and_exit()
 
 
-def forget() -> None:
-    """Give the signals back their meaning."""
-    global _leave, _told
-    _leave, _told = None, ""
+def stop_watching() -> None:
+    """Restore the previous signal handlers, and forget a signal that has come."""
+    global _save_and_exit, _requested
+    _save_and_exit, _requested = None, ""
     for number, handler in _previous.items():
         signal.signal(number, handler)
     _previous.clear()
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    global _told  # noqa: PLW0603 - signals concern the process
-    _told = signal.Signals(number).name
+    global _requested  # noqa: PLW0603 - signals concern the process
+    _requested = signal.Signals(number).name
     previous = _previous.get(number)
     if callable(previous):
         previous(number, frame)

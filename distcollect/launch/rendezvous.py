@@ -1,4 +1,4 @@
-"""How the ranks of a launch find their trainer: at an address that all of them reach."""
+"""Where a trainer listens, and how the other ranks of its launch find it."""
 
 from __future__ import annotations
 
@@ -6,36 +6,41 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import socket
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed
 
-from distcollect.errors import LaunchError
+from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import Launch, Launcher
-from distcollect.launch.worker_hosts import listen_address, read_token
-from distcollect.net.interfaces import LOOPBACK, own_address_of, route_to, way_to
+from distcollect.net.interfaces import (
+    LOOPBACK,
+    address_towards,
+    is_address,
+    own_address_of,
+    route_to,
+)
+from distcollect.net.messages import TrainerAddress
 
 log = logging.getLogger(__name__)
 
 # Torch declares no types for its stores.
 dist: Any = torch.distributed
 
-MEET_TIMEOUT_S = 300.0
-_GATE_KEY = "distcollect/gate"
-
-
-@dataclass(frozen=True)
-class TrainerAddress:
-    """Where the trainer's gate is, and what to show there."""
-
-    host: str
-    port: int
-    token: str = field(repr=False)  # it may be in an error's text
+RENDEZVOUS_TIMEOUT_S = 300.0
+_TRAINER_KEY = "distcollect/trainer"
+LISTEN = "DISTCOLLECT_LISTEN"
+_SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
+_HOLDS_TOKEN = (
+    "it has to hold the run's secret, the same for the trainer and for all processes that join"  # noqa: S105
+)
 
 
 @dataclass(frozen=True)
@@ -45,31 +50,31 @@ class ListenSpec:
     Attributes:
         address: of this host.
         port: 0: any.
-        token: what all have to show.
-        store: torchrun's, by which the others learn of it; None: they know without.
-        is_own_token: whether they have the token from the user too.
+        token: what every process that joins has to show.
+        store: torchrun's store, in which the other ranks look the address up; None: they can
+            derive it themselves.
+        is_users_token: whether the user set the token, on the other ranks too.
     """
 
     address: str
     port: int
     token: str = field(repr=False)
     store: Any = None
-    is_own_token: bool = False
+    is_users_token: bool = False
 
     def announce(self, port: int) -> None:
-        """Tell the other ranks."""
+        """Let the other ranks know where the trainer listens."""
         if self.store is not None:
-            # Whoever reaches torchrun's store can read it: a secret of the user's stays out.
-            token = "" if self.is_own_token else self.token
-            self.store.set(_GATE_KEY, json.dumps([self.address, port, token]))
+            # Every process that reaches torchrun's store can read it: the user's secret stays out.
+            token = "" if self.is_users_token else self.token
+            self.store.set(_TRAINER_KEY, json.dumps([self.address, port, token]))
 
 
 def listen_spec(launch: Launch) -> ListenSpec:
-    """Where this trainer is to listen, by the launch and the user's settings.
+    """Where this trainer is to listen, according to the launch and the user's settings.
 
     Raises:
-        LaunchError: no way leads from here to the other hosts; or see
-            :func:`~distcollect.launch.worker_hosts.read_token`.
+        LaunchError: no route leads from here to the other hosts; or see :func:`read_token`.
     """
     assert launch.master is not None
     address, given = LOOPBACK, read_token()
@@ -79,8 +84,8 @@ def listen_spec(launch: Launch) -> ListenSpec:
             address = own_address(name, launch.last_host)
             if given is None:
                 log.warning(
-                    "workers are known by the SLURM job's id, which every user of the cluster can "
-                    "see; set %s to the name of a file that holds a secret of yours",
+                    "the token that workers show is made from the SLURM job's id, which every user "
+                    "of the cluster can see; set %s to the name of a file that holds a secret",
                     TOKEN_VARIABLE,
                 )
         address, wanted_port = listen_address(default=address)
@@ -92,63 +97,63 @@ def listen_spec(launch: Launch) -> ListenSpec:
     address, port = listen_address(default=address)
     port = port + launch.trainer if port else 0
     token = given or secrets.token_hex(16)
-    return ListenSpec(address, port, token, store, is_own_token=given is not None)
+    return ListenSpec(address, port, token, store, is_users_token=given is not None)
 
 
 def _is_on_one_host(launch: Launch) -> bool:
-    """Whether nobody comes from elsewhere, as jobs of workers may that are added to a run."""
+    """Whether all workers are on this host; further worker jobs of a run may be elsewhere."""
     return launch.num_hosts == 1 and RunFolder.here() is None
 
 
 def own_address(name: str, other: str = "") -> str:
-    """The address of this host, ``name``, on the way to the host ``other``.
+    """The address of this host, which is called ``name``, on the route to the host ``other``.
 
     Raises:
-        LaunchError: no way leads from here to the others.
+        LaunchError: no route leads from here to the other hosts.
     """
     if (address := own_address_of(name)) is not None:
         return address
-    # What this host calls itself is no address on the network: 127.0.1.1, as Debian has it.
-    if other and (address := way_to(other)) is not None:
+    # This host's name stands for no address on the network, but for 127.0.1.1 as on Debian.
+    if other and (address := address_towards(other)) is not None:
         return address
     raise LaunchError(
-        f"this host's name {name!r} stands for none of its addresses that others can reach; set "
-        "MASTER_ADDR to this host's address on the cluster's network"
+        f"this host's name {name!r} stands for none of its addresses that other hosts can reach; "
+        "set MASTER_ADDR to this host's address on the cluster's network"
     )
 
 
 def _address_among_hosts(launch: Launch, store: Any) -> str:
-    """This host's address on the way to the launch's others, and so theirs to here."""
+    """This host's address on the route to the launch's other hosts."""
     assert launch.master is not None
-    if (address := way_to(launch.master[0])) is not None:
+    if (address := address_towards(launch.master[0])) is not None:
         return address
-    # Torchrun's meeting point is on this host, so only ranks elsewhere know which way they came.
+    # Torchrun's store is on this host, so only ranks on other hosts know the route between us.
     for rank in range(launch.world_size - 1, 0, -1):
         try:
             theirs = store.get(_address_key(rank)).decode()
         except dist.DistError as error:
             raise LaunchError(
-                f"rank {rank} did not say where it is within {MEET_TIMEOUT_S:g} s: look at what "
-                "it says itself. Does every rank call distcollect.run(main)?"
+                f"rank {rank} did not announce its address within {RENDEZVOUS_TIMEOUT_S:g} s: look "
+                "at its own output. Does every rank call distcollect.run(main)?"
             ) from error
         if theirs:
             return route_to(theirs)
-    return LOOPBACK  # all of this trainer's are on its own host
+    return LOOPBACK  # all workers of this trainer are on its own host
 
 
 def _torchrun_store(launch: Launch) -> Any:
     assert launch.master is not None
-    # The agent serves the store, except with static rendezvous, where rank 0 has to.
+    # Torchrun's agent serves the store, except with static rendezvous, where rank 0 has to.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = launch.master
     try:
-        socket.getaddrinfo(host, port)  # else torch tries for minutes
+        socket.getaddrinfo(host, port)  # fails at once; torch would try for minutes
         store = dist.TCPStore(
             host,
             port,
             is_master=not served and launch.rank == launch.trainer == 0,
             wait_for_workers=False,
-            timeout=timedelta(seconds=MEET_TIMEOUT_S),
+            timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
         )
     except (OSError, dist.DistError) as error:
         if "EADDRINUSE" in str(error):
@@ -169,39 +174,102 @@ def _address_key(rank: int) -> str:
 
 
 def finder(launch: Launch) -> Callable[[], TrainerAddress]:
-    """What tells a rank where its trainer is; see :func:`supervise`.
+    """A function that returns where a rank's trainer is; see :func:`.supervisor.supervise`.
 
     Raises:
-        LaunchError: the ranks' meeting point can't be reached.
+        LaunchError: torchrun's store can't be reached.
     """
     assert launch.master is not None
     given = read_token()
     if launch.launcher is Launcher.TORCHRUN:
         store = _torchrun_store(launch)
         if launch.num_hosts > 1:
-            store.set(_address_key(launch.rank), way_to(launch.master[0]) or "")
+            store.set(_address_key(launch.rank), address_towards(launch.master[0]) or "")
         store.set_timeout(timedelta(seconds=1))
-        last: list[Any] = []
+        latest: list[Any] = []
 
         def find() -> TrainerAddress:
             try:
-                last[:] = json.loads(store.get(_GATE_KEY))
+                latest[:] = json.loads(store.get(_TRAINER_KEY))
             except dist.DistNetworkError as error:
-                # The store's connection never comes back; a cable that was pulled may.
-                if not last:
+                # The store never reconnects, but the trainer may still be at its last address:
+                # the network may have been cut for a while.
+                if not latest:
                     raise LaunchError(
                         f"torchrun's store is gone ({error}), and with it torchrun on the "
-                        "trainer's host: look at what it says there, and start all ranks again"
+                        "trainer's host: look at its output there, and start all ranks again"
                     ) from error
-            host, port, token = last
+            host, port, token = latest
             return TrainerAddress(host, port, token or given or "")
 
         return find
     host, port = launch.master
     if _is_on_one_host(launch):
         host = LOOPBACK
-    elif way_to(host) is None:  # the trainer is on this host
+    elif address_towards(host) is None:  # the trainer is on this host
         host = own_address(host, launch.last_host)
     host, wanted_port = listen_address(default=host)
     here = TrainerAddress(host, (wanted_port or port) + launch.trainer, given or launch.run_id)
     return lambda: here
+
+
+def listen_address(listen: str | None = None, default: str = LOOPBACK) -> tuple[str, int]:
+    """Where to listen: the argument, else DISTCOLLECT_LISTEN, else ``default`` and any port (0).
+
+    Raises:
+        ArgumentError: it isn't "ADDRESS:PORT".
+    """
+    wanted = listen or os.environ.get(LISTEN)
+    if not wanted:
+        return default, 0
+    name = "listen" if listen else LISTEN
+    host, port = host_and_port(name, wanted)
+    if not is_address(host):
+        # A host's own name often stands for an address that other hosts can't reach.
+        raise ArgumentError(
+            f"{name}={wanted!r}: {host!r} is no address; give this host's address on the network "
+            "that it shares with the workers, as in 10.0.0.5:29600"
+        )
+    return host, port
+
+
+def host_and_port(name: str, text: str) -> tuple[str, int]:
+    """The parts of "HOST:PORT" or "[HOST]:PORT".
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 2**16):
+        raise ArgumentError(f"{name}={text!r}: must be HOST:PORT, as in 10.0.0.5:29600")
+    return host.strip("[]"), int(port)
+
+
+def read_token() -> str | None:
+    """The user's secret, which processes that join have to show; None: the user set none.
+
+    Raises:
+        LaunchError: the file can't be read, is empty, or other users may read it.
+    """
+    path = os.environ.get(TOKEN_VARIABLE)
+    if path is None:
+        return os.environ.get(_SECRET) or None
+    try:
+        with Path(path).open() as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise LaunchError(
+            f"{TOKEN_VARIABLE}={path}: the token can't be read ({why}); {_HOLDS_TOKEN}"
+        ) from error
+    if not token:
+        raise LaunchError(f"{TOKEN_VARIABLE}={path}: the file is empty; {_HOLDS_TOKEN}")
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise LaunchError(
+            f"{TOKEN_VARIABLE}={path}: others may read or change it ({stat.filemode(mode)}), so it "
+            f"is no secret; make a new one, chmod 600 {shlex.quote(path)}"
+        )
+    if mode & stat.S_IRGRP:
+        log.warning("%s=%s: its group may read it; is that meant?", TOKEN_VARIABLE, path)
+    return token

@@ -1,4 +1,4 @@
-"""``run(main)``: one line for every kind of launch."""
+"""``run(main)``: the same line for every kind of launch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,11 @@ import torch.distributed
 from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
 from distcollect.launch.preemption import Interrupted
-from distcollect.launch.rendezvous import listen_spec, own_address
+from distcollect.launch.rendezvous import listen_address, listen_spec, own_address, read_token
 from distcollect.launch.run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
-from distcollect.launch.supervisor import (
-    supervise_rank,
-)
+from distcollect.launch.supervisor import supervise_rank
 from distcollect.launch.topology import Launch, Launcher, own_name
-from distcollect.launch.worker_hosts import (
-    Cluster,
-    current,
-    listen_address,
-    read_token,
-    set_launched,
-)
+from distcollect.launch.worker_hosts import WorkerHosts, current, set_launched
 from distcollect.net.interfaces import LOOPBACK
 from distcollect.transport.peer_ids import identify
 
@@ -74,20 +66,21 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
             )
         if folder is None or not folder.num_workers:
             return main()
-        cluster = _open_to_all(folder)
+        hosts = _hosts_of_run(folder)
     else:
         launch = launch.part(num_trainers)
         if launch.rank > 0:
             supervise_rank(launch)
             return None
         identify(launch.run_id, launch.trainer, num_trainers)
-        cluster = _open_gate(launch)
-    set_launched(cluster)
+        hosts = _hosts_of_launch(launch)
+    set_launched(hosts)
     if folder is not None and launch.trainer == 0:
-        folder.tell(LISTENING, host=cluster.address, port=cluster.gate.port, pid=os.getpid())
+        port = hosts.join_server.port
+        folder.tell(LISTENING, host=hosts.address, port=port, pid=os.getpid())
     failed, resumes = True, False
     try:
-        with _among_trainers(launch, num_trainers):
+        with _trainer_variables(launch, num_trainers):
             result = main()
     except Interrupted:
         failed, resumes = False, folder is not None
@@ -100,14 +93,15 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
         return result
     finally:
         set_launched(None)
-        # Torchrun starts ranks again only if all have failed; elsewhere they would hide the cause.
+        # Torchrun starts ranks again only if all have failed. Under other launchers, ranks that
+        # fail after the trainer would hide the cause.
         fails = failed and launch.launcher is Launcher.TORCHRUN
-        cluster.close(failed=fails, resumes=resumes)
+        hosts.close(failed=fails, resumes=resumes)
 
 
 @contextlib.contextmanager
-def _among_trainers(launch: Launch, num_trainers: int) -> Iterator[None]:
-    """Torch's variables as they are among the trainers alone."""
+def _trainer_variables(launch: Launch, num_trainers: int) -> Iterator[None]:
+    """Set torch's environment variables for a group of the trainers alone."""
     if num_trainers == 1:
         yield
         return
@@ -116,7 +110,7 @@ def _among_trainers(launch: Launch, num_trainers: int) -> Iterator[None]:
         assert launch.master is not None
         host, port = launch.master
         host = LOOPBACK if launch.num_hosts == 1 else host
-        # The trainers' gates have the ports from this one on.
+        # The trainers' join servers use the ports from this one on.
         variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port + num_trainers)}
         variables["LOCAL_RANK"] = str(launch.trainer)
     before = {name: os.environ.get(name) for name in variables}
@@ -152,32 +146,32 @@ def num_workers(default: int) -> int:
     return launch.num_workers
 
 
-def _open_gate(launch: Launch) -> Cluster:
-    place = listen_spec(launch)
-    cluster = Cluster(
-        place.address,
-        place.token,
+def _hosts_of_launch(launch: Launch) -> WorkerHosts:
+    spec = listen_spec(launch)
+    hosts = WorkerHosts(
+        spec.address,
+        spec.token,
         num_ranks=launch.num_workers,
-        port=place.port,
+        port=spec.port,
         trainer=launch.trainer,
     )
-    place.announce(cluster.gate.port)
-    cluster.store = place.store
-    return cluster
+    spec.announce(hosts.join_server.port)
+    hosts.store = spec.store
+    return hosts
 
 
-def _open_to_all(folder: RunFolder) -> Cluster:
-    """The trainer's side of a run whose workers are in jobs of their own."""
+def _hosts_of_run(folder: RunFolder) -> WorkerHosts:
+    """The hosts of a run whose workers are in separate jobs."""
     token = read_token()
     if token is None:
         raise LaunchError(
-            f"{TOKEN_VARIABLE} is not set, but the workers of this run come with what is in "
+            f"{TOKEN_VARIABLE} is not set, but the workers of this run show the token in "
             f"{folder.token_file}: set it to that file, as 'distcollect submit' does"
         )
     address, port = listen_address()
     if not port:
         address = own_address(own_name())
-    return Cluster(
+    return WorkerHosts(
         address,
         token,
         num_expected=folder.num_workers,

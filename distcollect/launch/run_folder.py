@@ -1,17 +1,17 @@
-"""The folder of a run on a cluster: what its jobs tell each other over the shared disk.
+"""The folder of a run on a cluster: how its jobs communicate over the shared disk.
 
 ::
 
     RUN/run.json            how it was submitted
-    RUN/token               what workers have to show; only its owner can read it
-    RUN/trainer.json        where the trainer is, or what has become of it
+    RUN/token               the secret that workers have to show; only its owner can read it
+    RUN/trainer.json        where the trainer listens, or why it doesn't
     RUN/jobs/ID.json        its jobs
     RUN/failed/ID_RANK.json tasks that failed
-    RUN/history/            what else became of jobs
-    RUN/logs/               what the tasks said, and submitit's files
+    RUN/history/            other events of jobs
+    RUN/logs/               the tasks' output, and submitit's files
     RUN/checkpoint.pt       where a :class:`~distcollect.Checkpoint` saves by default
 
-Every file is replaced as a whole, so that nobody reads half of one. Nothing here needs more than
+Every file is replaced as a whole, so that no reader sees half of one. This module imports only
 Python's own library: a small process in each task of a job uses it.
 """
 
@@ -29,30 +29,30 @@ from typing import Any
 RUN_VARIABLE = "DISTCOLLECT_RUN"
 TOKEN_VARIABLE = "DISTCOLLECT_TOKEN_FILE"  # noqa: S105 - a name
 
-# What run.json has of ours, whoever else may call a file so.
-_OURS = {"command", "num_tasks", "num_workers", "patience_s"}
+# Another program's run.json does not have all of these.
+_REQUIRED_SETTINGS = {"command", "num_tasks", "num_workers", "patience_s"}
 
-# States of trainer.json.
+# The states of a trainer in trainer.json.
 LISTENING, STARTING, REQUEUED, ENDED = "listening", "starting", "requeued", "ended"
 
 
 class NotYet(OSError):
-    """The trainer can't be reached yet; says why."""
+    """The trainer can't be reached yet; the message says why."""
 
 
 class RunOver(Exception):
-    """The trainer has ended, and won't come back; says how it ended."""
+    """The trainer has ended, and won't be started again; the message says how it ended."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder; see the module for what lies in it."""
+    """A run's folder; the module's docstring lists its files."""
 
     path: Path
 
     @classmethod
     def here(cls) -> RunFolder | None:
-        """That of the run which this process belongs to; None: it belongs to none."""
+        """The folder of the run that this process belongs to; None: it belongs to none."""
         path = os.environ.get(RUN_VARIABLE)
         return cls(Path(path)) if path else None
 
@@ -63,14 +63,14 @@ class RunFolder:
 
     @property
     def token_file(self) -> Path:
-        """What workers have to show."""
+        """The file with the secret that workers have to show."""
         return self.path / "token"
 
     def create(self, settings: dict[str, Any]) -> None:
-        """Make the folder, for its owner alone.
+        """Make the folder, readable by its owner alone.
 
         Raises:
-            FileExistsError: there is a run in it.
+            FileExistsError: it holds a run already.
         """
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -82,22 +82,22 @@ class RunFolder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How the run was submitted; empty if there is none in the folder."""
+        """How the run was submitted; empty if the folder holds no run."""
         found = self.read("run.json") or {}
-        return found if found.keys() >= _OURS else {}
+        return found if found.keys() >= _REQUIRED_SETTINGS else {}
 
     @property
     def num_workers(self) -> int:
-        """Workers in jobs apart from the trainer's that the run began with; 0: there were none."""
+        """How many workers in separate jobs the run began with; 0: none."""
         return int(self.settings.get("num_workers", 0))
 
     @property
     def patience_s(self) -> float:
-        """How long the trainer waits for workers, and they for it."""
+        """How long the trainer waits for workers, and workers for the trainer."""
         return float(self.settings.get("patience_s", 3600.0))
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A file's content; None if there is none, or it is no JSON object."""
+        """A file's content; None if there is no such file, or it holds no JSON object."""
         try:
             content = json.loads((self.path / name).read_text())
         except (OSError, ValueError):
@@ -112,29 +112,29 @@ class RunFolder:
         draft.replace(file)
 
     def jobs(self) -> list[dict[str, Any]]:
-        """What is known of each of its jobs, in the order in which they were submitted."""
+        """What is known about each of its jobs, in the order of their submission."""
         names = [path.relative_to(self.path) for path in (self.path / "jobs").glob("[0-9]*.json")]
         jobs = [job for name in names if (job := self.read(str(name))) is not None]
         return sorted(jobs, key=lambda job: float(job["submitted"]))
 
     def note(self, job_id: str, what: str) -> None:
-        """Let the user know what became of a job."""
+        """Add an event of a job to the history, for the user."""
         now = time.time()
         self.write(f"history/{job_id}-{now:.3f}.json", {"at": now, "job": job_id, "what": what})
 
     def history(self) -> list[str]:
-        """What was noted, in order, with its time."""
+        """The noted events with their times, oldest first."""
         files = (path.relative_to(self.path) for path in (self.path / "history").glob("[0-9]*"))
         notes = [note for file in files if (note := self.read(str(file))) is not None]
         notes.sort(key=lambda note: float(note["at"]))
         return [f"{_clock(note['at'])} job {note['job']} {note['what']}" for note in notes]
 
     def tell(self, state: str, **about: Any) -> None:
-        """Let the others know what the trainer does.
+        """Write the trainer's state for the other jobs.
 
         Args:
-            state: one of those above.
-            about: what else to say of it.
+            state: LISTENING, STARTING, REQUEUED or ENDED.
+            about: further entries of the file.
         """
         self.write("trainer.json", {"state": state, "since": _clock(time.time()), **about})
 
@@ -142,8 +142,8 @@ class RunFolder:
         """Where the trainer listens: host and port.
 
         Raises:
-            NotYet: nowhere at present.
-            RunOver: it won't any more.
+            NotYet: it does not listen at present.
+            RunOver: it will never listen again.
         """
         said = self.read("trainer.json")
         if said is None or "state" not in said:
@@ -156,7 +156,7 @@ class RunFolder:
 
 
 def obstacle(folder: Path) -> str:
-    """Why files can't be written to a folder, which need not be there yet; "" if they can."""
+    """Why files can't be written to a folder, which may not exist yet; "" if they can."""
     folder = folder.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():

@@ -1,4 +1,7 @@
-"""A rank that is no trainer: starts worker processes for the trainer, and watches them."""
+"""A supervisor: a process that starts worker processes for its trainer, and watches them.
+
+Every rank of a launch above 0 is one, and so is ``distcollect worker --join``.
+"""
 
 from __future__ import annotations
 
@@ -7,102 +10,112 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 from torch.distributed import DistStoreError
 
+from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import LaunchError
 from distcollect.launch.cpu_placement import CpuPlacement, Host, choose, may_pin
-from distcollect.launch.local_processes import End, LocalProcesses, ProcessEvents
-from distcollect.launch.rendezvous import MEET_TIMEOUT_S, TrainerAddress, finder
+from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.launch.rendezvous import RENDEZVOUS_TIMEOUT_S, finder
 from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.client import ControlConnection, NoAnswer
-from distcollect.net.framing import Message
+from distcollect.net.messages import (
+    Exited,
+    Goodbye,
+    Hello,
+    Kill,
+    MemoryExceeded,
+    Spawn,
+    SupervisorHello,
+    TrainerAddress,
+    WorkerBoot,
+)
 
 log = logging.getLogger(__name__)
 
 # After the connection broke off: a cable that is pulled and put back takes some time.
-_MEET_AGAIN_TIMEOUT_S = 60.0
-
-
+_REJOIN_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 5.0
-
-
-# Hundreds may wait for hours.
+# The pause between two tries grows: hundreds of supervisors may wait for hours.
 _RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
-
-
-# Ranks whose trainer has failed end so much later.
-_LAST_S = 3.0
+# After the trainer has failed, the other ranks end this much later.
+_FAIL_DELAY_S = 3.0
 
 
 class _Terminated(BaseException):
     """SIGTERM or SIGINT reached a supervisor."""
 
 
-class _Reports(ProcessEvents):
-    """Tells the trainer of worker processes."""
+class _Reporter(ProcessEvents):
+    """Reports worker processes to the trainer."""
 
-    def __init__(self, lifeline: ControlConnection) -> None:
-        self._lifeline = lifeline
+    def __init__(self, connection: ControlConnection) -> None:
+        self._connection = connection
 
-    def exited(self, worker_id: int, incarnation: int, end: End) -> None:
-        """See :class:`~distcollect.launch.local_processes.ProcessEvents`."""
-        self._lifeline.send({"exited": asdict(end), "incarnation": incarnation})
+    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
+        self._connection.send(Exited(incarnation, process_exit))
 
-    def bloated(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        """See :class:`~distcollect.launch.local_processes.ProcessEvents`."""
-        self._lifeline.send({"bloated": num_bytes, "incarnation": incarnation})
+    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
+        self._connection.send(MemoryExceeded(incarnation, num_bytes))
 
 
 def supervise(
     find: Callable[[], TrainerAddress],
     *,
     rank: int | None,
-    place: CpuPlacement,
+    placement: CpuPlacement,
     timeout_s: float,
     patience_s: float | None = None,
 ) -> None:
-    """Start and watch worker processes on the trainer's word, until it needs them no more.
+    """Start and watch worker processes as the trainer requests, until it needs them no more.
 
-    When the connection breaks off the workers here end; if the trainer can be reached again, all
-    goes on with new ones.
+    When the connection breaks off, the worker processes here are ended; if the trainer can be
+    reached again, it can have new ones started.
 
     Args:
-        find: tells where the trainer is; raises OSError or DistStoreError if that isn't known yet.
-        rank: of this process in its launch; None: it just joins.
-        place: of its worker process on this host.
-        timeout_s: for the trainer to be there.
-        patience_s: for it to come back, if it was lost or said that it would; None: a minute, and
-            not if nobody listens where it was.
+        find: returns where the trainer is; raises OSError or DistStoreError if that isn't known
+            yet.
+        rank: of this process in its launch; None: it is in no launch.
+        placement: of its worker process on this host.
+        timeout_s: how long to try to reach the trainer.
+        patience_s: how long to try to reach it again, after it was lost or said that it would be
+            started again; None: a minute, and not if nobody listens at its address any more.
 
     Raises:
         LaunchError: the trainer can't be reached, or refused.
         SystemExit: the trainer is gone, or a signal ended this process.
     """
-    broken_off = False
+    joined_before = False
     while True:
-        _arm()
+        _handle_signals()
         try:
-            lifeline, meeting = join(
-                find, rank, timeout_s, give_up_if_refused=broken_off and patience_s is None
+            connection, trainer = join(
+                find,
+                lambda trainer: SupervisorHello(token=trainer.token, rank=rank),
+                timeout_s,
+                name="this process" if rank is None else f"rank {rank}",
+                give_up_if_refused=joined_before and patience_s is None,
             )
-            boot = {**asdict(meeting), **asdict(place)}
-            goodbye = _serve(lifeline, boot)
-            if goodbye is not None and not goodbye.get("wait"):
-                if goodbye.get("failed") and rank is not None:
-                    _fail("the trainer failed")
-                return
+            goodbye = _serve(connection, trainer, placement)
+        except _Gone:
+            if rank is not None:
+                _fail("the trainer is gone")
+            raise SystemExit("distcollect: the trainer is gone; this process ends") from None
         except _Terminated as error:
             raise SystemExit(128 + error.args[0]) from None
+        if goodbye is not None and not goodbye.resumes:
+            if goodbye.failed and rank is not None:
+                _fail("the trainer failed")
+            return
         log.warning("the trainer is gone, or was cut off; looking for it again")
-        broken_off = True
-        timeout_s = _MEET_AGAIN_TIMEOUT_S if patience_s is None else patience_s
+        joined_before = True
+        timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
 
 
-def _arm() -> None:
+def _handle_signals() -> None:
     """Have signals end this process in order."""
 
     def terminate(number: int, _frame: object) -> NoReturn:
@@ -114,125 +127,143 @@ def _arm() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
+class _Gone(Exception):
+    """Nobody listens at the trainer's address any more."""
+
+
 def join(
     find: Callable[[], TrainerAddress],
-    rank: int | None,
+    hello: Callable[[TrainerAddress], Hello],
     timeout_s: float,
     *,
-    give_up_if_refused: bool,
-    role: str = "supervisor",
+    name: str,
+    give_up_if_refused: bool = False,
 ) -> tuple[ControlConnection, TrainerAddress]:
-    """Introduce this process to the trainer; a lifeline, and where it leads.
+    """Join the trainer; returns the connection, and the address that it leads to.
+
+    Args:
+        find: see :func:`supervise`.
+        hello: makes the message that introduces this process.
+        timeout_s: how long to try.
+        name: what to call this process in an error.
+        give_up_if_refused: raise at once if nobody listens there.
 
     Raises:
-        LaunchError: it can't be reached within ``timeout_s``, or refused.
-        SystemExit: nobody listens there any more, and ``give_up_if_refused``.
+        LaunchError: the trainer can't be reached within ``timeout_s``, or refused.
     """
     deadline = time.monotonic() + timeout_s
     problem: Exception | None = None
     pause_s, where = _RETRY_S, ""
     while time.monotonic() < deadline:
         try:
-            meeting = find()
-            where = f", at {meeting.host}:{meeting.port},"
-            return _introduce(meeting, rank, role), meeting
-        except ConnectionRefusedError as error:
-            if give_up_if_refused and rank is not None:
-                _fail("the trainer is gone")
-            if give_up_if_refused:
-                raise SystemExit("distcollect: the trainer is gone; this process ends") from None
-            problem = error
+            trainer = find()
+            where = f", at {trainer.host}:{trainer.port},"
+            return _join_once(trainer, hello(trainer)), trainer
         except (OSError, NoAnswer, DistStoreError) as error:
-            # Not there yet; or, after a restart by torchrun, the address of the last attempt.
+            if give_up_if_refused and isinstance(error, ConnectionRefusedError):
+                raise _Gone from error
+            # It isn't there yet; or, after a restart by torchrun, this was its previous address.
             problem = error
         time.sleep(pause_s)
         pause_s = min(1.1 * pause_s, _LONGEST_RETRY_S)
-    who = "this process" if rank is None else f"rank {rank}"
     raise LaunchError(
-        f"{who} could not reach the trainer within {timeout_s:g} s; the last try{where} said: "
-        f"{problem}. Does it run, what does it say itself, and do firewalls let this host through?"
+        f"{name} could not reach the trainer within {timeout_s:g} s; the last try{where} ended "
+        f"with: {problem}. Is the trainer running, what does its own output say, and do firewalls "
+        "let this host through?"
     )
 
 
-def _introduce(meeting: TrainerAddress, rank: int | None, role: str) -> ControlConnection:
-    lifeline = ControlConnection(meeting.host, meeting.port, _TRY_TIMEOUT_S)
+def _join_once(trainer: TrainerAddress, hello: Hello) -> ControlConnection:
+    connection = ControlConnection(trainer.host, trainer.port, _TRY_TIMEOUT_S)
     try:
-        lifeline.join(role, meeting.token, rank=rank)
+        connection.join(hello)
     except BaseException:
-        lifeline.close()
+        connection.close()
         raise
-    return lifeline
+    return connection
 
 
 def _fail(why: str) -> NoReturn:
     """End this rank as failed, so that torchrun starts it again with the trainer, if it may.
 
-    But later than the trainer: the first rank that fails is what torchrun and SLURM name as the
-    cause, and on the trainer's host they end the others.
+    It waits before it ends: torchrun and SLURM name the rank that failed first as the cause, and
+    on the trainer's host they end the others.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Event().wait(_LAST_S)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    threading.Event().wait(_FAIL_DELAY_S)
     raise SystemExit(f"distcollect: {why}; this rank ends")
 
 
-def _serve(lifeline: ControlConnection, boot: Mapping[str, Any]) -> Message | None:
-    """Obey one connection to its end; the trainer's goodbye, if there was one."""
-    processes = LocalProcesses(_Reports(lifeline))
+def _serve(
+    connection: ControlConnection, trainer: TrainerAddress, placement: CpuPlacement
+) -> Goodbye | None:
+    """Do what the trainer requests until it says goodbye; None: the connection broke off."""
+    processes = LocalProcesses(_Reporter(connection))
     leave_timeout_s = grace_s = 0.0
+    goodbye: Goodbye | None = None
     try:
-        while (message := lifeline.receive()) is not None:
-            if "spawn" in message:
-                leave_timeout_s = float(message["boot"]["leave_timeout_s"])
-                _spawn(processes, lifeline, message, boot)
-            elif "kill" in message:
-                processes.kill(message["kill"], message["incarnation"])
-            elif "bye" in message:
-                break
+        while goodbye is None and (message := connection.receive()) is not None:
+            if isinstance(message, Spawn):
+                leave_timeout_s = message.settings.leave_timeout_s
+                _spawn(processes, connection, message, trainer, placement)
+            elif isinstance(message, Kill):
+                processes.kill(message.worker_id, message.incarnation)
+            elif isinstance(message, Goodbye):
+                goodbye = message
     except _Terminated as error:
         if error.args[0] == signal.SIGTERM:
-            # Notice of the end: there is time for what they have, while the trainer lives.
+            # The host is about to be taken away: workers deliver what they have, if the trainer
+            # still runs.
             grace_s = leave_timeout_s
             processes.terminate()
-            threading.Thread(target=_end_with, args=(lifeline, processes), daemon=True).start()
+            threading.Thread(target=_kill_at_end, args=(connection, processes), daemon=True).start()
         raise
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         processes.close(grace_s)
-        lifeline.close()
-    return message
+        connection.close()
+    return goodbye
 
 
 def _spawn(
     processes: LocalProcesses,
-    lifeline: ControlConnection,
-    message: Message,
-    boot: Mapping[str, Any],
+    connection: ControlConnection,
+    spawn: Spawn,
+    trainer: TrainerAddress,
+    placement: CpuPlacement,
 ) -> None:
-    env = {str(key): str(value) for key, value in message["env"].items()}
-    worker_id, incarnation = message["spawn"], message["incarnation"]
+    boot = WorkerBoot(
+        worker_id=spawn.worker_id,
+        incarnation=spawn.incarnation,
+        trainer=trainer,
+        settings=spawn.settings,
+        cores=placement.cores,
+        num_threads=placement.num_threads,
+    )
     try:
-        processes.spawn(worker_id, incarnation, {**message["boot"], **boot}, env)
+        processes.spawn(boot, spawn.env)
     except OSError as error:
-        end = End(-1, 0, f"it could not be started: {error}")
-        lifeline.send({"exited": asdict(end), "incarnation": incarnation})
+        process_exit = ProcessExit(-1, 0, f"it could not be started: {error}")
+        connection.send(Exited(spawn.incarnation, process_exit))
 
 
-def _end_with(lifeline: ControlConnection, processes: LocalProcesses) -> None:
-    """End all processes when the trainer is gone."""
-    while lifeline.receive() is not None:
+def _kill_at_end(connection: ControlConnection, processes: LocalProcesses) -> None:
+    """Kill all processes once the trainer is gone."""
+    while connection.receive() is not None:
         pass
     processes.kill_all()
 
 
 def supervise_rank(launch: Launch) -> None:
-    """Hold a rank for the trainer."""
+    """Be a launch's supervisor until its trainer is done."""
     find = finder(launch)
-    place = choose(
-        Host.look(),
+    placement = choose(
+        Host.inspect(),
         launch.local_rank,
         launch.local_world_size,
         may_pin=may_pin(os.environ, threads_by_launcher=launch.launcher is Launcher.TORCHRUN),
         cores=launch.cores_per_rank,
     )
-    supervise(find, rank=launch.rank, place=place, timeout_s=MEET_TIMEOUT_S)
+    supervise(find, rank=launch.rank, placement=placement, timeout_s=RENDEZVOUS_TIMEOUT_S)

@@ -1,7 +1,4 @@
-"""Who am I in this launch.
-
-The only reader of the launchers' environment variables.
-"""
+"""The place of this process in its launch: the only reader of the launchers' variables."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _BY_TORCHRUN = (
     f"Start this by torchrun, which sets them all; or unset {_TORCHRUN} to run it by itself"
 )
 _BY_SRUN = (
-    "Start this by srun, also within a batch script, which is no task of a step; or unset "
+    "Start this by srun, also within a batch script, which itself is no task of a step; or unset "
     "SLURM_PROCID to run it by itself"
 )
 
@@ -59,10 +56,9 @@ class Launch:
         run_id: the same on all ranks, different from other launches on these hosts.
         master: host name and port where the ranks meet; None without a launcher.
         trainer: which of several trainers this part of the launch belongs to.
-        local_rank: of the ranks on this host.
-        cores_per_rank: CPU cores that the scheduler has set aside for each rank; None: it doesn't
-            say.
-        last_host: the name of a host that isn't the trainer's, "" where it isn't known.
+        local_rank: the number of this rank among those on this host.
+        cores_per_rank: CPU cores that the scheduler reserved for each rank; None: unknown.
+        last_host: the name of a host other than the trainer's, "" if unknown.
     """
 
     launcher: Launcher = Launcher.NONE
@@ -79,10 +75,10 @@ class Launch:
 
     @classmethod
     def detect(cls, env: Mapping[str, str] | None = None) -> Launch:
-        """Read the launchers' variables; torchrun's win, as it may itself run under srun.
+        """Read the launchers' variables; torchrun's come first, as it may itself run under srun.
 
         Raises:
-            LaunchError: they are there but can't be used.
+            LaunchError: they are set but can't be used.
         """
         env = os.environ if env is None else env
         try:
@@ -118,7 +114,7 @@ class Launch:
         nodes = _text(env, "SLURM_STEP_NODELIST")
         job, step = _whole(env, "SLURM_JOB_ID"), _whole(env, "SLURM_STEP_ID", 0)
         host = env.get("MASTER_ADDR") or first_host(nodes)
-        # A port that all tasks of this step can work out, and that two jobs seldom share.
+        # All tasks of this step can compute this port, and two jobs seldom share it.
         port = _whole(env, "MASTER_PORT", 20_000 + (job * 31 + step * 7) % 10_000)
         tasks = _whole(env, "SLURM_NTASKS")
         hosts = _whole(env, "SLURM_STEP_NUM_NODES", _whole(env, "SLURM_NNODES", 1))
@@ -143,18 +139,18 @@ class Launch:
         return self.world_size - 1
 
     def part(self, num_trainers: int) -> Launch:
-        """This rank's part of a launch whose first ranks are trainers, as a launch of its own.
+        """The part of this launch that belongs to this rank's trainer, as a separate launch.
 
-        The other ranks are dealt out to the trainers in turn.
+        The first ranks are trainers; the other ranks are assigned to them in turn.
 
         Raises:
-            LaunchError: somebody would have no workers, or couldn't be found by them.
+            LaunchError: a trainer would have no workers, or they could not find it.
         """
         num_workers = self.world_size - num_trainers
         if num_workers < num_trainers:
             raise LaunchError(
                 f"this launch has {self.world_size} process(es): {num_trainers} trainer(s) with a "
-                f"worker each are {2 * num_trainers} (--nproc-per-node={2 * num_trainers}); or "
+                f"worker each need {2 * num_trainers} (--nproc-per-node={2 * num_trainers}); or "
                 "start the script with plain python"
             )
         is_trainer = self.rank < num_trainers
@@ -164,16 +160,16 @@ class Launch:
         if self.launcher is Launcher.SLURM and num_trainers > self.local_world_size:
             raise LaunchError(
                 f"{num_trainers} trainers, but the first host has {self.local_world_size} task(s): "
-                "all of them have to be there"
+                "all trainers have to run there"
             )
         own = len(range(trainer, num_workers, num_trainers))
         return replace(self, rank=1 + turn, world_size=1 + own, trainer=trainer)
 
 
 def _check(launch: Launch) -> None:
-    """Raise ValueError if what the variables say can't be."""
+    """Raise ValueError if the variables contradict each other."""
     if not 0 <= launch.rank < launch.world_size:
-        raise ValueError(f"rank {launch.rank} is none of the {launch.world_size} that there are")
+        raise ValueError(f"rank {launch.rank} is not one of the {launch.world_size} ranks")
     if launch.master is not None and not 0 < launch.master[1] < 1 << 16:
         raise ValueError(f"MASTER_PORT={launch.master[1]} is no port")
 
@@ -185,7 +181,7 @@ def _text(env: Mapping[str, str], name: str) -> str:
 
 
 def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable's number; ``default`` where it isn't set, or empty."""
+    """A variable as an int; ``default`` if it isn't set, or empty."""
     if default is not None and not env.get(name):
         return default
     text = _text(env, name)
@@ -197,7 +193,7 @@ def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int
 
 def first_host(nodelist: str) -> str:
     """The first name of a SLURM node list: "node[03-05,9],gpu1" gives "node03"."""
-    # Only the commas outside of brackets part hosts.
+    # Commas within brackets separate numbers, not hosts.
     first = re.split(r",(?![^\[]*\])", nodelist)[0]
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
@@ -209,12 +205,13 @@ def last_host(nodelist: str) -> str:
 
 
 def _local_tasks(tasks_per_node: str, tasks: int, hosts: int) -> int:
-    # "2(x3),1": two tasks on each of three hosts, one on the next. The largest is a safe guess.
+    # "2(x3),1": two tasks on each of three hosts, one on the next. Which host this is isn't
+    # known here, so take the largest number.
     counts = [int(part.split("(")[0]) for part in tasks_per_node.split(",") if part]
     return max(counts, default=-(-tasks // hosts))
 
 
 def own_name(env: Mapping[str, str] | None = None) -> str:
-    """What this host is called on the cluster's network."""
+    """This host's name on the cluster's network."""
     env = os.environ if env is None else env
     return env.get("MASTER_ADDR") or socket.gethostname()

@@ -1,62 +1,67 @@
-"""Where workers' processes are started: by this process, or by supervisors on other hosts.
-
-A supervisor is a small process that joins the trainer and starts and watches worker processes on
-its word. Every rank of a launch above 0 is one, and so is ``distcollect worker --join``.
-"""
+"""Where worker processes are started: by this process, or by supervisors on other hosts."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
-import shlex
-import stat
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from distcollect.errors import ArgumentError, DeadlineError, LaunchError
 from distcollect.launch.cpu_placement import Host, choose, may_pin, num_cores
-from distcollect.launch.local_processes import End, LocalProcesses, ProcessEvents
+from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
-from distcollect.net.framing import Message
-from distcollect.net.interfaces import LOOPBACK, is_address
+from distcollect.net.messages import (
+    Exited,
+    Goodbye,
+    Hello,
+    Kill,
+    MemoryExceeded,
+    Message,
+    Spawn,
+    SupervisorHello,
+    SupervisorWelcome,
+    TrainerAddress,
+    WorkerBoot,
+    WorkerSettings,
+)
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 20.0
-LISTEN = "DISTCOLLECT_LISTEN"
-_SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
-_HOLDS_TOKEN = "it has to hold the run's secret, the same for the trainer and all who join"  # noqa: S105
+_LATE_RANKS_TIMEOUT_S = 20.0
 
 
-class ClusterEvents(JoinServerEvents, ProcessEvents):
-    """What a cluster reports of workers, on threads of its own."""
+class HostEvents(JoinServerEvents, ProcessEvents):
+    """What is reported about worker processes and the slots they are started in.
 
-    def place_opened(self, worker_id: int) -> None:
-        """A process for this slot can be started, where none could be."""
+    The methods are called on several threads.
+    """
 
-    def place_lost(self, worker_id: int) -> None:
-        """None can be started any more."""
+    def slot_opened(self, worker_id: int) -> None:
+        """Processes for this slot can be started from now on."""
+
+    def slot_closed(self, worker_id: int) -> None:
+        """No process for this slot can be started any more; a running one may go on."""
 
     def launch_ended(self) -> None:
         """The trainer's ``main()`` is done: end what is still running."""
 
 
-class Cluster(JoinServerEvents):
-    """The hosts of a run.
+class WorkerHosts(JoinServerEvents):
+    """The hosts of a run, and how worker processes are started on them.
 
     Attributes:
-        gate: where workers and supervisors join.
+        join_server: where workers and supervisors join.
         address: this host's, on the interface by which they reach it.
-        first_traj_id: no trajectory of this trainer's has a lower id, and none of another's one
-            from here on, to the next trainer's.
-        store: torchrun's, which goes with its last mention where this process serves it.
-        patience_s: see :attr:`gathers`.
+        first_traj_id: the trajectory ids of this trainer begin here, and end where the next
+            trainer's begin.
+        store: torchrun's store, kept open where this process serves it.
+        patience_s: how long to wait until enough workers have joined, if :attr:`is_elastic`.
     """
 
     store: Any = None
@@ -77,12 +82,13 @@ class Cluster(JoinServerEvents):
 
         Args:
             address: see above.
-            token: what all have to show.
+            token: what every process that joins has to show.
             num_ranks: worker ranks of the launch: rank r's supervisor has slot r - 1. None: there
                 is no launch.
             num_local: slots, from 0, whose processes this process starts itself.
-            num_expected: so many workers join by themselves, some time; None: nobody need come.
-            patience_s: how long to wait for enough of these to be there.
+            num_expected: how many workers are expected to join by themselves, at any time; None:
+                none.
+            patience_s: see above.
             port: to listen on; 0: any that is free.
             trainer: which of the launch's trainers this is.
 
@@ -96,28 +102,26 @@ class Cluster(JoinServerEvents):
         self._token = token
         self._num_ranks = num_ranks
         self._num_local = num_local
-        host, pin = Host.look(), may_pin(os.environ)
-        self._places = [choose(host, i, num_local, may_pin=pin) for i in range(num_local)]
+        host, pin = Host.inspect(), may_pin(os.environ)
+        self._placements = [choose(host, i, num_local, may_pin=pin) for i in range(num_local)]
         self._num_wanted = 0
-        self._events = ClusterEvents()
-        self._supervisors: dict[int, Connection] = {}
-        self._arriving: set[int] = set()  # slots whose supervisor is being welcomed
-        self._seen: set[int] = (
-            set()
-        )  # slots whose rank has joined, whether or not it still is there
+        self._events = HostEvents()
+        self._slots: dict[Connection, int] = {}  # of each supervisor, from its hello to its end
+        self._supervisors: dict[int, Connection] = {}  # by slot, once they were welcomed
+        self._seen: set[int] = set()  # slots of ranks that have joined, even if they are gone now
         self._remote: set[tuple[int, int]] = set()  # processes that supervisors run
         self._local: LocalProcesses | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self.gate = JoinServer(address, token, self, port)
+        self.join_server = JoinServer(address, token, self, port)
 
     @property
-    def gathers(self) -> bool:
-        """Whether workers come and go by themselves, so that too few are waited for."""
+    def is_elastic(self) -> bool:
+        """Whether workers join and leave at any time, so that the trainer waits for enough."""
         return self._num_expected is not None
 
     def num_workers(self, wanted: int | None) -> int:
-        """How many workers a collector gets that asks for ``wanted`` (None: all there are).
+        """How many workers a collector gets if it asks for ``wanted`` (None: all there are).
 
         Raises:
             ArgumentError: more than there are.
@@ -133,11 +137,11 @@ class Cluster(JoinServerEvents):
             )
         return self._num_ranks if wanted is None else wanted
 
-    def attach(self, events: ClusterEvents, num_workers: int, timeout_s: float) -> None:
-        """Report to ``events``, once ``num_workers`` can be started.
+    def attach(self, events: HostEvents, num_workers: int, timeout_s: float) -> None:
+        """Serve one collector: report to ``events``. Wait until its slots can be used.
 
         Raises:
-            DeadlineError: the launch's other ranks didn't come.
+            DeadlineError: ranks of the launch did not join in time.
         """
         self._num_wanted = num_workers
         self._events = events
@@ -152,56 +156,57 @@ class Cluster(JoinServerEvents):
         with self._lock:
             if not self._changed.wait_for(lambda: not missing(), timeout_s):
                 raise DeadlineError(
-                    f"ranks {missing()} did not join within {timeout_s:g} s: look at what they "
-                    "say themselves. Does every rank call distcollect.run(main)? 'distcollect "
+                    f"ranks {missing()} did not join within {timeout_s:g} s: look at their own "
+                    "output. Does every rank call distcollect.run(main)? 'distcollect "
                     "doctor' looks at the way between hosts"
                 )
             further = [w for w in self._supervisors if w >= num_workers and self._is_wanted(w)]
         for worker_id in further:
-            events.place_opened(worker_id)
+            events.slot_opened(worker_id)
 
     def _is_wanted(self, worker_id: int) -> bool:
-        """Whether the collector has this slot: not that of a rank more than it asked for."""
+        """Whether the collector uses this slot; it doesn't use surplus ranks of the launch."""
         return worker_id < self._num_wanted or worker_id >= (self._num_ranks or 0)
 
     def spawn(
-        self, worker_id: int, incarnation: int, boot: Mapping[str, Any], env: Mapping[str, str]
+        self, worker_id: int, incarnation: int, settings: WorkerSettings, env: Mapping[str, str]
     ) -> None:
-        """Start a process for a slot.
+        """Start a process in a slot.
 
         Raises:
             OSError: the system can't.
-            LaunchError: nobody is there who could.
+            LaunchError: the slot has no supervisor.
         """
-        boot = {**boot, "first_traj_id": self.first_traj_id}
         with self._lock:
             supervisor = self._supervisors.get(worker_id)
             if supervisor is not None:
                 self._remote.add((worker_id, incarnation))
         if supervisor is not None:
-            message = {"spawn": worker_id, "incarnation": incarnation, "boot": boot}
-            supervisor.send({**message, "env": dict(env)})
+            supervisor.send(Spawn(worker_id, incarnation, settings, dict(env)))
         elif self._local is not None and worker_id < self._num_local:
-            here = {
-                "host": self.address,
-                "port": self.gate.port,
-                "token": self._token,
-                **asdict(self._places[worker_id]),
-            }
-            self._local.spawn(worker_id, incarnation, {**boot, **here}, env)
+            placement = self._placements[worker_id]
+            boot = WorkerBoot(
+                worker_id=worker_id,
+                incarnation=incarnation,
+                trainer=TrainerAddress(self.address, self.join_server.port, self._token),
+                settings=settings,
+                cores=placement.cores,
+                num_threads=placement.num_threads,
+            )
+            self._local.spawn(boot, env)
         else:
             raise LaunchError(f"the supervisor of worker {worker_id} is gone")
 
     def kill(self, worker_id: int, incarnation: int) -> None:
-        """End a process at once; nothing if it has ended."""
+        """End a process at once; do nothing if it has ended."""
         supervisor = self._supervisors.get(worker_id)
         if supervisor is not None:
-            supervisor.send({"kill": worker_id, "incarnation": incarnation})
+            supervisor.send(Kill(worker_id, incarnation))
         elif self._local is not None:
             self._local.kill(worker_id, incarnation)
 
     def end_processes(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` for all processes to end by themselves, then end them."""
+        """Wait up to ``grace_s`` for all processes to end by themselves, then kill them."""
         if self._local is not None:
             self._local.close(grace_s)
 
@@ -212,165 +217,157 @@ class Cluster(JoinServerEvents):
             if self._changed.wait_for(lambda: not reachable(), grace_s):
                 return
             remaining = reachable()
-            log.warning("%s did not end within %g s: killing it", remaining, grace_s)
-        for key in remaining:
-            self.kill(*key)
+        for worker_id, incarnation in remaining:
+            log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
+            self.kill(worker_id, incarnation)
         with self._lock:
             self._changed.wait_for(lambda: not reachable(), grace_s)
 
-    def release(self) -> None:
-        """The collector is done with it; without a launch that ends it."""
-        self._events = ClusterEvents()
+    def detach(self) -> None:
+        """The collector is closed; without a launch this ends the supervisors too."""
+        self._events = HostEvents()
         self._local = None
         with self._lock:
             self._remote.clear()
-        if self._num_ranks is None and not self.gathers:
-            self._dismiss()
+        if self._num_ranks is None and not self.is_elastic:
+            self._end_supervisors()
 
     def close(self, *, failed: bool = False, resumes: bool = False) -> None:
-        """Send the supervisors home: the trainer is done.
+        """End the supervisors: the trainer is done.
 
-        Ranks that are still on their way here are waited for a little: they would look for a
-        trainer that is gone.
+        It waits a little for ranks that have not joined yet: else they would look for a trainer
+        that is gone.
 
         Args:
-            failed: whether it ends by an error; then its launch's ranks do so too.
-            resumes: it will be started again, and those who joined by themselves are to wait.
+            failed: whether the trainer ends by an error; then its launch's ranks do so too.
+            resumes: the trainer will be started again, and supervisors that joined by themselves
+                are to wait for it.
         """
-        # While the supervisors are still there to end what it started.
+        # First, while the supervisors are there to end its processes.
         self._events.launch_ended()
         with self._lock:
             if self._num_ranks is not None:
-                self._changed.wait_for(lambda: len(self._seen) == self._num_ranks, _FAREWELL_S)
-        self._dismiss(failed=failed, resumes=resumes)
+                self._changed.wait_for(
+                    lambda: len(self._seen) == self._num_ranks, _LATE_RANKS_TIMEOUT_S
+                )
+        self._end_supervisors(failed=failed, resumes=resumes)
 
-    def _dismiss(self, *, failed: bool = False, resumes: bool = False) -> None:
+    def _end_supervisors(self, *, failed: bool = False, resumes: bool = False) -> None:
         for connection in list(self._supervisors.values()):
-            waits = resumes and not connection.hello.get("rank")
-            connection.send({"bye": True, "failed": failed, "wait": waits})
-        self.gate.close()
+            connection.send(Goodbye(failed, resumes and not _rank_of(connection.hello)))
+        self.join_server.close()
 
     def admit(self, connection: Connection) -> Message:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        if connection.hello.get("role") != "supervisor":
+        if not isinstance(connection.hello, SupervisorHello):
             return self._events.admit(connection)
         with self._lock:
-            worker_id = self._slot_for(connection.hello.get("rank"))
-            self._arriving.add(worker_id)
-        connection.hello["worker_id"] = worker_id
-        return {"worker_id": worker_id}
+            worker_id = self._slots[connection] = self._slot_for(connection.hello.rank)
+        return SupervisorWelcome(worker_id)
 
     def admitted(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        if connection.hello.get("role") != "supervisor":
+        worker_id = self._slots.get(connection)
+        if worker_id is None:
             return
-        worker_id = connection.hello["worker_id"]
         with self._lock:
-            self._arriving.discard(worker_id)
-            came_again = worker_id in self._supervisors
+            reconnected = worker_id in self._supervisors
             self._supervisors[worker_id] = connection
             self._forget_remote(worker_id)
-            if connection.hello.get("rank"):
+            if _rank_of(connection.hello):
                 self._seen.add(worker_id)
             self._changed.notify_all()
         if self._is_wanted(worker_id):
-            if came_again:  # before its old connection was seen to end, with what it had started
-                self._events.place_lost(worker_id)
-            self._events.place_opened(worker_id)
+            if reconnected:  # its processes ended with its old connection, which still seems open
+                self._events.slot_closed(worker_id)
+            self._events.slot_opened(worker_id)
 
     def _forget_remote(self, worker_id: int) -> None:
-        """Its processes end with a supervisor's connection, and nobody reports them."""
+        # A supervisor's processes end with its connection; nobody reports that.
         self._remote = {key for key in self._remote if key[0] != worker_id}
 
     def _slot_for(self, rank: int | None) -> int:
-        """A rank's own, or the first one that nobody provides for."""
+        """A rank's own slot; otherwise the first one that nobody starts processes for."""
         if rank:
             return rank - 1
         awaited = set(range(self._num_ranks or 0)) - self._seen
-        taken = self._supervisors.keys() | self._arriving | awaited
+        taken = {*self._slots.values(), *awaited}
         return next(i for i in range(self._num_local, 2**31) if i not in taken)
 
-    def refused(self, hello: Message, reason: str) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        if hello.get("role") == "supervisor":
-            hello = {**hello, "worker_id": (hello.get("rank") or 0) - 1}
+    def refused(self, hello: Hello | None, reason: str) -> None:
         self._events.refused(hello, reason)
 
     def received(self, connection: Connection, message: Message) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        if connection.hello.get("role") != "supervisor":
+        worker_id = self._slots.get(connection)
+        if worker_id is None:
             self._events.received(connection, message)
-            return
-        if not {"exited", "bloated"} & message.keys():
-            return
-        key = (connection.hello["worker_id"], message["incarnation"])
-        if "bloated" in message:
-            self._events.bloated(*key, message["bloated"])
-            return
-        # First: who waits for the last process to end goes by what was reported of it.
-        self._events.exited(*key, End(**message["exited"]))
-        with self._lock:
-            self._remote.discard(key)
-            self._changed.notify_all()
+        elif isinstance(message, MemoryExceeded):
+            self._events.memory_exceeded(worker_id, message.incarnation, message.num_bytes)
+        elif isinstance(message, Exited):
+            # Reported before it is removed: end_processes() returns when the last one is removed,
+            # and what was reported by then is accounted for.
+            self._events.exited(worker_id, message.incarnation, message.exit)
+            with self._lock:
+                self._remote.discard((worker_id, message.incarnation))
+                self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        if connection.hello.get("role") != "supervisor":
-            self._events.closed(connection)
-            return
-        worker_id = connection.hello["worker_id"]
         with self._lock:
-            self._arriving.discard(worker_id)
-            # Not if it has come again, before its old connection was seen to end.
-            if self._supervisors.get(worker_id) is not connection:
-                return
-            del self._supervisors[worker_id]
-            self._forget_remote(worker_id)
-            self._changed.notify_all()
-        self._events.place_lost(worker_id)
+            worker_id = self._slots.pop(connection, None)
+            is_current = worker_id is not None and self._supervisors.get(worker_id) is connection
+            if worker_id is not None and is_current:
+                del self._supervisors[worker_id]
+                self._forget_remote(worker_id)
+                self._changed.notify_all()
+        if worker_id is None:
+            self._events.closed(connection)
+        elif is_current:  # it is not if the supervisor has reconnected already
+            self._events.slot_closed(worker_id)
 
 
-_launched: Cluster | None = None
+def _rank_of(hello: Hello) -> int | None:
+    return hello.rank if isinstance(hello, SupervisorHello) else None
 
 
-def set_launched(cluster: Cluster | None) -> None:
-    """Make ``cluster`` what this process's collectors use; None: their own local workers."""
+_launched: WorkerHosts | None = None
+
+
+def set_launched(hosts: WorkerHosts | None) -> None:
+    """Have this process's collectors use ``hosts``; None: each starts its own local workers."""
     global _launched  # noqa: PLW0603 - a process has one place in its launch
-    _launched = cluster
+    _launched = hosts
 
 
-def current() -> Cluster | None:
-    """The launch's hosts; None where there is no launch."""
+def current() -> WorkerHosts | None:
+    """The launch's hosts; None without a launch."""
     return _launched
 
 
-def open_cluster(
+def open_hosts(
     num_workers: int | None, listen: str | None = None, *, local: bool = False
-) -> Cluster:
-    """The launch's hosts, else this one.
+) -> WorkerHosts:
+    """The launch's hosts, or this host alone without a launch.
 
     Args:
-        num_workers: local ones to be started, where there is no launch; None: one for each core.
+        num_workers: local workers to start without a launch; None: one for each core.
         listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
-        local: this host in any case.
+        local: use this host alone, even in a launch.
 
     Raises:
-        ArgumentError: ``listen`` is no such thing, or there is no token for those who join.
-        LaunchError: see :func:`~distcollect.net.interfaces.listen`; or there are workers that would
-            never be found.
+        ArgumentError: ``listen`` is malformed, or there is no token for processes that join.
+        LaunchError: see :func:`~distcollect.net.interfaces.listen`; or the run's workers are in
+            other jobs, and the script does not call :func:`~distcollect.run`.
     """
     if _launched is not None and not local:
         if listen is not None:
             raise ArgumentError(
-                f"listen={listen!r}: under a launcher others join where its trainer listens; set "
-                f"{LISTEN} for it instead"
+                f"listen={listen!r}: under a launcher, workers join where its trainer listens; "
+                f"set {LISTEN} instead"
             )
         return _launched
     folder = RunFolder.here()
     if folder is not None and folder.num_workers and not local:
         raise LaunchError(
-            f"the workers of the run in {folder.path} are in jobs apart, and join a script that "
-            "calls distcollect.run(main); or submit it without --worker-jobs"
+            f"the workers of the run in {folder.path} are in separate jobs, and can only join a "
+            "script that calls distcollect.run(main); or submit it without --worker-jobs"
         )
     address, port = listen_address(listen)
     if port and read_token() is None:
@@ -380,66 +377,4 @@ def open_cluster(
         )
     token = read_token() or secrets.token_hex(16)
     num_local = num_cores() if num_workers is None else num_workers
-    return Cluster(address, token, num_local=num_local, port=port)
-
-
-def listen_address(listen: str | None = None, default: str = LOOPBACK) -> tuple[str, int]:
-    """Where to listen: by argument, by DISTCOLLECT_LISTEN, else ``default`` and any port (0).
-
-    Raises:
-        ArgumentError: it isn't "ADDRESS:PORT".
-    """
-    wanted = listen or os.environ.get(LISTEN)
-    if not wanted:
-        return default, 0
-    name = "listen" if listen else LISTEN
-    host, port = host_and_port(name, wanted)
-    if not is_address(host):
-        # What a host's own name stands for is often no address that others reach.
-        raise ArgumentError(
-            f"{name}={wanted!r}: {host!r} is no address; give that of this host on the network by "
-            "which workers come, as in 10.0.0.5:29600"
-        )
-    return host, port
-
-
-def host_and_port(name: str, text: str) -> tuple[str, int]:
-    """The parts of "HOST:PORT" or "[HOST]:PORT".
-
-    Raises:
-        ArgumentError: it is something else.
-    """
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 2**16):
-        raise ArgumentError(f"{name}={text!r}: must be HOST:PORT, as in 10.0.0.5:29600")
-    return host.strip("[]"), int(port)
-
-
-def read_token() -> str | None:
-    """The secret that those who join have to show, as the user gave it; None: not at all.
-
-    Raises:
-        LaunchError: the file can't be read, is empty, or everybody may read it.
-    """
-    path = os.environ.get(TOKEN_VARIABLE)
-    if path is None:
-        return os.environ.get(_SECRET) or None
-    try:
-        with Path(path).open() as file:
-            mode = os.fstat(file.fileno()).st_mode
-            token = file.read().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise LaunchError(
-            f"{TOKEN_VARIABLE}={path}: the token can't be read ({why}); {_HOLDS_TOKEN}"
-        ) from error
-    if not token:
-        raise LaunchError(f"{TOKEN_VARIABLE}={path}: the file is empty; {_HOLDS_TOKEN}")
-    if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise LaunchError(
-            f"{TOKEN_VARIABLE}={path}: others may read or change it ({stat.filemode(mode)}), so it "
-            f"is no secret; make a new one, chmod 600 {shlex.quote(path)}"
-        )
-    if mode & stat.S_IRGRP:
-        log.warning("%s=%s: its group may read it; is that meant?", TOKEN_VARIABLE, path)
-    return token
+    return WorkerHosts(address, token, num_local=num_local, port=port)

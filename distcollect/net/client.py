@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import platform
 import signal
 import socket
 import sys
 import threading
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from distcollect.errors import LaunchError
-from distcollect.net.framing import (
-    Decoder,
-    Message,
-    configure_socket,
-    encode,
-    versions,
-)
-from distcollect.net.server import log
+from distcollect.net.framing import FrameReader, configure_socket
+from distcollect.net.messages import Hello, Message, Refused, decode, encode
+
+log = logging.getLogger(__name__)
 
 
 class NoAnswer(LaunchError):
-    """The handshake broke off, as the network did: that may get better."""
+    """The connection broke off during the handshake; another try may succeed."""
 
 
 class ControlConnection:
-    """A worker's or supervisor's end of the connection. Reads block.
+    """A worker's or supervisor's end of the connection to its trainer. Reads block.
 
     Attributes:
-        welcome: the trainer's answer to :meth:`join`; empty before.
+        welcome: the trainer's answer to :meth:`join`; None before.
     """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
@@ -42,31 +38,22 @@ class ControlConnection:
         self._sock = socket.create_connection((host, port), timeout=timeout_s)
         configure_socket(self._sock)
         self._lock = threading.Lock()
-        self._decoder = Decoder()
-        self.welcome: Message = {}
+        self._reader = FrameReader()
+        self.welcome: Message | None = None
 
     @property
     def local_address(self) -> str:
         """This host's address on the route to the trainer."""
         return str(self._sock.getsockname()[0])
 
-    def join(self, role: str, token: str, **about: Any) -> Message:
-        """Introduce this process; the trainer's welcome.
+    def join(self, hello: Hello) -> Message:
+        """Introduce this process; returns the trainer's welcome.
 
         Raises:
             NoAnswer: the connection broke off, or there was no answer in time.
-            LaunchError: it refused; says why.
+            LaunchError: the trainer refused, and says why; or it is no trainer.
         """
-        self.send(
-            {
-                "role": role,
-                "token": token,
-                "versions": versions(),
-                "host": platform.node(),
-                "pid": os.getpid(),
-                **about,
-            }
-        )
+        self.send(hello)
         try:
             answer = self.receive()
         except LaunchError as error:
@@ -75,34 +62,38 @@ class ControlConnection:
                 f"({error}): check the address"
             ) from error
         if answer is None:
-            raise NoAnswer("it took the connection, but did not answer the join handshake")
-        if "refused" in answer:
-            raise LaunchError(f"the trainer refused this {role}: {answer['refused']}")
+            raise NoAnswer("it accepted the connection, but did not answer the join handshake")
+        if isinstance(answer, Refused):
+            raise LaunchError(f"the trainer refused this {hello.role}: {answer.reason}")
         self._sock.settimeout(None)
         self.welcome = answer
         return answer
 
     def send(self, message: Message) -> None:
-        """Send one frame; silently nothing if the trainer is gone (reading will tell)."""
+        """Send a message; do nothing if the trainer is gone (:meth:`receive` reports that)."""
         with self._lock:
             try:
                 self._sock.sendall(encode(message))
             except OSError:
-                log.debug("lifeline: could not send %s", message.keys())
+                log.debug("could not send %s to the trainer", type(message).__name__)
 
     def receive(self) -> Message | None:
-        """The next frame, None once the trainer is gone or can't be reached any more."""
+        """The next message, None once the trainer is gone or can't be reached any more.
+
+        Raises:
+            LaunchError: what arrived is no message of ours.
+        """
         while True:
-            message = self._decoder.next()
-            if message is not None:
-                return message
+            frame = self._reader.next()
+            if frame is not None:
+                return decode(frame)
             try:
                 data = self._sock.recv(65536)
-            except OSError:  # a TimeoutError is the kernel's, too: the host can't be reached
+            except OSError:  # a TimeoutError may be the kernel's: the host can't be reached
                 return None
             if not data:
                 return None
-            self._decoder.feed(data)
+            self._reader.feed(data)
 
     def close(self) -> None:
         """Close it; the trainer sees this process as gone."""

@@ -1,80 +1,58 @@
-"""Messages on a control connection: how they are framed, and the versions both sides compare."""
+"""Frames on a control connection: a 4-byte length, then a JSON object; and its socket options."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
-import sys
 import weakref
 from typing import Any
 
-import tensordict
-import torch
-
 from distcollect.errors import LaunchError
 
-PROTOCOL = 1
-
+Frame = dict[str, Any]
 
 _LENGTH = struct.Struct("!I")
-
-
 _MAX_FRAME = 1 << 20
-
-
-Message = dict[str, Any]
-
-
-def versions() -> dict[str, str]:
-    """What has to match for objects and messages to travel between two processes."""
-    return {
-        "protocol": str(PROTOCOL),
-        "python": "{}.{}".format(*sys.version_info[:2]),
-        "torch": _minor(torch.__version__),
-        "tensordict": _minor(tensordict.__version__),
-    }
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
 
 open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def close_in_child() -> None:
-    """Close this process's connections in a child that it has forked."""
-    # A forked child (a DataLoader's, an AsyncVectorEnv's) that kept these open would keep the
-    # other side from seeing this process's end.
+def _close_in_child() -> None:
+    # A forked child (a DataLoader's, an AsyncVectorEnv's) that kept these sockets open would hide
+    # this process's end from the other side.
     for sock in list(open_sockets):
         sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def configure_socket(sock: socket.socket) -> None:
     """Send small messages at once, and notice a peer that has gone silent."""
     open_sockets.add(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that vanishes closes nothing; the kernel's probes find it in about 10 s.
+    # A host that vanishes closes nothing; the kernel's probes find that in about 10 s.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         ("TCP_KEEPIDLE", 4),
         ("TCP_KEEPINTVL", 2),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 10_000),  # the same, in ms, while something sent is not acknowledged
+        ("TCP_USER_TIMEOUT", 10_000),  # in ms: the same while sent data is not acknowledged
     ):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def encode(message: Message) -> bytes:
-    """A message as bytes: its length, then JSON."""
-    data = json.dumps(message).encode()
+def pack(frame: Frame) -> bytes:
+    """A frame as bytes."""
+    data = json.dumps(frame).encode()
     return _LENGTH.pack(len(data)) + data
 
 
-class Decoder:
-    """Puts frames together from whatever pieces arrive."""
+class FrameReader:
+    """Puts frames together from the pieces that arrive."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -82,25 +60,27 @@ class Decoder:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
-    def next(self) -> Message | None:
+    def next(self) -> Frame | None:
         """The next whole frame, None until there is one.
 
         Raises:
-            LaunchError: what arrived is no frame of ours.
+            LaunchError: the bytes are no such frame.
         """
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > _MAX_FRAME:
-            raise LaunchError(f"a frame of {length} bytes: this is not a peer of ours")
+            raise LaunchError(f"a frame of {length} bytes: the peer is not part of distcollect")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        frame, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
+        data, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
         try:
-            message = json.loads(frame)
+            frame = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise LaunchError("a frame that is no JSON: this is not a peer of ours") from error
-        if not isinstance(message, dict):
-            raise LaunchError("a frame that is no JSON object: this is not a peer of ours")
-        return message
+            raise LaunchError(
+                "a frame without JSON: the peer is not part of distcollect"
+            ) from error
+        if not isinstance(frame, dict):
+            raise LaunchError("a frame without a JSON object: the peer is not part of distcollect")
+        return frame

@@ -1,4 +1,4 @@
-"""Which interface leads to whom, and sockets that listen on that one alone."""
+"""This host's network interfaces, routes to other hosts, and sockets that listen on one address."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MAX_IPV4 = 1024
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Names of this host's interfaces and their addresses, the first of each first.
+    """Names of this host's interfaces, and the addresses of each, its primary address first.
 
-    IPv4 comes before IPv6. An IPv4 address with a label of its own (``eth0:1``) is under that.
+    IPv4 comes before IPv6. An IPv4 address with its own label (``eth0:1``) is under that label.
     """
     found: dict[str, list[str]] = {}
-    # The only call that tells all of an interface's IPv4 addresses, not just the first.
+    # This is the only call that returns all of an interface's IPv4 addresses, not just one.
     space = array.array("B", bytes(_IFREQ.size * _MAX_IPV4))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iP", len(space), space.buffer_info()[0])
@@ -37,7 +37,7 @@ def interfaces() -> dict[str, list[str]]:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:  # a kernel without IPv6
         lines = []
-    # As the kernel lists them for others: global ones before link-local ones.
+    # Global addresses before link-local ones.
     for line in sorted(lines, key=lambda line: line.split()[3]):
         packed, *_, name = line.split()
         address6 = str(ipaddress.IPv6Address(bytes.fromhex(packed)))
@@ -50,7 +50,7 @@ def interface_of(address: str) -> str | None:
     ip = _ip(address)
     if ip.is_loopback:
         return "lo"
-    return next((name for name, has in interfaces().items() if str(ip) in has), None)
+    return next((name for name, addresses in interfaces().items() if str(ip) in addresses), None)
 
 
 def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -65,35 +65,35 @@ def same_address(one: str, other: str) -> bool:
 
 
 def route_to(host: str, port: int = 9) -> str:
-    """This host's address on the way to ``host``; nothing is sent.
+    """This host's address on the route to ``host``; nothing is sent.
 
     Raises:
         LaunchError: ``host`` has no address, or no route leads to it.
     """
-    return _way_to(host, port)[0]
+    return _route(host, port)[0]
 
 
-def way_to(host: str) -> str | None:
-    """As :func:`route_to`; None if ``host`` is this one, by its addresses here.
+def address_towards(host: str) -> str | None:
+    """As :func:`route_to`, but None if ``host`` is this host.
 
-    A host's own name tells nothing of its network: it often stands for 127.0.1.1.
+    A host's own name says nothing about its network: it often stands for 127.0.1.1.
     """
-    here, there = _way_to(host, 9)
+    here, there = _route(host, 9)
     return None if here == there or _ip(here).is_loopback else here
 
 
 def own_address_of(name: str) -> str | None:
-    """The address that this host's own ``name`` stands for, if others can reach that."""
+    """The address that this host's own ``name`` stands for, if other hosts can reach it."""
     try:
         found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    mine = {address for has in interfaces().values() for address in has}
+    mine = {address for addresses in interfaces().values() for address in addresses}
     usable = (str(address[0]) for *_, address in found)
     return next((a for a in usable if a in mine and not _ip(a).is_loopback), None)
 
 
-def _way_to(host: str, port: int) -> tuple[str, str]:
+def _route(host: str, port: int) -> tuple[str, str]:
     problem: OSError = OSError("no address")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -114,22 +114,22 @@ def _way_to(host: str, port: int) -> tuple[str, str]:
 
 
 def check_not_public(address: str) -> None:
-    """Refuse to listen where the whole internet may reach.
+    """Refuse an address that the whole internet may reach.
 
     Raises:
-        LaunchError: ``address`` is public, or stands for all of this host's.
+        LaunchError: ``address`` is public, or stands for all of this host's addresses.
     """
     ip = _ip(address)
     if ip.is_unspecified:
         raise LaunchError(
-            f"refusing to listen on every interface ({address}): name one address of this host's, "
-            f"which has {_own()}"
+            f"refusing to listen on every interface ({address}): name one address of this host; "
+            f"it has {_own()}"
         )
     if ip.is_global and os.environ.get(ALLOW_PUBLIC) != "1":
         raise LaunchError(
-            f"refusing to listen on the public address {address}: whoever reaches it could run "
-            f"code here. Use a private network's address, or set {ALLOW_PUBLIC}=1 if a "
-            "firewall keeps others out"
+            f"refusing to listen on the public address {address}: everyone who reaches it could "
+            f"run code here. Use a private network's address, or set {ALLOW_PUBLIC}=1 if a "
+            "firewall protects it"
         )
 
 
@@ -137,14 +137,14 @@ def listen(address: str, port: int = 0) -> socket.socket:
     """A socket that listens on ``address`` alone.
 
     Raises:
-        LaunchError: the address isn't this host's, is public, or the port is taken.
+        LaunchError: this host does not have the address, it is public, or the port is taken.
     """
     check_not_public(address)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # With its scope, where it is a link-local one.
+        # getaddrinfo adds the scope of a link-local address.
         info = socket.getaddrinfo(address, port, family, socket.SOCK_STREAM)
         listener.bind(info[0][4])
         listener.listen(1024)
@@ -158,22 +158,24 @@ def listen(address: str, port: int = 0) -> socket.socket:
 def _remedy(number: int | None) -> str:
     if number == errno.EADDRINUSE:
         return (
-            "another process does, of an earlier run perhaps: end that one, or choose another port "
+            "another process does, perhaps of an earlier run: end it, or choose another port "
             "(listen=, DISTCOLLECT_LISTEN; under srun MASTER_PORT)"
         )
     if number == errno.EACCES:
         return "choose a port above 1023"
-    return f"name one address of this host's, which has {_own()}"
+    return f"name one address of this host; it has {_own()}"
 
 
 def _own() -> str:
-    """This host's addresses that are good for more than one cable."""
-    each = ((has, name) for name, all_of_it in interfaces().items() for has in all_of_it)
-    return ", ".join(f"{has} ({name})" for has, name in each if not _ip(has).is_link_local)
+    """This host's addresses but for link-local ones, in words."""
+    each = ((address, name) for name, found in interfaces().items() for address in found)
+    return ", ".join(
+        f"{address} ({name})" for address, name in each if not _ip(address).is_link_local
+    )
 
 
 def is_address(text: str) -> bool:
-    """Whether it is an IP address, and no name."""
+    """Whether ``text`` is an IP address, not a name."""
     try:
         _ip(text)
     except ValueError:

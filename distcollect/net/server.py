@@ -1,93 +1,106 @@
-"""The join handshake, and a connection whose end tells each side that the other is gone.
+"""The trainer's side of control connections: the join handshake, and who is connected.
 
 A plain TCP connection between the trainer and each worker (and each supervisor of a launched
-rank), carrying frames of a 4-byte length and JSON. It comes before RPC: nothing is unpickled from
-a process that hasn't shown the run's token and matching versions. It stays open as a lifeline: the
+rank), carrying :mod:`.messages`. It comes before RPC: nothing is unpickled from a process that has
+not shown the run's token and matching versions. It stays open while both processes live: the
 kernel closes it however a process ends, which the other side sees at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import hmac
 import logging
-import os
 import selectors
 import socket
 import threading
+from dataclasses import dataclass, field, replace
 
-from distcollect.net.framing import (
-    Decoder,
-    Message,
-    close_in_child,
-    configure_socket,
-    encode,
-    open_sockets,
-    versions,
-)
+from distcollect.errors import LaunchError
+from distcollect.net.framing import Frame, FrameReader, configure_socket, open_sockets
 from distcollect.net.interfaces import listen
+from distcollect.net.messages import Hello, Message, Refused, decode, decode_as, encode, versions
 
 log = logging.getLogger(__name__)
 
-
-os.register_at_fork(after_in_child=close_in_child)
+# Messages are small: a peer that takes longer to receive one hangs.
+_SEND_TIMEOUT_S = 5.0
 
 
 class Connection:
     """The trainer's end of one connection.
 
     Attributes:
-        hello: how the peer introduced itself; empty until it has.
-        decoder: puts together what it sends.
+        hello: how the peer introduced itself, without the token.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.hello: Message = {}
-        self.decoder = Decoder()
+    def __init__(self, sock: socket.socket, hello: Hello) -> None:
+        self.hello = hello
         self._sock = sock
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Send one frame; nothing if the peer is gone (its end is reported anyhow)."""
+        """Send a message; do nothing if the peer is gone (its end is reported anyhow)."""
         with self._lock:
             try:
                 self._sock.sendall(encode(message))
             except OSError:
-                log.debug("could not send %s to %s", list(message), self.hello.get("host"))
+                log.debug("could not send %s to %s", type(message).__name__, self.hello.host)
 
     def close(self) -> None:
         """End the connection; it is reported as closed."""
-        try:
+        with contextlib.suppress(OSError):  # closed already
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            log.debug("connection was closed already")
 
 
 class JoinServerEvents:
-    """What a gate reports, on its own thread. Override what is of interest."""
+    """What a join server reports, on its own thread. Override what is of interest."""
 
     def admit(self, connection: Connection) -> Message:
-        """A peer with the right token and versions introduced itself; the welcome for it."""
+        """A peer with the right token and versions joins; the answer: its welcome or Refused."""
         raise NotImplementedError
 
     def admitted(self, connection: Connection) -> None:
         """The welcome was sent: other messages may follow."""
 
-    def refused(self, hello: Message, reason: str) -> None:
-        """A peer was turned away."""
+    def refused(self, hello: Hello | None, reason: str) -> None:
+        """A peer was refused; ``hello`` is None if it did not show the token, or is unreadable."""
 
     def received(self, connection: Connection, message: Message) -> None:
-        """A frame came from an admitted peer."""
+        """A message came from an admitted peer."""
 
     def closed(self, connection: Connection) -> None:
         """An admitted peer is gone."""
+
+
+class _State(enum.Enum):
+    """Of a peer; from each state only a later one can follow."""
+
+    INTRODUCING = enum.auto()  # its Hello has not come yet
+    ADMITTED = enum.auto()
+    REFUSED = enum.auto()  # what else it sends is not read
+
+
+@dataclass
+class _Peer:
+    sock: socket.socket
+    state: _State = _State.INTRODUCING
+    reader: FrameReader = field(default_factory=FrameReader)
+    connection: Connection | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return self.state is not _State.REFUSED
 
 
 class JoinServer:
     """Where the workers and supervisors of a run join: one listener, one thread for all.
 
     Attributes:
-        events: who is told; may be replaced at any time.
+        events: to report to; may be replaced at any time.
+        address: where it listens.
+        port: where it listens.
     """
 
     def __init__(self, address: str, token: str, events: JoinServerEvents, port: int = 0) -> None:
@@ -107,13 +120,13 @@ class JoinServer:
         self._wake, self._waker = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._connections: dict[socket.socket, Connection] = {}
-        self._thread = threading.Thread(target=self._run, name="distcollect-gate", daemon=True)
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._thread = threading.Thread(target=self._run, name="distcollect-join", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections: whoever is at the other end takes it as the trainer's end."""
-        # Not by closing it: a forked child of this process may hold it open.
+        """Close all connections: each peer takes that as the trainer's end."""
+        # By a byte, not by closing the socket: a forked child of this process may hold it open.
         with contextlib.suppress(OSError):  # closed before
             self._waker.send(b"x")
         if threading.current_thread() is not self._thread:
@@ -129,10 +142,10 @@ class JoinServer:
                     self._accept()
                 else:
                     assert isinstance(key.fileobj, socket.socket)
-                    self._read(key.fileobj)
+                    self._read(self._peers[key.fileobj])
 
     def _close_all(self) -> None:
-        for sock in (*self._connections, self._listener, self._wake):
+        for sock in (*self._peers, self._listener, self._wake):
             self._selector.unregister(sock)
             sock.close()
         self._waker.close()
@@ -145,78 +158,99 @@ class JoinServer:
             log.warning("could not accept a connection: %s", error)
             return
         sock.setblocking(True)
-        # Frames are small: one that can't be sent within this time goes to a peer that hangs.
-        sock.settimeout(5)
+        sock.settimeout(_SEND_TIMEOUT_S)
         configure_socket(sock)
-        self._connections[sock] = Connection(sock)
+        self._peers[sock] = _Peer(sock)
         self._selector.register(sock, selectors.EVENT_READ)
 
-    def _read(self, sock: socket.socket) -> None:
-        connection = self._connections[sock]
+    def _read(self, peer: _Peer) -> None:
         try:
-            data = sock.recv(65536)
+            data = peer.sock.recv(65536)
         except OSError:
             data = b""
         try:
             if not data:
-                self._drop(sock)
+                self._drop(peer)
                 return
-            connection.decoder.feed(data)
-            while (message := connection.decoder.next()) is not None:
-                self._handle(connection, message)
+            if peer.is_read:
+                peer.reader.feed(data)
+            while peer.is_read and (frame := peer.reader.next()) is not None:
+                self._handle(peer, frame)
         except Exception as error:  # noqa: BLE001 - see below
-            # No stranger may end the thread that sees workers come and go.
-            log.warning("closing a connection that speaks something else: %s", error)
-            self._drop(sock)
+            # Nothing that a peer sends may end the thread that sees workers come and go.
+            log.warning("closing a connection after an unusable message: %s", error)
+            self._drop(peer)
 
-    def _drop(self, sock: socket.socket) -> None:
-        connection = self._connections.pop(sock)
-        self._selector.unregister(sock)
-        sock.close()
-        if connection.hello:
+    def _drop(self, peer: _Peer) -> None:
+        del self._peers[peer.sock]
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+        if peer.state is _State.ADMITTED:
+            assert peer.connection is not None
             try:
-                self.events.closed(connection)
+                self.events.closed(peer.connection)
             except Exception:
                 log.exception("the end of a connection could not be reported")
 
-    def _handle(self, connection: Connection, message: Message) -> None:
-        if connection.hello:
-            self.events.received(connection, message)
+    def _handle(self, peer: _Peer, frame: Frame) -> None:
+        if peer.connection is not None:
+            self.events.received(peer.connection, decode(frame))
             return
-        reason = self._objection(message)
-        if reason:
-            connection.send({"refused": reason})
-            # What a stranger says of itself must not be acted upon.
-            known = self._has_token(message)
-            self.events.refused(_without_token(message) if known else {"role": "stranger"}, reason)
+        # The versions are compared before the message is decoded: another protocol's may differ.
+        if not self._has_token(frame):
+            self._refuse(
+                peer,
+                None,
+                "it doesn't have this run's token: DISTCOLLECT_TOKEN_FILE has to name a file with "
+                "the same secret there and here",
+            )
+        elif differing := _differing_versions(frame):
+            # Only a peer with the token is believed what it says about itself.
+            hello = None
+            with contextlib.suppress(LaunchError):
+                hello = _without_token(decode_as(Hello, frame))
+            self._refuse(peer, hello, f"{differing}; install the same on all hosts")
+        else:
+            self._admit(peer, _without_token(decode_as(Hello, frame)))
+
+    def _refuse(self, peer: _Peer, hello: Hello | None, reason: str) -> None:
+        peer.state = _State.REFUSED
+        with contextlib.suppress(OSError):
+            peer.sock.sendall(encode(Refused(reason)))
+        self.events.refused(hello, reason)
+        with contextlib.suppress(OSError):
+            peer.sock.shutdown(socket.SHUT_RDWR)
+
+    def _admit(self, peer: _Peer, hello: Hello) -> None:
+        connection = Connection(peer.sock, hello)
+        answer = self.events.admit(connection)
+        connection.send(answer)
+        if isinstance(answer, Refused):
+            peer.state = _State.REFUSED
             connection.close()
             return
-        # The token has done its work: what is kept may be logged.
-        connection.hello = _without_token(message)
-        connection.send(self.events.admit(connection))
+        peer.state = _State.ADMITTED
+        peer.connection = connection
         self.events.admitted(connection)
 
-    def _has_token(self, hello: Message) -> bool:
-        token = hello.get("token")
+    def _has_token(self, frame: Frame) -> bool:
+        token = frame.get("token")
         return isinstance(token, str) and hmac.compare_digest(
             token.encode(errors="surrogatepass"), self._token.encode()
         )
 
-    def _objection(self, hello: Message) -> str:
-        if not self._has_token(hello):
-            return (
-                "it doesn't have this run's token: DISTCOLLECT_TOKEN_FILE has to name a file with "
-                "the same secret there and here"
-            )
-        mine, theirs = versions(), hello.get("versions")
-        theirs = theirs if isinstance(theirs, dict) else {}
-        differing = ", ".join(
-            f"its {name} is {theirs.get(name, 'unknown')}, the trainer's is {version}"
-            for name, version in mine.items()
-            if theirs.get(name) != version
-        )
-        return f"{differing}; install the same on all hosts" if differing else ""
+
+def _differing_versions(frame: Frame) -> str:
+    """The versions of a Hello that differ from ours, in words; "" if none does."""
+    theirs = frame.get("versions")
+    theirs = theirs if isinstance(theirs, dict) else {}
+    return ", ".join(
+        f"its {name} is {theirs.get(name, 'unknown')}, the trainer's is {version}"
+        for name, version in versions().items()
+        if theirs.get(name) != version
+    )
 
 
-def _without_token(hello: Message) -> Message:
-    return {key: value for key, value in hello.items() if key != "token"}
+def _without_token(hello: Hello) -> Hello:
+    """What is kept of a hello: it may be logged."""
+    return replace(hello, token="")

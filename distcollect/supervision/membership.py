@@ -1,7 +1,7 @@
 """Who is in the run: workers join, serve, fall silent, leave, or are lost and replaced.
 
-Pure decisions: no clock, no thread, no socket. Nothing here locks; the caller does, and tells the
-time in seconds of any clock that only goes forward.
+Pure decisions: no clock, no thread, no socket, no lock. The caller passes the time, in seconds of
+any clock that only goes forward.
 
 ::
 
@@ -10,10 +10,10 @@ time in seconds of any clock that only goes forward.
        ▲                  │               │      heard from       │
        │ after a delay    └───────────────┴──────── ended ────────┘
        └──────────────────────────────────┤
-                 no start left, no place  ├──▶ LOST ──▶ JOINING when a place is there (again)
+           no restart left, slot closed   ├──▶ LOST ──▶ JOINING when the slot is opened again
                      it left on purpose   └──▶ LEFT ──▶ the same
 
-A slot without a process goes to LOST or LEFT just so.
+A slot without a process becomes LOST or LEFT in the same way.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import TypeAlias
 from distcollect.common.backoff import backoff_s
 from distcollect.results import State
 
-# A process that was ready for so long has shown that it can work: its slot's starts count anew.
+# After a process was ready for this long, it counts as the first start in its slot.
 _SOUND_AFTER_S = 60.0
-# Before the second replacement in a row in a slot; then twice as long each time.
+# The pause before the second replacement in a row in a slot; it doubles each time.
 _FIRST_DELAY_S = 0.5
-# Signs of life are asked for so often within the time after which silence is a loss.
+# How many pings are sent within the time after which a silent process is lost.
 _PINGS_PER_SILENCE = 4
 
 
@@ -47,7 +47,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ping:
-    """Ask a process for a sign of life."""
+    """Ping a process."""
 
     worker_id: int
     incarnation: int
@@ -55,10 +55,10 @@ class Ping:
 
 @dataclass(frozen=True)
 class Overdue:
-    """End a process that is of no use any more, and report it as ended.
+    """End a process that missed a deadline, and report it as ended.
 
     Attributes:
-        reason: why, for people.
+        reason: which deadline, for people.
     """
 
     worker_id: int
@@ -74,17 +74,17 @@ class _Slot:
     """A worker's slot.
 
     Attributes:
-        incarnation: of the process in it, or of the next one if none is.
+        incarnation: of the process in it, or of the next one if there is none.
         running: a process was started, and has not ended.
-        start_at: when the next one is to be started; None: not by itself.
-        join_by: by when the running one has to be ready.
-        ready_at: since when the running one is ready.
-        starts: in a row, from the last one that proved sound.
-        heard_at: when it last gave a sign of life.
-        ping_at: when to ask for the next one.
-        has_place: there is somewhere to start a process.
-        leaving: nothing comes in place of this process.
-        overdue: its end was asked for.
+        start_at: when to start the next process; None: not before the slot is opened again.
+        join_by: by when the running process has to be ready, or to have left.
+        ready_at: since when the running process is ready; None: it isn't.
+        starts: starts in a row, since a process was ready for a minute.
+        heard_at: when the process last gave a sign of life.
+        ping_at: when to ping it next.
+        is_open: a process can be started.
+        leaving: this process is not replaced.
+        overdue: its end was requested.
     """
 
     state: State = State.JOINING
@@ -96,24 +96,25 @@ class _Slot:
     starts: int = 0
     heard_at: float = 0.0
     ping_at: float = 0.0
-    has_place: bool = True
+    is_open: bool = True
     leaving: bool = False
     overdue: bool = False
 
 
 @dataclass
 class Membership:
-    """Decides who is started, asked, suspected and given up, and when.
+    """Decides which processes are started, pinged, suspected and given up, and when.
 
-    A trainer that doesn't look for a while (a stopped process, a main thread that holds the
-    interpreter lock) hears nobody, and that is nobody's fault: what processes are waited for is put
-    off by that time. Where :meth:`next_tick` is kept to, it is none.
+    A trainer that can't act for a while (a stopped process, a main thread that holds the
+    interpreter lock) hears no signs of life in that time. So all deadlines of processes are
+    extended by the time for which :meth:`tick` was called later than :meth:`next_tick` said.
 
     Attributes:
         silence_timeout_s: a ready process that gives no sign of life for so long is lost.
-        start_timeout_s: from a process's start until it is ready.
-        max_restarts: starts in a row, after the first, in a slot whose processes don't last.
-        longest_pause_s: between two of these.
+        start_timeout_s: from a process's start until it has to be ready.
+        max_restarts: how many starts in a row may follow the first in a slot, while none of these
+            processes is ready for a minute.
+        longest_pause_s: the longest pause between two of these starts.
     """
 
     silence_timeout_s: float
@@ -122,78 +123,78 @@ class Membership:
     longest_pause_s: float = 30.0
     rng: random.Random = field(default_factory=random.Random)
     _slots: dict[int, _Slot] = field(default_factory=dict)
-    _looked_at: float = math.inf
+    _called_at: float = math.inf
 
     @property
     def states(self) -> dict[int, State]:
-        """Of all slots, by worker_id."""
+        """The state of every slot, by worker_id."""
         return {worker_id: slot.state for worker_id, slot in sorted(self._slots.items())}
 
     def state(self, worker_id: int) -> State:
-        """Of one slot; LEFT if there is none."""
+        """The state of one slot; LEFT if there is no such slot."""
         slot = self._slots.get(worker_id)
         return State.LEFT if slot is None else slot.state
 
     @property
     def num_hopeful(self) -> int:
-        """Slots whose worker is here, or on its way."""
+        """How many slots have a worker, or will have one."""
         return sum(slot.state not in (State.LOST, State.LEFT) for slot in self._slots.values())
 
     def has_process(self, worker_id: int, incarnation: int) -> bool:
-        """Whether this very process is the one that runs in the slot, as far as is known."""
+        """Whether this process is the one that runs in the slot, as far as is known."""
         slot = self._slots.get(worker_id)
         return slot is not None and slot.running and slot.incarnation == incarnation
 
     def open(self, worker_id: int, now: float) -> None:
-        """Have a worker in this slot from now on; in a new slot, or one that it was lost from."""
+        """Processes can be started in this slot; start one if it is new, LOST or LEFT."""
         slot = self._slots.setdefault(worker_id, _Slot(start_at=now))
-        slot.has_place = True
+        slot.is_open = True
         if slot.state in (State.LOST, State.LEFT):
             slot.state = State.JOINING
             slot.leaving = False
             slot.starts = 0
             slot.start_at = now
 
-    def lose_place(self, worker_id: int) -> None:
-        """There is nowhere to start a process for this slot, until :meth:`open`."""
+    def close(self, worker_id: int) -> None:
+        """No process can be started in this slot, until :meth:`open`; a running one goes on."""
         slot = self._slots.get(worker_id)
         if slot is None:
             return
-        slot.has_place = False
+        slot.is_open = False
         if not slot.running and slot.state is State.JOINING:
             slot.state = State.LOST
             slot.start_at = None
 
     def ready(self, worker_id: int, incarnation: int, now: float) -> None:
-        """A started process has shown that it can work."""
+        """A started process is ready."""
         if not self.has_process(worker_id, incarnation):
             return
         slot = self._slots[worker_id]
-        self._attend(now)
+        self._excuse_absence(now)
         slot.state = State.READY
         slot.ready_at = now
         slot.heard_at = now
         self._plan_ping(slot, now)
 
     def heard(self, worker_id: int, incarnation: int, now: float) -> None:
-        """It gave a sign of life."""
+        """A process gave a sign of life."""
         if not self.has_process(worker_id, incarnation):
             return
         slot = self._slots[worker_id]
-        self._attend(now)
+        self._excuse_absence(now)
         slot.heard_at = now
         if slot.state is State.SUSPECTED:
             slot.state = State.READY
 
     def leave(self, worker_id: int, within_s: float, now: float) -> None:
-        """Its worker is to go, or goes, on purpose: nobody comes in its place.
+        """The worker leaves on purpose, and is not replaced.
 
-        It is overdue after ``within_s``.
+        Its process is overdue after ``within_s``.
         """
         slot = self._slots.get(worker_id)
         if slot is None or slot.leaving:
             return
-        self._attend(now)
+        self._excuse_absence(now)
         slot.leaving = True
         slot.join_by = now + within_s
         if not slot.running:
@@ -201,7 +202,7 @@ class Membership:
             slot.start_at = None
 
     def ended(self, worker_id: int, incarnation: int, now: float) -> bool:
-        """Its process has ended, or must never be heard again; whether that was not known."""
+        """A process has ended, or is ignored from now on; returns False if it was known before."""
         if not self.has_process(worker_id, incarnation):
             return False
         slot = self._slots[worker_id]
@@ -212,7 +213,7 @@ class Membership:
         slot.incarnation += 1
         if slot.leaving:
             slot.state = State.LEFT
-        elif not slot.has_place or slot.starts > self.max_restarts:
+        elif not slot.is_open or slot.starts > self.max_restarts:
             slot.state = State.LOST
         else:
             slot.state = State.JOINING
@@ -220,13 +221,13 @@ class Membership:
         return True
 
     def delay(self, worker_id: int, now: float) -> float | None:
-        """Seconds until the next process is started in this slot; None: none is."""
+        """Seconds until the next process is started in this slot; None: no start is planned."""
         slot = self._slots[worker_id]
         return None if slot.start_at is None else max(0.0, slot.start_at - now)
 
     def tick(self, now: float) -> list[Command]:
-        """What is to be done by now; each is said once."""
-        self._attend(now)
+        """What to do now; each command is returned once."""
+        self._excuse_absence(now)
         commands: list[Command] = []
         for worker_id, slot in self._slots.items():
             command = self._due(worker_id, slot, now)
@@ -235,13 +236,13 @@ class Membership:
         return commands
 
     def next_tick(self, now: float) -> float:
-        """By when to call :meth:`tick`; if nothing happens, it has nothing to say before."""
+        """By when to call :meth:`tick`; before that it returns nothing, unless an event comes."""
         times = [math.inf]
         for slot in self._slots.values():
             if not slot.running:
                 times.append(math.inf if slot.start_at is None else slot.start_at)
             elif not slot.overdue:
-                times.append(now + self._pause_s)
+                times.append(now + self._ping_period_s)
                 if slot.state is State.JOINING or slot.leaving:
                     times.append(slot.join_by)
                 if slot.state in PRESENT:
@@ -259,7 +260,7 @@ class Membership:
             return Start(worker_id, slot.incarnation)
         if slot.overdue:
             return None
-        reason = self._objection(slot, now)
+        reason = self._missed_deadline(slot, now)
         if reason:
             slot.overdue = True
             return Overdue(worker_id, slot.incarnation, reason)
@@ -268,10 +269,10 @@ class Membership:
             return Ping(worker_id, slot.incarnation)
         return None
 
-    def _objection(self, slot: _Slot, now: float) -> str:
-        """Why its process is to be ended; "" if it is not."""
+    def _missed_deadline(self, slot: _Slot, now: float) -> str:
+        """Why the process is to be ended; "" if it is not. May suspect it."""
         if slot.leaving and now >= slot.join_by:
-            return "it was to leave, and took too long"
+            return "it took too long to leave"
         if slot.state is State.JOINING and now >= slot.join_by:
             return f"it was not ready within {self.start_timeout_s:g} s of its start"
         if slot.state in PRESENT:
@@ -282,7 +283,7 @@ class Membership:
         return ""
 
     @property
-    def _pause_s(self) -> float:
+    def _ping_period_s(self) -> float:
         return self.silence_timeout_s / _PINGS_PER_SILENCE
 
     def _silent_from(self, slot: _Slot) -> float:
@@ -290,12 +291,12 @@ class Membership:
         return slot.heard_at + share * self.silence_timeout_s
 
     def _plan_ping(self, slot: _Slot, now: float) -> None:
-        # Not all at once: hundreds of workers were ready at the same moment.
-        slot.ping_at = now + self._pause_s * self.rng.uniform(0.5, 1.0)
+        # At random times: hundreds of workers may have become ready at the same moment.
+        slot.ping_at = now + self._ping_period_s * self.rng.uniform(0.5, 1.0)
 
-    def _attend(self, now: float) -> None:
-        absent_s = now - self._looked_at - self._pause_s
-        self._looked_at = now
+    def _excuse_absence(self, now: float) -> None:
+        absent_s = now - self._called_at - self._ping_period_s
+        self._called_at = now
         if absent_s > 0:
             for slot in self._slots.values():
                 slot.heard_at += absent_s

@@ -1,90 +1,153 @@
-"""Worker processes as those see them who look after them, and what these tell the pool."""
+"""A worker process as its trainer sees it: its state, and why it ended."""
 
 from __future__ import annotations
 
+import enum
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from distcollect.errors import DistCollectError, WorkerError, WorkerLost
-from distcollect.launch.local_processes import End
+from distcollect.common.process_exit import ProcessExit
+from distcollect.errors import DeadlineError, DistCollectError, WorkerError, WorkerLost
 from distcollect.net.server import Connection
 from distcollect.transport.worker_service import Probe
+
+S = TypeVar("S", bound=enum.Enum)
+
+Key = tuple[int, int]  # worker_id and incarnation
+
+
+class IllegalTransition(RuntimeError):
+    """A state was to follow one that it can't follow: a mistake in this package."""
+
+
+def check_transition(table: Mapping[S, frozenset[S]], before: S, after: S) -> None:
+    """Raise IllegalTransition unless ``table`` lets ``after`` follow ``before``."""
+    if after not in table[before]:
+        raise IllegalTransition(f"{before} can't become {after}")
+
+
+class ProcessState(enum.Enum):
+    """The state of a worker process."""
+
+    STARTED = enum.auto()  # it has to join, and to connect its transport
+    PROBING = enum.auto()  # it makes its envs and policy, and tries them out
+    READY = enum.auto()  # it serves requests
+    DRAINING = enum.auto()  # it is to leave, and still owes the pool something
+    EXITING = enum.auto()  # it was told to end
+    LOST = enum.auto()  # it has ended, or is ignored; how it ended may not be known yet
+    ACCOUNTED = enum.auto()  # its end was reported
+
+
+_NEXT: dict[ProcessState, frozenset[ProcessState]] = {
+    ProcessState.STARTED: frozenset({ProcessState.PROBING, ProcessState.LOST}),
+    ProcessState.PROBING: frozenset({ProcessState.READY, ProcessState.LOST}),
+    ProcessState.READY: frozenset({ProcessState.DRAINING, ProcessState.LOST}),
+    ProcessState.DRAINING: frozenset({ProcessState.EXITING, ProcessState.LOST}),
+    ProcessState.EXITING: frozenset({ProcessState.LOST}),
+    ProcessState.LOST: frozenset({ProcessState.ACCOUNTED}),
+    ProcessState.ACCOUNTED: frozenset(),
+}
 
 
 @dataclass(eq=False)
 class Process:
-    """A process that was started.
+    """A worker process that was started.
 
     Attributes:
+        worker_id: its slot.
+        incarnation: its number in this slot, counted from 0.
         peer: its id for the transport.
-        connection: its lifeline, None before it has joined.
-        reachable: by the transport.
-        probe: what it found when it was tried out.
-        failure: what went wrong, where more is known than the way it ended.
-        retiring: it ends to be replaced.
-        end: how it ended, once it was reaped.
-        end_by: by when it is to have ended; None: it isn't to.
-        account_by: by when its end is settled, whether or not it was reaped.
+        state: see :class:`ProcessState`; :meth:`enter` changes it.
+        deadline: when to act if the state has not changed by then, in seconds of the monotonic
+            clock: an EXITING process is killed, the end of a LOST one is accounted for.
+        connection: its control connection; None before it has joined.
+        probe: what it found when it tried out its envs and policy; None before.
+        failure: what went wrong; None: only ``exit`` is known.
+        is_retired: it ends because it takes too much memory, and is replaced.
+        exit: how it ended; None: it was not reaped.
     """
 
     worker_id: int
     incarnation: int
     peer: int
+    state: ProcessState = ProcessState.STARTED
+    deadline: float = math.inf
     connection: Connection | None = None
-    reachable: bool = False
     probe: Probe | None = None
     failure: DistCollectError | None = None
-    retiring: bool = False
-    end: End | None = None
-    end_by: float | None = None
-    account_by: float | None = None
+    is_retired: bool = False
+    exit: ProcessExit | None = None
+    _joined: bool = False
+
+    def enter(self, state: ProcessState, deadline: float = math.inf) -> None:
+        """Change the state.
+
+        Raises:
+            IllegalTransition: it can't follow the present one.
+        """
+        check_transition(_NEXT, self.state, state)
+        self._joined |= state is ProcessState.PROBING
+        self.state = state
+        self.deadline = deadline
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> Key:
         return self.worker_id, self.incarnation
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or is heard no more."""
-        return self.account_by is not None
+        """Whether it has ended, or is ignored."""
+        return self.state in (ProcessState.LOST, ProcessState.ACCOUNTED)
 
     @property
-    def due(self) -> float | None:
-        """When something is to be done about its end."""
-        return self.end_by if self.account_by is None else self.account_by
-
-    @property
-    def place(self) -> str:
-        """Which process it is, for people."""
+    def where(self) -> str:
+        """Its pid and host, as an error's text ends with it; "" if unknown."""
         if self.connection is None:
             return ""
         hello = self.connection.hello
-        return f" (pid {hello.get('pid')} on {hello.get('host')})"
+        return f" (pid {hello.pid} on {hello.host})"
 
+    @property
+    def death(self) -> WorkerLost:
+        """The error for its end, if nothing more is known than how it ended."""
+        if self.exit is None:
+            message = "its connection to the trainer broke off"
+        elif self.exit.reason:
+            message = self.exit.reason
+        elif self._joined:
+            message = f"its process ended: {self.exit}"
+        else:
+            message = f"its process ended before it had joined: {self.exit}; see its own output"
+        return WorkerLost(message + self.where, worker_id=self.worker_id)
 
-def death_of(process: Process) -> WorkerLost:
-    """The error for a process that ended, where nothing more is known than how."""
-    if process.end is None:
-        message = "its connection to the trainer broke off"
-    elif process.end.reason:
-        message = process.end.reason
-    elif process.reachable:
-        message = f"its process ended: {process.end}"
-    else:
-        message = f"its process ended before it had joined: {process.end}; its own output says more"
-    return WorkerLost(message + process.place, worker_id=process.worker_id)
+    def overdue(self, reason: str, start_timeout_s: float) -> DistCollectError:
+        """The error for a missed deadline; ``reason``: which, if it was ready before."""
+        name = f"worker {self.worker_id}"
+        if self.state is ProcessState.STARTED:
+            return DeadlineError(
+                f"{name} did not join within {start_timeout_s:g} s; its own output shows what it "
+                "was doing; Faults(start_timeout_s=...) gives longer"
+            )
+        if self.state is ProcessState.PROBING:
+            return DeadlineError(
+                f"{name} did not make and reset its envs within {start_timeout_s:g} s; "
+                "Faults(start_timeout_s=...) gives longer"
+            )
+        return WorkerLost(reason + self.where, worker_id=self.worker_id)
+
+    def cause(self, *, left: bool) -> str:
+        """The name of the cause of its end in the ledger; ``left``: it left on purpose."""
+        if left:
+            return "left"
+        if self.is_retired:
+            return "retired"
+        if self.exit is not None and self.exit.reason:
+            return "hung"
+        return "worker_lost"
 
 
 def message_of(error: DistCollectError) -> str:
-    """What went wrong, without whom it happened to."""
+    """An error's text without the worker that it names."""
     return error.message if isinstance(error, WorkerError) else str(error)
-
-
-def cause_of(process: Process, *, left: bool) -> str:
-    """What the ledger calls the end of a process."""
-    if left:
-        return "left"
-    if process.retiring:
-        return "retired"
-    if process.end is not None and process.end.reason:
-        return "hung"
-    return "worker_lost"

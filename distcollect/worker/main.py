@@ -1,85 +1,106 @@
-"""The entry of a worker process."""
+"""The entry point of a worker process."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from distcollect.common.shared_memory import sample_of_memory
 from distcollect.common.step_counter import StepCounter
+from distcollect.errors import LaunchError
 from distcollect.net.client import ControlConnection, exit_now
+from distcollect.net.framing import Frame
+from distcollect.net.messages import (
+    Exit,
+    Leaving,
+    Reachable,
+    Stop,
+    WorkerBoot,
+    WorkerHello,
+    WorkerWelcome,
+    decode_as,
+)
 from distcollect.transport.rpc import PeerAddress, RpcTransport
 from distcollect.worker.service import Worker
 
-# While the engine computes, a thread that answers the trainer waits this long for the interpreter's
-# lock. With Python's default of 5 ms, such waits would be most of the time of a small push.
+log = logging.getLogger(__name__)
+
+# While the engine computes, a thread that answers the trainer waits this long for the interpreter
+# lock. With Python's own 5 ms, several times in a push, that wait is most of a small push's time.
 _SWITCH_INTERVAL_S = 0.0005
 _JOIN_TIMEOUT_S = 60.0
 
 
-def main(boot: dict[str, Any]) -> None:
-    """Run a worker process from its boot message until its trainer ends it or is gone.
+def main(frame: Frame) -> None:
+    """Run a worker process until its trainer ends it or is gone.
 
     Args:
-        boot: "host" and "port" of the trainer's gate, "token", "worker_id", "incarnation",
-            "num_threads" (torch's), "vitals" (a descriptor, see
-            :class:`~distcollect.common.step_counter.SharedStepCounter`), "first_traj_id".
+        frame: a :class:`~distcollect.net.messages.WorkerBoot`.
     """
-    # The trainer handles Ctrl-C; a terminal, or torchrun, may send it to all processes.
+    boot = decode_as(WorkerBoot, frame)
+    # A terminal, or torchrun, may send Ctrl-C to all processes; only the trainer acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    counts = StepCounter.inherited(boot["vitals"])
+    counter = StepCounter.inherited(boot.counters_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(boot["num_threads"])
-    lifeline = ControlConnection(boot["host"], boot["port"], _JOIN_TIMEOUT_S)
-    about = {key: boot[key] for key in ("worker_id", "incarnation")}
-    welcome = lifeline.join("worker", boot["token"], **about)
-    address = lifeline.local_address
-    worker = Worker(
-        boot["worker_id"],
-        incarnation=boot["incarnation"],
-        peer=welcome["peer"],
-        address=address,
-        counts=counts,
-        first_traj_id=boot["first_traj_id"],
+        torch.set_num_threads(boot.num_threads)
+    connection = ControlConnection(boot.trainer.host, boot.trainer.port, _JOIN_TIMEOUT_S)
+    welcome = connection.join(
+        WorkerHello(
+            token=boot.trainer.token, worker_id=boot.worker_id, incarnation=boot.incarnation
+        )
     )
-    transport = RpcTransport(welcome["peer"], address=address, service=worker)
-    transport.connect(welcome["trainer_peer"], PeerAddress(welcome["trainer_endpoint"]))
+    if not isinstance(welcome, WorkerWelcome):
+        raise LaunchError(f"the trainer answered a worker by {welcome}")
+    worker = Worker(
+        boot.worker_id,
+        incarnation=boot.incarnation,
+        peer=welcome.peer,
+        address=connection.local_address,
+        counts=counter,
+        first_traj_id=boot.settings.first_traj_id,
+    )
+    transport = RpcTransport(welcome.peer, address=connection.local_address, service=worker)
+    transport.connect(welcome.trainer_peer, PeerAddress(welcome.trainer_endpoint))
 
-    dismissed = threading.Event()
+    may_exit = threading.Event()
 
-    def watch() -> None:
-        while (message := lifeline.receive()) is not None:
-            if "stop" in message:
-                worker.stop()
-            elif "bye" in message:
-                dismissed.set()
-        # The trainer is gone, and an env may hang: only this ends the process for certain.
-        exit_now(1)
+    def listen() -> None:
+        try:
+            while (message := connection.receive()) is not None:
+                if isinstance(message, Stop):
+                    worker.stop()
+                elif isinstance(message, Exit):
+                    may_exit.set()
+        except LaunchError:
+            log.exception("the trainer sent an unusable message")
+        finally:
+            # The trainer is gone, and an env may hang: only this ends the process for certain.
+            exit_now(1)
 
-    threading.Thread(target=watch, name="distcollect-lifeline", daemon=True).start()
-    told_to_leave = threading.Event()
+    threading.Thread(target=listen, name="distcollect-control", daemon=True).start()
+    sigterm = threading.Event()
 
     def leave() -> None:
-        told_to_leave.wait()
-        lifeline.send({"leaving": True})
+        sigterm.wait()
+        connection.send(Leaving())
 
-    # Not in the handler itself, as it may interrupt code that is sending a message.
+    # Not in the signal handler: it may interrupt a thread that is sending.
     threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: told_to_leave.set())
-    lifeline.send({"endpoint": transport.endpoint, "segment": sample_of_memory()})
+    signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
+    connection.send(Reachable(transport.endpoint, sample_of_memory()))
     worker.run()
-    dismissed.wait()  # ends with the trainer at the latest: see above
+    may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of torch may still be waiting. The process that started this one ends processes that
-    # the envs left behind.
+    # Threads of torch may still wait for something. What the envs left running is ended by the
+    # process that started this one.
     os._exit(0)

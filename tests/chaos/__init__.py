@@ -1,1 +1,1 @@
-"""Injures real workers at random, and checks every frame: ``tests/chaos/run.py``."""
+"""Injects random faults into real workers, and checks every frame: ``tests/chaos/run.py``."""

@@ -1,4 +1,4 @@
-"""Looks at every batch, and at the ledger: what must hold whatever happens to workers."""
+"""Checks of every batch and of the ledger that must hold whatever happens to workers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from distcollect.results import LedgerReport
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
 
 _CAUSES = {"worker_lost", "hung", "left", "shut_down"}
-# A process may owe so many rollouts: two that lie ready, and one under way.
+# The most rollouts of a process that are not delivered yet: two ready, one unfinished.
 _ROLLOUTS_OWED = 3
-# Trajectories of a process that may still go on.
+# The most trajectories of a process that may continue.
 _RECENT = 64
 _KEPT = 50
 _FLAGS = ("done", "terminated", "truncated")
 
 
 class CheckError(Exception):
-    """Something that must hold does not."""
+    """A check has failed."""
 
 
 def demand(holds: object, message: str) -> None:
-    """Raise :class:`CheckError` unless it holds."""
+    """Raise :class:`CheckError` unless ``holds``."""
     if not holds:
         raise CheckError(message)
 
@@ -38,10 +38,10 @@ class Plan:
     """How a round collects.
 
     Attributes:
-        sync: mode of the collector.
-        num_workers: those it starts with.
-        num_envs: n of each.
-        num_steps: T of each rollout.
+        sync: whether the collector is synchronous.
+        num_workers: number of workers at the start.
+        num_envs: envs per worker.
+        num_steps: steps per rollout.
     """
 
     sync: bool
@@ -51,28 +51,28 @@ class Plan:
 
     @property
     def rollouts(self) -> int:
-        """In a batch."""
+        """Rollouts per batch."""
         return self.num_workers if self.sync else 1
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a batch."""
+        """Shape ``[B, T]`` of a batch."""
         return self.rollouts * self.num_envs, self.num_steps
 
     @property
     def frames_per_batch(self) -> int:
-        """In a batch."""
+        """Frames per batch."""
         return self.shape[0] * self.shape[1]
 
 
 @dataclass
 class Delivered:
-    """Which of an env's frames have been delivered: ascending, disjoint ``[begin, end]``."""
+    """The delivered frames of an env, as ascending, disjoint spans ``[first, last]``."""
 
     spans: list[list[int]] = field(default_factory=list)
 
     def add(self, first: int, last: int) -> None:
-        """Raises CheckError if one of them was delivered before."""
+        """Add frames ``first`` to ``last``; raise CheckError if one was delivered before."""
         at = next((i for i, span in enumerate(self.spans) if span[0] > first), len(self.spans))
         before = self.spans[at - 1] if at else None
         after = self.spans[at] if at < len(self.spans) else None
@@ -90,22 +90,22 @@ class Delivered:
 
     @property
     def num_missing(self) -> int:
-        """Frames that were not delivered, though later ones were."""
+        """The number of frames that were not delivered although later ones were."""
         return self.spans[-1][1] + 1 - sum(last - first + 1 for first, last in self.spans)
 
 
 @dataclass
 class Seen:
-    """What was seen of a process.
+    """What the batches have shown of one process.
 
     Attributes:
         worker_id: its slot.
-        peer: its id, which its trajectories' ids tell.
+        peer: its peer id, which is part of its trajectories' ids.
         first_at: when its first frame was delivered.
-        last_at: when its last one was.
-        envs: its envs by number.
-        trajectories: the latest, by id: which env's, and which episode of it.
-        floor: no further trajectory has an id up to this.
+        last_at: when its last frame was delivered.
+        envs: delivered frames by env number.
+        trajectories: the latest trajectories by id, with their env and episode.
+        floor: later trajectories must have ids above this.
     """
 
     worker_id: int
@@ -117,7 +117,7 @@ class Seen:
     floor: int = -1
 
     def note(self, traj_id: int, of: tuple[int, int]) -> None:
-        """A trajectory is part of an episode. Raises CheckError if it was part of another."""
+        """Record the episode of a trajectory; raise CheckError if it was in another episode."""
         demand(traj_id > self.floor, f"trajectory {traj_id} goes on after {_RECENT} others")
         known = self.trajectories.setdefault(traj_id, of)
         demand(known == of, f"trajectory {traj_id} is spliced: {known} and {of}")
@@ -130,9 +130,9 @@ class Checker:
     """Checks batches as they come.
 
     Attributes:
-        seen: by token, the processes of this round.
-        frames: delivered in this round.
-        failures: what did not hold, in words; the first ones.
+        seen: the processes of this round by token.
+        frames: number of frames delivered in this round.
+        failures: messages of the first failed checks.
     """
 
     def __init__(self, failures: list[str]) -> None:
@@ -140,16 +140,16 @@ class Checker:
         self.frames = 0
         self.failures = failures
         self._plan: Plan | None = None
-        self._peers: dict[int, int] = {}  # to tokens, over all rounds
+        self._peers: dict[int, int] = {}  # peer id to token, over all rounds
 
     def begin(self, plan: Plan) -> None:
-        """A round begins."""
+        """Begin a round."""
         self._plan = plan
         self.seen = {}
         self.frames = 0
 
     def fail(self, message: str) -> None:
-        """Take note of something that does not hold."""
+        """Record and print a failed check."""
         if len(self.failures) < _KEPT:
             self.failures.append(message)
             print(f"FAILED: {message}", flush=True)
@@ -158,10 +158,10 @@ class Checker:
         """Check a batch.
 
         Args:
-            batch: as delivered.
-            now: when.
-            version: the newest that was published.
-            owed: in sync mode, worker_id to the newest version that was sent to it.
+            batch: the delivered batch.
+            now: time of delivery.
+            version: the newest published version.
+            owed: in sync mode, worker_id to the newest version sent to it.
         """
         assert self._plan is not None
         self.frames += batch.numel()
@@ -208,13 +208,13 @@ class Checker:
         num_deaths: Mapping[int, int],
         may_be_missing: bool,
     ) -> None:
-        """Check the account of a round that is over.
+        """Check the ledger of a finished round.
 
         Args:
-            report: of the ledger.
-            records: of all processes.
-            num_deaths: worker_id to how many of its processes did not end by themselves.
-            may_be_missing: hosts had vanished, or supervisors.
+            report: the ledger's report.
+            records: the records of all processes.
+            num_deaths: worker_id to the number of its processes that were killed.
+            may_be_missing: hosts or supervisors were lost, so frame counts may be unknown.
         """
         assert self._plan is not None
         plan = self._plan
@@ -234,7 +234,7 @@ class Checker:
                 demand(died <= limit, f"{deaths} deaths can't have lost {died} frames")
                 mine = [record for record in records if record.worker_id == worker_id]
                 counted = sum(record.stepped for record in mine)
-                # Envs count in the middle of a step, the worker at its end.
+                # Envs count within a step, the worker at its end.
                 most = frames.stepped + frames.at_most + deaths * plan.num_envs
                 demand(frames.stepped <= counted <= most, f"its envs counted {counted} frames")
                 tokens = {record.token for record in mine}
@@ -252,7 +252,7 @@ class Checker:
 
 @dataclass(frozen=True)
 class _Columns:
-    """A batch's columns as arrays ``[B, T, ...]``."""
+    """The entries of a batch as arrays ``[B, T, ...]``."""
 
     obs: np.ndarray
     next_obs: np.ndarray
@@ -334,14 +334,14 @@ def _check_on_policy(batch: TensorDict, owed: Mapping[int, int]) -> None:
 
 
 def _check_row(columns: _Columns, row: int) -> None:
-    """What holds along the frames of one env slot."""
+    """Check what must hold along one row."""
     obs, after, traj_ids = columns.obs[row], columns.next_obs[row], columns.traj_ids[row]
     done, terminated, truncated = columns.done[row], columns.terminated[row], columns.truncated[row]
     faulted = columns.faulted[row]
     steps, lengths = obs[:, STEP], obs[:, LENGTH]
     demand((done == (terminated | truncated)).all(), "done is not terminated or truncated")
     demand((terminated == (steps + 1 == lengths)).all(), "terminated is not where episodes end")
-    demand((truncated == faulted).all(), "truncated is not where envs were made anew")
+    demand((truncated == faulted).all(), "truncated is not where envs were replaced")
     demand((steps < lengths).all() and (steps >= 0).all(), "frames after an episode's end")
     expected = obs.copy()
     expected[:, [NUMBER, STEP]] += 1

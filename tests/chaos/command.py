@@ -1,4 +1,4 @@
-"""Rounds of collection under injuries: arguments, the loop, and what is told at the end."""
+"""Rounds of collection with random faults: arguments, the loop, and the final report."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from helpers.marked import Marked
+
 import distcollect as dc
 from chaos.checks import Checker, Plan
 from chaos.envs import Maker, Marking
-from chaos.hosts import Hosts, Joiners, Marked
+from chaos.hosts import Hosts, Joiners
 from chaos.injuries import Injuries, Injury
 from distcollect.results import LedgerReport
 from distcollect.supervision.membership import PRESENT
 
 _SETTLE_S = 20.0
 _PUSH_WAIT_S = 1.0
-_JOINED_TIMEOUT_S = 100.0  # a supervisor may have to wait until its network is back
+_JOINED_TIMEOUT_S = 100.0  # a supervisor may wait until its network is back
 _FAULTS = dc.Faults(
     start_timeout_s=120.0,
     batch_timeout_s=120.0,
@@ -39,12 +41,12 @@ _FAULTS = dc.Faults(
     step_timeout_s=6.0,
     max_restarts=100_000,
 )
-# Torch's own, for good from the first time on, and sockets whose end takes a moment.
+# Threads that torch keeps, and sockets that take a moment to close.
 _NEVER_BACK = 2
 
 
 def main(argv: Sequence[str] | None = None, *, testbed: Path | None = None) -> int:
-    """Run; 0 if all that must hold did."""
+    """Run all rounds; return 0 if all checks held."""
     given = _parse(argv)
     if given.hosts and (testbed is None or os.geteuid() != 0 or not shutil.which("ip")):
         print("chaos: --hosts makes network namespaces: needs the testbed, root and iproute2")
@@ -106,19 +108,20 @@ class _Run:
         of_injuries = random.Random(rng.random())
         self._injuries = Injuries(of_injuries, hosts, self._checker, given.every)
         self._marked = Marked()
+        os.environ.update([self._marked.variable])
         self._joiners = Joiners(hosts, folder, self._token_file)
         self._ledgers: list[tuple[str, LedgerReport]] = []
         self._usages: list[tuple[str, _Usage]] = []
         self._num_pushes = 0
 
     def all_rounds(self, seconds: float) -> list[str]:
-        """Collect for so long; what did not hold."""
+        """Collect for ``seconds``; return the failed checks."""
         end = time.monotonic() + seconds
         number = 0
         sync = bool(self._given.sync)
         try:
             while (left := end - time.monotonic()) > 0 and len(self.failures) < 10:
-                # The rest of a round is better at the end of one than in one of its own.
+                # A short rest is added to the last round instead of making a round of its own.
                 self._round(
                     number, sync, left if left < 1.5 * self._given.round else self._given.round
                 )
@@ -162,7 +165,7 @@ class _Run:
             begin = time.monotonic()
             collector.shutdown()
             took_s = time.monotonic() - begin
-        # Twice the grace at most, and what the ends of torch's agent and of processes take.
+        # At most twice the grace period, and the time torch's agent and processes take to end.
         if took_s > 4 * faults.stop_timeout_s:
             self._checker.fail(f"shutdown took {took_s:.1f} s")
         self._end_round(collector, mode)
@@ -174,10 +177,10 @@ class _Run:
     def _collect(
         self, collector: dc.RPCDataCollector, policy: Marking, seconds: float, number: int
     ) -> None:
-        """Until the time is over; any error ends the round, and is a failure.
+        """Collect until the time is over; any error ends the round, and is a failure.
 
-        None is legitimate: worker 0 is never told to leave and may be replaced without a limit,
-        and no env raises as often in a row as it may.
+        No error is expected: worker 0 is never told to leave and may be replaced without limit,
+        and no env raises too often in a row.
         """
         end = time.monotonic() + seconds
         owed: dict[int, int] = {}
@@ -192,7 +195,7 @@ class _Run:
                 return
             self._checker.see(batch, time.monotonic(), collector.policy_version, owed)
             if now - noted_at > 5:
-                self._marked.note_files()
+                self._marked.note()
                 if not noted_at:
                     self._usages.append((f"in round {number}", _Usage.now()))
                 noted_at = now
@@ -209,7 +212,7 @@ class _Run:
         try:
             handle = collector.update_policy_weights_(policy, worker_ids=selected, wait=False)
         except dc.ArgumentError:
-            # Whom we selected was lost for good meanwhile; nothing was published.
+            # The selected workers were given up meanwhile; nothing was published.
             if selected is None or collector.policy_version != version - 1:
                 raise
             return
@@ -222,9 +225,9 @@ class _Run:
             try:
                 handle.wait(_PUSH_WAIT_S)
             except dc.WeightsTimeout:
-                pass  # somebody hangs
+                pass  # a worker hangs
             except dc.WorkerError:
-                # Legitimate where all that were selected are in trouble.
+                # Expected if all selected workers are faulty.
                 if not set(handle.left_out) >= set(handle.worker_ids):
                     raise
 
@@ -235,7 +238,7 @@ class _Run:
         deadline = time.monotonic() + _SETTLE_S
         while self._marked.pids() and time.monotonic() < deadline:
             time.sleep(0.05)
-        left = [*self._marked.describe(), *self._marked.files(), *self._hosts.files()]
+        left = [*self._marked.left(), *self._hosts.files()]
         if left:
             self._checker.fail(f"left behind: {left}")
             self._marked.kill()
@@ -247,7 +250,7 @@ class _Run:
         self._checker.check_ledger(report, records, deaths, vanished)
 
     def tell(self) -> None:
-        """Print what there is to tell of the whole run."""
+        """Print the report of the whole run."""
         print(f"\n{_injury_table(self._injuries.done)}")
         for number, (mode, report) in enumerate(self._ledgers):
             print(f"\nround {number} ({mode})\n{report}")
@@ -264,12 +267,12 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Usage:
-    """What the trainer's process takes.
+    """The resources that the trainer's process uses.
 
     Attributes:
-        resident_mb: memory.
-        threads: by name.
-        descriptors: by what they are of.
+        resident_mb: resident memory in MB.
+        threads: number of threads by name.
+        descriptors: number of file descriptors by kind.
     """
 
     resident_mb: float
@@ -278,12 +281,12 @@ class _Usage:
 
     @classmethod
     def now(cls) -> _Usage:
-        """At this moment."""
+        """Measure now."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         threads: Counter[str] = Counter()
         descriptors: Counter[str] = Counter()
         for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended meanwhile
                 threads[(task / "comm").read_text().strip()] += 1
         for link in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -291,7 +294,7 @@ class _Usage:
         return cls(pages * resource.getpagesize() / 1e6, threads, descriptors)
 
     def more_than(self, before: _Usage) -> str:
-        """Of what there is more than before, in words; "" if there is not."""
+        """The threads and descriptors that were added since ``before``, as text."""
         more = [self.threads - before.threads, self.descriptors - before.descriptors]
         return " and ".join(str(dict(m)) for m in more if m.total() > _NEVER_BACK)
 

@@ -1,7 +1,7 @@
-"""What the workers step, and the policy: every frame tells who made it and with which weights.
+"""The envs and the policy: each frame shows its env, its process and its weights.
 
-The envs of a process share a file with the trainer. In it the process counts its steps, which
-tells how many frames there were whatever becomes of it, and takes orders to misbehave.
+The envs of a process share a file with the trainer. In it the process counts its steps, so
+the count survives the process, and reads orders to raise or hang.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch import nn
 from distcollect.envs.make import EnvContext
 
 JOINER_VARIABLE = "DISTCOLLECT_CHAOS_JOINER"
-# What an observation consists of.
+# The entries of an observation.
 TOKEN, ENV, NUMBER, EPISODE, STEP, LENGTH = range(6)
 _LENGTHS = (5, 40)
 _FOREVER_S = 10_000
 
 
 class Order(IntEnum):
-    """What the next step or reset of a process is to do."""
+    """What the next step or reset of a process shall do."""
 
     NONE = 0
     RAISE_IN_STEP = 1
@@ -44,68 +44,68 @@ class Order(IntEnum):
 
 
 class Record:
-    """A process's file: int64 numbers that it and the trainer read and write.
+    """The file of a process: int64 numbers that it and the trainer read and write.
 
     Attributes:
-        token: tells the process from all others.
+        token: identifies the process.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map it; it exists."""
+        """Map the existing file."""
         self.token = int(path.name, 16)
         with path.open("r+b") as file:
             self._cells = np.frombuffer(mmap.mmap(file.fileno(), mmap.PAGESIZE), np.int64)
 
     @property
     def order(self) -> Order:
-        """What is to be carried out."""
+        """The order that has not been carried out yet."""
         return Order(self._cells[0])
 
     @property
     def stepped(self) -> int:
-        """Frames that the process has stepped."""
+        """The number of frames that the process has stepped."""
         return int(self._cells[1])
 
     @property
     def worker_id(self) -> int:
-        """Its slot."""
+        """The process's slot."""
         return int(self._cells[2])
 
     @property
     def incarnation(self) -> int:
-        """Which process in that slot."""
+        """The number of the process in its slot, counted from 0."""
         return int(self._cells[3])
 
     @property
     def joiner(self) -> int:
-        """The number of whoever brought it; -1: the trainer."""
+        """The number of the joiner that started it; -1: the trainer."""
         return int(self._cells[4])
 
     @property
     def obeyed_at(self) -> float:
-        """When it last carried out an order, by this process's ``time.monotonic()``."""
-        # Hosts have monotonic clocks of their own, but they share this machine's calendar.
+        """When it last carried out an order, in ``time.monotonic()`` of the calling process."""
+        # Hosts have different monotonic clocks, but the same wall clock.
         return time.monotonic() - (time.time() - float(self._cells[5]) / 1e9)
 
     def detach(self) -> None:
-        """Keep the numbers as they are now, and no descriptor."""
+        """Keep the current numbers, and unmap the file."""
         self._cells = self._cells.copy()
 
     def give(self, order: Order) -> None:
-        """Have it carried out once."""
+        """Order the process to do this once."""
         self._cells[0] = order
 
     def obey(self) -> None:
-        """It is being carried out."""
+        """Record that the order is carried out now."""
         self._cells[5] = time.time_ns()
         self._cells[0] = Order.NONE
 
     def count_step(self) -> None:
-        """One more frame."""
+        """Count a frame."""
         self._cells[1] += 1
 
     def introduce(self, context: EnvContext) -> None:
-        """Say whose it is."""
+        """Write which worker the process is."""
         joiner = int(os.environ.get(JOINER_VARIABLE, "-1"))
         self._cells[2:5] = context.worker_id, context.incarnation, joiner
 
@@ -123,7 +123,7 @@ _numbers = itertools.count()
 
 
 class Numbered(gym.Env[np.ndarray, np.int64]):
-    """Numbers its frames from 0, and tells all that is to be checked of them."""
+    """Numbers its frames from 0; observations have all that the checks need."""
 
     observation_space = spaces.Box(0, 2**53, (6,), np.int64)
     action_space = spaces.Discrete(2)
@@ -172,13 +172,13 @@ class Numbered(gym.Env[np.ndarray, np.int64]):
 
 
 def reward_of(number: int) -> float:
-    """Of the frame with this number."""
+    """The reward of the frame with this number."""
     return float(number % 7)
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes envs whose process keeps its file in ``folder``; ``pause_s``: how long a step takes."""
+    """Makes envs; ``folder`` has the files of their processes, a step takes ``pause_s``."""
 
     folder: Path
     pause_s: float
@@ -190,7 +190,7 @@ class Maker:
 
 
 class Marking(nn.Module):
-    """Every frame tells the weights that its action was chosen with."""
+    """Writes its weights into each frame."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,12 +198,12 @@ class Marking(nn.Module):
         self.ballast = nn.Parameter(torch.zeros(50_000))
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Always the same action; the two ends of the weights, to see that they are of one push."""
+        """Choose action 0; write both ends of the weights, which shows pushes that were mixed."""
         n = len(observation)
         ends = torch.stack([self.mark.detach()[0], self.ballast.detach()[-1]])
         return torch.zeros(n, dtype=torch.int64), {"mark": ends.expand(n, 2)}
 
     def become(self, version: int) -> None:
-        """Make the weights those of ``version``."""
+        """Fill all weights with ``version``."""
         for parameter in self.parameters():
             parameter.data.fill_(version)

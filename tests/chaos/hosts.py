@@ -1,14 +1,12 @@
-"""Who joins from outside: supervisors on this machine, and on hosts that are network namespaces."""
+"""Supervisors that join from outside: on this machine, and on network namespaces."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
-import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +14,23 @@ from pathlib import Path
 from chaos.envs import JOINER_VARIABLE, Record
 
 _SHARED = "/dev/shm/"
-_MARK_VARIABLE = "DISTCOLLECT_CHAOS_MARK"
 _HERE = 0  # this machine, outside of all namespaces
 
 
 class Hosts:
-    """Hosts as network namespaces (``tests/helpers/testbed``), which only root can make.
+    """Hosts as network namespaces (``tests/helpers/testbed``), which need root.
 
     Attributes:
-        numbers: of those that take part; none without a testbed.
-        address: of this machine as they see it.
+        numbers: the numbers of the hosts that take part; empty without a testbed.
+        address: the address of this machine for these hosts.
     """
 
     def __init__(self, testbed: Path | None) -> None:
-        """Have none yet."""
+        """Make no host yet."""
         self._testbed = testbed
         self.numbers: tuple[int, ...] = ()
         self.address = "127.0.0.1"
-        # Names of our own: the machine may have other testbeds.
+        # Unique names: the machine may have other testbeds.
         net = f"10.{78 + os.getpid() // 250 % 100}.{os.getpid() % 250}"
         prefix = f"c{os.getpid() % 100_000}"
         self._net = net
@@ -52,11 +49,11 @@ class Hosts:
             Path(self._env["DC_STATE"] + ".lock").unlink(missing_ok=True)
 
     def do(self, host: int, *action: str) -> None:
-        """Do something to a host: see ``netns_host.sh``."""
+        """Change a host; see ``netns_host.sh``."""
         self._call("netns_host.sh", str(host), *action)
 
     def on(self, host: int) -> list[str]:
-        """What to put before a command that is to run there."""
+        """The words before a command that make it run on this host."""
         if host == _HERE:
             return []
         assert self._testbed is not None
@@ -64,11 +61,11 @@ class Hosts:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """Variables that the commands need."""
+        """The variables that these commands need."""
         return self._env
 
     def files(self) -> list[str]:
-        """What lies in the hosts' shared memory."""
+        """The files in the hosts' shared memory."""
         found = []
         for host in self.numbers:
             listing = subprocess.run(
@@ -96,14 +93,14 @@ class Hosts:
 
 @dataclass(eq=False)
 class Joiner:
-    """A process that was told to join: ``distcollect worker --join``.
+    """A process that joins the trainer: ``distcollect worker --join``.
 
     Attributes:
-        number: tells it from all others; its workers' records have it.
-        host: where it runs, 0 for here.
-        process: it, or what runs it on its host.
-        output: what it said.
-        may_end: it was told to, or was harmed.
+        number: identifies it; the records of its workers contain it.
+        host: the number of its host; 0 is this machine.
+        process: the process, or the command that runs it on its host.
+        output: the file with its output.
+        may_end: whether it may end early, because of an order or a fault.
     """
 
     number: int
@@ -113,7 +110,7 @@ class Joiner:
     may_end: bool = False
 
     def pid(self) -> int | None:
-        """Of the supervisor itself, here; None: it is not there."""
+        """The supervisor's process id on this machine; None if it has ended."""
         entry = f"{JOINER_VARIABLE}={self.number}".encode()
         for pid, folder in _processes():
             with contextlib.suppress(OSError):
@@ -128,14 +125,14 @@ class Joiner:
 
 
 class Joiners:
-    """Starts and ends them.
+    """Starts joiners, and waits for their ends.
 
     Attributes:
-        all: those that were started in this round.
+        all: the joiners of this round.
     """
 
     def __init__(self, hosts: Hosts, folder: Path, token_file: Path) -> None:
-        """Their output goes into ``folder``."""
+        """Write the joiners' output into ``folder``."""
         self.all: list[Joiner] = []
         self._hosts = hosts
         self._folder = folder
@@ -143,7 +140,7 @@ class Joiners:
         self._numbers = itertools.count()
 
     def start(self, host: int, address: str) -> Joiner:
-        """Have one join the trainer at ``address``."""
+        """Start a joiner for the trainer at ``address``."""
         number = next(self._numbers)
         output = self._folder / f"joiner-{number}.log"
         command = [sys.executable, "-m", "distcollect", "worker", "--join", address]
@@ -165,7 +162,7 @@ class Joiners:
         return joiner
 
     def end_round(self, timeout_s: float) -> list[str]:
-        """Wait for all to end; what was wrong with that, in words."""
+        """Wait until all have ended; return messages about wrong ends."""
         wrong = []
         for joiner in self.all:
             try:
@@ -182,55 +179,8 @@ class Joiners:
         return wrong
 
 
-class Marked:
-    """The processes that were started under a mark in the environment."""
-
-    def __init__(self) -> None:
-        """From now on all processes that this one starts carry it."""
-        os.environ[_MARK_VARIABLE] = uuid.uuid4().hex
-        self._entry = f"{_MARK_VARIABLE}={os.environ[_MARK_VARIABLE]}".encode()
-        self._files: set[str] = set()
-
-    def pids(self) -> list[int]:
-        """Of those that run."""
-        found = []
-        for pid, folder in _processes():
-            with contextlib.suppress(OSError):
-                if self._entry in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(pid)
-        return [pid for pid in found if pid != os.getpid()]
-
-    def note_files(self) -> None:
-        """Take down which files in /dev/shm they use; those must go with them."""
-        for pid in self.pids():
-            folder = Path(f"/proc/{pid}")
-            with contextlib.suppress(OSError):
-                words = (folder / "maps").read_text().split()
-                links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
-                self._files |= {name for name in (*words, *links) if name.startswith(_SHARED)}
-
-    def files(self) -> list[str]:
-        """Those of them that are there."""
-        return [name for name in sorted(self._files) if Path(name).exists()]
-
-    def describe(self) -> list[str]:
-        """The processes that run, in words."""
-        lines = []
-        for pid in self.pids():
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                lines.append(f"process {pid}: {command[:120]!r}")
-        return lines
-
-    def kill(self) -> None:
-        """End them."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
 def pid_of(record: Record) -> int | None:
-    """The id of a record's process here, whatever it is where it runs; None: it is gone."""
+    """The id of a record's process on this machine; None if it has ended."""
     name = f"{record.token:012x}"
     for pid, folder in _processes():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Harms workers and their hosts at random, and takes the time until it is seen and made good."""
+"""Injects random faults, and measures the time until they are noticed and repaired."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from distcollect.supervision.membership import PRESENT
 
 _LOOK_S = 0.01
 _ACT_S = 0.05
-# Late by more than this is a failure. The machine is busy: several processes start on few cores.
+# Later than this is a failure. The machine is busy: several processes start on few cores.
 _SLACK_S = 4.0
-# From an injury until another process has collected, pauses between restarts included.
+# From a fault until another process has delivered, including pauses between restarts.
 _RECOVERY_S = 120.0
-# A replaced process that had worked for less than this is replaced after a pause.
+# A process that has worked for less than this is replaced only after a pause.
 _SOUND_S = 60.0
 
 WEIGHTS = {
@@ -48,31 +48,31 @@ _ORDERS = {
     "hang": Order.HANG,
     "hang with the GIL": Order.HANG_WITH_GIL,
 }
-# After these the process must be gone; after the others it goes on.
+# These end the process; it survives the others.
 _FATAL = {"kill", "stop", "hang", "hang with the GIL", "kill supervisor", "leave"}
-# A process's counter outlives it where its supervisor does.
+# The counter of a process survives only if its supervisor does.
 _LAST_WITNESS = {"kill supervisor", *HOST_WEIGHTS}
 
 
 @dataclass(eq=False)
 class Injury:
-    """One of them.
+    """One fault.
 
     Attributes:
         kind: see WEIGHTS.
-        record: of the process that was harmed.
-        at: when, or since when it was to be seen.
-        begun: what was ordered is being done.
-        joiner: who brings the replacement, where that is not its own slot.
-        heal_at: when to make it good.
-        heal: how.
-        healed_at: when that was done.
-        lasts_s: until it is made good.
-        hurried: the slot's process was replaced less than a minute ago, so it has to wait.
-        num_envs: that the process had shown.
-        detected_s: after so long it was seen.
-        recovered_s: after so long (from when it was made good, if it was) there were new frames.
-        over: nothing more is to come.
+        record: the record of the process.
+        at: when it happened.
+        begun: whether the process has carried out the order.
+        joiner: the joiner that brings the replacement; None if the trainer does.
+        heal_at: when to end the fault.
+        heal: ends the fault.
+        healed_at: when the fault was ended.
+        lasts_s: how long the fault lasts.
+        hurried: whether the slot's process was replaced less than a minute ago, so a pause is due.
+        num_envs: the number of the process's envs seen before.
+        detected_s: the time until it was noticed.
+        recovered_s: the time until new frames came, from ``healed_at`` if that is set.
+        over: whether it is finished.
     """
 
     kind: str
@@ -91,13 +91,13 @@ class Injury:
     over: bool = False
 
     @property
-    def whom(self) -> str:
-        """For people."""
+    def worker(self) -> str:
+        """The worker and incarnation, as text."""
         return f"worker {self.record.worker_id}.{self.record.incarnation}"
 
     def __str__(self) -> str:
         lasted = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
-        parts = [f"{self.kind}{lasted}: {self.whom}"]
+        parts = [f"{self.kind}{lasted}: {self.worker}"]
         if self.detected_s is not None:
             parts.append(f"seen after {self.detected_s:.2f} s")
         if self.recovered_s is not None:
@@ -110,14 +110,14 @@ class Injury:
 
 
 class Injuries:
-    """Decides who is harmed when, and watches what comes of it.
+    """Chooses faults and workers, and follows each fault until it is over.
 
     Attributes:
-        done: all injuries of the run.
+        done: all faults of the run.
     """
 
     def __init__(self, rng: random.Random, hosts: Hosts, checker: Checker, every_s: float) -> None:
-        """One every ``every_s`` on average."""
+        """Inject one fault every ``every_s`` on average."""
         self.done: list[Injury] = []
         self._rng = rng
         self._hosts = hosts
@@ -132,7 +132,7 @@ class Injuries:
         joiners: Joiners,
         address: str,
     ) -> None:
-        """A round begins."""
+        """Begin a round."""
         self._collector = collector
         self._faults = faults
         self._folder = folder
@@ -153,25 +153,25 @@ class Injuries:
             thread.start()
 
     def stop(self) -> None:
-        """Do no further harm, and leave all as it is."""
+        """Inject no more faults, and end none."""
         self._ended.set()
         for thread in self._threads:
             thread.join()
 
     def end(self) -> tuple[Counter[int], bool]:
-        """The round is over: make good what can be.
+        """End the round: end all faults that can be ended.
 
         Returns:
-            How many processes died in each slot, and whether somebody had vanished who alone
-            knew how many frames a process had stepped.
+            The number of processes that died in each slot, and whether a supervisor was lost that
+            alone knew how many frames a process had stepped.
         """
         arrived = {record.joiner for record in self.records() if record.token in self._checker.seen}
         for joiner in self._joiners.all:
-            # One that is still on its way finds nobody.
+            # A joiner that has not arrived finds no trainer.
             joiner.may_end |= joiner.number not in arrived
         for injury in self._open:
             if injury.kind in HOST_WEIGHTS and injury.joiner is not None:
-                injury.joiner.may_end = True  # it may learn too late that the trainer is done
+                injury.joiner.may_end = True  # it may learn too late that the run is over
             if injury.heal is not None and injury.healed_at is None:
                 with contextlib.suppress(OSError):
                     injury.heal()
@@ -179,13 +179,13 @@ class Injuries:
         mine = self.done[self._begun :]
         deaths: Counter[int] = Counter()
         for injury in mine:
-            # A host that is unplugged may lose a process, and the one that is started in its place.
+            # An unplugged host may lose a process and the one that replaces it.
             fatal = injury.kind in _FATAL
             deaths[injury.record.worker_id] += 2 if injury.kind in HOST_WEIGHTS else fatal
         return deaths, any(injury.kind in _LAST_WITNESS for injury in mine)
 
     def records(self) -> list[Record]:
-        """Of all processes of this round."""
+        """The records of all processes of this round."""
         for path in self._folder.iterdir():
             if not path.suffix and int(path.name, 16) not in self._records:
                 record = Record(path)
@@ -193,7 +193,7 @@ class Injuries:
         return list(self._records.values())
 
     def _act(self) -> None:
-        """Injure and heal, whether or not batches come meanwhile."""
+        """Begin and end faults in a thread, independent of batches."""
         while not self._ended.wait(_ACT_S):
             try:
                 self._tick(time.monotonic())
@@ -226,7 +226,7 @@ class Injuries:
         age_s = now - (injury.healed_at or injury.at)
         due_s = self._due_s(injury)
         if due_s is not None and injury.detected_s is None and now - injury.at > due_s:
-            self._over(injury, f"was not seen within {due_s:.1f} s")
+            self._over(injury, f"was not noticed within {due_s:.1f} s")
         elif injury.recovered_s is not None:
             lost = injury.detected_s is not None and injury.kind in ("pause", "slow")
             self._over(injury, "lost a worker that should have stayed" if lost else "")
@@ -242,7 +242,7 @@ class Injuries:
             self._checker.fail(f"{injury}: {wrong}; {self._collector.worker_states}")
 
     def _due_s(self, injury: Injury) -> float | None:
-        """After how long it must have been seen; None: it need not be."""
+        """The time within which it must be noticed; None if it need not be."""
         faults = self._faults
         if injury.kind in ("kill", "kill supervisor"):
             return 1.0 + _SLACK_S
@@ -259,7 +259,7 @@ class Injuries:
         return None
 
     def _follow_order(self, injury: Injury, now: float) -> None:
-        """It is carried out at the next step or reset, for which somebody has to ask."""
+        """Wait until the next step or reset, where the process carries the order out."""
         injury.begun = injury.record.obeyed_at >= injury.at
         if injury.begun:
             injury.at = injury.record.obeyed_at
@@ -272,7 +272,7 @@ class Injuries:
             injury.recovered_s = injury.detected_s = seen.last_at - injury.at
 
     def _recovered_at(self, injury: Injury) -> float | None:
-        """When the first frame came of who stands in for it."""
+        """When the replacement's first frame was delivered; None if it was not yet."""
         candidates = [
             self._checker.seen[record.token].first_at
             for record in self.records()
@@ -280,7 +280,7 @@ class Injuries:
         ]
         if injury.kind in _FATAL:
             return min(candidates, default=None)
-        # It may be the same process: what counts is what it collected since.
+        # It may be the same process: only frames collected since then count.
         if injury.healed_at is None:
             return None
         same = [
@@ -299,7 +299,7 @@ class Injuries:
         return in_its_place and bool(record.incarnation > mine.incarnation)
 
     def _watch(self) -> None:
-        """See when workers go, to the hundredth of a second."""
+        """Record when workers disappear, to the hundredth of a second."""
         while not self._ended.wait(_LOOK_S):
             states = self._collector.worker_states
             now = time.monotonic()
@@ -333,7 +333,7 @@ class Injuries:
             self.done.remove(injury)
 
     def _victims(self, now: float) -> list[Record]:
-        """Processes that work, and have nothing else to bear."""
+        """The processes that work and have no other fault."""
         states = self._collector.worker_states
         busy = {injury.record.worker_id for injury in self._open}
         cut_off = {injury.record.joiner for injury in self._open if injury.record.joiner >= 0}
@@ -357,14 +357,14 @@ class Injuries:
             return joiner is not None and joiner.host > 0
         if kind == "kill supervisor":
             return joiner is not None
-        # Somebody has to stay: with nobody left a run ends, and rightly.
+        # One worker must stay: without any worker the run ends.
         return not (kind == "leave" and record.worker_id == 0)
 
     def _joiner_of(self, record: Record) -> Joiner | None:
         return next((j for j in self._joiners.all if j.number == record.joiner), None)
 
     def _do(self, injury: Injury, seen: Seen) -> bool:
-        """Whether it could be done."""
+        """Inject the fault; return whether that was possible."""
         record, joiner = injury.record, self._joiner_of(injury.record)
         if injury.kind in HOST_WEIGHTS:
             assert joiner is not None
@@ -386,7 +386,7 @@ class Injuries:
         except ProcessLookupError:
             return False
         if injury.kind == "pause":
-            # Its last sign of life may be a quarter of the time old.
+            # Its last message may be a quarter of that time old.
             injury.lasts_s = self._rng.uniform(0.1, 0.5) * self._faults.silence_timeout_s
             injury.heal_at = injury.at + injury.lasts_s
             injury.heal = lambda: os.kill(pid, signal.SIGCONT)

@@ -1,9 +1,9 @@
-"""Injures the workers of a run at random, and checks every frame that arrives all the same.
+"""Injects random faults into the workers of a run, and checks every frame that arrives.
 
     python tests/chaos/run.py --seconds 120
     sudo python tests/chaos/run.py --seconds 1800 --hosts    # two more hosts, as network namespaces
 
-``--help`` says more.
+``--help`` lists all options.
 """
 
 import sys

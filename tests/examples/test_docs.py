@@ -1,4 +1,4 @@
-"""README and docs: their Python runs, their links lead somewhere, and migrating.md is true.
+"""README and docs: their Python code runs, their links exist, and migrating.md is correct.
 
 The blocks of a page run one after the other in one namespace, in this process, as they are but for
 ``SHORTER``, which makes long runs short.
@@ -20,7 +20,7 @@ from helpers.paths import ROOT
 
 import distcollect as dc
 from distcollect.collectors.torchrl_compat import _NO_EFFECT, _REFUSED, _translated
-from distcollect.launch import preemption as notice
+from distcollect.launch import preemption
 
 DOCS = resources.files("distcollect") / "docs"
 PAGES = {
@@ -50,12 +50,12 @@ NEEDS = dict.fromkeys(("envs.md", "migrating.md", "training.md"), "torchrl")
 
 @pytest.fixture(scope="module", autouse=True)
 def _torchrls_locks() -> None:
-    """TorchRL's buffers have locks of multiprocessing's, whose tracker stays: it gets no mark."""
+    """TorchRL's buffers start multiprocessing's tracker, which stays; so it gets no mark."""
     resource_tracker.ensure_running()
 
 
 def blocks(page: Path) -> list[str]:
-    """Its Python, each padded to stand in its own lines, which a traceback then shows."""
+    """The Python blocks of a page, padded so that tracebacks show the page's line numbers."""
     text = page.read_text()
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]
@@ -77,7 +77,7 @@ def test_its_code_runs(name: str, marked: Marked, tmp_path: Path) -> None:
         exec(compile(code, str(PAGES[name]), "exec"), namespace)
         if "main" in namespace:
             namespace.pop("main")()
-    notice.forget()  # what a Checkpoint has asked for
+    preemption.stop_watching()  # the signals that a Checkpoint handles
     assert not marked.left()
 
 
@@ -97,7 +97,7 @@ def test_its_links_lead_somewhere(name: str) -> None:
 
 
 def test_pages_of_contributing_exist() -> None:
-    """What stands in its table of where things are."""
+    """The entries of its table of where things are."""
     for names in re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE):
         for name in re.findall(r"`([\w/]+\.?\w*)`", names):
             places = [ROOT / name, ROOT / "distcollect" / name]
@@ -105,7 +105,7 @@ def test_pages_of_contributing_exist() -> None:
 
 
 def public() -> list[tuple[str, Any]]:
-    """All that ``import distcollect as dc`` gives, with the public methods of classes."""
+    """All public names of the package, and the public methods of its classes."""
     found = []
     for name in set(dc.__all__) - {"__version__"}:
         value = getattr(dc, name)
@@ -122,7 +122,7 @@ def public() -> list[tuple[str, Any]]:
 
 
 def test_help_is_enough() -> None:
-    """Nothing public is without a docstring, or has one that merely points elsewhere."""
+    """All public objects have a docstring of their own."""
     for name, value in public():
         if getattr(value, "__module__", "distcollect").startswith("distcollect"):
             text = inspect.getdoc(value) or ""
@@ -131,7 +131,7 @@ def test_help_is_enough() -> None:
 
 
 def section(title: str) -> str:
-    """A section of migrating.md."""
+    """The text of a section of migrating.md."""
     found = re.search(
         rf"^## {title}$(.*?)(?=^## |\Z)",
         PAGES["migrating.md"].read_text(),
@@ -197,11 +197,11 @@ def test_migrating_names_all_of_torchrls_arguments() -> None:
 
 
 def test_variables_are_those_of_the_code() -> None:
-    """Names that are read, letter by letter."""
+    """The names that the code reads, found in its text."""
     page = PAGES["launching.md"].read_text().partition("## Environment variables")[2]
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     code = "".join(path.read_text() for path in (ROOT / "distcollect").glob("*.py"))
-    own = {"DISTCOLLECT_RUN"}  # what `distcollect submit` tells its jobs
+    own = {"DISTCOLLECT_RUN"}  # what `distcollect submit` passes to its jobs
     assert listed == set(re.findall(r'"(DISTCOLLECT\w+)"', code)) - own
     written = "".join(page.read_text() for page in PAGES.values())
     assert set(re.findall(r"DISTCOLLECT_\w+", written)) <= listed

@@ -1,11 +1,10 @@
-"""The examples in ``launch/``: their arithmetic, and a few batches of each; not that they learn."""
+"""The examples in ``launch/``: their arithmetic, and a few batches; not how well they learn."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paths import LAUNCH
+from helpers.programs import run_python
 from tensordict import TensorDict
 
 pytest.importorskip("matplotlib")
@@ -31,14 +31,11 @@ def impala() -> ModuleType:
 
 
 def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, LAUNCH / f"{name}.py", *arguments]
-    return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_python(LAUNCH / f"{name}.py", *arguments, timeout_s=100)
 
 
 def rows_of(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run that went as it should, though it didn't reach its target."""
+    """The metrics of a run that ended well, without reaching its target."""
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line]
     assert len(lines) == 1, done.stdout  # the workers print nothing
@@ -50,7 +47,7 @@ def rows_of(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str,
 
 
 def changed(weights: Path, fresh: torch.nn.Module) -> bool:
-    """Whether the weights in a file fit the module, and aren't all its own."""
+    """Whether the weights in a file fit the module, and differ from its own."""
     before = {key: value.clone() for key, value in fresh.state_dict().items()}
     fresh.load_state_dict(torch.load(weights, weights_only=True))
     return any(not torch.equal(value, before[key]) for key, value in fresh.state_dict().items())
@@ -62,11 +59,11 @@ def test_sac_runs(tmp_path: Path, sac: ModuleType) -> None:
     assert [row["updates"] for row in rows] == [100, 200, 300][: len(rows)]
     assert len(rows) >= 2
     for row in rows:
-        # An update for each frame after the random ones, give or take what RateLimited lets pass.
+        # One update per frame after the random ones; RateLimited allows some more or less.
         assert abs(row["frames"] - sac.RANDOM_FRAMES - row["updates"]) <= 200
         assert row["policy_version"] >= row["updates"] // sac.UPDATES_PER_PUSH
         assert -1800 <= row["return"] < 0
-    torch.manual_seed(0)  # as the run began
+    torch.manual_seed(0)  # as at the start of the run
     assert changed(tmp_path / "policy.pt", sac.Learner().actor)
 
 
@@ -112,10 +109,10 @@ def test_sac_draws_between_the_bounds(sac: ModuleType) -> None:
     assert torch.equal(policy.mode, mean.tanh())
     drawn = policy.sample((1000,))
     assert drawn.abs().max() <= 1
-    # Where tanh is rounded to 1 there still is a probability, as it isn't inverted.
+    # Where tanh is rounded to 1 the probability is still finite, as tanh isn't inverted.
     assert policy.log_prob(drawn).isfinite().all()
     assert policy.log_prob(policy.mode).isfinite().all()
-    # The densities of all actions come to 1.
+    # The density integrates to 1 over all actions.
     action = torch.linspace(-1, 1, 20_001)[1:-1, None]
     density = sac.SquashedNormal(mean[:1], std[:1]).log_prob(action).exp()
     assert torch.trapezoid(density, action.flatten()).item() == pytest.approx(1, abs=1e-3)
@@ -128,7 +125,7 @@ def test_sac_bootstraps_unless_terminated(sac: ModuleType) -> None:
         torch.nn.init.zeros_(critic[-1].weight)
     first, second = (critic[-1].bias for critic in learner.target_critics.bodies)
     first.fill_(10.0)
-    second.fill_(20.0)  # the lower counts
+    second.fill_(20.0)  # the lower one is used
     after = TensorDict(
         {
             "observation": torch.randn(2, 3),
@@ -162,14 +159,14 @@ def test_impala_runs(tmp_path: Path, impala: ModuleType) -> None:
         assert row["episodes"] == 0 or 0 <= row["return"] <= 20
     assert rows[0]["policy_lag"] == 0
     assert rows[0]["importance_weight"] == pytest.approx(1, abs=1e-4)
-    assert rows[-1]["policy_lag"] > 0  # nobody waits
+    assert rows[-1]["policy_lag"] > 0  # nothing waits
     assert rows[-1]["importance_weight"] != pytest.approx(1, abs=1e-9)
-    torch.manual_seed(0)  # as the run began
+    torch.manual_seed(0)  # as at the start of the run
     assert changed(tmp_path / "policy.pt", impala.ActorCritic(4))
 
 
 def steps(num_rows: int, num_steps: int) -> tuple[TensorDict, torch.Tensor, torch.Tensor]:
-    """What some steps brought, with ends of both kinds; values, and those afterwards."""
+    """Rewards and ends of both kinds for some steps; values before and after them."""
     torch.manual_seed(0)
     shape = num_rows, num_steps, 1
     terminated, truncated = (torch.rand(2, *shape) < 0.1).unbind()
@@ -232,7 +229,7 @@ def test_vtrace_is_that_of_torchrl(impala: ModuleType) -> None:
 def test_impala_looks_at_true_final_observations(impala: ModuleType) -> None:
     torch.manual_seed(0)
     model = impala.ActorCritic(2)
-    images = torch.randint(256, (2, 4, 4, 84, 84), dtype=torch.uint8)  # 3 steps and one ahead
+    images = torch.randint(256, (2, 4, 4, 84, 84), dtype=torch.uint8)  # 3 steps, and one ahead
     after = images[:, 1:].clone()
     after[0, 1] = 255  # after it came a reset
     done = torch.zeros(2, 3, 1, dtype=torch.bool)
@@ -262,4 +259,4 @@ def test_impala_returns_go_by_trajectory(impala: ModuleType) -> None:
     assert episodes.average == 3
     episodes.add(batch([[3, 3, 3], [2, 4, 4]], [[1, 1, 1], [1, 0, 0]], [[0, 0, 1], [1, 0, 0]]), 18)
     assert sorted(episodes.finished) == [(6, 3), (18, 6), (18, 61)]
-    assert not episodes.reached(0)  # not before a full window of episodes
+    assert not episodes.reached(0)  # only after a full window of episodes

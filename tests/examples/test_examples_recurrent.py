@@ -1,11 +1,10 @@
-"""Recurrent PPO and PPO by two trainers: their arithmetic and a few batches, not how they learn."""
+"""Recurrent PPO, and PPO by two trainers: arithmetic and a few batches, not how they learn."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paths import LAUNCH
+from helpers.programs import run_python
 
 import distcollect as dc
 
@@ -28,15 +28,14 @@ def recurrent() -> ModuleType:
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, *(str(word) for word in command)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    return run_python(*command, timeout_s=200)
 
 
 def check_run(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run that ended well, before its policy was any good."""
+    """The metrics of a run that ended well, before its policy was good."""
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line]
-    assert len(lines) == 1, done.stdout  # one of the processes reports
+    assert len(lines) == 1, done.stdout  # only one of the processes reports
     assert lines[0].startswith("not solved: average return ")
     assert "Error" not in done.stderr
     assert "Warning" not in done.stderr
@@ -57,10 +56,10 @@ def test_velocities_are_hidden(recurrent: ModuleType) -> None:
 
 
 def test_the_learner_goes_where_the_policy_went(recurrent: ModuleType) -> None:
-    """Before the first step, sequences give the probabilities that were recorded with them."""
+    """Before the first training step, sequences give the recorded probabilities."""
     torch.manual_seed(0)
     model = recurrent.RecurrentActorCritic()
-    torch.nn.init.normal_(model.actor.weight)  # the state is to make a difference
+    torch.nn.init.normal_(model.actor.weight)  # so that the state makes a difference
     make = [recurrent.make_env] * 3
     with dc.SyncDataCollector(make, model, frames_per_batch=192, total_frames=-1) as collector:
         for _ in range(2):
@@ -71,7 +70,7 @@ def test_the_learner_goes_where_the_policy_went(recurrent: ModuleType) -> None:
             policy, value = model.evaluate(sequences)
             recorded = sequences["action_log_prob"]
             torch.testing.assert_close(policy.log_prob(sequences["action"]), recorded)
-            # Here each frame's own state was used instead of the sequence's first.
+            # Here each frame uses its own state instead of the sequence's first one.
             torch.testing.assert_close(value, model.value(sequences))
             following = model.value(batch["next"])[:, :-1]
             ongoing = ~batch["next", "done"][:, :-1]
@@ -101,5 +100,5 @@ def test_ddp_run(tmp_path: Path) -> None:
     size = ("--frames-per-batch", 240, "--total-frames", 480)
     out = tmp_path / "ddp"
     rows = check_run(run(*launcher, LAUNCH / "train_ddp.py", *size, "--out", out), out)
-    # All frames, though one of the trainers has two of the three workers.
+    # All frames count, though one of the trainers has two of the three workers.
     assert [row["frames"] for row in rows] == [240, 480]

@@ -1,11 +1,10 @@
-"""The main job: ``launch/train_ppo.py``, its arithmetic and a short run each way."""
+"""``launch/train_ppo.py``: its arithmetic, and a short run by python and by torchrun."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.paths import LAUNCH
+from helpers.programs import run_python
 from tensordict import TensorDict
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 SCRIPT = LAUNCH / "train_ppo.py"
-pytestmark = pytest.mark.timeout(240)  # for two runs in a fixture, on a busy machine
+pytestmark = pytest.mark.timeout(240)  # two runs in a fixture, on a busy machine
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
 
@@ -31,10 +31,7 @@ def script() -> ModuleType:
 
 
 def run(launcher: tuple[str, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, SCRIPT, *arguments]
-    return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_python(*launcher, SCRIPT, *arguments, timeout_s=100)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -59,23 +56,23 @@ def after(reward: torch.Tensor, terminated: torch.Tensor, truncated: torch.Tenso
 def test_gae_by_hand(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "GAMMA", 0.5)
     monkeypatch.setattr(script, "LAMBDA", 0.5)
-    # Steps 0-1 end in a termination, 2-3 in a truncation, 4-5 go on after the batch.
+    # Steps 0-1 end in a termination, 2-3 in a truncation; 4-5 continue after the batch.
     step = after(column(1, 2, 3, 4, 5, 6), flags(0, 1, 0, 0, 0, 0), flags(0, 0, 0, 1, 0, 0))
     value = column(10, 20, 30, 40, 50, 60)
     next_value = column(20, 1000, 40, 80, 60, 100)
     delta = [
         1 + 0.5 * 20 - 10,  # 1
-        2 - 20,  # -18: what comes after a termination counts for nothing
+        2 - 20,  # -18: the value after a termination does not count
         3 + 0.5 * 40 - 30,  # -7
-        4 + 0.5 * 80 - 40,  # 4: the final state's own value, though the episode is over
+        4 + 0.5 * 80 - 40,  # 4: the value of the final state counts, though the episode is over
         5 + 0.5 * 60 - 50,  # -15
         6 + 0.5 * 100 - 60,  # -4
     ]
     expected = column(
         delta[0] + 0.25 * delta[1],  # -3.5
-        delta[1],  # no reaching past the termination
+        delta[1],  # nothing from after the termination
         delta[2] + 0.25 * delta[3],  # -6
-        delta[3],  # nor past the truncation
+        delta[3],  # nor from after the truncation
         delta[4] + 0.25 * delta[5],  # -16
         delta[5],
     )
@@ -109,7 +106,7 @@ def test_returns_are_carried_from_batch_to_batch(script: ModuleType) -> None:
     episodes.add(batch([[4, 5, 6], [40, 50, 60]], [[1, 0, 0], [1, 1, 0]]))
     assert episodes.finished == [(4, 3), (8, 7), (8, 100), (10, 50)]
     assert episodes.average == 40
-    assert not episodes.reached(0)  # not before a full window of episodes
+    assert not episodes.reached(0)  # only after a full window of episodes
     for _ in range(script.WINDOW):
         episodes.add(batch([[0, 0, 5], [0, 0, 5]], [[0, 0, 1], [0, 0, 1]]))
     assert episodes.reached(5)
@@ -124,7 +121,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """The same short run, both ways."""
+    """The same short run by python and by torchrun."""
     done = {}
     for name, launcher in (("python", ()), ("torchrun", TORCHRUN)):
         out = tmp_path_factory.mktemp(name) / "new" / "folder"

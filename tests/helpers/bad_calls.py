@@ -11,14 +11,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from helpers.envs import SamplingEnv
 from helpers.error_rows import ARGUMENT, KIND, PORT, RPC, STATE, Row, rpc, sync, with_env
+from helpers.policies import GreedyPolicy
 from torch import nn
 
 import distcollect as dc
-from distcollect.launch.worker_hosts import (
-    host_and_port,
-    read_token,
-)
+from distcollect.launch.rendezvous import host_and_port, read_token
 from distcollect.net.interfaces import listen
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -35,30 +34,12 @@ def closed(use: Callable[[Any], Any]) -> Any:
     return use(collector)
 
 
-class Env(gym.Env[Any, Any]):
-    """An env with any spaces, which may say something else than they do."""
-
-    def __init__(self, seen: Any = None, fails_at: int | None = None, **spaces_: Any) -> None:
-        self.observation_space = spaces_.get("observation", spaces.Box(-1, 1, (3,), np.float32))
-        self.action_space = spaces_.get("action", spaces.Discrete(2))
-        self.seen, self.fails_at, self.steps = seen, fails_at, 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
-        return self.observation_space.sample() if self.seen is None else self.seen, {}
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        if self.fails_at is not None and self.steps >= self.fails_at:
-            raise OSError("the simulator crashed")
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-
-class OldEnv(Env):
+class OldEnv(SamplingEnv):
     def step(self, action: Any) -> Any:
         return self.observation_space.sample(), 0.0, False, {}
 
 
-def raising_maker() -> Env:
+def raising_maker() -> SamplingEnv:
     raise OSError("no licence")
 
 
@@ -98,20 +79,9 @@ class Stateless(Stateful):
         raise OSError("no weights")
 
 
-class Chooses(nn.Module):
-    """A policy with weights of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 2)
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.net(observation).argmax(-1)
-
-
 def publishes_and_loads(collector: Any) -> None:
     state = collector.state_dict()
-    collector.update_policy_weights_(Chooses())
+    collector.update_policy_weights_(GreedyPolicy())
     collector.load_state_dict(state)
 
 
@@ -133,7 +103,7 @@ def saves(path: Any, **given: Any) -> dc.Checkpoint:
 
 
 ARGUMENTS: list[Row] = [
-    # what provokes it, its class, the value, the remedy: the last two as regular expressions
+    # the call, the error's class; the value and the remedy as regular expressions
     (lambda: rpc(frames_per_batch=7, sync=True), ARGUMENT, "=7 .*2 worker", "6 or 8 would do"),
     (lambda: sync(frames_per_batch=0), ARGUMENT, "frames_per_batch=0", "at least 1"),
     (lambda: sync(frames_per_batch=2.5), KIND, "frames_per_batch=2.5", "whole number"),
@@ -144,27 +114,44 @@ ARGUMENTS: list[Row] = [
     (lambda: sync(init_random_frames=-5), ARGUMENT, "init_random_frames=-5", "0 or more"),
     (lambda: rpc(create_env_fn="CartPoel-v1"), ARGUMENT, "CartPoel", "CartPole.*module:id"),
     (lambda: rpc(create_env_fn=5), KIND, "create_env_fn=5", "env id or a callable"),
-    (lambda: rpc(create_env_fn=Env()), ARGUMENT, "is an env .*Env", "callable that makes one"),
-    (lambda: rpc(create_env_fn=[Env] * 3), ARGUMENT, "3 makers for 2", "use envs_per_worker"),
     (
-        lambda: sync(create_env_fn=lambda: Env(observation=spaces.Text(5))),
+        lambda: rpc(create_env_fn=SamplingEnv()),
+        ARGUMENT,
+        "is an env .*Env",
+        "callable that makes one",
+    ),
+    (
+        lambda: rpc(create_env_fn=[SamplingEnv] * 3),
+        ARGUMENT,
+        "3 makers for 2",
+        "use envs_per_worker",
+    ),
+    (
+        lambda: sync(create_env_fn=lambda: SamplingEnv(observation=spaces.Text(5))),
         dc.SpaceError,
         "observation: a Text",
         "in a wrapper",
     ),
     (
-        lambda: sync(create_env_fn=lambda: Env(observation=spaces.Dict(next=spaces.Discrete(2)))),
+        lambda: sync(
+            create_env_fn=lambda: SamplingEnv(observation=spaces.Dict(next=spaces.Discrete(2)))
+        ),
         dc.SpaceError,
         "an entry 'next'",
         "rename it",
     ),
     (
-        lambda: sync(create_env_fn=[Env, lambda: Env(action=spaces.Discrete(3))]),
+        lambda: sync(create_env_fn=[SamplingEnv, lambda: SamplingEnv(action=spaces.Discrete(3))]),
         dc.SpaceError,
         r"env 1 .*Discrete\(3\)",
         "same spaces",
     ),
-    (lambda: sync(create_env_fn=[e := Env(), e]), ARGUMENT, "env 1", "callable that makes one"),
+    (
+        lambda: sync(create_env_fn=[e := SamplingEnv(), e]),
+        ARGUMENT,
+        "env 1",
+        "callable that makes one",
+    ),
     (
         lambda: sync(create_env_fn=lambda: gym.make_vec("CartPole-v1", 3), envs_per_worker=2),
         ARGUMENT,
@@ -348,7 +335,7 @@ RUNNING: list[Row] = [
         "gymnasium Env",
     ),
     (
-        lambda: sync(create_env_fn=lambda: Env(np.zeros(4, np.float32))),
+        lambda: sync(create_env_fn=lambda: SamplingEnv(seen=np.zeros(4, np.float32))),
         dc.EnvError,
         r"reset\(\) returned 'observation' of shape \[4\]",
         r"space says \[3\]",
@@ -359,7 +346,12 @@ RUNNING: list[Row] = [
         r"step\(\) returned",
         "env of the old gym",
     ),
-    (lambda: stepped(create_env_fn=Env(fails_at=5)), dc.EnvError, "OSError: the sim", "env 0"),
+    (
+        lambda: stepped(create_env_fn=SamplingEnv(fails_at=5)),
+        dc.EnvError,
+        "OSError: the sim",
+        "env 0",
+    ),
     (lambda: sync(policy=raising_policy), dc.PolicyError, "IndexError: not like this", "raised"),
     (
         lambda: sync(policy=lambda observation: torch.zeros(2, 5)),
@@ -387,7 +379,7 @@ RUNNING: list[Row] = [
         "must be the 1 envs",
     ),
     (
-        lambda: sync(create_env_fn=lambda: Env({"a": 1}, observation=A_AND_B)),
+        lambda: sync(create_env_fn=lambda: SamplingEnv(A_AND_B, seen={"a": 1})),
         dc.EnvError,
         r"reset\(\) returned an observation without 'b'",
         "observation space has",
@@ -433,7 +425,7 @@ RUNNING: list[Row] = [
         r"before start\(\)",
     ),
     (
-        lambda: used(sync(policy=Chooses()), publishes_and_loads),
+        lambda: used(sync(policy=GreedyPolicy()), publishes_and_loads),
         ARGUMENT,
         "policy_version 0, .*version 1",
         "load the state first",
@@ -454,7 +446,7 @@ RUNNING: list[Row] = [
     (lambda: used(sync(), lambda c: c.call("fly")), dc.EnvError, "fly", "no (such )?(method|attr)"),
     (lambda: used(sync(), lambda c: c.evaluate(0)), ARGUMENT, "num_episodes=0", "at least 1"),
     (
-        lambda: used(sync(create_env_fn=Env()), lambda c: c.evaluate(1)),
+        lambda: used(sync(create_env_fn=SamplingEnv()), lambda c: c.evaluate(1)),
         ARGUMENT,
         r"evaluate\(\)",
         "callable that makes one",

@@ -11,14 +11,14 @@ import cloudpickle
 from helpers.error_rows import ARGUMENT, PORT, Row, rpc, with_env
 
 import distcollect as dc
-from distcollect.launch.rendezvous import TrainerAddress
 from distcollect.launch.supervisor import join
 from distcollect.launch.topology import Launch
 from distcollect.launch.worker_hosts import (
-    Cluster,
-    ClusterEvents,
+    HostEvents,
+    WorkerHosts,
     set_launched,
 )
+from distcollect.net.messages import SupervisorHello, TrainerAddress
 from distcollect.net.server import JoinServer, JoinServerEvents
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -55,15 +55,18 @@ def joined(port: int, token: str = "secret") -> Any:
     def find() -> TrainerAddress:
         return TrainerAddress("127.0.0.1", port, token)
 
-    return join(find, 1, 0.3, give_up_if_refused=False)
+    def hello(trainer: TrainerAddress) -> SupervisorHello:
+        return SupervisorHello(token=trainer.token, rank=1)
+
+    return join(find, hello, 0.3, name="rank 1")
 
 
 def turned_away() -> None:
-    gate = JoinServer("127.0.0.1", "secret", JoinServerEvents())
+    server = JoinServer("127.0.0.1", "secret", JoinServerEvents())
     try:
-        joined(gate.port, "another")
+        joined(server.port, "another")
     finally:
-        gate.close()
+        server.close()
 
 
 def answered_by_a_web_server() -> None:
@@ -84,29 +87,29 @@ def answered_by_a_web_server() -> None:
 
 
 def waits_for_ranks() -> None:
-    cluster = Cluster("127.0.0.1", "secret", num_ranks=3)
+    hosts = WorkerHosts("127.0.0.1", "secret", num_ranks=3)
     try:
-        cluster.attach(ClusterEvents(), 2, 0.1)
+        hosts.attach(HostEvents(), 2, 0.1)
     finally:
-        cluster.gate.close()
+        hosts.join_server.close()
 
 
 def asks_for_more_than_there_are() -> None:
-    cluster = Cluster("127.0.0.1", "secret", num_ranks=3)
+    hosts = WorkerHosts("127.0.0.1", "secret", num_ranks=3)
     try:
-        cluster.num_workers(5)
+        hosts.num_workers(5)
     finally:
-        cluster.gate.close()
+        hosts.join_server.close()
 
 
 def listens_elsewhere() -> None:
-    cluster = Cluster("127.0.0.1", "secret", num_ranks=3)
-    set_launched(cluster)
+    hosts = WorkerHosts("127.0.0.1", "secret", num_ranks=3)
+    set_launched(hosts)
     try:
         rpc(listen="127.0.0.1:9999", num_workers=None)
     finally:
         set_launched(None)
-        cluster.gate.close()
+        hosts.join_server.close()
 
 
 LAUNCHES: list[Row] = [
@@ -160,7 +163,7 @@ LAUNCHES: list[Row] = [
     (
         lambda: joined(free_port()),
         dc.LaunchError,
-        r"rank 1 .*0.3 s.*127.0.0.1:\d+, said: .*refused",
+        r"rank 1 .*0.3 s.*127.0.0.1:\d+, ended with: .*refused",
         "do firewalls",
     ),
 ]

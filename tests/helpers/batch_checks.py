@@ -22,9 +22,8 @@ from helpers.batch_contract import (
 from helpers.counting_envs import (
     CountingMaker,
 )
+from helpers.policies import CategoricalPolicy
 from tensordict import TensorDict
-from torch import nn
-from torch.distributions import Categorical
 
 
 def check_every_env_kind(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
@@ -63,7 +62,7 @@ def check_a_maker_for_each_worker(delivery: str) -> None:
 
 
 def check_frames_know_their_policy_version(delivery: str, kind: str) -> None:
-    """What the weights say is the stamp; on-policy batches are of the newest version only."""
+    """``policy_version`` is the version of the weights used; on-policy batches have the newest."""
     way, policy = DELIVERIES[delivery], Teller()
     oracle = Oracle(way, CountingMaker(kind, N), extras=Teller.SPEC)
     with way.start(oracle.maker, policy) as collector:
@@ -77,7 +76,7 @@ def check_frames_know_their_policy_version(delivery: str, kind: str) -> None:
             versions = oracle.clones[-1]["collector", "policy_version"]
             assert versions.max() <= version
             assert not way.on_policy or versions.min() == version, "an older frame"
-        # Those collected ahead get through, however slow their worker is.
+        # Rollouts that were collected ahead still arrive, however slow their worker is.
         while not (oracle.clones[-1]["collector", "policy_version"] == 5).all():
             oracle.take(collector.next(timeout_s=60))
             assert len(oracle.clones) < 200
@@ -86,19 +85,10 @@ def check_frames_know_their_policy_version(delivery: str, kind: str) -> None:
         policy.check(batch)
 
 
-class Chancy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 2)
-
-    def forward(self, observation: torch.Tensor) -> Categorical:
-        return Categorical(logits=self.net(observation))
-
-
 def check_same_seed_same_batches(delivery: str) -> None:
-    """Bit for bit: the envs, random actions at the start, and then the policy's own noise."""
+    """Equal bit for bit: the envs, the random actions at the start, and the policy's noise."""
     torch.manual_seed(0)
-    policy = Chancy()
+    policy = CategoricalPolicy()
 
     def collect(*seeds: int) -> list[TensorDict]:
         options = {"init_random_frames": 50}
@@ -107,7 +97,7 @@ def check_same_seed_same_batches(delivery: str) -> None:
             for seed in seeds:
                 assert collector.set_seed(seed) != seed
                 batches += [collector.next(timeout_s=60) for _ in range(4)]
-        # Ids are never used again, so each collector's start elsewhere.
+        # Ids are never used twice, so each collector starts with other ones.
         for worker_id in range(DELIVERIES[delivery].num_workers):
             rows = slice(worker_id * N, (worker_id + 1) * N)
             first = batches[0]["collector", "traj_ids"][rows].min().item()
@@ -130,7 +120,7 @@ def check_trajectories_do_not_depend_on_the_number_of_workers(
         settings = {"num_workers": num_workers} if num_workers else {}
         settings |= {"frames_per_batch": 4 * 50, "envs": 4 // (num_workers or 1)}
         with way.start("CartPole-v1", **settings) as collector:
-            collector.next(timeout_s=60)  # what came before makes no difference
+            collector.next(timeout_s=60)  # earlier batches make no difference
             collector.set_seed(11, static_seed=static_seed)
             batches = [collector.next(timeout_s=60) for _ in range(2)]
         return torch.cat([b.reshape(4, 50) for b in batches], 1).exclude("collector")

@@ -31,13 +31,13 @@ Spec = dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class BatchFormat:
-    """A way to get batches.
+    """One way to get batches: a collector class with its settings.
 
-    Attributes:
-        collector: the class, or a function that makes one, and its settings.
-        num_workers: processes or threads that step envs.
-        on_policy: a batch has the rows of all workers in order, and none of it is collected ahead.
-        shape: of a batch, from workers, envs per worker and steps.
+        Attributes:
+    collector: makes a collector; the class with its settings.
+    num_workers: number of processes or threads that step envs.
+    on_policy: each batch has the rows of all workers in order; nothing is collected ahead.
+    shape: the batch's shape, given the workers, the envs per worker and the steps.
     """
 
     collector: Callable[..., Any]
@@ -92,7 +92,7 @@ DELIVERIES = {
 }
 
 
-# Those that start no processes: cheap enough for the full cross product.
+# These start no processes, so they are fast enough for the full cross product.
 LIGHT = [name for name in DELIVERIES if not name.startswith("rpc")]
 HEAVY = [name for name in DELIVERIES if name.startswith("rpc")]
 _f32, _f64, _i64 = torch.float32, torch.float64, torch.int64
@@ -154,7 +154,7 @@ IDS: Spec = {
 
 
 class Noter:
-    """A policy for any spaces: random actions, and a note of what it has seen."""
+    """A policy for any spaces: chooses random actions, and records the sum of what it saw."""
 
     SPEC: ClassVar[Spec] = {("seen",): ((), _f64), ("deep", "twice"): ((2,), _f32)}
 
@@ -173,7 +173,7 @@ class Noter:
 
     @staticmethod
     def seen(td: TensorDictBase) -> torch.Tensor:
-        """Of the observations in ``td``, which has nothing else but what is skipped here."""
+        """The weighted sum over the observations in ``td``; all other entries are skipped."""
         skipped = {"action", "collector", "deep", "done", "next", "seen", "terminated", "truncated"}
         parts = [value for key, value in sorted(_leaves(td).items()) if key[0] not in skipped]
         sums = [part.double().reshape(*td.shape, -1).sum(-1) for part in parts]
@@ -185,7 +185,7 @@ class Noter:
 
 
 class Teller(nn.Module):
-    """Shows which weights it used: ``told`` is what its only weight says, the version."""
+    """Shows the weights it used: ``told`` is its only weight, which tests set to the version."""
 
     SPEC: ClassVar[Spec] = {("told",): ((), _f32), ("sum",): ((), _f32)}
 
@@ -211,7 +211,7 @@ def _leaves(td: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor]:
 
 
 def same(one: TensorDictBase, other: TensorDictBase) -> bool:
-    """Bit for bit; NaN is like NaN."""
+    """Whether both have the same bits; NaN equals NaN."""
     mine, its = _leaves(one), _leaves(other)
     return mine.keys() == its.keys() and all(
         value.numpy().tobytes() == its[key].numpy().tobytes() for key, value in mine.items()
@@ -220,14 +220,14 @@ def same(one: TensorDictBase, other: TensorDictBase) -> bool:
 
 @dataclass
 class Oracle:
-    """Knows what the batches of one collector have to be; follows each row over all of them.
+    """Checks the batches of one collector; follows each row over all of them.
 
-    Attributes:
-        cut_after: max_frames_per_traj.
-        info: specs of the info entries in the batch.
-        extras: specs of what the policy writes.
-        resets: every batch starts with a reset.
-        shown: what the env was given, from what the batch says the policy chose.
+        Attributes:
+            cut_after: max_frames_per_traj.
+    info: specs of the info entries in a batch.
+    extras: specs of the entries that the policy writes.
+            resets: every batch starts with a reset.
+    shown: turns the action in the batch into the action that the env was given.
     """
 
     delivery: BatchFormat
@@ -243,7 +243,7 @@ class Oracle:
     _last: TensorDictBase | None = None
 
     def take(self, batch: TensorDictBase) -> None:
-        """Check all of a batch that can be told from it alone, then make it unusable."""
+        """Check what can be checked in this batch alone; then overwrite it."""
         self._check_structure(batch)
         check_yours(batch)
         clone = batch.clone()
@@ -301,8 +301,8 @@ class Oracle:
         return rows
 
     def _check_row(self, number: int, parts: list[TensorDictBase]) -> list[int]:
-        """Check one row; the ids of its trajectories."""
-        # Where frames may be missing: rows of these envs drift apart, and nothing is kept.
+        """Check one row; return the ids of its trajectories."""
+        # Frames may be missing here: rows of these envs drift apart, and nothing is kept.
         gaps = self.maker.kind in FILLER_KINDS and self.delivery.on_policy
         pieces = parts if gaps or self.resets else [torch.cat(parts)]
         keys = [*OBSERVATION_SPECS[self.maker.observation], *self.info]
@@ -361,14 +361,14 @@ class Oracle:
 
 
 def check_yours(batch: TensorDictBase) -> None:
-    """Nothing stands in the way of whatever the user does to a batch."""
+    """The user may do anything with a batch: it shares no memory and needs no gradient."""
     leaves = _leaves(batch)
     storages = [value.untyped_storage().data_ptr() for value in leaves.values()]
     assert len(set(storages)) == len(storages), "two entries share memory"
     for value in leaves.values():
         assert not value.is_inference()
         assert not value.requires_grad
-        # Every element has memory of its own: nothing is expanded.
+        # Each element has its own memory: no tensor is expanded.
         assert value.untyped_storage().nbytes() >= value.nbytes
     weight = torch.ones((), requires_grad=True)
     sum((v.double() * weight).sum() for v in leaves.values()).backward()
@@ -383,7 +383,7 @@ def run(
     batches: int = 4,
     **kwargs: Any,
 ) -> Oracle:
-    """Collect and check some batches; every worker takes part."""
+    """Collect and check batches until each worker has delivered one; return the oracle."""
     known = {"cut_after", "info", "extras", "resets", "shape", "shown", "steps"}
     about = {key: kwargs.pop(key) for key in known & kwargs.keys()}
     oracle = Oracle(delivery, maker, **about)

@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Env(gym.Env[Any, Any]):
-    """Does nothing, or computes, or waits."""
+    """Each step computes for ``spin_s`` and sleeps for ``sleep_s``."""
 
     action_space = gym.spaces.Discrete(2)
 

@@ -1,4 +1,4 @@
-"""A cgroup that grants one core."""
+"""A cgroup that allows one core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A real one, of version 1 or 2, that grants one core."""
+    """The folder of a real cgroup, of version 1 or 2, that allows one core."""
     name = f"distcollect-{uuid.uuid4().hex[:8]}"
     for top, files in (
         ("cpu", {"cpu.cfs_period_us": "50000", "cpu.cfs_quota_us": "50000"}),

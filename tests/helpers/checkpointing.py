@@ -1,4 +1,4 @@
-"""A training that goes on from a checkpoint."""
+"""A training run that is saved and resumed by a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,30 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from helpers.policies import ShownWeight
 
 import distcollect as dc
 
 
-class Policy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        rows = len(observation)
-        return torch.zeros(rows, dtype=torch.int64), {"seen": self.weight.detach().expand(rows)}
-
-
 def training(kind: Any, path: Path, **kwargs: Any) -> tuple[Any, ...]:
-    policy = Policy()
+    policy = ShownWeight()
     optimizer = torch.optim.Adam(policy.parameters(), lr=1.0)
     collector = kind("CartPole-v1", policy, frames_per_batch=20, **kwargs)
     parts = {"policy": policy, "optimizer": optimizer, "collector": collector}
     return policy, optimizer, collector, dc.Checkpoint(path, every_s=3600, **parts)
 
 
-def learn(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+def learn(policy: ShownWeight, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     (-policy.weight).backward()
     optimizer.step()
@@ -56,7 +46,7 @@ def check_goes_on_where_it_was(tmp_path: Path, kind: Any) -> None:
         assert torch.equal(resumed.weight, policy.weight)
         assert again.state_dict()["state"][0]["step"] == 3
         assert collector.frames == frames == 60
-        # Workers have what was loaded, and say so.
+        # Workers act with the weights that were loaded.
         batch = collector.next()
-        assert (batch["seen"] == policy.weight.item()).all()
+        assert (batch["weight"] == policy.weight.item()).all()
         assert (batch["collector", "policy_version"] == version + 1).all()

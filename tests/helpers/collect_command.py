@@ -1,4 +1,4 @@
-"""``distcollect collect`` as it is typed, and what it has recorded."""
+"""The arguments of ``distcollect collect``, and the frames it has recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def arguments(out: Path, **given: Any) -> list[str]:
 
 
 def recorded(out: Path) -> int:
-    """Frames that are there; 0 before the first record."""
+    """The number of frames recorded so far; 0 before the first record."""
     try:
         return json.loads((out / "collect.json").read_text())["frames"]
     except FileNotFoundError:
@@ -28,7 +28,7 @@ def recorded(out: Path) -> int:
 
 
 class Turns(nn.Module):
-    """A policy for the counted env: looks at two of its entries."""
+    """A policy for the counted env; it reads two entries of the observation."""
 
     def forward(self, step: torch.Tensor, episode: torch.Tensor) -> dict[str, torch.Tensor]:
         turn = torch.stack([step % 2, (step + episode[:, 0]) % 3], 1)

@@ -1,4 +1,4 @@
-"""Commands as they are typed, and folders that they may be pointed at by mistake."""
+"""Runs commands as they are typed, in a folder with files that don't fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working folder, with some that can be imported, and an env that lacks what it needs."""
+    """A working folder with modules to import, and an env id whose module is missing."""
     (tmp_path / "raises_on_import.py").write_text("raise OSError('no licence')\n")
     (tmp_path / "five.py").write_text("five = 5\n")
     monkeypatch.chdir(tmp_path)
@@ -32,9 +32,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def folders(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working folder, with those that commands may be pointed at by mistake."""
+    """A working folder with folders that are not what a command expects."""
     for name in ("DISTCOLLECT_TOKEN", "DISTCOLLECT_TOKEN_FILE"):
-        monkeypatch.setenv(name, "")  # so that what a command sets is taken back
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores what a command sets
         monkeypatch.delenv(name)
     (modules / "noise").mkdir()
     (modules / "noise" / "stats.jsonl").write_bytes(b"\xff\xfe\n5\n")
@@ -49,5 +49,5 @@ def folders(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def status_of(typed: str) -> object:
     try:
         return cli.main(shlex.split(typed))
-    except SystemExit as error:  # argparse's
+    except SystemExit as error:  # argparse exits
         return error.code

@@ -1,4 +1,4 @@
-"""An env whose frames can be told apart: each entry of each observation follows from its count."""
+"""An env whose frames are all different: observations follow from episode and step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-STEPS = 40  # of an episode
+STEPS = 40  # in an episode
 
 
 def observed(episode: int, step: int) -> dict[str, Any]:
-    """What is observed after ``step`` steps."""
+    """The observation after ``step`` steps."""
     return {
         "episode": np.array([episode], np.int64),
         "step": step,
@@ -23,7 +23,7 @@ def observed(episode: int, step: int) -> dict[str, Any]:
 
 
 class Counted(gym.Env[Any, Any]):
-    """Episodes with a random number of their own."""
+    """Each episode has a random number."""
 
     observation_space = spaces.Dict(
         {

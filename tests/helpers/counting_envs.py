@@ -1,4 +1,4 @@
-"""Envs whose every value can be predicted, and the oracle that does it.
+"""Envs whose every value can be predicted, and the oracle that predicts it.
 
 An env's state is its :class:`Facts`: which env, which episode, which step of it, and an echo of the
 last action. Observations, rewards and infos are functions of the facts, so a value that belongs to
@@ -20,13 +20,13 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 
 from distcollect.rollout.spaces import Arrays, Key, flatten, leaves_of, unflatten
 
-LENGTHS = (3, 1, 4, 2)  # of episodes; an episode of a single step is where most goes wrong
-EPISODES = 200  # the episode counter starts again here, so that it fits into uint8
+LENGTHS = (3, 1, 4, 2)  # of episodes; episodes of one step cause most errors
+EPISODES = 200  # the episode counter wraps around here, so that it fits into uint8
 _BASES = (64, EPISODES, 64, 16)
 
 
 class Facts(NamedTuple):
-    """An env's whole state; ``echo`` is 0 after a reset, else 1 to 15."""
+    """The whole state of an env; ``echo`` is 0 after a reset, else 1 to 15."""
 
     number: int
     episode: int
@@ -35,7 +35,7 @@ class Facts(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """An observation space, and facts to and from (flattened) observations of it."""
+    """An observation space; turns facts into observations, and flat observations into facts."""
 
     space: gym.Space[Any]
     encode: Callable[[Facts], Any]
@@ -59,7 +59,7 @@ def _facts(number: int) -> list[int]:
 
 _CODES = int(np.prod(_BASES))
 _BITS = 2 ** np.arange(_CODES.bit_length())
-_THIRD = 1 / 3  # float32 can't hold it: shows whether float64 came through as it was
+_THIRD = 1 / 3  # float32 can't hold it, so it shows whether float64 arrived unchanged
 
 
 def _box(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
@@ -186,7 +186,7 @@ def info_of(facts: Facts) -> dict[str, Any]:
 
 
 class CountingEnv(gym.Env[Any, Any]):
-    """See the module. ``reuse``: hand out the same arrays each time, as some envs do."""
+    """See the module. ``reuse``: return the same arrays each time, as some envs do."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class CountingEnv(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         assert self.running, f"step() without a reset() after the end: {self.facts}"
         if isinstance(action, np.floating):
-            action = np.asarray(action)  # so do Gymnasium's vector envs hand out a scalar Box
+            action = np.asarray(action)  # Gymnasium's vector envs give a scalar Box in this form
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
         echo = echo_of(flatten(self.action_space, action))
         self.kept_actions = [*self.kept_actions[-3:], (action, echo)]
@@ -252,7 +252,7 @@ class CountingEnv(gym.Env[Any, Any]):
 
 
 class CountingVectorEnv(VectorEnv[Any, Any, Any]):
-    """A native vector env, which hands out the same arrays at each step.
+    """A native vector env, which returns the same arrays at each step.
 
     It has no masked reset but in DISABLED mode.
     """
@@ -291,7 +291,7 @@ class CountingVectorEnv(VectorEnv[Any, Any, Any]):
         ):
             if over[row] and self.mode is AutoresetMode.NEXT_STEP:
                 self._obs[row], info = env.reset()
-                self._reward[row], self._ends[:, row] = 99, False  # nobody may read it
+                self._reward[row], self._ends[:, row] = 99, False  # nothing may read it
             else:
                 self._obs[row], self._reward[row], *self._ends[:, row], info = env.step(action)
                 if any(self._ends[:, row]) and self.mode is AutoresetMode.SAME_STEP:
@@ -300,7 +300,7 @@ class CountingVectorEnv(VectorEnv[Any, Any, Any]):
                     self._obs[row], info = env.reset()
             infos = self._add_info(infos, info, row)
         if "final_info" in infos:
-            # All rows in one array, as ALE has it; Gymnasium's own envs give an array of objects.
+            # All rows in one array, as in ALE; Gymnasium's own envs give an array of objects.
             infos["final_obs"] = concatenate(self.single_observation_space, final_obs, final)
         return self._show(), self._reward, self._ends[0], self._ends[1], infos
 
@@ -317,7 +317,7 @@ _MODES = {
     "same": AutoresetMode.SAME_STEP,
     "disabled": AutoresetMode.DISABLED,
 }
-# Every kind of env that has to keep the same contract. Names: how they are stepped, their mode,
+# All kinds of envs, which keep the same contract. Names: how they are stepped, their mode,
 # and a peculiarity: "live" arrays that they rewrite, observations sent by "pipe", no "label".
 VECTOR_KINDS = (
     *(f"{how}-{mode}" for how in ("sync", "async", "native") for mode in _MODES),
@@ -332,14 +332,14 @@ ENV_KINDS = ("plain", "plain-reuse", *VECTOR_KINDS)
 # AsyncVectorEnv has a process for each env; all other kinds stay in this one.
 ASYNC_KINDS = tuple(kind for kind in ENV_KINDS if kind.startswith("async"))
 IN_PROCESS_KINDS = tuple(kind for kind in ENV_KINDS if kind not in ASYNC_KINDS)
-# Those whose rows reset themselves a step later, whatever one does.
+# Rows of these kinds always reset themselves one step later.
 FILLER_KINDS = ("native-next", "native-next-nolabel", "async-next-pipe")
 UNCUTTABLE_KINDS = (*FILLER_KINDS, "native-same")
 
 
 @dataclass(frozen=True)
 class CountingMaker:
-    """A callable that makes an env or vector env of any kind; numbers run on over workers.
+    """A callable that makes an env or vector env of any kind; each env gets its own number.
 
     Attributes:
         kind: one of ENV_KINDS.
@@ -383,7 +383,7 @@ class CountingMaker:
 class Frame(NamedTuple):
     """One transition of one env, as a collector delivers it."""
 
-    obs: Arrays  # {key: [*shape]}, observations and, where asked for, info entries
+    obs: Arrays  # {key: [*shape]}, observations and the info entries asked for
     action: Arrays
     reward: Any
     next_obs: Arrays

@@ -1,4 +1,4 @@
-"""An error as a row of a table, and the check that its message says what it has to."""
+"""An error as a row of a table, and the check of its message."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
@@ -17,8 +16,8 @@ from helpers.counting_envs import (
     Frame,
     check_frames,
 )
+from helpers.policies import SummingPolicy
 from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 from distcollect.engine.build import build_engine
@@ -33,7 +32,7 @@ LONG = (100,)
 
 
 class Fragile(CountingEnv):
-    """Raises at its n-th step or reset, counted from 1, and when it is closed after that."""
+    """Raises at its n-th step or reset, counted from 1; then close() raises too."""
 
     def __init__(self, number: int, fails: tuple[str, int] | None, lengths: Sequence[int]) -> None:
         super().__init__(number, lengths=lengths)
@@ -64,7 +63,7 @@ class Fragile(CountingEnv):
 
 @dataclass
 class Maker:
-    """Makes the envs of some rows as ``fails`` has it: for each row, of the n-th env made for it.
+    """Makes envs; ``fails`` has, for each row, the fault of the n-th env made for that row.
 
     An env's number is its row and ten times how many were made before it.
     """
@@ -86,7 +85,7 @@ class Maker:
 
 @dataclass
 class VectorMaker:
-    """As :class:`Maker`, of vector envs of any kind."""
+    """Like :class:`Maker`, for vector envs of any kind."""
 
     kind: str
     inner: Maker
@@ -111,14 +110,6 @@ class VectorMaker:
             shared = "pipe" not in rest
             self.made.append(AsyncVectorEnv(makers, shared, autoreset_mode=autoreset))
         return self.made[-1]
-
-
-class Summing(nn.Module):
-    """Action and extra are computed from the sum of the observation."""
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        total = observation.sum(-1)
-        return total.long() % 5, {"sum": total}
 
 
 def engine_of(maker: Any, policy: Any = None, *, faults: int = 3, **options: Any) -> Engine:
@@ -167,7 +158,7 @@ def check_row(row: TensorDict, lengths: Sequence[int] = LONG, cut_after: int | N
 
 
 def check_policy(batch: TensorDict) -> None:
-    """Each action was chosen for the observation that stands beside it."""
+    """Each action was chosen for the observation in the same frame."""
     assert torch.equal(batch["sum"], batch["observation"].sum(-1))
     assert torch.equal(batch["action"], batch["sum"].long() % 5)
 
@@ -177,23 +168,8 @@ def same(one: TensorDict, other: TensorDict) -> bool:
 
 
 def steps_of(row: TensorDict) -> list[tuple[int, int, int]]:
-    """(number, episode, step) that each frame starts with."""
+    """(env number, episode, step) of each frame's observation."""
     return [tuple(map(int, frame[:3])) for frame in row["observation"]]
-
-
-class Stumbling(gym.Wrapper[Any, Any, Any, Any]):
-    """Raises at one of its steps."""
-
-    def __init__(self, env: Any, at: int | None) -> None:
-        super().__init__(env)
-        self.left = at
-
-    def step(self, action: Any) -> Any:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise RuntimeError("stumbled")
-        return super().step(action)
 
 
 # How AsyncVectorEnv logs errors.
@@ -202,7 +178,7 @@ quiet = pytest.mark.filterwarnings("ignore:.*(ERROR|WARN):UserWarning")
 
 def check_a_vector_env_that_raises(kind: str, at: int) -> None:
     maker = VectorMaker(kind, Maker({1: [("step", at)]}))
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 3)
     check_policy(batch)
     before = at - 1
@@ -227,7 +203,7 @@ def check_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) ->
     """Rows whose episode just ended are not marked, and no trajectory spans the fault."""
     lengths = (3, 1, 4, 2)
     maker = VectorMaker(kind, Maker({1: [("step", at), ("step", 9), ("step", 2)]}, lengths))
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 5)
     check_policy(batch)
     for each in batch:

@@ -1,4 +1,4 @@
-"""A server that records who joins, and what is sent to it."""
+"""A join server that records who joins and what is sent to it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 
 from distcollect.net.client import ControlConnection
-from distcollect.net.framing import Message, versions
+from distcollect.net.messages import Hello, Message, WorkerHello, WorkerWelcome
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 
 SOON_S = 5
 TOKEN = "a token"
+WELCOME = WorkerWelcome(peer=1, trainer_peer=0, trainer_endpoint="")
 SCRIPT = SCRIPTS / "hold_control_connection.py"
 
 
 class Recorder(JoinServerEvents):
-    """Keeps what a gate reports."""
+    """Keeps what a join server reports."""
 
     def __init__(self) -> None:
         self.queue: queue.Queue[tuple[str, Any]] = queue.Queue()
 
     def admit(self, connection: Connection) -> Message:
         self.queue.put(("admitted", connection))
-        return {"welcome": connection.hello["role"]}
+        return WELCOME
 
-    def refused(self, hello: Message, reason: str) -> None:
+    def refused(self, hello: Hello | None, reason: str) -> None:
         self.queue.put(("refused", reason))
 
     def received(self, connection: Connection, message: Message) -> None:
@@ -53,11 +54,11 @@ def events() -> Recorder:
 
 
 @pytest.fixture
-def gate(events: Recorder) -> Iterator[JoinServer]:
-    gate = JoinServer("127.0.0.1", TOKEN, events)
-    yield gate
-    gate.close()
-    assert not gate._thread.is_alive()
+def server(events: Recorder) -> Iterator[JoinServer]:
+    server = JoinServer("127.0.0.1", TOKEN, events)
+    yield server
+    server.close()
+    assert not server._thread.is_alive()
 
 
 Connect = Callable[..., ControlConnection]
@@ -67,16 +68,16 @@ Connect = Callable[..., ControlConnection]
 def connect() -> Iterator[Connect]:
     with contextlib.ExitStack() as opened:
 
-        def connect(gate: JoinServer | None = None, port: int = 0) -> ControlConnection:
-            lifeline = ControlConnection("127.0.0.1", gate.port if gate else port, SOON_S)
-            opened.callback(lifeline.close)
-            return lifeline
+        def connect(server: JoinServer | None = None, port: int = 0) -> ControlConnection:
+            client = ControlConnection("127.0.0.1", server.port if server else port, SOON_S)
+            opened.callback(client.close)
+            return client
 
         yield connect
 
 
-def hello(**changes: Any) -> dict[str, Any]:
-    return {"role": "worker", "token": TOKEN, "versions": versions(), **changes}
+def hello(**changes: Any) -> WorkerHello:
+    return WorkerHello(**{"token": TOKEN, "worker_id": 0, "incarnation": 0, **changes})
 
 
 def start(marked: Marked, *args: object) -> subprocess.Popen[str]:

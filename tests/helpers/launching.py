@@ -1,4 +1,4 @@
-"""Programs started as torchrun and SLURM start them, and what they print."""
+"""Starts programs as torchrun and SLURM do, and reads what they print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MENDED = SCRIPTS / "lose_a_worker.py"
 
 
 def finish(processes, timeout_s=110):
-    """Wait for all; their outputs. Ends them whatever happens."""
+    """Wait for all and return their outputs; on any error, kill all."""
     outputs = []
     try:
         for process in processes:

@@ -16,7 +16,7 @@ T = 10
 
 
 class Levels(gym.Env):
-    """Shows its level; an episode is as long as the level, and every frame is worth it."""
+    """Observes its level; an episode has as many steps as the level."""
 
     observation_space = gym.spaces.Box(-1, 1e6, (1,), np.float32)
     action_space = gym.spaces.Discrete(3)
@@ -44,7 +44,7 @@ class Levels(gym.Env):
 
 
 class Acts(nn.Module):
-    """The action is its weight, mostly."""
+    """Chooses its weight as the action, in most cases."""
 
     def __init__(self, action: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Chance(nn.Module):
 
 
 def check_random_numbers(kind: Any) -> None:
-    """With a seed the same episodes; collection goes on as if nothing had happened."""
+    """A seed gives the same episodes each time; evaluation does not change collection."""
 
     def collect(*, evaluates: bool) -> Any:
         how = {} if kind is dc.SyncDataCollector else {"num_workers": 2}

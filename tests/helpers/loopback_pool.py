@@ -1,4 +1,4 @@
-"""The RPC collector over the loopback transport: all of it but processes and sockets of RPC."""
+"""The RPC collector over the loopback transport: no processes and no RPC."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class LoopbackWorkers:
         self.states = dict.fromkeys(self.probes, State.READY)
         self.num_present = num_workers
         self.are_near = False
-        self.gathers = False
+        self.is_elastic = False
 
     def await_enough(self) -> None:
         assert self.num_present
 
-    def attach(self, crew: MembershipObserver) -> None:
-        self._observer = crew
+    def attach(self, observer: MembershipObserver) -> None:
+        self._observer = observer
         for worker_id, peer in self.peers.items():
-            crew.join(worker_id, 0, peer)
+            observer.join(worker_id, 0, peer)
 
     def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
         self._observer.fail(error)

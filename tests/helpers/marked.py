@@ -1,4 +1,4 @@
-"""Finds what a run has left on this machine: processes by a mark in their environment, files."""
+"""Finds processes and files that a run has left behind on this machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SHM = "/dev/shm/"
 
 
 class Marked:
-    """Processes that carry one mark, and the files in /dev/shm that they were seen to use."""
+    """Processes with one mark in their environment, and their files in /dev/shm."""
 
     def __init__(self) -> None:
         self.variable = ("DISTCOLLECT_TEST_MARK", uuid.uuid4().hex)
         self._files: set[str] = set()
 
     def pids(self) -> list[int]:
-        """The running processes with the mark, but for this one."""
+        """The ids of running processes with the mark, without this one."""
         entry = "=".join(self.variable).encode()
         found = []
         for folder in Path("/proc").iterdir():
@@ -34,13 +34,13 @@ class Marked:
         return found
 
     def left(self) -> list[str]:
-        """What is left, in words: running processes, children not reaped, unused files."""
+        """What is left, as text: running processes, children not reaped, unused files."""
         running = [f"process {pid}: {_command(pid)}" for pid in self.pids()]
         zombies = [f"zombie {pid}" for pid in _zombies()]
         return [*running, *zombies, *(f"file {name}" for name in self._orphaned_files())]
 
     def gone(self, timeout_s: float = 10, *, but: set[int] = frozenset()) -> bool:
-        """Wait until nothing is left, but for the processes in ``but``."""
+        """Wait until nothing is left except the processes in ``but``."""
         deadline = time.monotonic() + timeout_s
         while True:
             if set(self.pids()) <= but and (but or not self.left()):
@@ -50,13 +50,13 @@ class Marked:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kill the processes that are left."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def note(self) -> None:
-        """Take down which files in /dev/shm they use now; those must go with them."""
+        """Record the files in /dev/shm that they use now; these must disappear with them."""
         for pid in self.pids():
             self._files |= _files_of(Path(f"/proc/{pid}"))
 
@@ -80,7 +80,7 @@ def _command(pid: int) -> str:
 
 
 def _zombies() -> list[int]:
-    """This process's children that have ended and were not reaped."""
+    """Children of this process that have ended and were not reaped."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A membership with fixed limits, and how its commands are followed."""
+"""A membership with fixed limits."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import nn
 
 
 def chances(observation: torch.Tensor) -> torch.Tensor:
-    """Of actions 0 and 1, ``[n, 2]``; no operation's rounding depends on n."""
+    """The probabilities of actions 0 and 1, ``[n, 2]``; no rounding depends on n."""
     right = (observation[:, 2] * 2 + 0.5).clamp(0.1, 0.9)
     return torch.stack([1 - right, right], -1)
 
@@ -28,7 +28,7 @@ def categorical(observation: torch.Tensor) -> d.Distribution:
 
 
 class Dropping(nn.Module):
-    """Draws before it returns a distribution, which is drawn from then."""
+    """Draws random numbers itself, then returns a distribution to draw from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Dropping(nn.Module):
 
 
 def drawing(observation: torch.Tensor) -> Any:
-    """Draws by itself, in several ways."""
+    """Draws random numbers itself, in several ways."""
     weights = chances(observation)
     usual = torch.multinomial(weights, 1).squeeze(-1)
     coin = torch.bernoulli(weights[:, 1])
@@ -69,7 +69,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 
 
 def collected(maker: Callable[..., Any], policy: str, num_workers: int, seed: int) -> TensorDict:
-    """``[4, 60]`` of CartPole, from envs that are spread over ``num_workers``, 0 for none."""
+    """``[4, 60]`` frames of CartPole; ``num_workers`` is 0 for a collector without workers."""
     settings: dict[str, Any] = {"num_workers": num_workers, "sync": True} if num_workers else {}
     settings["envs_per_worker"] = 4 // (num_workers or 1)
     settings |= {"frames_per_batch": 4 * 30, "init_random_frames": 4 * 30}
@@ -80,7 +80,7 @@ def collected(maker: Callable[..., Any], policy: str, num_workers: int, seed: in
 
 
 def same(batch: TensorDict, expected: TensorDict) -> bool:
-    """Bit for bit, but for log-probabilities, whose rounding may depend on the batch's size."""
+    """Equal bit for bit; log-probabilities may differ in rounding with the batch size."""
     name = "action_log_prob"
     if name in expected and not torch.allclose(batch[name], expected[name]):
         return False

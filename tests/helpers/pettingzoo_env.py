@@ -12,9 +12,9 @@ _LIVES = {"ant_0": 2, "ant_1": 4, "bee": 3}
 
 
 class Lives(pettingzoo.ParallelEnv):
-    """Agents die one by one, the last of an episode is truncated in every second episode."""
+    """Agents die one by one; in every second episode the last one is truncated instead."""
 
-    metadata = {"name": "lives_v0"}  # noqa: RUF012 - as PettingZoo has it
+    metadata = {"name": "lives_v0"}  # noqa: RUF012 - PettingZoo's own form
 
     def __init__(self, observation: Any = None, lives: dict[str, int] | None = None) -> None:
         self.lives = lives or _LIVES

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 
-class Telling(gym.Env):
-    """Cores it may use, the first of them, the most of any thread, torch's threads, GPUs."""
+class PlacementEnv(gym.Env):
+    """Observes: number of cores, first core, most cores of a thread, torch threads, GPUs."""
 
     observation_space = gym.spaces.Box(0, np.inf, (5,), np.float64)
     action_space = gym.spaces.Discrete(2)

@@ -34,7 +34,7 @@ def bind(
 
 
 def call(policy: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Arrays]:
-    """Actions, extras and the observations; of a second call, as the first one is special."""
+    """The actions, extras and observations of the second call; the first one is special."""
     bound, arrays = bind(policy, *args, **kwargs)
     with bound.exploring():
         bound()

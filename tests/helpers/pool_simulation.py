@@ -1,4 +1,4 @@
-"""A simulated run of the pool: workers, transport and weights in which anything may happen next."""
+"""A simulated run of the pool; events of workers and transport come in random order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAT = torch.zeros(16, dtype=torch.uint8)
 
 
 class RolloutRequest:
-    """A rollout that a simulated process was asked for; it is its own offer."""
+    """A rollout requested from a simulated process; it serves as its own offer."""
 
     def __init__(self, process: Process, answer: Future[Offer]) -> None:
         self.process = process
@@ -36,13 +36,13 @@ class RolloutRequest:
         self.answer = answer
         self.batch = process.run.batch
         self.seeds = process.run.seeds
-        self.version = process.held  # when it was asked
+        self.version = process.held  # at the time of the request
         self.fetched: Future[Tensors] | None = None
         self.declined = False
-        self.read = False  # its slab is not needed any more
+        self.read = False  # its slab may be written again
         self.header: Header
         self.keeping: Future[None] | None = None
-        self.outcome: Future[bool] | None = None  # whether another trainer took it
+        self.outcome: Future[bool] | None = None  # whether another trainer has taken it
         self.refused = False
         self.referred = False
 
@@ -55,7 +55,7 @@ class RolloutRequest:
         assert not self.declined, "fetched after it was declined"
         self.fetched = Future()
         if self.process.run.rng.random() < self.process.run.inline:
-            self.arrive()  # it came along with its header
+            self.arrive()  # it was sent with its header
         return self.fetched
 
     def arrive(self) -> None:
@@ -68,7 +68,7 @@ class RolloutRequest:
         self.declined = self.read = True
 
     def keep(self) -> Future[None]:
-        """Its worker is asked to keep it for another trainer."""
+        """The worker is asked to keep the rollout for another trainer."""
         assert self.keeping is None, "handed over twice"
         assert self.fetched is None, "handed over after it was fetched"
         self.read = False
@@ -76,7 +76,7 @@ class RolloutRequest:
         return self.keeping
 
     def settle(self) -> None:
-        """It is taken, if that can be, or not."""
+        """The other trainer takes it, or does not."""
         assert self.outcome is not None
         run = self.process.run
         taken = self.referred and not self.refused and run.rng.random() < 0.7
@@ -99,14 +99,14 @@ class Process:
         self.seeding: Future[None] | None = None
         self.seeded = True
         self.held = 0  # its version
-        self.pending = 0  # a version on its way to it
+        self.pending = 0  # a version being sent to it
         self.stepped = 0
         self.lost: Counter[str] = Counter()
         self.kept: dict[str, RolloutRequest] = {}
         self.told_to_leave = False
         self.retiring = False
         self.drained = False
-        self.doomed = False  # it failed at something, and will be lost for it
+        self.doomed = False  # it failed, and will be lost because of that
 
     @property
     def collecting(self) -> RolloutRequest | None:
@@ -123,7 +123,7 @@ class Clock:
 
 
 class Run:
-    """Transport, sender, reports and workers of one pool, in which anything may happen next."""
+    """Transport, weight sender, failure sink and workers of one pool, driven at random."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Run:
         self.plan = plan
         self.staleness = staleness
         self.faults = faults
-        self.inline = inline  # this share of rollouts comes along with its header
+        self.inline = inline  # this share of rollouts is sent with its header
         self.hands = hands  # this share of rollouts is handed over to another trainer
         self.num_workers = num_workers
         self.clock = Clock()
@@ -153,7 +153,7 @@ class Run:
         self.notified = False
         self.present: dict[int, Process] = {}
         self.by_peer: dict[int, Process] = {}
-        self.coming: dict[int, int] = {}  # slots to the incarnation that is to come
+        self.coming: dict[int, int] = {}  # worker_id to the next incarnation
         self.next_incarnation: Counter[int] = Counter()
         self.unaccounted: list[tuple[Process, str, int | None]] = []
         self.offers: dict[tuple[int, int, int], RolloutRequest] = {}
@@ -277,13 +277,13 @@ class Run:
         process.drained = True
         self.counts["drained"] += 1
 
-    # The condition that the pool waits on.
+    # The condition variable that the pool waits on.
 
     def notify_all(self) -> None:
         self.notified = True
 
     def wait(self, timeout_s: float) -> None:
-        """Let things happen until somebody says that something has changed."""
+        """Let random events happen until one of them notifies the pool."""
         begin = self.clock.now
         self.notified = False
         while not self.notified:
@@ -296,10 +296,10 @@ class Run:
                 self.counts["interrupted"] += 1
                 raise KeyboardInterrupt
 
-    # What may happen.
+    # Random events.
 
     def due(self) -> list[Callable[[], None]]:
-        """What is bound to happen at some time."""
+        """Events that will happen sooner or later."""
         due: list[Callable[[], None]] = []
         for process in self.present.values():
             due += self.due_of(process)
@@ -331,7 +331,7 @@ class Run:
         return due
 
     def happen(self) -> bool:
-        """Something happens; False if nothing can."""
+        """Let one random event happen; False if none is possible."""
         self.num_events += 1
         self.clock.now += self.rng.expovariate(10)
         if self.rng.random() < self.faults:
@@ -369,7 +369,7 @@ class Run:
 
     def acknowledge(self, process: Process) -> None:
         if process.held != process.pending and self.rng.random() < 0.5:
-            process.held = process.pending  # it has it, and nobody knows
+            process.held = process.pending  # it has the version, but the sender never learns that
             return
         process.held, process.pending = process.pending, 0
         self.has[process.key[0]] = process.held
@@ -396,12 +396,12 @@ class Run:
         self.pool.leave(*process.key)
 
     def end(self, process: Process) -> None:
-        """A process that owes nothing ends."""
+        """A process without open requests ends."""
         assert process.drained
         self.lose(process, "left", replaced=process.retiring)
 
     def die(self, process: Process) -> None:
-        """It ends, whatever it was doing."""
+        """The process ends in the middle of what it does."""
         self.counts["died"] += 1
         if process.collecting is not None:
             stepped = self.rng.randrange(FRAMES)
@@ -430,7 +430,7 @@ class Run:
         )
 
     def evict(self, process: Process) -> None:
-        """What it owes fails."""
+        """Fail all its open requests."""
         for request in process.request[-5:]:
             answers: tuple[Future[Any] | None, ...]
             answers = (request.answer, request.fetched, request.keeping, request.outcome)
@@ -449,7 +449,7 @@ class Run:
             self.hidden += process.stepped - known
         self.pool.account(*process.key, cause, stepped)
 
-    # What goes wrong.
+    # Faults.
 
     def fault(self) -> None:
         self.rng.choice(
@@ -469,7 +469,7 @@ class Run:
             self.die(process)
 
     def break_off(self) -> None:
-        """A worker fails at something, and is replaced."""
+        """A worker fails a request, and is replaced."""
         process = self.some()
         if process is None or process.doomed:
             return
@@ -488,12 +488,12 @@ class Run:
         if process is None or process.doomed:
             return
         if process.told_to_leave:
-            self.pool.leave(*process.key)  # told again
+            self.pool.leave(*process.key)  # reported twice
         elif self.num_hopeful() > 1:
             self.leave(process, retiring=self.rng.random() < 0.5)
 
     def give_up(self) -> None:
-        """A slot whose next process is on its way gets none after all."""
+        """A slot that waits for its next process is given up."""
         if self.coming and self.num_hopeful() > 1:
             worker_id = self.rng.choice(list(self.coming))
             incarnation = self.coming.pop(worker_id)
@@ -503,7 +503,7 @@ class Run:
             self.pool.account(worker_id, incarnation, "worker_lost", 0)
 
     def grow(self) -> None:
-        """A worker joins in a slot that was empty."""
+        """A worker joins in an empty slot."""
         taken = self.present.keys() | self.coming.keys()
         free = [w for w in range(2 * self.num_workers) if w not in taken]
         if len(taken) < self.num_workers + 2 and free:
@@ -593,7 +593,7 @@ class Run:
         return self
 
     def pause(self) -> None:
-        """What the user and the world do between two batches."""
+        """Random acts of the user, and random events, between two batches."""
         for _ in range(self.rng.choice([0, 0, 1, 5])):
             self.happen()
         if self.rng.random() < 0.5:
@@ -611,7 +611,7 @@ class Run:
         self.seeds_at_once = False
 
     def finish(self) -> None:
-        """All ends, and every frame is accounted for."""
+        """End the run, and check that every frame is accounted for."""
         total_frames = self.plan.num_frames
         if total_frames is not None:
             if not self.hands:

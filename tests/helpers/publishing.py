@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
+from helpers.envs import ProcessIdEnv
 from helpers.loopback_pool import loopback_collector
 from tensordict import TensorDict
 from torch import nn
@@ -20,20 +17,6 @@ from torch import nn
 import distcollect as dc
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
-
-
-class Env(gym.Env[Any, Any]):
-    """Observes its process's id."""
-
-    observation_space = spaces.Box(0, 1e9, (1,), np.float64)
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.full(1, os.getpid(), np.float64), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.full(1, os.getpid(), np.float64), 0.0, False, False, {}
 
 
 class Telling(nn.Module):
@@ -64,7 +47,7 @@ NAMES = [name.replace(".", "_") for name in Telling().state_dict()]
 
 
 def told(batch: TensorDict, row: int = 0) -> dict[str, float]:
-    """The weights' values in the last frame of a row."""
+    """The values of the weights in a row's last frame."""
     return {name: float(batch[name][row, -1]) for name in NAMES}
 
 
@@ -81,7 +64,7 @@ def collect() -> Iterator[Collect]:
         if not kwargs["sync"]:
             kwargs["frames_per_batch"] = 4
         policy = Telling() if policy is None else policy
-        collector = loopback_collector(Env, policy, num_workers=num_workers, **kwargs)
+        collector = loopback_collector(ProcessIdEnv, policy, num_workers=num_workers, **kwargs)
         opened.append(collector)
         return collector
 

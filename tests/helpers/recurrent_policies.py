@@ -18,7 +18,7 @@ LENGTHS = (3, 1, 4, 7)
 
 
 class Counter(nn.Module):
-    """Its state counts the episode's frames from ``first`` on, and adds observations up."""
+    """Its state counts the frames of the episode from ``first`` on, and sums observations."""
 
     def __init__(self, first: float = 0.0) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def counting_with_tensordict() -> TensorDictModule:
 
 
 def check(batch: TensorDict, first: float = 0.0) -> None:
-    """The counters of ``batch`` are what its observations say."""
+    """The counters in ``batch`` agree with its observations."""
     step = batch["observation"][..., 2]  # of the episode
     assert torch.equal(batch["frames"].reshape(step.shape), step + first)
     assert torch.equal(batch["next", "frames"].reshape(step.shape), step + first + 1)

@@ -14,7 +14,7 @@ T, N = 6, 2
 
 
 class Uneven(gym.Wrapper):
-    """CartPole that takes its time, another each time."""
+    """CartPole whose steps take a random time."""
 
     def __init__(self, pause_s: float = 0.001) -> None:
         super().__init__(gym.make("CartPole-v1"))
@@ -58,12 +58,12 @@ def check_same_batches(make: Any, wait: bool) -> None:
     first, second = run(make, wait=wait), run(make, wait=wait)
     told = first["collector"]
     assert told["worker_id"][:, 0, 0].tolist() == [0, 1, 2] * 5
-    # The first round begins with version 0; after that each worker lags by the other two.
+    # All workers begin with version 0; then each lags by the batches of the other two.
     versions = [0, 0, 0, *range(1, 13)]
     assert told["policy_version"][:, 0, 0].tolist() == versions
     assert (told["policy_version"] == told["policy_version"][..., :1, :1]).all()
     assert torch.equal(first["version"].long(), told["policy_version"])
-    # Processes have other ids each time, and so have trajectories.
+    # Trajectory ids contain the process's id, which differs in each run.
     without_ids = [each.exclude(("collector", "traj_ids")) for each in (first, second)]
     assert (without_ids[0] == without_ids[1]).all()
     assert len(first["action"].unique()) == 2

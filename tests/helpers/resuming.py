@@ -1,4 +1,4 @@
-"""A collector that goes on where another one was."""
+"""A collector that resumes from the state of another one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.policies import ConstantPolicy
 from torch import nn
 
 import distcollect as dc
-
-
-class Policy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(observation), dtype=torch.int64)
 
 
 def collector(num_workers: int, policy: nn.Module, **kwargs: Any) -> dc.DataCollectorBase:
@@ -32,7 +24,7 @@ def collector(num_workers: int, policy: nn.Module, **kwargs: Any) -> dc.DataColl
 
 
 def check_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, after: int) -> None:
-    policy = Policy()
+    policy = ConstantPolicy()
     ids: set[int] = set()
     firsts = []
     saved = tmp_path / "state.json"
@@ -55,7 +47,7 @@ def check_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, af
             assert (batch["collector", "policy_version"] == 3 + batches).all()
             assert second.version_lag == (0, 0, 0)
             assert not ids & set(batch["collector", "traj_ids"].unique().tolist())
-            # The same seed goes on: it doesn't give the same episodes once more.
+            # The seed's sequence goes on: the same episodes do not come again.
             assert not any(
                 torch.equal(batch["observation"].flatten(0, -2)[0], b.flatten(0, -2)[0])
                 for b in firsts

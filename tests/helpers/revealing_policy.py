@@ -48,7 +48,7 @@ class Revealing(nn.Module):
 
 
 def check_whole(batch: TensorDict, values: Mapping[int, float] | None = None) -> list[int]:
-    """The versions in ``batch``, whose weights must all be those of the version."""
+    """Check that each frame used whole weights of its version; return the versions."""
     versions = batch["collector", "policy_version"]
     expected = versions.double()
     for version, value in (values or {}).items():

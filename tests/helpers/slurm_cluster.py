@@ -25,7 +25,7 @@ needs_slurm = pytest.mark.skipif(
 
 
 def settings() -> dict[str, str]:
-    """Names that nobody else on this machine uses."""
+    """Names and ports that nothing else on this machine uses."""
     number = os.getpid() % 4096
     state = os.environ.get("DISTCOLLECT_TEST_CLUSTER", f"/run/distcollect-slurm-{os.getpid()}")
     return {
@@ -37,7 +37,7 @@ def settings() -> dict[str, str]:
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many in a row that nobody listens on."""
+    """The first of ``count`` consecutive ports on which nothing listens."""
     for first in range(17_000 + os.getpid() % 1000 * 10, 32_000, count):
         try:
             for port in range(first, first + count):
@@ -76,13 +76,13 @@ class SlurmCluster:
         self.command(TESTBED / "slurm_node.sh", host, action)
 
     def await_idle(self) -> None:
-        """All nodes are there, and free."""
+        """Wait until all nodes are up and idle."""
         self.until(
             lambda: self.command("sinfo", "-hNp", "main", "-o", "%T").split() == ["idle"] * 3, 60
         )
 
     def until(self, holds: Callable[[], Any], timeout_s: float = 90) -> Any:
-        """Wait until something holds, and give it."""
+        """Wait until ``holds()`` is true, and return its value."""
         deadline = time.monotonic() + timeout_s
         while not (found := holds()):
             assert time.monotonic() < deadline, f"not within {timeout_s} s\n{self.all_logs()}"
@@ -90,7 +90,7 @@ class SlurmCluster:
         return found
 
     def all_logs(self) -> str:
-        """What is known, for a test that fails."""
+        """All logs, for a test that fails."""
         parts = [self.command("squeue", "-r", check=False)]
         logs = sorted(self.runs.glob("*/logs/*_log.*"))
         parts += [f"==> {log}\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
@@ -98,24 +98,24 @@ class SlurmCluster:
 
 
 class SubmittedRun:
-    """What a run's folder says."""
+    """A submitted run, read from its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @property
     def job_ids(self) -> list[str]:
-        """The trainer's first."""
+        """The ids of its jobs; the trainer's first."""
         jobs = [json.loads(file.read_text()) for file in (self.folder / "jobs").glob("*.json")]
         return [job["id"] for job in sorted(jobs, key=lambda job: job["submitted"])]
 
     @property
     def said(self) -> list[dict[str, Any]]:
-        """What the trainer printed, in all its lives."""
+        """What the trainer printed in all its runs, restarts included."""
         log = self.folder / "logs" / f"{self.job_ids[0]}_0_log.out"
         if not log.exists():
             return []
-        # The last line may still be being written.
+        # The last line may be incomplete.
         lines = log.read_text().rpartition("\n")[0].splitlines()
         return [json.loads(line) for line in lines if line.startswith('{"event"')]
 
@@ -125,7 +125,7 @@ class SubmittedRun:
 
     @property
     def batches(self) -> list[dict[str, Any]]:
-        """Of the trainer's present life."""
+        """What the trainer printed since its last start."""
         life: list[dict[str, Any]] = []
         for line in self.said:
             life = [] if line["event"] == "start" else [*life, line]
@@ -134,13 +134,13 @@ class SubmittedRun:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Up for the tests of a module; down whatever happens to them."""
+    """The cluster for the tests of one module; it is always shut down."""
     patch = pytest.MonkeyPatch()
     env = settings()
     for name, value in env.items():
         patch.setenv(name, value)
     notes = Path(env["DC_STATE"] + ".env")
-    # For whoever cleans up after this process was killed; see .ci/run.
+    # For the cleanup after this process was killed; see .ci/run.
     notes.write_text("".join(f"export {name}={value}\n" for name, value in env.items()))
     runs = Path(f"{env['DC_STATE']}-runs")
     try:
@@ -150,7 +150,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         if up.returncode:
             pytest.skip(f"this machine can't run the testbed: {up.stderr[-2000:]}")
         patch.setenv("SLURM_CONF", f"{env['DC_STATE']}/slurm/slurm.conf")
-        # Jobs import what is tested here, wherever it is installed from.
+        # Jobs import the package that is tested here.
         patch.setenv("PYTHONPATH", str(ROOT))
         runs.mkdir()
         runs.chmod(0o777)

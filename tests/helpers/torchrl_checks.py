@@ -13,7 +13,7 @@ import distcollect as dc
 
 @pytest.fixture(scope="module")
 def zoo() -> Any:
-    """Imported late: it makes multiprocessing spawn, which makes AsyncVectorEnvs slow to start."""
+    """Imported late: it sets multiprocessing to spawn, and AsyncVectorEnvs start slowly then."""
     pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
     from helpers import torchrl_envs  # noqa: PLC0415
 
@@ -42,13 +42,13 @@ KIND_NAMES = [
 
 
 def entries(batch: TensorDictBase) -> dict[Any, torch.Tensor]:
-    """All of a batch, but for what a collector says of itself."""
+    """All entries of a batch, except those under ``"collector"``."""
     keys = batch.exclude("collector").keys(include_nested=True, leaves_only=True)
     return {key: batch[key] for key in keys}
 
 
 def is_ours_alone(key: Any, theirs: dict[Any, torch.Tensor]) -> bool:
-    """Frames always say whether they were truncated, and always have a reward for the whole env."""
+    """Whether only we write this entry: "truncated", and a reward for the whole env."""
     parts = key if isinstance(key, tuple) else (key,)
     whole = parts == ("next", "reward") and ("next", "agents", "reward") in theirs
     return parts[-1] == "truncated" or whole
@@ -79,7 +79,7 @@ def check_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
     faults = dc.Faults(max_env_faults=1)
     with dc.SyncDataCollector(zoo.mended(kind), frames_per_batch=10, faults=faults) as collector:
         batch = collector.next().reshape(-1, 10 if kind == "plain" else 5)
-    # It raises in the second of its steps, which is no frame.
+    # It raises in its second step, which makes no frame.
     begins = [0, 0, 1, 2, 0]
     assert (batch["observation"][:, :5, 0] == torch.tensor(begins)).all()
     assert (batch["next", "observation"][:, :5, 0] == torch.tensor(begins) + 1).all()

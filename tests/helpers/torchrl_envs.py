@@ -40,7 +40,7 @@ from torchrl.envs import (
 )
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # what it says of itself
+    warnings.simplefilter("ignore", DeprecationWarning)  # its own entries
     from torchrl.collectors import Collector
 
 __all__ = ["KINDS", "Agents", "Collector", "Counter", "GymEnv", "ParallelEnv", "policy_for"]
@@ -101,7 +101,7 @@ class Counter(EnvBase):
         return TensorDict(self._observe(), self.batch_size)
 
     def _step(self, tensordict: Any) -> TensorDict:
-        self._count += 1  # in place: what is kept must not be of inference mode
+        self._count += 1  # in place: what is kept must not be an inference tensor
         if self._fails_at is not None and self._count.max() >= self._fails_at:
             raise RuntimeError("worn out")
         action = tensordict["action"].reshape(*self.batch_size, -1).float()
@@ -157,7 +157,7 @@ class Agents(EnvBase):
 
 
 class _AlwaysAlike(gym.Wrapper[Any, Any, Any, Any]):
-    """Every episode begins in the same state."""
+    """All episodes begin in the same state."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         return self.env.reset(seed=7, options=options)
@@ -188,7 +188,7 @@ def _row(number: int) -> Counter:
 
 _ROWS = [partial(_row, number) for number in range(3)]
 
-# What makes an env, by what is special about it.
+# Env makers by their special property.
 KINDS: dict[str, Any] = {
     "plain": Counter,
     "batched": partial(Counter, batch_size=(5,)),
@@ -211,12 +211,12 @@ KINDS: dict[str, Any] = {
 
 
 def pendulum() -> EnvBase:
-    """An env whose start is random."""
+    """An env with a random initial state."""
     return GymEnv("Pendulum-v1")
 
 
 def mended(kind: str) -> Callable[[], EnvBase]:
-    """What makes first an env that raises in its second step, and then sound ones."""
+    """A maker whose first env raises in its second step; later ones work."""
     fails_at = iter([2])
 
     def make() -> EnvBase:
@@ -229,7 +229,7 @@ def mended(kind: str) -> Callable[[], EnvBase]:
 
 
 def with_text() -> EnvBase:
-    """An env that says something that is no tensor."""
+    """An env with an entry that is no tensor."""
     env = Counter()
     env.observation_spec = Composite(text=NonTensor(()))
     return env
@@ -242,7 +242,7 @@ def vector_env(mode: AutoresetMode) -> EnvBase:
 
 
 def policy_for(env: EnvBase) -> Mod:
-    """A policy that chooses by the count of steps, as every space has it."""
+    """A policy that chooses by the step count, which every observation has."""
     [(key, spec)] = env.full_action_spec_unbatched.items(include_nested=True, leaves_only=True)
     of_agents = isinstance(key, tuple)
     source = (*key[:-1], "observation") if of_agents else "observation"

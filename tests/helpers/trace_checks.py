@@ -1,4 +1,4 @@
-"""Reads the file of a trace, and checks what holds for each."""
+"""Reads a trace file, and checks what must hold for every trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load(path: Path) -> Events:
 
 
 def names(events: Events, kind: str) -> dict[Any, str]:
-    """Of "process" by pid, of "thread" by (pid, tid)."""
+    """The names of processes by pid, or of threads by (pid, tid)."""
     named = [event for event in events if event["name"] == f"{kind}_name"]
     key = (lambda e: e["pid"]) if kind == "process" else (lambda e: (e["pid"], e["tid"]))
     result = {key(event): event["args"]["name"] for event in named}
@@ -38,7 +38,7 @@ def spans(events: Events, process: str, thread: str) -> list[tuple[str, float, f
 
 
 def fetches(events: Events, worker: str) -> list[tuple[float, float]]:
-    """Begin and end of each, in microseconds."""
+    """Begin and end of each fetch, in microseconds."""
     by_id: dict[Any, dict[str, float]] = defaultdict(dict)
     for event in events:
         if event["ph"] in "be" and event["name"] == f"fetch from {worker}":
@@ -47,7 +47,7 @@ def fetches(events: Events, worker: str) -> list[tuple[float, float]]:
 
 
 def clocks(events: Events, worker: str) -> list[tuple[float, float]]:
-    """By how many seconds its clock is ahead of the trainer's, and the error; of each rollout."""
+    """For each rollout: how far the worker's clock is ahead, and the error, in seconds."""
     pids = names(events, "process")
     of_worker = (e for e in events if pids[e["pid"]] == worker and e["name"] == "rollout")
     told = (event.get("args", {}) for event in of_worker)
@@ -55,7 +55,7 @@ def clocks(events: Events, worker: str) -> list[tuple[float, float]]:
 
 
 def assert_in_order(events: Events, worker: str, error_us: float = 0.0) -> None:
-    """What one process did and what another did for that are in order, but for such an error."""
+    """A request and the work for it in another process are in order, within ``error_us``."""
     rollouts = [span for span in spans(events, worker, STEPS) if span[0] == "rollout"]
     fetched = fetches(events, worker)
     assert len(fetched) == len(rollouts)
@@ -70,20 +70,20 @@ def assert_in_order(events: Events, worker: str, error_us: float = 0.0) -> None:
 
 
 def assert_named(events: Events, processes: set[str]) -> None:
-    """All that happens does so on a thread that has a name, in one of these processes."""
+    """All events are on named threads of these processes."""
     pids, tids = names(events, "process"), names(events, "thread")
     assert sorted(pids.values()) == sorted(processes)
     assert {(event["pid"], event["tid"]) for event in events} == tids.keys()
     assert {pid for pid, _ in tids} == pids.keys()
-    # Perfetto goes by these alone.
+    # Perfetto uses only these.
     assert len({tid for _, tid in tids}) == len(tids)
 
 
 def assert_nested(events: Events) -> None:
-    """On each thread a span lies within another or beside it; else viewers leave it out."""
+    """Spans of a thread are nested or disjoint; viewers leave out others."""
     for event in events:
         assert event.get("ts", 0) >= 0
-        # Exact in floating point, and as whole nanoseconds.
+        # Exact: whole nanoseconds.
         assert all(float(event.get(key, 0) * 8).is_integer() for key in ("ts", "dur"))
     pids, tids = names(events, "process"), names(events, "thread")
     for pid, tid in tids:
@@ -96,13 +96,13 @@ def assert_nested(events: Events) -> None:
 
 
 def assert_answered(events: Events, worker: str) -> None:
-    """Each rollout of a worker lies within a question of the trainer's and its answer."""
+    """Each rollout of a worker lies between the trainer's request and the answer."""
     remote_calls = [(begin, end) for _, begin, end in spans(events, "trainer", f"ask {worker}")]
     steps = spans(events, worker, STEPS)
     rollouts = [span for span in steps if span[0] == "rollout"]
     assert len(rollouts) == len(remote_calls) > 0
     for (_, begin, end), (asked, heard) in zip(rollouts, remote_calls, strict=True):
         assert asked <= begin < end <= heard
-    # All else is part of one.
+    # All other spans are part of a rollout.
     for _, begin, end in steps:
         assert any(asked <= begin <= end <= heard for asked, heard in remote_calls)

@@ -28,7 +28,7 @@ SMALL, LARGE = 100, 200_000
 
 
 class Loopback:
-    """A transport and a peer of it in this process."""
+    """A transport with a peer in this process."""
 
     def __init__(self) -> None:
         self.transport = LoopbackTransport()
@@ -43,7 +43,7 @@ class Loopback:
 
 
 class Rpc:
-    """A transport and a peer of it in a process of its own."""
+    """A transport with a peer in another process."""
 
     def __init__(self, channels: list[str] | None = None) -> None:
         self.transport = RpcTransport(identity().trainer, address="127.0.0.1")
@@ -70,7 +70,7 @@ class Rpc:
         return peer
 
     def sent_bytes(self) -> int:
-        """What the peer has written to its sockets (true with the channel "basic" alone)."""
+        """The bytes that the peer has written to its sockets (with the channel "basic" alone)."""
         counters = Path(f"/proc/{self.processes[0].pid}/io").read_text().splitlines()
         return int(dict(line.split(": ") for line in counters)["wchar"])
 
@@ -127,7 +127,7 @@ def check_a_rollout_is_offered_then_fetched(world: Loopback | Rpc, num_steps: in
     tensors = offer.fetch().result(SOON_S)
     check(tensors, num_steps)
     for tensor in tensors:
-        tensor.zero_()  # ours to keep: another rollout is not touched
+        tensor.zero_()  # they belong to us: the next rollout does not change them
     again = world.transport.collect(world.peer, CollectRequest(num_steps)).result(SOON_S)
     check(again.fetch().result(SOON_S), num_steps)
     with pytest.raises(dc.WorkerError, match="no rollout today"):
@@ -137,7 +137,7 @@ def check_a_rollout_is_offered_then_fetched(world: Loopback | Rpc, num_steps: in
 def check_a_declined_rollout_moves_no_bytes(
     make: Callable[[], Loopback | Rpc], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the peer sends goes through its sockets here, and the kernel counts it."""
+    """Here the peer sends only through its sockets, and the kernel counts the bytes."""
     monkeypatch.setattr(rpc, "_CHANNELS", ["basic"])
     world = make()
     try:

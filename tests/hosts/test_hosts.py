@@ -1,4 +1,4 @@
-"""Training by torchrun over hosts with networks, names and troubles of their own.
+"""Training by torchrun over several hosts whose networks fail.
 
 They are network namespaces on this machine. Each has two IPv4 networks and one IPv6 network, and
 as on Debian its own name stands for 127.0.1.1; the others know it by its address on the second.
@@ -34,7 +34,7 @@ from helpers.trace_checks import (
 
 LAUNCHED = SCRIPTS / "collect_launched.py"
 HOSTS = SCRIPTS / "collect_on_hosts.py"
-SECOND = "10.198.7"  # within the namespaces alone, as the third
+SECOND = "10.198.7"  # exists within the namespaces only, like the third
 THIRD = "fd00:198:7:"
 NOBODY = 65534
 WAIT_S = 90.0
@@ -44,13 +44,13 @@ pytestmark = [
         os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "ss", "tc", "setpriv")),
         reason="makes network namespaces: needs root, iproute2 and util-linux",
     ),
-    # Each wait has a deadline of its own; beyond them a busy machine may need long.
+    # Each wait has its own deadline; the whole test may take long on a busy machine.
     pytest.mark.timeout(400),
 ]
 
 
 class Process:
-    """One of them, and what it says."""
+    """One process, and what it prints."""
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -73,7 +73,7 @@ class Process:
         self._lines.put(None)
 
     def next_line(self, wanted: str, timeout_s: float = WAIT_S) -> str:
-        """Its next line that begins with ``wanted``."""
+        """Its next printed line that begins with ``wanted``."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -92,7 +92,7 @@ class Process:
         self._process.stdin.flush()
 
     def output(self, status: int = 0, timeout_s: float = WAIT_S) -> str:
-        """Wait for its end; all that it said."""
+        """Wait for its end; return all that it printed."""
         try:
             ended = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -114,7 +114,7 @@ class Process:
 
 
 class Network:
-    """The hosts, and processes on them."""
+    """Hosts, and processes on them."""
 
     def __init__(self, hosts: Hosts, marked: Marked) -> None:
         self.do = hosts.do
@@ -133,11 +133,11 @@ class Network:
         return self.start(host, sys.executable, *module, *command, **env)
 
     def cable(self, host: int, state: str) -> None:
-        """Pull the cable that all traffic takes ("down"), or put it back ("up")."""
+        """Pull the cable of all traffic ("down"), or plug it in again ("up")."""
         self.start(host, "ip", "link", "set", "eth1", state).output()
 
     def end(self) -> None:
-        self._marked.kill()  # first what runs in the namespaces: it holds the pipes open
+        self._marked.kill()  # first the processes in the namespaces: they hold the pipes open
         for process in self._started:
             process.end()
         self._started.clear()
@@ -176,10 +176,10 @@ def reports(ranks: list[Process]) -> list[dict[str, object]]:
 
 
 def command_of_nobody() -> list[str]:
-    """Runs this Python as another user; as this one where that one may not read it."""
+    """Runs this Python as another user, or as this one if the other can't read it."""
     become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     again = "import os, sys, torch; os.execv(sys.executable, [sys.executable, '-c', ''])"
-    # A Python in somebody's home may have a twin in a public place.
+    # A Python in a home folder may have a copy in a public place.
     name = "python{}.{}".format(*sys.version_info[:2])
     for python in filter(None, (sys.executable, shutil.which(name, path="/usr/bin"))):
         tried = subprocess.run(
@@ -194,13 +194,13 @@ def command_of_nobody() -> list[str]:
 
 
 def own_clocks(network: Network) -> bool:
-    """Whether each host has a monotonic clock of its own, so many hours ahead as its number."""
+    """Give each host its own monotonic clock, ahead by its number in hours, if possible."""
     said = network.start(3, "cat", "/proc/self/timens_offsets").output()
     return re.search(r"^monotonic +10800 +0$", said, re.M) is not None
 
 
 def check_trace(path: Path, *, own_clocks: bool) -> None:
-    """Three hosts are on one time line: what happened first comes first."""
+    """Three hosts share one time line: earlier events come first."""
     events = load(path)
     workers = ("worker 0", "worker 1")
     assert_named(events, {"trainer", *workers})
@@ -211,7 +211,7 @@ def check_trace(path: Path, *, own_clocks: bool) -> None:
         told = clocks(events, worker)
         for ahead_s, error_s in told:
             hours.add(round(ahead_s / 3600))
-            # What the file says is right, to the nanosecond.
+            # The clocks in the file are right, to the nanosecond.
             assert abs(ahead_s - 3600 * round(ahead_s / 3600)) <= error_s + 1e-9 < 5
         errors = [error_s for _, error_s in told]
         assert errors == sorted(errors, reverse=True)
@@ -220,7 +220,7 @@ def check_trace(path: Path, *, own_clocks: bool) -> None:
 
 
 def test_two_launches_at_once(network: Network, tmp_path: Path) -> None:
-    """On the same hosts, the second by another user, if that one can run Python here."""
+    """Two runs on the same hosts; the second by another user, if that one can run Python."""
     traces = {"DISTCOLLECT_TEST_TRACE": str(tmp_path / "trace")}
     as_nobody = command_of_nobody()
     first = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-endpoint=node1:29511", "--rdzv-id=first")
@@ -235,7 +235,7 @@ def test_two_launches_at_once(network: Network, tmp_path: Path) -> None:
     for seen in reports(theirs):
         assert seen["workers"] == [0, 1, 2]
         assert seen["listening"] == [f"{SECOND}.2"]
-        # The trainer's own host has one of them.
+        # The trainer's host runs one of them.
         assert seen["workers whose memory is mapped"] == 1
     for number in (0, 1):
         check_trace(tmp_path / f"trace.{number}", own_clocks=own_clocks(network))
@@ -245,7 +245,7 @@ def test_ipv6(network: Network) -> None:
     options = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=[{THIRD}:1]:29513")
 
     def more(host: int) -> tuple[str, ...]:
-        # By an address torchrun doesn't know its own host where that has a name like these.
+        # Torchrun doesn't recognize its own host by an address if the host has such a name.
         return (f"--local-addr={THIRD}:{host}", "--rdzv-conf", f"is_host={int(host == 1)}")
 
     ranks = [network.torchrun(h, *options, *more(h), LAUNCHED) for h in (1, 2)]
@@ -258,25 +258,25 @@ def test_a_slow_link_and_cables_that_are_pulled(network: Network) -> None:
     options = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-endpoint=node1:29514")
     trainer, *_ = [network.torchrun(h, *options, HOSTS, "cables") for h in (1, 2, 3)]
     measured = json.loads(trainer.next_line('{"wire"'))
-    # One copy of each observation, and at most 3% that comes along with it; but for a rollout of
-    # each worker, of 32 in all, that was on its way when counting began or ended.
+    # One copy of each observation and at most 3% more; except for one rollout of
+    # each worker, of 32 in all, that was being sent when counting began or ended.
     assert 0.9 < measured["wire"] < 1.15
     trainer.next_line("running")
     network.cable(3, "down")
-    threading.Event().wait(5)  # that long is the cable out
+    threading.Event().wait(5)  # how long the cable is out
     network.cable(3, "up")
     trainer.write("\n")
     trainer.next_line("again")
     network.cable(3, "down")
     trainer.next_line("lost")
-    # Torchrun itself waits some minutes for the host that is gone.
+    # Torchrun itself waits some minutes for the lost host.
     trainer.next_line("done")
     network.cable(3, "up")
 
 
 @pytest.mark.parametrize("who", ["a rank", "the trainer"])
 def test_restarts(network: Network, marked: Marked, who: str) -> None:
-    """One of them fails: torchrun starts all again, and nothing of before is in their way."""
+    """One rank fails: torchrun starts all again, and nothing old disturbs them."""
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=node1:29515")
     options = (*options, f"--rdzv-id={who[:3]}", "--max-restarts=1")
     what, env = ("collect", {"DISTCOLLECT_TEST_DEADLY_ATTEMPT": "0"})
@@ -291,9 +291,9 @@ def test_restarts(network: Network, marked: Marked, who: str) -> None:
 
 
 def test_a_host_joins_an_elastic_launch(network: Network, marked: Marked) -> None:
-    """Torchrun starts all ranks again, with those of the new host; that counts as no restart.
+    """Torchrun starts all ranks again, with those of the new host; this is no restart.
 
-    With a store that torchrun shares between its rounds, the new host waits in vain for its place.
+    With a store that torchrun shares between its rounds, the new host is never admitted.
     """
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = ("--nnodes=1:3", "--nproc-per-node=2", "--max-restarts=0")
@@ -309,7 +309,7 @@ def test_a_host_joins_an_elastic_launch(network: Network, marked: Marked) -> Non
 
 
 def slurm_variables(rank: int) -> dict[str, str]:
-    """Of a step of one task on each of the first two hosts."""
+    """SLURM's variables for a step with one task on each of the first two hosts."""
     return {
         "SLURM_PROCID": str(rank),
         "SLURM_NTASKS": "2",
@@ -329,7 +329,7 @@ def test_srun_where_names_stand_for_127_0_1_1(network: Network) -> None:
 
 
 def test_doctor_by_torchrun(network: Network, tmp_path: Path) -> None:
-    """It finds the names at fault, and all else in order; a token of the user's is taken."""
+    """It finds the wrong names, and nothing else; it uses the user's own token."""
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text("a secret of ours")
@@ -353,9 +353,9 @@ def test_doctor_by_torchrun(network: Network, tmp_path: Path) -> None:
 
 
 def test_doctor_finds_closed_ports(network: Network) -> None:
-    """Where a firewall lets through the trainer's port alone."""
-    # The kernels of testbeds have no other packet filter: what comes from and to ports that
-    # happen to be free is routed nowhere.
+    """A firewall lets only the trainer's port through."""
+    # Testbed kernels have no other packet filter: packets from and to ports that
+    # happen to be free are routed nowhere.
     ports = "32768-60999"
     blocked = f"ip rule add pref 5 ipproto tcp sport {ports} dport {ports} blackhole"
     network.start(

@@ -50,7 +50,7 @@ def test_torchrun_on_three_hosts(on_host):
     [seen_twice] = [report(output) for output in outputs if '[{"shape"' in output]
     for seen in seen_twice:
         assert seen["workers"] == [0, 1]
-        # They have process ids of their own, so they can't be mistaken for this host's.
+        # They have their own process ids, so these can't be mistaken for ids of this host.
         assert seen["workers whose memory is mapped"] == 0
         assert seen["listening"] in [[f"{os.environ['DC_NET']}.{host}"] for host in hosts]
 
@@ -86,7 +86,7 @@ def test_a_host_that_was_unplugged_comes_back(on_host):
 
 
 def await_line(process, wanted):
-    """Read its output up to a line; pytest's own timeout is the deadline."""
+    """Read its output up to this line; pytest's timeout is the deadline."""
     for line in process.stdout:
         if line.strip() == wanted:
             return

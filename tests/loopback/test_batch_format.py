@@ -1,4 +1,4 @@
-"""The shapes of batches: joined, split by trajectory, whole trajectories, compacted, processed."""
+"""The shapes of batches: joined, split by trajectory, whole trajectories, compacted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = 5
 
 
 class Lengths(gym.Env):
-    """Episode k of env i is ``lengths[k % len]`` frames long; shows (i, k, frame)."""
+    """Episode k of env i has ``lengths[k % len]`` frames; observes (i, k, frame)."""
 
     observation_space = gym.spaces.Box(-1, 1e6, (3,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -93,7 +93,7 @@ def test_shape(kind: Any, num_envs: int, settings: Any, shape: tuple[int, ...]) 
         assert node.shape == shape
         assert node.names == [None] * (len(shape) - 1) + ["time"]
     rows = batch["observation"].reshape(-1, T, 3)
-    # Each row is one env's, from its first frame on.
+    # Each row belongs to one env, from its first frame on.
     assert (rows[:, 0, 1:] == 0).all()
     assert (rows[..., 0] == rows[:, :1, 0]).all()
     if settings.get("cat_results") == -1 and num_envs == 3:
@@ -149,7 +149,7 @@ def test_whole_trajectories(kind: Any) -> None:
     ("fails_at", "length", "num_abandoned"), [(T + 3, T + 2, 0), (T + 1, 12, T)]
 )
 def test_a_trajectory_whose_env_fails(fails_at: int, length: int, num_abandoned: int) -> None:
-    """It is whole up to its last real frame; if that was collected before, it never will be."""
+    """It has all real frames up to the fault; frames delivered earlier are no part of it."""
     env = Maker(12, fails_at=fails_at)
     with make(dc.SyncDataCollector, env, num_envs=1, trajs_per_batch=1) as collector:
         batch = collector.next()
@@ -161,7 +161,7 @@ def test_whole_trajectories_end_with_the_frames() -> None:
     kind = {"trajs_per_batch": 2, "total_frames": 4 * T}
     with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
         batches = list(collector)
-    # 20 frames are six episodes of three and a rest.
+    # 20 frames are six episodes of three, and two more frames.
     assert [batch.shape for batch in batches] == [(2, 3)] * 3
 
 
@@ -206,7 +206,7 @@ def test_postproc() -> None:
 
 
 def test_torchrl_names() -> None:
-    """A script for TorchRL's RPCCollector needs another import and nothing else."""
+    """A script for TorchRL's RPCCollector needs only another import."""
     with loopback_collector(
         [Maker(3)],
         None,

@@ -1,4 +1,4 @@
-"""What a collector whose workers are threads says bounds it."""
+"""What bounds a collector whose workers are threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from helpers.loopback_pool import loopback_collector
 
 
 def test_bound_by_the_envs_of_a_worker() -> None:
-    # They sleep: one that spins would keep the interpreter, which is the trainer's as well here.
+    # They sleep: a busy env would hold the interpreter lock, which the trainer needs too.
     collector = loopback_collector(
         lambda: Env(sleep_s=0.003), Policy(), frames_per_batch=30, num_workers=1
     )

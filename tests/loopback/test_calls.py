@@ -75,7 +75,7 @@ class TestEvaluate:
     def test_whole_episodes(self, make: Any) -> None:
         with make(Levels, Acts(2)) as collector:
             found = collector.evaluate(7)
-            assert found.returns.tolist() == [10.0] * 7  # five frames worth 2 each
+            assert found.returns.tolist() == [10.0] * 7  # five frames with reward 2
             assert found.lengths.tolist() == [5] * 7
             assert found.policy_version.tolist() == [0] * 7
             assert found.mean_return == 10
@@ -128,7 +128,7 @@ class TestEvaluate:
 
 
 class Long(gym.Env):
-    """Each frame is worth 1."""
+    """Each frame has reward 1."""
 
     observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gym.spaces.Discrete(3)
@@ -149,7 +149,7 @@ class Long(gym.Env):
 
 
 class NativeNextStep(gym.vector.VectorWrapper):
-    """Shows its vector env as a native one, whose rows can't be reset one by one."""
+    """Makes a vector env look like a native one, whose rows can't be reset one by one."""
 
     @classmethod
     def of(cls, make: Any) -> Any:

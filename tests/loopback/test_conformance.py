@@ -95,7 +95,7 @@ class UnevenMaker:
 
 @pytest.mark.parametrize("delivery", LIGHT)
 def test_rows_that_drift_apart(delivery: str) -> None:
-    """What finds no room is left out, and leaves no wrong frame behind."""
+    """Frames without room are left out, and no wrong frame remains."""
     parts: dict[tuple[int, int], list[TensorDictBase]] = {}
     with DELIVERIES[delivery].start(UnevenMaker()) as collector:
         for _ in range(12):
@@ -162,7 +162,7 @@ def test_info_keys_with_spaces() -> None:
 
 @pytest.mark.parametrize("delivery", LIGHT)
 def test_init_random_frames(delivery: str) -> None:
-    """Random actions, and nothing written by the policy, for the first batches only."""
+    """Only the first batches have random actions and no entries of the policy."""
     policy = Teller(1.0)
     way = DELIVERIES[delivery]
     batch_frames = int(np.prod(way.shape(way.num_workers, N, T)))
@@ -176,7 +176,7 @@ def test_init_random_frames(delivery: str) -> None:
     )
     random = [not batch["told"].any() for batch in oracle.clones]
     assert sum(random) == 2
-    # Rollouts of two workers may overtake each other.
+    # Rollouts of two workers may arrive in either order.
     assert not any(random[2 if way.on_policy else 5 :])
     for batch, is_random in zip(oracle.clones, random, strict=True):
         chosen = batch["observation"].sum(-1).long() % 5
@@ -185,7 +185,7 @@ def test_init_random_frames(delivery: str) -> None:
 
 
 class RampMaker:
-    """Makers with a context: an env for each slot and row."""
+    """A maker with a context makes an env for each worker and row."""
 
     def __call__(self, context: dc.EnvContext) -> CountingEnv:
         assert context.incarnation == 0
@@ -223,7 +223,7 @@ class Beyond(nn.Module):
 @pytest.mark.parametrize("kind", ["plain", "sync-next", "native-next"])
 @pytest.mark.parametrize("delivery", LIGHT)
 def test_clip_actions(delivery: str, kind: str) -> None:
-    """The env gets clipped actions (it checks), the batch those that were chosen."""
+    """The env gets clipped actions (it checks them); the batch has the chosen ones."""
     maker = CountingMaker(kind, N, action="box")
     kwargs = {"clip_actions": True, "shown": lambda action: np.clip(action, -1, 1)}
     oracle = run(DELIVERIES[delivery], maker, Beyond(), **kwargs)
@@ -336,7 +336,7 @@ def test_trajectories_do_not_depend_on_the_number_of_workers(
 
 
 def test_a_seed_counts_from_the_next_batch_on() -> None:
-    """Also where rollouts of before were collected ahead."""
+    """Also if earlier rollouts were collected ahead."""
 
     def first_after(seed: int, batches_before: int) -> TensorDict:
         settings = {"num_workers": 1, "envs": 2}

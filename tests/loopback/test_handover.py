@@ -71,7 +71,7 @@ def test_a_rollout_is_handed_over_and_taken(collector: dc.RPCDataCollector) -> N
     assert batch.names[-1] == "time"
     assert transport.bytes_fetched == reference.num_bytes
     assert settled(collector, lambda total: total.delivered == 2 * STEPS).lost == {}
-    # What comes next goes on where it ended: it was the worker's first rollout.
+    # The next rollout continues where this one, the worker's first, ended.
     following = collector.take_over(collector.hand_over(SOON_S), SOON_S)
     before = batch["next", "observation"][:, -1]
     ended = batch["next", "done"][:, -1]
@@ -84,7 +84,7 @@ def test_a_rollout_is_handed_over_and_taken(collector: dc.RPCDataCollector) -> N
 
 
 def test_its_memory_is_not_written_to_until_it_was_taken(collector: dc.RPCDataCollector) -> None:
-    """A worker has memory for two rollouts, so a third waits."""
+    """A worker has memory for two rollouts, so the third one waits."""
     references = [collector.hand_over(SOON_S) for _ in range(2)]
     with pytest.raises(dc.BatchTimeout, match=r"other trainers to take 2 rollout\(s\)"):
         collector.hand_over(0.2)
@@ -111,7 +111,7 @@ def test_who_comes_too_late_gets_nothing(collector: dc.RPCDataCollector) -> None
 
 
 def test_what_was_read_too_late_counts_for_nothing(collector: dc.RPCDataCollector) -> None:
-    """Whoever reads it and dies, or takes too long, leaves it to nobody."""
+    """A reader that dies or is too slow: nobody else gets the rollout."""
     reference = collector.hand_over(SOON_S)
     worker = workers_of(collector).services[0]
     worker.read_handover(reference.key, mapped=False)
@@ -162,7 +162,7 @@ def test_frames_handed_over_are_of_the_total() -> None:
 
 def test_what_next_has_fetched_travels_along_if_there_is_no_other() -> None:
     with make(total_frames=8 * STEPS) as collector:
-        collector.next(SOON_S)  # and two more come here
+        collector.next(SOON_S)  # and two more are delivered here
         settled(collector, lambda total: total.stepped == 8 * STEPS)
         kinds = [collector.hand_over(SOON_S) for _ in range(3)]
         assert [reference.tensors is None for reference in kinds] == [True, False, False]
@@ -248,7 +248,7 @@ def test_only_one_of_many_gets_it(collector: dc.RPCDataCollector) -> None:
 
 
 def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollector) -> None:
-    """The trainer that hands over may be on the worker's host, the one that takes on another."""
+    """The giving trainer may be on the worker's host, and the taking one on another."""
     layout = collector._layout
     shared, plain = Slab(layout, 3, shared=True), Slab(layout, 3)
     for slab in (shared, plain):

@@ -22,14 +22,14 @@ def only(findings: list[Finding]) -> Finding:
 
 def test_a_survey_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    survey = look(3, "127.0.0.1")
-    assert HostReport(**asdict(survey)) == survey  # as it travels
-    assert survey.interface == "lo"
-    assert "127.0.0.1" in survey.interfaces["lo"]
-    assert survey.variables == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert survey.pid == os.getpid()
-    assert 3 < survey.open_files < survey.max_files
-    assert not survey.problems
+    report = look(3, "127.0.0.1")
+    assert HostReport(**asdict(report)) == report  # as it is sent
+    assert report.interface == "lo"
+    assert "127.0.0.1" in report.interfaces["lo"]
+    assert report.variables == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert report.pid == os.getpid()
+    assert 3 < report.open_files < report.max_files
+    assert not report.problems
     assert look(3, "203.0.113.1").problems["ports"].startswith("can't listen on 203.0.113.1")
 
 
@@ -43,5 +43,5 @@ def test_torch_without_a_private_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ports_that_are_taken_by_nobody_here() -> None:
-    survey = look(0, "203.0.113.1")
-    assert "203.0.113.1" in only(checks.check_ports(survey)).problem
+    report = look(0, "203.0.113.1")
+    assert "203.0.113.1" in only(checks.check_ports(report)).problem

@@ -1,4 +1,4 @@
-"""Who may join the trainer, and what a control connection carries."""
+"""Who may join the trainer, and what control connections carry."""
 
 from __future__ import annotations
 
@@ -12,107 +12,126 @@ import pytest
 from helpers.join_server import (
     SOON_S,
     TOKEN,
+    WELCOME,
     Connect,
     Recorder,
     connect,
     events,
-    gate,
     hello,
+    server,
 )
 
 import distcollect as dc
-from distcollect.launch.rendezvous import TrainerAddress
+from distcollect.common.process_exit import ProcessExit
 from distcollect.launch.supervisor import join
-from distcollect.net.framing import versions
+from distcollect.net.framing import Frame, pack
+from distcollect.net.messages import (
+    Exited,
+    Goodbye,
+    Kill,
+    Refused,
+    SupervisorHello,
+    TrainerAddress,
+    encode,
+    to_frame,
+    versions,
+)
 from distcollect.net.server import JoinServer
 
-__all__ = ["connect", "events", "gate"]
+__all__ = ["connect", "events", "server"]
 
 
 def frame(data: bytes, length: int | None = None) -> bytes:
     return struct.pack("!I", len(data) if length is None else length) + data
 
 
-def test_joins_and_exchanges_frames(gate: JoinServer, events: Recorder, connect: Connect) -> None:
-    lifeline = connect(gate)
-    assert lifeline.join("worker", TOKEN, worker_id=3) == {"welcome": "worker"}
+def test_joins_and_exchanges_frames(server: JoinServer, events: Recorder, connect: Connect) -> None:
+    client = connect(server)
+    assert client.join(hello(worker_id=3)) == WELCOME
     connection = events.next("admitted")
-    assert connection.hello["worker_id"] == 3
-    assert connection.hello["pid"] == os.getpid()
+    assert connection.hello.worker_id == 3
+    assert connection.hello.pid == os.getpid()
     for size in (0, 10, 200_000):
-        lifeline.send({"text": "x" * size})
-        assert events.next("received") == {"text": "x" * size}
-        connection.send({"reply": "y" * size})
-        assert lifeline.receive() == {"reply": "y" * size}
-    lifeline.close()
+        exited = Exited(2, ProcessExit(-9, 7, "x" * size))
+        client.send(exited)
+        assert events.next("received") == exited
+        connection.send(Refused("y" * size))
+        assert client.receive() == Refused("y" * size)
+    client.close()
     assert events.next("closed") is connection
 
 
 def test_a_host_that_cannot_be_reached_any_more_is_gone(
-    gate: JoinServer, events: Recorder, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    server: JoinServer, events: Recorder, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel says so by an error that Python takes for a timeout."""
-    lifeline = connect(gate)
-    lifeline.join("worker", TOKEN)
+    client = connect(server)
+    client.join(hello())
 
     class Unplugged:
         def recv(self, size: int) -> bytes:
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
     with monkeypatch.context() as patch:
-        patch.setattr(lifeline, "_sock", Unplugged())
-        assert lifeline.receive() is None
+        patch.setattr(client, "_sock", Unplugged())
+        assert client.receive() is None
 
 
 def test_a_supervisor_tries_again_when_the_handshake_breaks_off(
-    gate: JoinServer, events: Recorder
+    server: JoinServer, events: Recorder
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as breaks_off:
-        ports = [breaks_off.getsockname()[1], gate.port]
-        meetings = [TrainerAddress("127.0.0.1", port, TOKEN) for port in ports]
+        ports = [breaks_off.getsockname()[1], server.port]
+        addresses = [TrainerAddress("127.0.0.1", port, TOKEN) for port in ports]
 
         def break_off() -> None:
             breaks_off.accept()[0].close()
 
         threading.Thread(target=break_off, daemon=True).start()
-        lifeline, meeting = join(lambda: meetings.pop(0), None, 20, give_up_if_refused=True)
-        assert meeting.port == gate.port
-        lifeline.close()
+        client, found = join(
+            lambda: addresses.pop(0),
+            lambda trainer: SupervisorHello(token=trainer.token, rank=None),
+            20,
+            name="this process",
+            give_up_if_refused=True,
+        )
+        assert found.port == server.port
+        client.close()
 
 
-def test_the_gates_end_ends_all_lifelines(
-    gate: JoinServer, events: Recorder, connect: Connect
+def test_the_servers_end_ends_all_connections(
+    server: JoinServer, events: Recorder, connect: Connect
 ) -> None:
-    lifelines = [connect(gate) for _ in range(3)]
-    for lifeline in lifelines:
-        lifeline.join("worker", TOKEN)
-    gate.close()
-    assert [lifeline.receive() for lifeline in lifelines] == [None] * 3
+    clients = [connect(server) for _ in range(3)]
+    for client in clients:
+        client.join(hello())
+    server.close()
+    assert [client.receive() for client in clients] == [None] * 3
     with pytest.raises(OSError, match="refused"):
-        connect(gate)
+        connect(server)
 
 
 @pytest.mark.parametrize("token", ["", "another", TOKEN + "x", "\N{SNOWMAN}"])
 def test_a_wrong_token_is_refused(
-    gate: JoinServer, events: Recorder, token: str, connect: Connect
+    server: JoinServer, events: Recorder, token: str, connect: Connect
 ) -> None:
     with pytest.raises(dc.LaunchError, match=r"refused this worker: .*token"):
-        connect(gate).join("worker", token)
+        connect(server).join(hello(token=token))
     assert "token" in events.next("refused")
 
 
 @pytest.mark.parametrize("name", ["protocol", "python", "torch", "tensordict"])
 def test_another_version_is_refused_naming_both(
-    gate: JoinServer, events: Recorder, name: str, connect: Connect
+    server: JoinServer, events: Recorder, name: str, connect: Connect
 ) -> None:
-    lifeline = connect(gate)
-    lifeline.send(hello(versions={**versions(), name: "0.99"}))
+    client = connect(server)
+    client.send(hello(versions={**versions(), name: "0.99"}))
     reason = (
         f"its {name} is 0.99, the trainer's is {versions()[name]}; install the same on all hosts"
     )
-    assert lifeline.receive() == {"refused": reason}
+    assert client.receive() == Refused(reason)
     assert events.next("refused") == reason
-    assert lifeline.receive() is None
+    assert client.receive() is None
 
 
 GARBAGE = {
@@ -139,41 +158,82 @@ GARBAGE = {
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "held open"])
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
 def test_garbage_does_no_harm(
-    gate: JoinServer, events: Recorder, garbage: bytes, ended: bool, connect: Connect
+    server: JoinServer, events: Recorder, garbage: bytes, ended: bool, connect: Connect
 ) -> None:
-    before = connect(gate)
-    before.join("worker", TOKEN)
+    before = connect(server)
+    before.join(hello())
     events.next("admitted")
-    with socket.create_connection((gate.address, gate.port)) as sock:
+    with socket.create_connection((server.address, server.port)) as sock:
         sock.sendall(garbage)
         if ended:
             sock.shutdown(socket.SHUT_RDWR)
-        after = connect(gate)
-        after.join("worker", TOKEN)
-        before.send({"still": "here"})
+        after = connect(server)
+        after.join(hello())
+        before.send(Kill(1, 2))
         while (got := events.queue.get(timeout=SOON_S))[0] != "received":
             assert got[0] in {"refused", "admitted"}
-        assert got[1] == {"still": "here"}
+        assert got[1] == Kill(1, 2)
 
 
 def test_garbage_after_joining_closes_the_connection(
-    gate: JoinServer, events: Recorder, connect: Connect
+    server: JoinServer, events: Recorder, connect: Connect
 ) -> None:
-    lifeline = connect(gate)
-    lifeline.join("worker", TOKEN)
+    client = connect(server)
+    client.join(hello())
     connection = events.next("admitted")
-    lifeline._sock.sendall(frame(b"nonsense"))
+    client._sock.sendall(frame(b"nonsense"))
     assert events.next("closed") is connection
-    assert lifeline.receive() is None
+    assert client.receive() is None
 
 
 def test_frames_come_whole_however_they_are_cut(
-    gate: JoinServer, events: Recorder, connect: Connect
+    server: JoinServer, events: Recorder, connect: Connect
 ) -> None:
-    lifeline = connect(gate)
-    lifeline.join("worker", TOKEN)
+    client = connect(server)
+    client.join(hello())
     events.next("admitted")
-    data = frame(b'{"n": 1}') + frame(b'{"n": 2}') + frame(b'{"n": 3}')
+    data = b"".join(encode(Kill(n, 0)) for n in (1, 2, 3))
     for start in range(0, len(data), 5):
-        lifeline._sock.sendall(data[start : start + 5])
-    assert [events.next("received")["n"] for _ in range(3)] == [1, 2, 3]
+        client._sock.sendall(data[start : start + 5])
+    assert [events.next("received").worker_id for _ in range(3)] == [1, 2, 3]
+
+
+HELLO = to_frame(hello())
+BAD_FIELDS = {
+    "unknown message": {**HELLO, "message": "Greeting"},
+    "no message": {key: value for key, value in HELLO.items() if key != "message"},
+    "not a hello": {**to_frame(Goodbye()), "token": TOKEN, "versions": versions()},
+    "missing field": {key: value for key, value in HELLO.items() if key != "incarnation"},
+    "unknown field": {**HELLO, "more": 1},
+    "text for a number": {**HELLO, "worker_id": "0"},
+    "bool for a number": {**HELLO, "worker_id": True},
+    "a field that is null": {**HELLO, "host": None},
+}
+
+
+@pytest.mark.parametrize("sent", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
+def test_a_malformed_hello_closes_the_connection(
+    server: JoinServer,
+    events: Recorder,
+    sent: Frame,
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = connect(server)
+    client._sock.sendall(pack(sent))
+    assert client.receive() is None
+    assert events.queue.empty()
+    assert "closing a connection after an unusable message" in caplog.text
+
+
+def test_nothing_is_read_after_a_refusal(
+    server: JoinServer, events: Recorder, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = connect(server)
+    stranger._sock.sendall(frame(b"{}") * 10_000)
+    assert isinstance(stranger.receive(), Refused)
+    stranger.close()
+    connect(server).join(hello())
+    assert "token" in events.next("refused")
+    events.next("admitted")
+    assert not caplog.records

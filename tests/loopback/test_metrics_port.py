@@ -23,7 +23,7 @@ def test_a_collector_that_could_not_be_made_gives_its_port_back() -> None:
     options = dc.Monitor(prometheus_port=free_port(), view=False)
     with pytest.raises(dc.ArgumentError, match="envs_per_worker") as held:
         dc.SyncDataCollector("CartPole-v1", frames_per_batch=4, envs_per_worker=0, monitor=options)
-    # Somebody looks at the error, and with that at its collector.
+    # The traceback of the error keeps the collector alive.
     with (
         dc.SyncDataCollector("CartPole-v1", frames_per_batch=4, monitor=options),
         pytest.raises(dc.ArgumentError, match=r"in use\); name another port, or 0"),

@@ -1,4 +1,4 @@
-"""The pool's order of things, with workers that answer when the test says so."""
+"""The pool's order of actions; workers answer when the test says so."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Transport:
         return answer
 
     def answer(self, peer: int) -> Offer:
-        """The oldest open request of a worker is done."""
+        """Answer the oldest open request of a worker."""
         index = next(i for i, (owner, _) in enumerate(self.requests) if owner == peer)
         _, answer = self.requests.pop(index)
         sequence = self.counts[peer] = self.counts.get(peer, -1) + 1
@@ -113,7 +113,7 @@ class Sender:
 
 
 class FailureSink:
-    """Takes down what the pool says of workers."""
+    """Records what the pool reports about workers."""
 
     def __init__(self) -> None:
         self.failed: list[int] = []
@@ -151,7 +151,7 @@ def ask(pool: Pool) -> None:
 
 
 def test_a_slab_is_not_written_to_while_it_is_read() -> None:
-    """Also when the rollout after it arrives earlier, or is given up."""
+    """Also if the next rollout arrives earlier, or is given up."""
     pool, transport, _ = make(sync=False)
     ask(pool)
     first = transport.answer(0)
@@ -209,7 +209,7 @@ def test_in_sync_mode_a_worker_waits_for_the_weights_sent_to_it() -> None:
 
 
 def test_several_stale_rollouts_are_given_up_at_once() -> None:
-    """Also when the requests that follow are answered on the spot."""
+    """Also if the next requests are answered at once."""
     pool, transport, _ = make(
         sync=False, num_workers=3, staleness=Staleness(max_policy_lag=0, mode="drop")
     )
@@ -259,7 +259,7 @@ def test_pace_asks_again_when_weights_are_acknowledged() -> None:
 
 
 def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that was given up while it was on its way here, and those nobody can tell of."""
+    """Also a rollout given up while it was fetched, and frames of unknown fate."""
     pool, transport, _ = make(sync=True, num_workers=2)
 
     def wait(*_: Any) -> None:

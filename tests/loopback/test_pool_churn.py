@@ -27,7 +27,7 @@ ASYNC = replace(SYNC, sync=False, num_rollouts=1, num_frames=NUM_BATCHES * FRAME
 
 
 def script(run: Run, *steps: Callable[[], Any]) -> None:
-    """Let this happen, one after the other, while the user waits, and nothing else."""
+    """While the user waits, let these steps happen in this order, and nothing else."""
     left = list(steps)
 
     def happen() -> bool:

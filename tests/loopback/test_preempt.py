@@ -59,7 +59,7 @@ def offer(weights: LiveWeights, version: int) -> None:
 
 
 class Run:
-    """An engine, and what it collected."""
+    """An engine, and the rollouts it collected."""
 
     def __init__(self, create_env: Any) -> None:
         self.policy = Told()
@@ -115,7 +115,7 @@ def check_padding(batch: TensorDict) -> None:
 
 
 def check_row(frames: TensorDict, lengths: tuple[int, ...] = LENGTHS) -> None:
-    """Check every value of a row's frames, and that its trajectories follow its episodes."""
+    """Check all values of a row's frames, and that trajectories end with episodes."""
     check_frames(
         [
             Frame(

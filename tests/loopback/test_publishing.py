@@ -11,8 +11,9 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from helpers.envs import ProcessIdEnv
 from helpers.loopback_pool import loopback_collector
-from helpers.publishing import NAMES, Collect, Env, Telling, collect, told
+from helpers.publishing import NAMES, Collect, Telling, collect, told
 
 import distcollect as dc
 
@@ -83,7 +84,7 @@ class TestWhatTravels:
     def test_a_change_of_another_version_than_the_receivers_is_refused(
         self, collect: Collect
     ) -> None:
-        """One has got a newer one than was acknowledged: it is sent all of the next."""
+        """A worker with a newer version than it acknowledged is sent the next one in full."""
         collector = collect(weight_sync=dc.WeightSync(changes_only=True))
         policy = Telling()
         collector.update_policy_weights_(policy.fill(1))
@@ -156,15 +157,15 @@ class TestToWhom:
             assert time.monotonic() < deadline
 
     def test_by_itself_also_to_those_who_lag(self) -> None:
-        """One is so slow that none of its batches is taken meanwhile."""
+        """One worker is so slow that it delivers no batch during the test."""
 
-        class Slow(Env):
+        class Slow(ProcessIdEnv):
             def step(self, action: Any) -> Any:
                 threading.Event().wait(30)
                 return super().step(action)
 
         def first_step_is_quick(context: Any) -> Any:
-            return Slow() if context.worker_id == 2 else Env()
+            return Slow() if context.worker_id == 2 else ProcessIdEnv()
 
         collector = loopback_collector(
             first_step_is_quick,

@@ -44,7 +44,7 @@ def test_a_learned_start_is_that_of_the_newest_weights() -> None:
 
 
 class Leaning(Counter):
-    """Acts by what it has seen in the whole episode."""
+    """Acts by all observations of the episode."""
 
     def forward(self, observation: Any, frames: Any, total: Any, is_init: Any) -> Any:
         _, written = super().forward(observation, frames, total, is_init)

@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
+from helpers.replay_buffers import (
+    Buffer,
+    T,
+    check_failure_of_what_collects_is_told,
+    check_weights_while_the_buffer_fills,
+)
+from helpers.waiting import eventually
 from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 
-T = 8
 FRAMES = 2 * T
-
-
-class Buffer:
-    """The least that will do."""
-
-    def __init__(self) -> None:
-        self.frames: list[TensorDict] = []
-        self.inserts: list[int] = []
-
-    def extend(self, data: TensorDict) -> None:
-        self.frames.extend(data.unbind(0))
-        self.inserts.append(len(data))
-
-    def sample(self, batch_size: int) -> TensorDict:
-        indices = torch.randint(len(self.frames), (batch_size,)).tolist()
-        return torch.stack([self.frames[index] for index in indices])
-
-    def __len__(self) -> int:
-        return len(self.frames)
-
-
-def eventually(condition: Any, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def sync(buffer: Any, **settings: Any) -> dc.SyncDataCollector:
@@ -67,7 +43,7 @@ def test_iterating(collector_of: Any) -> None:
         assert list(collector) == [None] * 3
     assert buffer.inserts == [FRAMES] * 3
     assert {frame.batch_size for frame in buffer.frames} == {torch.Size([])}
-    # Frames of an env's rollout come one after the other.
+    # The frames of one env's rollout are adjacent.
     rows = torch.stack(buffer.frames).reshape(-1, T)
     ids, done = rows["collector", "traj_ids"], rows["next", "done"].squeeze(-1)
     assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
@@ -154,12 +130,12 @@ def test_rate_is_kept_from_both_sides(collector_of: Any) -> None:
         sampled = 0
         for step in range(60):
             if step % 20 == 19:
-                # A consumer that stalls: collecting stops where it has to.
+                # The consumer stalls: collection stops at the limit.
                 time.sleep(0.2)
             assert len(buffer.sample(size)) == size
             sampled += size
             owed = (len(buffer) - min_size) * per_insert - sampled
-            # Either side is ahead by the slack and one of its batches at most.
+            # Each side is ahead by at most the slack and one of its batches.
             assert -slack - size <= owed <= slack + FRAMES * per_insert
     finally:
         collector.async_shutdown()
@@ -186,49 +162,10 @@ def test_sampling_has_a_deadline() -> None:
         buffer.sample(2)
 
 
-class Breaks(gym.Wrapper):
-    """Ends its process, or raises whatever is done about it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-        self._how, self._left = how, 30
-
-    def step(self, action: Any) -> Any:
-        self._left -= 1
-        if not self._left and self._how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self._left <= 0:
-            raise OSError("out of paper")
-        return super().step(action)
-
-
 @pytest.mark.parametrize("how", ["dies", "raises"])
-@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.aSyncDataCollector])
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector])
 def test_failure_of_what_collects_is_told(kind: Any, how: str) -> None:
-    if kind is dc.SyncDataCollector and how == "dies":
-        pytest.skip("that would be this process")
-    buffer = dc.RateLimited(Buffer(), 1.0, min_size=10_000)
-    faults = dc.Faults(max_restarts=0, max_env_faults=0)
-    expected = dc.WorkerLost if how == "dies" else dc.EnvError
-    collector = kind(lambda: Breaks(how), frames_per_batch=T, replay_buffer=buffer, faults=faults)
-    collector.start()
-    with pytest.raises(dc.CollectorStateError, match=r"no more frames come in: .*(worker 0|paper)"):
-        buffer.sample(4)
-    with pytest.raises(expected):
-        collector.update_policy_weights_()
-    with pytest.raises(expected):
-        collector.async_shutdown()
-
-
-def test_one_that_is_dropped_ends() -> None:
-    """Nobody would end it otherwise; then another may be made."""
-    for _ in range(2):
-        buffer = Buffer()
-        collector = dc.aSyncDataCollector("CartPole-v1", frames_per_batch=T, replay_buffer=buffer)
-        collector.start()
-        eventually(lambda: len(buffer))  # noqa: B023 - called at once
-        del collector
-        eventually(lambda: "distcollect-collect" not in {t.name for t in threading.enumerate()})
+    check_failure_of_what_collects_is_told(kind, how)
 
 
 @pytest.mark.parametrize(
@@ -245,45 +182,9 @@ def test_bad_limits(settings: dict[str, Any], error: str) -> None:
         dc.RateLimited(Buffer(), **settings)
 
 
-class Shown(nn.Module):
-    """Shows its weight in each frame."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        n = len(observation)
-        return torch.zeros(n, dtype=torch.int64), {"weight": self.weight.expand(n)}
-
-
-@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.MultiaSyncDataCollector])
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector])
 def test_weights_while_the_buffer_fills(kind: Any) -> None:
-    """Those that were published, though the trainer's own change all the time."""
-    policy, buffer = Shown(), Buffer()
-    how = {} if kind is dc.SyncDataCollector else {"num_workers": 2}
-    with kind("CartPole-v1", policy, frames_per_batch=T, replay_buffer=buffer, **how) as collector:
-        collector.start()
-        for version in range(1, 6):
-            for _ in range(200):
-                with torch.no_grad():
-                    policy.weight.add_(0.001)
-            with torch.no_grad():
-                policy.weight.fill_(version)
-            collector.update_policy_weights_()
-            if version % 2:
-                collector.update_policy_weights_({"weight": torch.tensor(float(version))})
-        newest = collector.policy_version
-        eventually(lambda: buffer.frames[-1:] and frame_version(buffer) == newest)
-        assert collector.call("render_mode")[0] == [None]
-    frames = torch.stack(buffer.frames)
-    shown, versions = frames["weight"], frames["collector", "policy_version"]
-    published = [0, 1, 1, 2, 3, 3, 4, 5, 5]
-    assert shown.tolist() == [published[version] for version in versions.tolist()]
-
-
-def frame_version(buffer: Buffer) -> int:
-    return int(buffer.frames[-1]["collector", "policy_version"])
+    check_weights_while_the_buffer_fills(kind)
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

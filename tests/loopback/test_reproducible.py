@@ -18,7 +18,7 @@ def test_same_batches(make: Any, wait: bool) -> None:
 
 
 def test_all_else_goes_on() -> None:
-    """Ends where it should; calls and the evaluation disturb nothing."""
+    """The run ends at total_frames; calls change nothing."""
     with loopback_collector(
         Uneven,
         Learned(),

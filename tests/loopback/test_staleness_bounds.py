@@ -22,7 +22,7 @@ class TestStaleness:
     def run(
         self, collector: dc.RPCDataCollector, policy: Telling, batches: int = 60
     ) -> list[dc.LagStats]:
-        """Publish after each batch; the lags of all batches, which are checked."""
+        """Publish after each batch; check and return the lags of all batches."""
         lags = []
         for _ in range(batches):
             batch = collector.next()

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers.countdown_env import Countdown
+from helpers.envs import CountdownEnv
 from helpers.loopback_pool import loopback_collector
+from helpers.policies import ConstantPolicy
 
 import distcollect as dc
 from distcollect.results import (
@@ -18,26 +18,17 @@ from distcollect.results import (
 )
 
 
-class Choose(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(observation), dtype=torch.int64)
-
-
 @pytest.mark.parametrize("kind", [None, True, False], ids=["in process", "sync", "async"])
 def test_stats_of_a_collector(kind: bool | None, tmp_path: Path) -> None:
     told: list[Stats] = []
     monitor = dc.Monitor(run_dir=tmp_path, callback=told.append, view=False)
-    policy = Choose()
+    policy = ConstantPolicy()
     options: dict[str, Any] = {"frames_per_batch": 24, "total_frames": 240, "monitor": monitor}
     if kind is None:
-        collector: Any = dc.SyncDataCollector(Countdown, policy, envs_per_worker=2, **options)
+        collector: Any = dc.SyncDataCollector(CountdownEnv, policy, envs_per_worker=2, **options)
     else:
         collector = loopback_collector(
-            Countdown, policy, num_workers=2, envs_per_worker=2, sync=kind, **options
+            CountdownEnv, policy, num_workers=2, envs_per_worker=2, sync=kind, **options
         )
     with collector:
         assert collector.stats().elapsed_s == 0
@@ -62,7 +53,7 @@ def test_stats_of_a_collector(kind: bool | None, tmp_path: Path) -> None:
     assert (episodes.mean_return, episodes.mean_length) == (10.0, 5.0)
     assert (stats.num_bytes > 0) == (kind is not None)
     assert stats.sync == (kind is not False)
-    # Handed out at the end, whatever the pause.
+    # Reported at the end, whatever ``every_s`` is.
     assert [s.ended for s in told] == [True]
     (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
     assert Stats.from_dict(json.loads(line)) == told[0] == stats
@@ -76,7 +67,7 @@ def test_prometheus_and_what_a_callback_breaks(caplog: pytest.LogCaptureFixture)
         raise OSError("no room left")
 
     monitor = dc.Monitor(prometheus_port=0, callback=broken, every_s=0.01)
-    with dc.SyncDataCollector(Countdown, frames_per_batch=10, monitor=monitor) as collector:
+    with dc.SyncDataCollector(CountdownEnv, frames_per_batch=10, monitor=monitor) as collector:
         for _ in range(3):
             collector.next()
         (address,) = [r.args[0] for r in caplog.records if "Prometheus" in r.msg]

@@ -10,8 +10,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-import torch
 from helpers.loopback_pool import loopback_collector
+from helpers.policies import GreedyPolicy
 from helpers.trace_checks import (
     assert_answered,
     assert_named,
@@ -20,26 +20,16 @@ from helpers.trace_checks import (
     load,
     spans,
 )
-from torch import nn
 
 import distcollect as dc
 from distcollect.rollout.header import Span
 from distcollect.telemetry.step_timer import TracingStepTimer
 from distcollect.telemetry.trace import STEPS, WEIGHTS
 
-SKEW = 5 * 86_400 * 1_000_000_000  # ns: another host was started days ago
+SKEW = 5 * 86_400 * 1_000_000_000  # ns: the clock of a host that started days earlier
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
-
-
-class Greedy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.linear(observation).argmax(-1)
 
 
 def test_workers_are_on_the_trainers_time_line(
@@ -54,7 +44,7 @@ def test_workers_are_on_the_trainers_time_line(
     path = tmp_path / "trace.json"
     collector = loopback_collector(
         "CartPole-v1",
-        Greedy(),
+        GreedyPolicy(),
         frames_per_batch=32,
         num_workers=2,
         sync=True,
@@ -85,7 +75,7 @@ def test_workers_are_on_the_trainers_time_line(
     assert sent == [f"push version {version}" for version in (1, 2, 3)]
     batches = spans(events, "trainer", "batches")
     assert {name for name, _, _ in batches} >= {"train", "collect", "weights", "assemble"}
-    # Of a time line there is nothing missing.
+    # A time line has no gaps.
     for (_, _, end), (_, begin, _) in pairwise(batches):
         assert begin == end
     assert events[-1]["name"] == "end of the trace"

@@ -12,7 +12,8 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from helpers.publishing import NAMES, Collect, Env, Telling, collect, told
+from helpers.envs import ProcessIdEnv
+from helpers.publishing import NAMES, Collect, Telling, collect, told
 
 import distcollect as dc
 from distcollect.weights.updaters import UpdaterContext
@@ -36,7 +37,7 @@ class FromFile(dc.WeightSource):
 
 
 class FileUpdater(dc.WeightUpdaterBase):
-    """Over a file; the first so many payloads arrive torn at worker 1."""
+    """Sends weights through a file; the first ``torn`` payloads arrive damaged at worker 1."""
 
     def __init__(self, folder: Path, torn: int = 0) -> None:
         self.folder = folder
@@ -82,7 +83,7 @@ class TestUpdaters:
         collector.update_policy_weights_()
         assert told(collector.next(), 0)["wide"] == 7
         assert all((parameter == 7).all() for parameter in policy.parameters())
-        # What is given is sent, and stays away from the trainer's own.
+        # The given weights are sent; the trainer's own stay as they are.
         collector.update_policy_weights_(Telling(3))
         assert told(collector.next(), 0)["wide"] == 3
         assert all((parameter == 7).all() for parameter in policy.parameters())
@@ -120,7 +121,7 @@ class TestUpdaters:
     def test_more_groups_than_are_kept(
         self, collect: Collect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Both ends drop the same ones."""
+        """Both ends drop the same groups."""
         monkeypatch.setattr("distcollect.weights.broadcast._MAX_GROUPS", 2)
         collector = collect(num_workers=3, weight_updater=dc.BroadcastUpdater())
         for version in range(1, 13):
@@ -140,11 +141,11 @@ class TestUpdaters:
             updater.sources(payload, {0: peer})
         threading.Event().wait(limit_s)
         updater.sources(payload, {0: 20})
-        assert updater._store.num_keys() == 3  # of two groups, and of one that was left just now
+        assert updater._store.num_keys() == 3  # of two groups, and of one that has just ended
         updater.close()
 
     def test_who_can_get_none_ends_a_sync_run(self, collect: Collect, tmp_path: Path) -> None:
-        """It must not go on with the weights that it has."""
+        """It must not continue with its old weights."""
         collector = collect(weight_updater=FileUpdater(tmp_path, torn=99))
         collector.update_policy_weights_(Telling(1))
         with pytest.raises(dc.WorkerError, match="checksum"):
@@ -155,7 +156,7 @@ class TestUpdaters:
         collector = collect(weight_updater=updater)
         collector.init_updater(1, two=3)
         assert updater.arguments == ((1,), {"two": 3})
-        with dc.SyncDataCollector(Env, Telling(), frames_per_batch=2) as alone:
+        with dc.SyncDataCollector(ProcessIdEnv, Telling(), frames_per_batch=2) as alone:
             alone.init_updater(1, two=3)
             with pytest.raises(TypeError, match="no weight updater"):
                 alone.update_policy_weights_(worker_ids=0)

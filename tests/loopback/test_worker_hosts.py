@@ -1,67 +1,78 @@
-"""Which processes the trainer takes to be there, as supervisors come and go."""
+"""Which worker processes the trainer counts as present while supervisors come and go."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
+from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import LaunchError
-from distcollect.launch.worker_hosts import Cluster, listen_address
+from distcollect.launch.rendezvous import listen_address
+from distcollect.launch.worker_hosts import WorkerHosts
+from distcollect.net.messages import (
+    Exited,
+    Kill,
+    Message,
+    Spawn,
+    SupervisorHello,
+    WorkerSettings,
+)
 
 
 class Connection:
-    """A supervisor's, as the gate hands it over."""
+    """A supervisor's, as the join server passes it on."""
 
-    def __init__(self, **hello: Any) -> None:
-        self.hello = {"role": "supervisor", **hello}
-        self.sent: list[dict[str, Any]] = []
+    def __init__(self, rank: int | None) -> None:
+        self.hello = SupervisorHello(token="", rank=rank)
+        self.sent: list[Message] = []
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         self.sent.append(message)
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster("127.0.0.1", "a token")
-    yield cluster
-    cluster.gate.close()
+def hosts() -> Iterator[WorkerHosts]:
+    hosts = WorkerHosts("127.0.0.1", "a token")
+    yield hosts
+    hosts.join_server.close()
 
 
-def welcome(cluster: Cluster, connection: Connection) -> None:
-    cluster.admit(connection)  # type: ignore[arg-type]
-    cluster.admitted(connection)  # type: ignore[arg-type]
+def welcome(hosts: WorkerHosts, connection: Connection) -> None:
+    hosts.admit(connection)  # type: ignore[arg-type]
+    hosts.admitted(connection)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seen_first", ["the end", "the return"])
-def test_processes_end_with_their_supervisors_connection(cluster: Cluster, seen_first: str) -> None:
+def test_processes_end_with_their_supervisors_connection(
+    hosts: WorkerHosts, seen_first: str
+) -> None:
     """At the end nobody is waited for who was lost with a connection before."""
     first, again = Connection(rank=1), Connection(rank=1)
-    welcome(cluster, first)
-    cluster.spawn(0, 0, {}, {})
+    welcome(hosts, first)
+    hosts.spawn(0, 0, WorkerSettings(), {})
     if seen_first == "the end":
-        cluster.closed(first)  # type: ignore[arg-type]
-    welcome(cluster, again)
+        hosts.closed(first)  # type: ignore[arg-type]
+    welcome(hosts, again)
     if seen_first == "the return":
-        cluster.closed(first)  # type: ignore[arg-type]
-    cluster.spawn(0, 1, {}, {})
-    cluster.received(again, {"incarnation": 1, "exited": {"code": 0, "stepped": 0}})  # type: ignore[arg-type]
+        hosts.closed(first)  # type: ignore[arg-type]
+    hosts.spawn(0, 1, WorkerSettings(), {})
+    hosts.received(again, Exited(1, ProcessExit(0, 0)))  # type: ignore[arg-type]
     begin = time.monotonic()
-    cluster.end_processes(5)
+    hosts.end_processes(5)
     assert time.monotonic() - begin < 1
-    assert not any("kill" in message for message in again.sent)
+    assert not any(isinstance(message, Kill) for message in again.sent)
 
 
-def test_nothing_is_sent_to_a_supervisor_before_its_welcome(cluster: Cluster) -> None:
+def test_nothing_is_sent_to_a_supervisor_before_its_welcome(hosts: WorkerHosts) -> None:
     connection = Connection(rank=1)
-    cluster.admit(connection)  # type: ignore[arg-type]
+    hosts.admit(connection)  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match="worker 0"):
-        cluster.spawn(0, 0, {}, {})
-    cluster.admitted(connection)  # type: ignore[arg-type]
-    cluster.spawn(0, 0, {}, {})
-    assert [message["spawn"] for message in connection.sent] == [0]
+        hosts.spawn(0, 0, WorkerSettings(), {})
+    hosts.admitted(connection)  # type: ignore[arg-type]
+    hosts.spawn(0, 0, WorkerSettings(), {})
+    assert connection.sent == [Spawn(0, 0, WorkerSettings(), {})]
 
 
 def test_where_to_listen_by_argument_or_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:

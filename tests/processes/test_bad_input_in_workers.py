@@ -98,7 +98,7 @@ def test_is_found_by_a_workers_probe(
 def test_other_versions_on_a_worker(
     marked: Marked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The worker's own interpreter says so: a sitecustomize alters what its torch reports."""
+    """A sitecustomize in the worker's interpreter changes the version that torch reports."""
     (tmp_path / "sitecustomize.py").write_text(
         "import builtins, sys\n"
         "real = builtins.__import__\n"
@@ -143,6 +143,6 @@ def test_misuse_of_a_running_collector(marked: Marked) -> None:
         with pytest.raises(dc.CollectorStateError, match="shut down"):
             use()
     collector.shutdown()
-    with make(num_workers=1) as another:  # one after the other is fine
+    with make(num_workers=1) as another:  # one after another is allowed
         another.next()
     assert not marked.left()

@@ -1,4 +1,4 @@
-"""The benchmark: its processes, and a tiny run of the whole."""
+"""The benchmark: its processes, and a very short run of all of it."""
 
 from __future__ import annotations
 

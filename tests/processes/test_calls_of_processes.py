@@ -19,7 +19,7 @@ class Slow(Levels):
 
 class TestCall:
     def test_in_the_middle_of_a_rollout(self) -> None:
-        """A rollout takes 4 s; the answer doesn't wait for its end, nor end it."""
+        """A rollout takes 4 s; a call is answered at once, and the rollout goes on."""
         with dc.RPCDataCollector(Slow, frames_per_batch=200, num_workers=1) as collector:
             begin = time.monotonic()
             assert collector.call("set_level", 3) == {0: ["0.0 at 3"]}

@@ -1,4 +1,4 @@
-"""Short runs of ``tests/chaos/run.py``; and its checks do see what they are there for."""
+"""Short runs of ``tests/chaos/run.py``; and its checks find each kind of error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import distcollect as dc
 
 SCRIPT = TESTS / "chaos" / "run.py"
 PLAN = Plan(sync=False, num_workers=1, num_envs=2, num_steps=30)
-# A round takes as long as it is told, and on a busy machine a minute to begin and to end.
+# On a busy machine a round takes a minute more to begin and to end.
 END_S = 300
 
 

@@ -16,7 +16,7 @@ from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 
 import distcollect as dc
-from distcollect.launch import preemption as notice
+from distcollect.launch import preemption
 
 SCRIPT = SCRIPTS / "train_with_checkpoint.py"
 
@@ -24,7 +24,7 @@ SCRIPT = SCRIPTS / "train_with_checkpoint.py"
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     yield
-    notice.forget()
+    preemption.stop_watching()
 
 
 @pytest.mark.parametrize("kind", [dc.MultiSyncDataCollector])
@@ -36,7 +36,7 @@ def test_goes_on_where_it_was(tmp_path: Path, kind: Any) -> None:
 def test_a_signal_saves_and_ends(
     tmp_path: Path, marked: Marked, mode: str, number: signal.Signals
 ) -> None:
-    """In the loop, and also while the collector waits for frames that take long."""
+    """Both in the training loop and while the collector waits for slow frames."""
     path = tmp_path / "c.pt"
     command = [sys.executable, str(SCRIPT), str(path), mode]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -45,7 +45,7 @@ def test_a_signal_saves_and_ends(
         assert next(lines) == "new 0\n"
         assert next(lines) == "running\n"
         process.send_signal(number)
-        assert process.wait(timeout=40) == notice.EXIT_TO_RESUME
+        assert process.wait(timeout=40) == preemption.EXIT_TO_RESUME
     assert marked.gone()
     saved = torch.load(path, weights_only=True)["parts"]["collector"]
     assert saved["frames"] >= 50

@@ -1,4 +1,4 @@
-"""Frames that ``distcollect collect`` writes: after a cut, and with a seed."""
+"""Frames that ``distcollect collect`` writes: after it was killed, and with a seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distcollect.commands.collect import command as collect
 
 
 def begun(out: Path, beyond: int, **given: Any) -> subprocess.Popen[bytes]:
-    """A run of its own that has recorded more frames than ``beyond``."""
+    """Start a run, and wait until it has recorded more frames than ``beyond``."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     process = subprocess.Popen(
         [sys.executable, "-m", "distcollect", *arguments(out, **given)],
@@ -39,7 +39,7 @@ def begun(out: Path, beyond: int, **given: Any) -> subprocess.Popen[bytes]:
 
 
 def check_frames(frames: TensorDict) -> None:
-    """None is torn, none is twice, and those of a trajectory follow one another."""
+    """No frame is damaged or there twice, and frames of a trajectory are in order."""
     for at, shift in ((frames, 0), (frames["next"], 1)):
         episode, step = at["episode"].squeeze(-1), at["step"]
         assert (step >= shift).all()
@@ -86,7 +86,7 @@ def test_goes_on_where_it_was_cut_off(
     monkeypatch.setattr(collect, "_TELL_EVERY_S", 0.1)
     assert cli.main(arguments(out, seed=5)) == 0
     assert recorded(out) == 4000 > second > first > 0
-    # Where there is no terminal. 134 batches of 30 frames are the first that have 4000.
+    # Without a terminal. 134 batches of 30 frames are the first to reach 4000.
     assert re.search(r"collect: [\d,]+ of 4,020 frames \(\d+%\), .*to go", capsys.readouterr().err)
     frames = TensorDict.load_memmap(out)
     assert (frames[:first] == kept).all()

@@ -1,23 +1,33 @@
-"""Control connections between processes: each side sees the other one end."""
+"""Control connections between processes: each side notices the other's end."""
 
 from __future__ import annotations
 
 import signal
 
 import pytest
-from helpers.join_server import SOON_S, TOKEN, Connect, Recorder, connect, events, gate, start
+from helpers.join_server import (
+    SOON_S,
+    TOKEN,
+    Connect,
+    Recorder,
+    connect,
+    events,
+    hello,
+    server,
+    start,
+)
 from helpers.marked import Marked
 
 from distcollect.net.server import JoinServer
 
-__all__ = ["connect", "events", "gate"]
+__all__ = ["connect", "events", "server"]
 
 
 @pytest.mark.parametrize("fork", ["", "fork"])
-def test_the_gate_sees_a_process_end(
-    gate: JoinServer, events: Recorder, marked: Marked, fork: str
+def test_the_server_sees_a_process_end(
+    server: JoinServer, events: Recorder, marked: Marked, fork: str
 ) -> None:
-    process = start(marked, "join", gate.address, gate.port, TOKEN, fork)
+    process = start(marked, "join", server.address, server.port, TOKEN, fork)
     assert process.stdout is not None
     connection = events.queue.get(timeout=30)[1]
     assert process.stdout.readline() == "ready\n"
@@ -30,19 +40,19 @@ def test_the_gate_sees_a_process_end(
 
 @pytest.mark.parametrize("how", ["kill", "close"])
 @pytest.mark.parametrize("fork", ["", "fork"])
-def test_a_lifeline_sees_the_gate_end(
+def test_a_client_sees_the_server_end(
     marked: Marked, connect: Connect, how: str, fork: str
 ) -> None:
     """Whether its process ends or it is closed; what the process has forked changes nothing."""
-    process = start(marked, "gate", TOKEN, fork)
+    process = start(marked, "serve", TOKEN, fork)
     assert process.stdout is not None
-    lifeline = connect(port=int(process.stdout.readline()))
-    lifeline.join("worker", TOKEN)
+    client = connect(port=int(process.stdout.readline()))
+    client.join(hello())
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
-    lifeline._sock.settimeout(3)
+    client._sock.settimeout(3)
     try:
-        assert lifeline.receive() is None
+        assert client.receive() is None
     finally:
         process.kill()
         process.wait(SOON_S)

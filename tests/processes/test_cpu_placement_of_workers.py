@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.cgroups import cgroup
-from helpers.placement_env import Telling
+from helpers.placement_env import PlacementEnv
 
 import distcollect as dc
 from distcollect.launch.cpu_placement import (
@@ -39,14 +39,14 @@ def test_a_real_quota(cgroup: Path) -> None:
 
 
 def test_a_worker_runs_where_it_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And GPUs are the user's to deal out: a worker sees those that its parent sees."""
+    """Workers see all GPUs that their parent sees; the user distributes them."""
     core = max(os.sched_getaffinity(0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(
         "distcollect.launch.worker_hosts.choose", lambda *_, **__: CpuPlacement((core,), 3)
     )
-    with dc.RPCDataCollector(Telling, frames_per_batch=4, total_frames=4, num_workers=1) as c:
+    with dc.RPCDataCollector(PlacementEnv, frames_per_batch=4, total_frames=4, num_workers=1) as c:
         [batch] = c
     told = batch["observation"][0, 0].tolist()
-    assert told == [1, core, 1, 3, 57]  # cores, the first, of all threads, torch's threads, GPUs
+    assert told == [1, core, 1, 3, 57]  # see PlacementEnv

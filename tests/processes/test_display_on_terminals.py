@@ -18,7 +18,7 @@ SCRIPT = SCRIPTS / "show_display.py"
 
 
 def on_terminal(*args: str, **env: str) -> tuple[str, int]:
-    """What a script shows on a terminal, and how it ends."""
+    """Run the script on a terminal; return what it shows, and its exit code."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, *args],
@@ -34,7 +34,7 @@ def on_terminal(*args: str, **env: str) -> tuple[str, int]:
         while data := os.read(ours, 65536):
             shown += data
     except OSError:
-        pass  # that is how a terminal says that nobody holds it any more
+        pass  # a terminal gives this error when no process has it open
     finally:
         os.close(ours)
         process.kill()
@@ -50,12 +50,12 @@ def test_on_a_terminal(ending: str, says: str) -> None:
     assert (status == 0) == (not says)
     assert says in shown
     assert shown.count("SyncDataCollector: ") >= 2
-    # Every line that was printed is there, on a line of its own.
+    # Each printed text has its own line.
     lines = re.split(r"[\r\n]+|\x1b\[[0-9;]*[A-Z]", shown)
     printed = [line for line in lines if line.startswith("batch ")]
     assert printed == [f"batch {5 * n} is here" for n in range(len(printed))]
     assert len(printed) > 3
-    # The cursor is there in the end.
+    # The cursor is visible at the end.
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l")
 
 

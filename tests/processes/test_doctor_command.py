@@ -14,8 +14,8 @@ from distcollect.net.interfaces import listen
 
 
 def test_a_rank_that_finds_nobody() -> None:
-    """It says so itself, and what was tried."""
-    with listen("127.0.0.1") as taken:  # a port that nobody answers at
+    """It reports that, and the address it tried."""
+    with listen("127.0.0.1") as taken:  # a port on which nothing listens
         port = taken.getsockname()[1]
     done = subprocess.run(
         [sys.executable, "-m", "distcollect", "doctor", "--wait", "0.5", "--join", f"[::1]:{port}"],
@@ -30,7 +30,7 @@ def test_a_rank_that_finds_nobody() -> None:
 
 
 def test_alone_with_few_files_and_a_wrong_interface() -> None:
-    """The command itself, on one machine: what is wrong, and that all else works."""
+    """The command on one machine: it names what is wrong, and that the rest works."""
 
     def few_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (250, 250))
@@ -41,7 +41,7 @@ def test_alone_with_few_files_and_a_wrong_interface() -> None:
         env={
             **os.environ,
             "NCCL_SOCKET_IFNAME": "nosuch0",
-            "DISTCOLLECT_TOKEN_FILE": "/nonexistent",  # here nobody joins from outside
+            "DISTCOLLECT_TOKEN_FILE": "/nonexistent",  # here no worker joins from outside
         },
         preexec_fn=few_files,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""However a program ends, within 10 s nothing of it is left."""
+"""However a program ends, nothing of it is left after 10 s."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TORCHRUN = [
 
 
 class Program:
-    """The script as a process (group) of its own."""
+    """The script, in a process group of its own."""
 
     def __init__(self, marked: Marked, launcher: list[str], *args: str) -> None:
         self._marked = marked
@@ -82,7 +82,7 @@ class Program:
         raise AssertionError("there is no rank 0")
 
     def end(self) -> int:
-        """Its exit code, once nothing is left."""
+        """Wait until nothing is left; return the exit code."""
         began = time.monotonic()
         try:
             code = self.process.wait(END_S)
@@ -168,7 +168,7 @@ def test_python_is_ended(run: Run, kind: str, number: str, group: bool) -> None:
 
 
 def test_ctrl_c_while_weights_go_to_a_worker_that_is_stuck(run: Run) -> None:
-    """Nobody may wait at the exit for a push that can't succeed."""
+    """The exit must not wait for a push that can't succeed."""
     program = run(PYTHON, "gil", "push")
     program.await_line("stuck")
     program.process.send_signal(signal.SIGINT)
@@ -196,11 +196,11 @@ def test_torchrun_is_ended(run: Run, kind: str, number: str, whom: str) -> None:
     assert program.end() != 0
 
 
-# What fails on a worker reaches the trainer. Here the trainer is this process.
+# Errors on a worker reach the trainer. Here the trainer is this process.
 
 
 class Fragile(gym.Env):
-    """Shows its process id; raises at a given step in a given worker's given env."""
+    """Observes its process id; raises at a given step."""
 
     observation_space = spaces.Box(0, 2**31, (1,), np.float64)
     action_space = spaces.Discrete(2)
@@ -222,7 +222,7 @@ class Fragile(gym.Env):
         raise ZeroDivisionError("the simulator has collapsed")
 
 
-# From here to the workers by value: they can't import a test module.
+# Workers can't import test modules, so these travel by value.
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -311,7 +311,7 @@ def test_a_policy_that_raises_is_a_policy_error(marked: Marked, sync: bool) -> N
 
 
 def test_no_interrupt_is_lost_and_none_leaves_a_lock_behind() -> None:
-    """Wherever in a collector's next() it comes; and the workers end all the same."""
+    """Wherever in next() the interrupt comes; and the workers still end."""
     script = SCRIPTS / "interrupt_often.py"
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=100, check=False

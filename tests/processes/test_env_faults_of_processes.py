@@ -13,13 +13,12 @@ from gymnasium.vector import AsyncVectorEnv
 from helpers.counting_envs import (
     CountingEnv,
 )
+from helpers.envs import StumblingEnv
 from helpers.fragile_envs import (
     LONG,
     Fragile,
     Maker,
     N,
-    Stumbling,
-    Summing,
     T,
     VectorMaker,
     check_a_vector_env_that_raises,
@@ -30,6 +29,7 @@ from helpers.fragile_envs import (
     quiet,
     steps_of,
 )
+from helpers.policies import SummingPolicy
 
 import distcollect as dc
 
@@ -53,7 +53,7 @@ def test_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> 
 @quiet
 def test_a_vector_env_whose_process_is_killed() -> None:
     maker = VectorMaker("async-next", Maker())
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     collect(engine, 1)
     processes = maker.made[0].processes
     os.kill(processes[1].pid, signal.SIGKILL)
@@ -67,7 +67,7 @@ def test_a_vector_env_whose_process_is_killed() -> None:
 
 
 class Dies(Fragile):
-    """Takes its process along."""
+    """Ends its process instead of raising."""
 
     def step(self, action: Any) -> Any:
         self.calls["step"] += 1
@@ -79,7 +79,7 @@ class Dies(Fragile):
 @quiet
 @pytest.mark.parametrize("dying", range(N))
 def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
-    """Some have answered by then and some have not, and nobody waits for what never comes."""
+    """Some envs have answered by then and others not; nothing waits for answers that can't come."""
     made: list[AsyncVectorEnv] = []
 
     def make() -> AsyncVectorEnv:
@@ -88,7 +88,7 @@ def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
         made.append(AsyncVectorEnv([lambda env=env: env for env in envs]))
         return made[-1]
 
-    engine = engine_of(make, Summing(), faults=1)
+    engine = engine_of(make, SummingPolicy(), faults=1)
     batch = collect(engine, 1)
     for each in batch:
         check_row(each)
@@ -96,20 +96,20 @@ def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
     processes = made[0].processes
     assert not any(process.is_alive() for process in processes)
     made.pop(0)
-    gc.collect()  # whatever its destructor raised would show
+    gc.collect()  # an error in its destructor would show
     engine.close()
 
 
 class StumblesOnce:
-    """Env 1 of worker 1 raises at its 20th step, and is all right when made anew."""
+    """Env 1 of worker 1 raises at its 20th step; the env that replaces it works."""
 
     def __init__(self) -> None:
         self.made = 0
 
-    def __call__(self, context: dc.EnvContext) -> Stumbling:
+    def __call__(self, context: dc.EnvContext) -> StumblingEnv:
         stumbles = (context.worker_id, context.env_index) == (1, 1)
         self.made += stumbles
-        return Stumbling(gym.make("CartPole-v1"), 20 if self.made == 1 and stumbles else None)
+        return StumblingEnv(gym.make("CartPole-v1"), 20 if self.made == 1 and stumbles else None)
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -117,13 +117,13 @@ def test_in_worker_processes(sync: bool) -> None:
     total = 0
     with dc.RPCDataCollector(
         StumblesOnce(),
-        lambda observation: (observation[:, 2] > 0).long(),  # stays up longer than that
+        lambda observation: (observation[:, 2] > 0).long(),  # keeps the pole up for longer
         frames_per_batch=4 * 60 if sync else 2 * 60,
         num_workers=2,
         envs_per_worker=2,
         sync=sync,
     ) as collector:
-        if sync:  # else it may be a frame from before that stumbles, and is given up
+        if sync:  # else the env may raise in a frame from before the seed, which is dropped
             collector.set_seed(0)
         seen: set[int] = set()
         while (not sync and seen != {0, 1}) or not total:

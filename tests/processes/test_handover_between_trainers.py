@@ -15,7 +15,7 @@ SCRIPT = SCRIPTS / "hand_over.py"
 
 
 def test_between_two_trainers() -> None:
-    """Also when the worker is killed before the second trainer takes what it has."""
+    """Also if the worker is killed before the second trainer has taken its rollout."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     with subprocess.Popen(
         [*command, str(SCRIPT)],

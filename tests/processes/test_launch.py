@@ -50,7 +50,7 @@ def check_trainers(output):
     trainers = json.loads(line)["trainers"]
     assert [workers for workers, _ in trainers] == [2, 1]
     for _, seen in trainers:
-        # One publication for all, of what they trained together.
+        # All trainers publish the weights that they trained together.
         assert [versions for _, versions, _ in seen] == [[0], [1], [2]]
         assert [weights for _, _, weights in seen] == [[0], [2], [4]]
     first, second = ({i for ids, _, _ in seen for i in ids} for _, seen in trainers)

@@ -14,24 +14,30 @@ from pathlib import Path
 import pytest
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
+from helpers.waiting import eventually
 
-from distcollect.launch.local_processes import End, LocalProcesses, ProcessEvents
+from distcollect.common.process_exit import ProcessExit
+from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.net.messages import TrainerAddress, WorkerBoot
 
 SOON_S = 5
 HANG = "import time; time.sleep(1000)"
 GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '1000'])"
-BOOT = {"host": "127.0.0.1", "port": 0, "token": "", "num_threads": 1}
 Spawn = Callable[[int, str], None]
 
 
+def boot(worker_id: int, port: int = 0) -> WorkerBoot:
+    return WorkerBoot(worker_id, 0, TrainerAddress("127.0.0.1", port, ""))
+
+
 class Exits(ProcessEvents):
-    """Collects what is reported."""
+    """Records the exits that are reported."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[tuple[int, int]] = queue.Queue()
 
-    def exited(self, worker_id: int, incarnation: int, end: End) -> None:
-        self._queue.put((worker_id, end.code))
+    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
+        self._queue.put((worker_id, process_exit.code))
 
     def next(self, timeout_s: float = SOON_S) -> tuple[int, int]:
         return self._queue.get(timeout=timeout_s)
@@ -56,18 +62,15 @@ def spawn(processes: LocalProcesses, tmp_path: Path) -> Spawn:
         folder = tmp_path / str(worker_id)
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(code)
-        # The code of a second later would look like this one's, and compiled, be taken for it.
+        # Code of the same size written in the same second would be loaded from the old .pyc file.
         env = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        processes.spawn(worker_id, 0, BOOT, env)
+        processes.spawn(boot(worker_id), env)
 
     return spawn
 
 
 def await_count(marked: Marked, count: int, timeout_s: float = SOON_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while len(marked.pids()) != count:
-        assert time.monotonic() < deadline, marked.left()
-        time.sleep(0.02)
+    eventually(lambda: len(marked.pids()) == count, timeout_s, marked.left)
 
 
 def test_a_real_worker_that_finds_no_trainer_says_so(
@@ -76,7 +79,7 @@ def test_a_real_worker_that_finds_no_trainer_says_so(
     with socket.socket() as nobody_listens:
         nobody_listens.bind(("127.0.0.1", 0))
         port = nobody_listens.getsockname()[1]
-        processes.spawn(3, 0, {**BOOT, "port": port}, {})
+        processes.spawn(boot(3, port), {})
         assert exits.next(60) == (3, 1)
     assert "ConnectionRefusedError" in capfd.readouterr().err
 
@@ -101,7 +104,7 @@ def test_kill_ends_a_worker_and_what_it_started_and_no_other(
     processes.kill(1, 0)
     assert exits.next() == (1, -signal.SIGKILL)
     await_count(marked, 3)
-    processes.kill(1, 0)  # gone already: no error
+    processes.kill(1, 0)  # it has ended already: no error
     processes.kill(99, 0)
 
 
@@ -126,14 +129,14 @@ def test_close_waits_then_kills_and_reaps(
     processes.close(2)
     assert {exits.next(0), exits.next(0)} == {(0, 0), (1, -signal.SIGKILL)}
     assert not marked.left()
-    processes.close(0)  # again is no error
+    processes.close(0)  # closing twice is no error
 
 
 SCRIPT = SCRIPTS / "start_workers.py"
 
 
 def run_starter(tmp_path: Path, *args: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A process that starts two hanging workers with a child each; the pids it forked itself."""
+    """Start a process with two hanging workers that have a child each; return its forks' pids."""
     (tmp_path / "sitecustomize.py").write_text(f"{GRANDCHILD}; {HANG}")
     starter = subprocess.Popen(
         [sys.executable, str(SCRIPT), str(tmp_path), *args], stdout=subprocess.PIPE, text=True
@@ -144,7 +147,7 @@ def run_starter(tmp_path: Path, *args: str) -> tuple[subprocess.Popen[str], list
 
 @pytest.mark.parametrize("forks", [0, 1])
 def test_kill_9_of_the_starter_ends_all_workers(marked: Marked, tmp_path: Path, forks: int) -> None:
-    """Also where a child that it forked holds the guard's pipe open."""
+    """Also if a forked child holds the guard's pipe open."""
     starter, forked = run_starter(tmp_path, *["fork"] * forks)
     assert len(forked) == forks
     await_count(marked, 1 + forks + 1 + 4)

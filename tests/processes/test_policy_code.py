@@ -13,7 +13,7 @@ import distcollect as dc
 
 
 def _in_main() -> type[nn.Module]:
-    """A class as a script or a notebook defines it: no worker can import it."""
+    """A class defined in a script or notebook, which no worker can import."""
     module = types.ModuleType("__main__")
     exec(
         """
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 def test_code_travels() -> None:
-    """A class from __main__, in a closure, in a lambda; an env maker likewise."""
+    """A class from __main__, a closure and a lambda; for policies and env makers."""
     net, told = _in_main()(), 7
 
     def make_env(context: Any) -> gym.Env[Any, Any]:

@@ -9,7 +9,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from helpers.publishing import Env
+from helpers.envs import ProcessIdEnv
 from torch import nn
 
 import distcollect as dc
@@ -19,11 +19,11 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 
 class TestWhatTravels:
     def test_models_and_what_refers_to_them(self) -> None:
-        """Policy and env maker see the published modules, and all have one version."""
+        """Policy and env maker see the published modules, all in the same version."""
         scale, shift, net = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 2)
         models = {"scale": scale, "shift": shift, "net": net}
 
-        class Shifted(Env):
+        class Shifted(ProcessIdEnv):
             def step(self, action: Any) -> Any:
                 return np.full(1, float(shift.bias)), float(shift.weight), False, False, {}
 

@@ -14,7 +14,8 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from helpers.publishing import Env, Telling, told
+from helpers.envs import ProcessIdEnv
+from helpers.publishing import Telling, told
 
 import distcollect as dc
 
@@ -32,12 +33,12 @@ class TestReceiversInTrouble:
     def test_one_that_is_late_gets_the_newest_when_it_answers(self, make: Any) -> None:
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=3,
             frames_per_batch=12,
             sync=True,
-            # The others answer in time, also on a busy machine.
+            # The others answer in time even on a busy machine.
             weight_sync=dc.WeightSync(ready_timeout_s=2),
             weight_updater=make(),
         ) as collector:
@@ -64,10 +65,10 @@ class TestReceiversInTrouble:
             assert not first.left_out
 
     def test_one_that_stops_in_the_middle_is_left_behind(self) -> None:
-        """It says that it is ready, and then nothing more."""
+        """One worker says that it is ready, and then stops."""
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=3,
             frames_per_batch=12,
@@ -94,10 +95,10 @@ class TestReceiversInTrouble:
             assert [told(batch, row)["wide"] for row in range(3)] == [1, 1, 1]
 
     def test_one_that_dies_meanwhile(self) -> None:
-        """It says that it is ready, and then it is gone."""
+        """One worker says that it is ready, and then dies."""
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=3,
             frames_per_batch=12,
@@ -120,7 +121,7 @@ class TestReceiversInTrouble:
             assert handle.acknowledged == {0: 2, 2: 2}
             assert isinstance(handle.left_out[1], dc.WorkerLost)
             assert handle.left_out[1].worker_id == 1
-            # What the others have may come first.
+            # Rollouts of the others may come first.
             with pytest.raises(dc.WorkerLost, match=r"worker 1: .*SIGKILL"):
                 collections.deque(collector, maxlen=0)
 
@@ -128,10 +129,10 @@ class TestReceiversInTrouble:
         ("num_workers", "victim"), [*((4, victim) for victim in range(4)), (1, 0)]
     )
     def test_one_that_dies_before_it_is_connected(self, num_workers: int, victim: int) -> None:
-        """It was in the group; nobody had used it. Nor do those wait whom it was to pass it to."""
+        """It dies before the group's first use; workers that it should send to don't wait."""
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=num_workers,
             frames_per_batch=4 * num_workers,
@@ -160,7 +161,7 @@ class TestReceiversInTrouble:
     def test_when_all_are_late_the_trainer_waits(self) -> None:
         policy = Telling()
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             policy,
             num_workers=1,
             frames_per_batch=4,
@@ -181,7 +182,7 @@ class TestReceiversInTrouble:
     def test_only_the_newest_of_what_was_not_sent_is_sent(self) -> None:
         policy = Telling()
         with dc.RPCDataCollector(
-            Env, policy, num_workers=2, frames_per_batch=8, sync=True
+            ProcessIdEnv, policy, num_workers=2, frames_per_batch=8, sync=True
         ) as collector:
             handles = [
                 collector.update_policy_weights_(policy.fill(version), wait=False)

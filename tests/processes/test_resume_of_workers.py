@@ -1,4 +1,4 @@
-"""A collector with workers goes on where another one was."""
+"""A collector with workers resumes from the state of another one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.resuming import Policy, check_goes_on_with_another_number_of_workers, collector
+from helpers.policies import ConstantPolicy
+from helpers.resuming import check_goes_on_with_another_number_of_workers, collector
 
 import distcollect as dc
 
@@ -19,14 +20,14 @@ def test_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, aft
 
 
 def pid_of(collector: dc.RPCDataCollector, worker_id: int) -> int:
-    processes = collector._workers._processes.values()
+    processes = collector._workers._lifecycle.processes.values()
     [connection] = [p.connection for p in processes if p.worker_id == worker_id]
     assert connection is not None
-    return int(connection.hello["pid"])
+    return int(connection.hello.pid)
 
 
 def test_replaced_workers_know_where_the_run_was() -> None:
-    policy = Policy()
+    policy = ConstantPolicy()
     state = {
         "format": 1,
         "frames": 0,

@@ -1,4 +1,4 @@
-"""The RPC transport keeps the contract of transports; then what only processes can show."""
+"""The RPC transport keeps the contract of transports; then tests that need processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rpc_world() -> Iterator[Rpc]:
     world.close()
 
 
-# Each RPC world costs two seconds, so a test asks it for more than one thing.
+# Starting an RPC peer takes two seconds, so each test checks several things.
 
 
 def test_calls(world: Rpc) -> None:
@@ -81,7 +81,7 @@ def test_closing_fails_answers_that_do_not_come(world: Rpc) -> None:
 
 
 def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(rpc_world: Rpc) -> None:
-    """Once its peer is dead, only what had come along can be had."""
+    """After its peer's death only a rollout that came with its header can be fetched."""
     offers = {
         steps: rpc_world.transport.collect(rpc_world.peer, CollectRequest(steps)).result(SOON_S)
         for steps in (SMALL, LARGE)
@@ -111,7 +111,7 @@ def test_kill_9_fails_what_is_owed(rpc_world: Rpc) -> None:
 
 
 def test_a_frozen_peer_does_not_hold_up_close(rpc_world: Rpc) -> None:
-    """It holds a rollout that was offered, and never answers that it may drop it."""
+    """The peer holds an offered rollout, and never answers."""
     offer = rpc_world.transport.collect(rpc_world.peer, CollectRequest(LARGE)).result(SOON_S)
     rpc_world.kill(signal.SIGSTOP)
     offer.decline()
@@ -140,12 +140,13 @@ def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:
         world.close()
         kept.append(world.transport)
         counts.append(len(list(Path("/proc/self/task").iterdir())))
-    assert counts[2] <= counts[0]  # some are torch's for good, from the first time on
+    assert counts[2] <= counts[0]  # some threads belong to torch and stay after the first time
     # Nor does it mind news of workers that came too late.
     kept[0].connect(world.peer, PeerAddress("nowhere"))
     kept[0].disconnect(world.peer)
 
 
 def test_an_answer_that_cannot_travel_is_an_error(rpc_world: Rpc) -> None:
+    """Some methods of the service return objects that can't be pickled."""
     with pytest.raises(dc.WorkerError):
         rpc_world.transport.call(rpc_world.peer, Service.lock).result(SOON_S)

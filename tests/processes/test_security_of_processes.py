@@ -22,7 +22,7 @@ def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command_lines() -> str:
-    """What ``ps`` shows of all processes."""
+    """The command lines of all processes, as ``ps`` shows them."""
     lines = []
     for folder in Path("/proc").iterdir():
         try:
@@ -37,10 +37,10 @@ def test_the_token_shows_nowhere(token_file: Path, caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.DEBUG, "distcollect")
     with dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1) as collector:
         collector.next()
-        [process] = collector._workers._processes.values()
+        [process] = collector._workers._lifecycle.processes.values()
         assert process.connection is not None
-        pid = process.connection.hello["pid"]
-        assert "json.loads" in Path(f"/proc/{pid}/cmdline").read_text()  # that's it
+        pid = process.connection.hello.pid
+        assert "json.loads" in Path(f"/proc/{pid}/cmdline").read_text()  # it is that process
         assert SECRET not in command_lines()
         assert SECRET.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
         assert SECRET not in str(process.connection.hello)

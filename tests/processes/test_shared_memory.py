@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def holder():
-    """A process that holds 4096 bytes, all 7, and where they are found."""
+    """A process with 4096 shared bytes, all 7, and their reference."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -54,7 +54,7 @@ def test_another_file_under_the_same_number_is_refused(holder):
 
 
 class Counting(gym.Env):
-    """Every byte of an observation says how many steps were made."""
+    """Each byte of an observation is the number of steps made."""
 
     SHAPE = (256, 256)
     observation_space = gym.spaces.Box(0, 255, SHAPE, np.uint8)
@@ -77,7 +77,7 @@ class Counting(gym.Env):
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_large_rollouts_of_workers_on_this_host(sync):
-    """Every byte, and that a slab that is written again doesn't change a batch."""
+    """Check each byte; and a slab that is written again changes no earlier batch."""
     with dc.RPCDataCollector(
         Counting, None, frames_per_batch=40, envs_per_worker=2, num_workers=2, sync=sync
     ) as collector:

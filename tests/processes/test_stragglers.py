@@ -1,16 +1,13 @@
-"""In sync mode nobody waits for the slowest for ever: what it has is delivered, the rest padded."""
+"""In sync mode the slowest worker delivers the frames it has; the rest is padding."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 import cloudpickle
-import gymnasium as gym
-import numpy as np
 import pytest
-from gymnasium import spaces
+from helpers.envs import StepCountEnv
 
 import distcollect as dc
 
@@ -20,27 +17,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 T = 20
 
 
-class Counting(gym.Env[np.ndarray, np.int64]):
-    """Observes its steps; one worker's takes a hundred times as long."""
-
-    observation_space = spaces.Box(0, np.inf, (1,), np.float64)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, pause_s: float) -> None:
-        self.pause_s = pause_s
-
-    def reset(self, **_: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        self.steps = 0
-        return np.zeros(1), {}
-
-    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        time.sleep(self.pause_s)
-        return np.full(1, self.steps, np.float64), 1.0, False, False, {}
-
-
-def make(context: dc.EnvContext) -> Counting:
-    return Counting(0.2 if context.worker_id == 2 else 0.002)
+def make(context: dc.EnvContext) -> StepCountEnv:
+    return StepCountEnv(0.2 if context.worker_id == 2 else 0.002)
 
 
 @pytest.mark.parametrize("how", [{"preemptive_threshold": 0.6}, {"batch_deadline_s": 0.5}])
@@ -60,7 +38,7 @@ def test_the_slowest_delivers_what_it_has(how: dict[str, float]) -> None:
             count = int(mask[2].sum())
             assert 1 <= count < T
             assert mask[2, :count].all()
-            # Its trajectory goes on in the next batch where it ended in this one.
+            # Its trajectory continues in the next batch.
             mine = batch["observation"][2, :count, 0].tolist()
             assert mine == list(range(steps, steps + count))
             steps += count

@@ -1,4 +1,4 @@
-"""One real run, in which a worker is killed, and all that tells of it: they must agree."""
+"""One real run in which a worker is killed: all its reports must agree."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import gymnasium as gym
-import numpy as np
 import pytest
-import torch
+from helpers.envs import ProcessIdEnv
 from helpers.marked import Marked
+from helpers.policies import ConstantPolicy
 from helpers.trace_checks import assert_answered, assert_named, assert_nested, load
 
 import distcollect as dc
@@ -35,38 +35,14 @@ HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
 
 
-class Telling(gym.Env[Any, Any]):
-    """Observes its process; episodes of ten frames with rewards of 2."""
-
-    observation_space = gym.spaces.Box(0, np.inf, (1,), np.float64)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.left = 10
-        return np.array([os.getpid()], np.float64), {}
-
-    def step(self, action: Any) -> Any:
-        self.left -= 1
-        return np.array([os.getpid()], np.float64), 2.0, self.left == 0, False, {}
-
-
-class Choose(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(observation), dtype=torch.int64)
-
-
 @dataclass
 class Run:
     """A run that is over.
 
-    Attributes:
-        folder: what it wrote.
-        told: to its callback, each as often as the lines were written.
-        stats: the collector's own, afterwards; the others are too.
+        Attributes:
+    folder: the folder it wrote to.
+    told: the statistics given to its callback, one for each line in the file.
+    stats: the collector's own, after the run.
     """
 
     folder: Path
@@ -79,7 +55,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
-    mark, told, policy = Marked(), list[Stats](), Choose()
+    mark, told, policy = Marked(), list[Stats](), ConstantPolicy()
     monitor = dc.Monitor(
         run_dir=folder,
         tensorboard=HAS_TENSORBOARD,
@@ -91,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.setenv(*mark.variable)
         try:
             with dc.MultiaSyncDataCollector(
-                Telling,
+                partial(ProcessIdEnv, length=10, reward=2.0),
                 policy,
                 frames_per_batch=50,
                 num_workers=2,
@@ -112,7 +88,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def _was_told_of_both(told: list[Stats], since: int) -> bool:
-    """Worker 1 was lost, and its next process has delivered."""
+    """Whether worker 1 was lost, and its next process has delivered."""
     workers = [stats.workers[1] for stats in told[since:]]
     begun = next((w.frames for w in workers if w.state == "ready" and w.num_restarts), None)
     lost = any(worker.state != "ready" for worker in workers)
@@ -126,7 +102,7 @@ def test_the_last_line_is_the_collectors_own_account(run: Run) -> None:
     assert lines[-1]["verdict"] == run.verdict
     assert [line["ended"] for line in lines] == [False] * (len(lines) - 1) + [True]
     assert len({line["collector_id"] for line in lines}) == 1
-    # Nothing is counted back, whatever happens to workers.
+    # No counter decreases, whatever happens to workers.
     for count in ("elapsed_s", "frames", "delivered", "policy_version", "num_restarts"):
         counts = [line[count] for line in lines]
         assert counts == sorted(counts)
@@ -141,12 +117,12 @@ def test_the_last_line_is_the_collectors_own_account(run: Run) -> None:
 
 
 class Page(HTMLParser):
-    """A page's parts, as a reader finds them.
+    """The parts of a report's page.
 
-    Attributes:
-        texts: all of it, by the class of what it stands in ("" for none).
-        titles: what hovering tells, by the heading above.
-        rows: of the table.
+        Attributes:
+    texts: all texts, by the class of the element ("" for none).
+    titles: tooltips, by the heading above.
+    rows: the rows of the table.
     """
 
     def __init__(self, text: str) -> None:
@@ -182,7 +158,7 @@ class Page(HTMLParser):
             self.rows[-1].append(data)
 
     def points(self, heading: str) -> list[tuple[str, str]]:
-        """(value, when) of a curve's points."""
+        """The points of a curve as (value, time)."""
         found = (re.fullmatch(r".*: (.*) after (.*)", title) for title in self.titles[heading])
         return [(match[1], match[2]) for match in found if match]
 
@@ -196,7 +172,7 @@ def page(run: Run) -> Page:
 def test_the_reports_curves(run: Run, page: Page) -> None:
     lines = [json.loads(line) for line in (run.folder / "stats.jsonl").read_text().splitlines()]
     whens = [duration(line["elapsed_s"]) for line in lines]
-    assert len(lines) <= 400  # else several make a point
+    assert len(lines) <= 400  # otherwise several lines make one point
     rates = [short(line["frames_per_s"]) for line in lines]
     assert page.points("Frames per second") == list(zip(rates, whens, strict=True))
     for heading, value in (
@@ -218,7 +194,7 @@ def test_the_report_has_the_loss_and_the_join(run: Run, page: Page) -> None:
     assert events == ["worker 1 lost", "worker 1 joined"]
     assert any(text == "1 joined, 1 lost" for _, text in page.texts)
     spans = [title.partition(", ")[0] for title in told if ", from " in title]
-    # In the order of workers, and then of time; all leave at the end.
+    # Ordered by worker, then by time; all workers leave at the end.
     assert [s for s in spans if s not in ("joining", "left")] in (
         ["ready", "ready", "lost", "ready"],
         ["ready", "ready", "ready"],
@@ -278,7 +254,7 @@ def test_tensorboard_reads_it(run: Run) -> None:
         "worker_share",
     }
     assert tags >= {"collector/frames_per_s", "collector/episode_return", "worker_share/env"}
-    # A point for each line, by frames, to the last.
+    # One point per line, by frames, up to the last.
     told = {stats.frames: stats for stats in run.told}
     rates = events.Scalars("collector/frames_per_s")
     assert abs(len(rates) - len(run.told)) <= 1

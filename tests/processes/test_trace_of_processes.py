@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import cloudpickle
-import torch
 from helpers.marked import Marked
+from helpers.policies import GreedyPolicy
 from helpers.trace_checks import (
     assert_answered,
     assert_named,
@@ -20,21 +20,11 @@ from helpers.trace_checks import (
     load,
     spans,
 )
-from torch import nn
 
 import distcollect as dc
 from distcollect.telemetry.trace import STEPS, WEIGHTS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
-
-
-class Greedy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.linear(observation).argmax(-1)
 
 
 _KILLED = """
@@ -61,7 +51,7 @@ def test_what_is_left_of_a_killed_run_can_be_read(tmp_path: Path, marked: Marked
                 break
             assert line
         os.kill(process.pid, signal.SIGKILL)
-    # All that is missing is the end of the array.
+    # Only the end of the array is missing.
     text = path.read_text()
     assert not text.endswith("]\n")
     events = json.loads(text + "]")
@@ -73,7 +63,7 @@ def test_processes_are_on_one_time_line(tmp_path: Path, marked: Marked) -> None:
     path = tmp_path / "trace.json"
     with dc.MultiaSyncDataCollector(
         "CartPole-v1",
-        Greedy(),
+        GreedyPolicy(),
         frames_per_batch=64,
         num_workers=2,
         trace=path,

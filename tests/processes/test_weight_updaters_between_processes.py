@@ -11,7 +11,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from helpers.publishing import Env, Telling, told
+from helpers.envs import ProcessIdEnv
+from helpers.publishing import Telling, told
 
 import distcollect as dc
 
@@ -23,7 +24,12 @@ class TestUpdaters:
     def test_between_processes(self, make: Any) -> None:
         policy = Telling()
         with dc.RPCDataCollector(
-            Env, policy, num_workers=2, frames_per_batch=8, sync=True, weight_updater=make()
+            ProcessIdEnv,
+            policy,
+            num_workers=2,
+            frames_per_batch=8,
+            sync=True,
+            weight_updater=make(),
         ) as collector:
             for version in range(1, 4):
                 collector.update_policy_weights_(policy.fill(version))
@@ -40,7 +46,9 @@ class TestUpdaters:
 
         before = len(memories())
         for _ in range(5):
-            collector = dc.RPCDataCollector(Env, Telling(), num_workers=1, frames_per_batch=4)
+            collector = dc.RPCDataCollector(
+                ProcessIdEnv, Telling(), num_workers=1, frames_per_batch=4
+            )
             done = threading.Event()
 
             def push(collector: Any = collector, done: threading.Event = done) -> None:
@@ -65,7 +73,7 @@ class TestUpdaters:
                 raise KeyError("no such bucket")
 
         with dc.RPCDataCollector(
-            Env,
+            ProcessIdEnv,
             Telling(),
             num_workers=2,
             frames_per_batch=8,

@@ -1,4 +1,4 @@
-"""Weights as they arrive in real workers: every frame shows which ones chose its action."""
+"""Weights in real workers: each frame shows which weights chose its action."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def collector(shared: tuple[dc.RPCDataCollector, Any]) -> dc.RPCDataCollector:
 
 @pytest.fixture
 def push(shared: tuple[dc.RPCDataCollector, dict[int, float]]) -> Callable[..., Any]:
-    """Pushes weights that are all one new value; gives the versions of both workers then."""
+    """Pushes weights with one new value; returns the versions that both workers then use."""
     collector, values = shared
 
     def push(
@@ -109,7 +109,7 @@ class TestSelection:
         assert check_whole(collector.next(), shared[1]) == [collector.policy_version]
 
     def test_without_waiting(self, collector: Any, push: Any) -> None:
-        """In sync mode the next batch has them all the same."""
+        """In sync mode the next batch still uses them."""
         version = collector.policy_version + 1
         assert push(wait=False) == ([version], [version])
 
@@ -173,7 +173,7 @@ class TestSelection:
     def refused(
         self, collector: Any, error: type[Exception], message: str, given: Any, **how: Any
     ) -> None:
-        """An error that changes nothing on either side."""
+        """The push fails, and nothing changes on either side."""
         before = collector.policy_version
         shown = collector.next()["weights"]
         with pytest.raises(error, match=message):
@@ -183,7 +183,7 @@ class TestSelection:
 
 
 def test_no_action_is_chosen_with_torn_weights(marked: Marked) -> None:
-    """Pushed at full rate to varying workers, while they collect ahead; 4 MB between two scalars.
+    """Pushes at full rate to varying workers that collect ahead; 4 MB between two scalars.
 
     Versions may change within a rollout, but never go back in a worker.
     """
@@ -215,7 +215,7 @@ def test_no_action_is_chosen_with_torn_weights(marked: Marked) -> None:
         collector.update_policy_weights_(policy.fill(collector.policy_version + 1))
         final = collector.policy_version
         seen: set[int] = set()
-        while len(seen) < 2:  # what was collected ahead comes first
+        while len(seen) < 2:  # rollouts collected ahead come first
             batch = collector.next()
             if check_whole(batch) == [final]:
                 seen.add(int(batch["collector", "worker_id"].flatten()[0]))

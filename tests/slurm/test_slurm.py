@@ -23,14 +23,14 @@ NOBODY = 65534
 
 @pytest.fixture(autouse=True)
 def _nothing_left(cluster: SlurmCluster) -> Iterator[None]:
-    """A test begins with a free cluster, whatever became of the one before."""
+    """Each test begins with a free cluster, whatever the one before did."""
     cluster.await_idle()
     yield
     cluster.command("scancel", "--user=root", "--quiet")
 
 
 def other_user() -> int | None:
-    """One who may run this interpreter, and isn't root; None: there is none."""
+    """A user other than root who can run this interpreter; None if there is none."""
     try:
         process = start([], NOBODY)
     except PermissionError:
@@ -58,10 +58,10 @@ def status(run: SubmittedRun, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def check_batches(run: SubmittedRun, *, sync: bool) -> None:
-    """Each batch counts once, and was chosen with the weights that its version says."""
+    """Each batch counts once, and used the weights of its version."""
     numbers = [batch["number"] for batch in run.batches]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    # Each publication is a version, that of what was loaded as well.
+    # Each publication makes a version; so does loading the checkpoint.
     begin = run.batches[0]["version"] - numbers[0]
     assert begin in (0, 1)
     for batch in run.batches:
@@ -85,7 +85,7 @@ def start(words: list[str], user: int | None = None) -> subprocess.Popen[str]:
 
 
 def test_two_runs_at_once(cluster: SlurmCluster) -> None:
-    """One job each; the second fails, and is another user's if that one may run Python here."""
+    """One job each; the second fails, and belongs to another user if one can run Python."""
     good, bad = cluster.new_folder(), cluster.new_folder()
     words = typed(good, "--nodes", 3, "--wait", arguments=["--batches", 40])
     failing = typed(bad, "--nodes", 2, "--wait", arguments=["--fail-at", 3])
@@ -103,7 +103,7 @@ def test_two_runs_at_once(cluster: SlurmCluster) -> None:
     assert run.said[-1] == {"event": "done", "batches": 40}
     assert run.batches[-1]["workers"] == [0, 1]
     assert re.search(r"trainer +\d+ +COMPLETED .* done", outputs[0])
-    # On the cluster's network, on no other.
+    # Only on the cluster's network.
     assert f"at {cluster.env['DC_NET']}." in outputs[0]
     assert (good / "token").stat().st_mode & 0o777 == 0o600
     assert good.stat().st_mode & 0o777 == 0o700
@@ -112,7 +112,7 @@ def test_two_runs_at_once(cluster: SlurmCluster) -> None:
     assert "FAILED" in outputs[1]
     assert "a task ended with exit code 1" in outputs[1]
     assert "it failed: exit code 1" in outputs[1]
-    # The ends of the logs of those that failed, and of nobody else.
+    # The ends of the failed tasks' logs, and of no others.
     assert "RuntimeError: as it was told to" in outputs[1]
     assert "task 1" not in outputs[1]
     assert bad.stat().st_uid == (user or 0)
@@ -135,7 +135,7 @@ def test_trainer_and_workers_apart(
     cluster.command("scontrol", "release", trainer)
     cluster.until(lambda: run.batches)
 
-    # Others join while it runs: two more in a job of their own, with the newest weights.
+    # Two more workers join from a job of their own, and get the newest weights.
     more = ["submit", "--add-workers", str(folder), "--worker-jobs", "1", "--worker-tasks", "2"]
     assert main([*more, "--time", "30"]) == 0
     cluster.until(lambda: run.batches[-1]["present"] == 3)
@@ -152,7 +152,7 @@ def test_trainer_and_workers_apart(
 
 
 def test_preempted_and_resumed(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """Trainer and worker lose their nodes to a job with more rights, and go on when it is done."""
+    """Trainer and worker lose their nodes to a job of higher priority, and resume after it."""
     stop = cluster.runs / "stop-preempted"
     low = ["--partition", "low", "--worker-jobs", 1, "--worker-tasks", 2]
     run = submit(cluster.new_folder(), *low, arguments=["--until", stop])
@@ -163,7 +163,7 @@ def test_preempted_and_resumed(cluster: SlurmCluster, capsys: pytest.CaptureFixt
     begin = run.starts[1]
     assert begin["resumed"]
     *_, last = (b["number"] for b in run.said[: run.said.index(begin)] if b["event"] == "batch")
-    # It saves when a batch is trained on, and says so only then.
+    # It saves after training on a batch, and reports it then.
     assert begin["batches"] - last in (0, 1)
     cluster.until(lambda: run.batches and run.batches[-1]["present"] == 2)
     shown = status(run, capsys)
@@ -177,11 +177,11 @@ def test_preempted_and_resumed(cluster: SlurmCluster, capsys: pytest.CaptureFixt
 
 
 def test_a_worker_s_node_crashes(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """In one job of three nodes: SIGTERM alone tells of preemption; then a node goes down."""
+    """One job on three nodes: SIGTERM announces a preemption; then a node goes down."""
     stop = cluster.runs / "stop-crashed"
     run = submit(cluster.new_folder(), "--nodes", 3, arguments=["--until", stop])
     cluster.until(lambda: run.batches)
-    # What sites send that don't send a job's own signal: to all of its processes.
+    # Some sites don't send the job's own signal, but SIGTERM to all its processes.
     cluster.command("scancel", "--signal=TERM", run.job_ids[0])
     cluster.until(lambda: len(run.starts) == 2)
     assert run.starts[1]["resumed"]
@@ -191,7 +191,7 @@ def test_a_worker_s_node_crashes(cluster: SlurmCluster, capsys: pytest.CaptureFi
     try:
         cluster.until(lambda: run.batches[-1]["present"] == 1, 40)
         survived = len(run.batches)
-        # SLURM finds out later than the trainer, and leaves the others alone.
+        # SLURM notices later than the trainer, and keeps the other nodes running.
         cluster.until(lambda: "node[1-2]" in status(run, capsys), 60)
         cluster.until(lambda: len(run.batches) > survived + 3)
         assert run.batches[-1]["workers"] == [0]
@@ -206,7 +206,7 @@ def test_a_worker_s_node_crashes(cluster: SlurmCluster, capsys: pytest.CaptureFi
 def test_the_trainer_s_node_crashes(
     cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It goes on elsewhere from what it saved last, and its worker finds it there."""
+    """The trainer resumes on another node from its last checkpoint, and its worker finds it."""
     stop = cluster.runs / "stop-moved"
     workers = ["--worker-jobs", 1, "--worker-slurm", "nodelist=node3"]
     run = submit(
@@ -230,7 +230,7 @@ def test_the_trainer_s_node_crashes(
 
 
 def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also a worker that waits; whose wait is limited, as is that of one with a wrong token."""
+    """Also a worker that waits for the trainer: its wait ends, also with a wrong token."""
     folder = cluster.new_folder()
     workers = ["--worker-jobs", 1, "--worker-slurm", "nodelist=node1", "--patience", 2]
     run = submit(folder, "--slurm", "hold", *workers)

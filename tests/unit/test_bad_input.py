@@ -176,7 +176,7 @@ def test_spaces_of_a_known_id_are_refused_before_any_process_starts(
 def test_a_total_that_is_no_multiple_is_rounded_up_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="total_frames=10.*frames_per_batch=4.*12") as caught:
         collector = dc.SyncDataCollector(SamplingEnv, frames_per_batch=4, total_frames=10)
-    assert caught[0].filename == __file__  # it points at the user's line
+    assert caught[0].filename == __file__  # the warning points at the user's line
     with collector:
         assert sum(batch.numel() for batch in collector) == 12 == collector.total_frames
 

@@ -22,13 +22,13 @@ def test_spread() -> None:
 
 
 def test_ratios_are_paired_within_a_repeat() -> None:
-    # The machine got twice as slow in the second repeat: the ratio doesn't move.
+    # In the second repeat the machine is half as fast; the ratio stays.
     assert paired([80.0, 40.0, None, 1.0], [100.0, 50.0, 100.0, 0.0]) == [0.8, 0.8, None, None]
     assert best([1.0, None], [2.0, None]) == [2.0, None]
 
 
 def test_window_counts_whole_batches_of_each_source() -> None:
-    # Source 0: 10 frames each 2 s, source 1: 30 frames each 3 s. Time jumps as batches arrive.
+    # Source 0 gives 10 frames each 2 s, source 1 gives 30 frames each 3 s.
     arrivals = sorted([(t, 0, 10) for t in range(2, 99, 2)] + [(t, 1, 30) for t in range(3, 99, 3)])
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""What a run is bound by: from made-up figures, and from runs that are built to be bound by it."""
+"""What bounds a run: from invented figures, and in runs built for each bottleneck."""
 
 from __future__ import annotations
 

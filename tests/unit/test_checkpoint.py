@@ -12,13 +12,13 @@ from helpers.checkpointing import check_goes_on_where_it_was
 from torch import nn
 
 import distcollect as dc
-from distcollect.launch import preemption as notice
+from distcollect.launch import preemption
 
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     yield
-    notice.forget()
+    preemption.stop_watching()
 
 
 @pytest.mark.parametrize("kind", [dc.SyncDataCollector])

@@ -183,14 +183,14 @@ def leave_mark() -> None:
 
 
 class Touch:
-    """Unpickling it leaves a mark."""
+    """Unpickling it creates a file."""
 
     def __reduce__(self) -> Any:
         return leave_mark, ()
 
 
 def _newer(archive: bytes) -> bytes:
-    """A zip file as of a version that nobody knows yet."""
+    """A zip file of an unknown future version."""
     entry = archive.index(b"PK\x01\x02")
     return archive[: entry + 6] + b"\xff" + archive[entry + 7 :]
 

@@ -47,9 +47,9 @@ def test_a_worker_between_two_nodes_is_free() -> None:
     [
         (Host(cores=(0, 1), nodes=((0, 1),), online=2), 2),  # one node
         (Host(cores=tuple(range(16)), online=16), 4),  # unknown nodes
-        (TWO_NODES, 1),  # one worker has all
+        (TWO_NODES, 1),  # one worker gets all
         (TWO_NODES, 17),  # more workers than cores
-        (Host(cores=tuple(range(4, 12)), nodes=NODES, online=16), 2),  # somebody chose these
+        (Host(cores=tuple(range(4, 12)), nodes=NODES, online=16), 2),  # the user has chosen these
         (Host(cores=tuple(range(16)), quota=6.0, nodes=NODES, online=16), 2),
         (Host(cores=tuple(range(16)), quota=99.0, nodes=NODES, online=16), 1),
     ],
@@ -78,7 +78,7 @@ def test_the_user_comes_first() -> None:
 
 def test_lists_of_the_kernel(tmp_path: Path) -> None:
     assert read_cores("0-2,8\n") == (0, 1, 2, 8)
-    assert read_cores("\n") == ()  # a node of memory alone
+    assert read_cores("\n") == ()  # a NUMA node with memory only
     for node, cores in ((0, "0-1"), (10, "4"), (2, "2-3")):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cores + "\n")

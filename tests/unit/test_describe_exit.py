@@ -1,10 +1,10 @@
-"""How the exit code of a process reads."""
+"""The text for the exit code of a process."""
 
 from __future__ import annotations
 
 import pytest
 
-from distcollect.launch.local_processes import describe_exit
+from distcollect.common.process_exit import describe_exit
 
 
 @pytest.mark.parametrize(

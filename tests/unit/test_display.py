@@ -44,7 +44,7 @@ def test_it_fits_the_terminal() -> None:
     text = drawn(many, width=60, height=24)
     assert len(text.splitlines()) <= 24
     assert "and 489 more ready" in text
-    # Those that something is the matter with are there.
+    # Workers with a problem are listed.
     many = replace(many, workers={**many.workers, 321: replace(WORKER, state="lost")})
     text = drawn(many, width=60, height=24)
     assert re.search(r"^9 .*\n321 +lost .*\nand 489 more ready$", text, re.MULTILINE)

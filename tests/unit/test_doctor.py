@@ -38,12 +38,12 @@ FAR = replace(
 
 
 def test_nothing_is_wrong_here() -> None:
-    for survey in (HERE, FAR):
-        assert not checks.check_torch(survey)
-        assert not checks.check_interface(survey)
-        assert not checks.check_name(survey, 2 if survey is FAR else 1)
-        assert not checks.check_ports(survey)
-        assert not checks.check_near(HERE, survey, is_near=survey is HERE)
+    for each in (HERE, FAR):
+        assert not checks.check_torch(each)
+        assert not checks.check_interface(each)
+        assert not checks.check_name(each, 2 if each is FAR else 1)
+        assert not checks.check_ports(each)
+        assert not checks.check_near(HERE, each, is_near=each is HERE)
     assert not checks.check_versions([HERE, FAR])
 
 
@@ -76,9 +76,9 @@ def test_interfaces() -> None:
 
 @pytest.mark.parametrize("own_name", [["127.0.1.1"], ["127.0.1.1", "::1"], []])
 def test_a_name_that_stands_for_the_host_alone(own_name: list[str]) -> None:
-    survey = replace(FAR, own_name=own_name)
-    assert not checks.check_name(survey, num_hosts=1)
-    finding = only(checks.check_name(survey, num_hosts=2))
+    each = replace(FAR, own_name=own_name)
+    assert not checks.check_name(each, num_hosts=1)
+    finding = only(checks.check_name(each, num_hosts=2))
     assert f"'node2' stands for {', '.join(own_name) or 'nothing'}" in finding.problem
     for part in ("--local-addr=10.1.0.2", "is_host=1", "GLOO_SOCKET_IFNAME=eth1", "/etc/hosts"):
         assert part in finding.remedy
@@ -90,8 +90,8 @@ def test_names_are_looked_up() -> None:
 
 
 def test_memory() -> None:
-    survey = replace(FAR, problems={"memory": "no space"}, shm_bytes=64 << 20)
-    first, second = checks.check_memory(survey)
+    each = replace(FAR, problems={"memory": "no space"}, shm_bytes=64 << 20)
+    first, second = checks.check_memory(each)
     assert first.problem.endswith("no space")
     assert second.problem.startswith("/dev/shm has 64 MB free")
     assert not checks.check_memory(replace(FAR, shm_bytes=-1))
@@ -127,7 +127,7 @@ def test_idle() -> None:
 
 
 def test_clocks() -> None:
-    # 100 s ahead; one round trip was held up on its way there, one on its way back.
+    # 100 s ahead; one message was delayed on its way there, one on its way back.
     assert skew([0.9, 0.001, 0.9], [100.4, 100.0, 99.6]) == 100.0
     assert not checks.check_clock("there", 0.3)
     ahead, behind = (only(checks.check_clock("there", s)).problem for s in (100.0, -2.0))

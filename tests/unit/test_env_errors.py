@@ -134,7 +134,7 @@ def test_bad_env_ids(env_id: str, match: str) -> None:
 
 
 def spoiled(row: int, method: str, change: Callable[[Any], Any], after: int = 0) -> list[Any]:
-    """Two envs, one of which changes what ``method`` returns from its ``after``-th call on."""
+    """Two envs; in one, ``change`` alters what ``method`` returns after ``after`` calls."""
     envs = [CountingEnv(i, lengths=(100,)) for i in range(2)]
     right, calls = getattr(envs[row], method), 0
 

@@ -19,13 +19,12 @@ from helpers.counting_envs import (
     echo_of,
     reward_of,
 )
+from helpers.envs import StumblingEnv
 from helpers.fragile_envs import (
     LONG,
     Fragile,
     Maker,
     N,
-    Stumbling,
-    Summing,
     T,
     check_policy,
     check_row,
@@ -36,6 +35,7 @@ from helpers.fragile_envs import (
     steps_of,
 )
 from helpers.loopback_pool import LoopbackWorkers
+from helpers.policies import SummingPolicy
 from tensordict import TensorDict
 from torch import nn
 
@@ -56,9 +56,9 @@ from distcollect.transport.protocol import CollectRequest
 def test_a_step_that_raises(row: int, at: int) -> None:
     """At any step, in any row: only the trajectory of that row ends, with the frame before."""
     maker = Maker({row: [("step", at)]})
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 2)
-    usual = collect(engine_of(Maker(), Summing()), 2)
+    usual = collect(engine_of(Maker(), SummingPolicy()), 2)
     check_policy(batch)
     for other in set(range(N)) - {row}:
         assert same(batch[other], usual[other])
@@ -87,9 +87,9 @@ def test_a_step_that_raises(row: int, at: int) -> None:
 @pytest.mark.parametrize("lengths", [(3,), (1,), (T,)])
 def test_a_reset_that_raises(lengths: tuple[int, ...], at: int) -> None:
     """The episode before the fault is whole, so nothing is marked."""
-    engine = engine_of(Maker({1: [("reset", at)]}, lengths), Summing())
+    engine = engine_of(Maker({1: [("reset", at)]}, lengths), SummingPolicy())
     batch = collect(engine, 4)
-    usual = collect(engine_of(Maker({}, lengths), Summing()), 4)
+    usual = collect(engine_of(Maker({}, lengths), SummingPolicy()), 4)
     for each in batch:
         check_row(each, lengths)
     check_policy(batch)
@@ -103,7 +103,7 @@ def test_a_reset_that_raises(lengths: tuple[int, ...], at: int) -> None:
 @pytest.mark.parametrize("at", [1, 3])
 def test_again_at_once_and_several_rows_in_one_step(at: int) -> None:
     maker = Maker({0: [("step", at)], 2: [("step", at), ("reset", 1), ("step", 1)]})
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 2)
     for each in batch:
         check_row(each)
@@ -117,7 +117,7 @@ def test_again_at_once_and_several_rows_in_one_step(at: int) -> None:
 
 def test_an_episode_that_ends_with_the_first_step_after_a_fault() -> None:
     lengths = (1,)
-    engine = engine_of(Maker({1: [("step", 3)]}, lengths), Summing())
+    engine = engine_of(Maker({1: [("step", 3)]}, lengths), SummingPolicy())
     batch = collect(engine, 2)
     for each in batch:
         check_row(each, lengths)
@@ -127,7 +127,7 @@ def test_an_episode_that_ends_with_the_first_step_after_a_fault() -> None:
 
 @pytest.mark.parametrize("at", range(1, 6))
 def test_cut_trajectories_start_their_count_with_the_new_env(at: int) -> None:
-    engine = engine_of(Maker({1: [("step", at)]}), Summing(), max_frames_per_traj=2)
+    engine = engine_of(Maker({1: [("step", at)]}), SummingPolicy(), max_frames_per_traj=2)
     batch = collect(engine, 2)
     for each in batch:
         check_row(each, cut_after=2)
@@ -206,7 +206,7 @@ def test_a_maker_that_raises_counts_as_well() -> None:
     engine = build_engine(WorkerPlan(make, 1, max_env_faults=2), traj_ids=count())
     with pytest.raises(dc.EnvError, match=r"OSError: no licence \(it was replaced 2 times"):
         collect(engine, 1)
-    engine.close()  # does not close a closed env again
+    engine.close()  # no env is closed twice
 
 
 def test_an_env_that_comes_back_as_another_one() -> None:
@@ -313,26 +313,26 @@ def test_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_reset_of_all_rows_that_raises() -> None:
     maker = Maker({1: [("reset", 2)], 2: [("reset", 2), ("reset", 1)]})
-    engine = engine_of(maker, Summing(), reset_at_each_iter=True)
+    engine = engine_of(maker, SummingPolicy(), reset_at_each_iter=True)
     batch = collect(engine, 2)
     assert [steps_of(row)[0] for row in batch] == [(0, 1, 0), (11, 0, 0), (22, 0, 0)]
     assert not batch["collector", "faulted"].any()
     assert engine.counter.env_faults == 3
 
 
-def stumbling(context: dc.EnvContext) -> Stumbling:
+def stumbling(context: dc.EnvContext) -> StumblingEnv:
     """The second env of each worker raises after 5 steps; each env that replaces it after 20."""
     if context.env_index != 1:
-        return Stumbling(gym.make("CartPole-v1"), None)
+        return StumblingEnv(gym.make("CartPole-v1"), None)
     first = not _stumbled
     _stumbled.append(True)
-    return Stumbling(gym.make("CartPole-v1"), 5 if first else 20)
+    return StumblingEnv(gym.make("CartPole-v1"), 5 if first else 20)
 
 
 _stumbled: list[bool] = []
 
 
-@pytest.mark.parametrize("policy", [None, Summing()])
+@pytest.mark.parametrize("policy", [None, SummingPolicy()])
 def test_a_seed_decides_about_the_new_envs_too(policy: Any) -> None:
     def collected(seed: int) -> TensorDict:
         _stumbled.clear()
@@ -389,7 +389,7 @@ def test_what_a_step_leaves_undone_is_told_and_can_be_made_up_for() -> None:
     envs.close()
 
 
-# Numbers of the envs that made the transition, and how they echo their actions.
+# The numbers of the envs that made the transition, and the echoes of their actions.
 ECHOED = [(10, echo_of([0])), (1, echo_of([1])), (2, echo_of([2]))]
 
 
@@ -416,7 +416,7 @@ def test_faults_is_checked() -> None:
 
 
 def test_a_slab_that_is_used_again_shows_nothing_of_a_fault() -> None:
-    engine = engine_of(Maker({1: [("step", 3)]}), Summing())
+    engine = engine_of(Maker({1: [("step", 3)]}), SummingPolicy())
     slab = Slab(engine.layout, T)
     engine.collect(slab)
     assert slab.faulted.any()

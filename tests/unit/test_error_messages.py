@@ -19,7 +19,7 @@ from helpers.paths import ROOT
 from torch import nn
 
 import distcollect as dc
-from distcollect.launch import preemption as notice
+from distcollect.launch import preemption
 
 __all__ = ["folders", "modules"]
 
@@ -42,7 +42,7 @@ COLLECT = "collect --frames 8 --out new --env CartPole-v1"
 
 
 COMMANDS: list[tuple[str, str]] = [
-    # what is typed, and what its one line says, as a regular expression
+    # the command, and a regular expression for its one line of output
     ("nonsense", "'nonsense'.*collect'?, '?doctor"),
     ("collect", "required: --env, --frames, --out"),
     (f"{COLLECT} --frames ten", "--frames: .*'ten'"),
@@ -87,7 +87,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("worker --join 127.0.0.1:9 --token-file no", "no: .*No such file.*has to hold"),
     ("worker --join 127.0.0.1:9 --threads 0", "--threads: '0': must be a whole number"),
     ("worker --join 127.0.0.1:9 --wait soon", "--wait: 'soon': must be a number above 0"),
-    ("worker --run other", "--run other: no run of.*name the folder"),
+    ("worker --run other", "--run other: .*no run of.*name the folder"),
     ("doctor --wait 0", "--wait: '0': must be a number above 0"),
     ("bench --workload pong", "--workload pong: unknown; there are: cartpole-1"),
     ("bench --repeats few", "--repeats: 'few': must be a whole number, at least 1"),
@@ -157,11 +157,11 @@ def test_of_checkpoints(tmp_path: Path) -> None:
             torch.save(content, path)
             check(row)
     finally:
-        notice.forget()
+        preemption.stop_watching()
 
 
 def test_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever these tests run, this process sees no GPU."""
+    """As if this process saw no GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for given in ({"weight_sync": dc.WeightSync(backend="nccl")}, {"backend": "nccl"}):
         check((lambda given=given: rpc(**given), ARGUMENT, "backend='nccl'", "use backend='auto'"))

@@ -1,4 +1,4 @@
-"""Where frames went: each rule by itself, and all of them in a simulated run."""
+"""The account of all frames: each rule by itself, then all rules in a simulated run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FRAMES = 10
 
 
 def announced(*sequences: int, stepped: int = 0, lost: dict[str, int] | None = None) -> Ledger:
-    """Rollouts of worker 3's first process lie ready."""
+    """Register ready rollouts of worker 3's first process."""
     ledger = Ledger()
     for sequence in sequences:
         so_far = (sequence + 1) * FRAMES
@@ -80,7 +80,7 @@ def test_rollouts_are_announced_in_their_order_and_once(sequence: int) -> None:
 @pytest.mark.parametrize("incarnation", [0, 2])
 @pytest.mark.parametrize("waits", [True, False])
 def test_nothing_more_comes_of_a_process_that_has_ended(incarnation: int, *, waits: bool) -> None:
-    """Whether or not one before it, or a rollout of its own, is still open."""
+    """Also if an earlier process, or one of its own rollouts, is still open."""
     ledger = Ledger()
     ledger.announce(3, incarnation, 0, FRAMES, stepped=15, lost={})
     if not waits:
@@ -175,7 +175,7 @@ def test_the_report_is_a_table() -> None:
 
 
 class Process:
-    """A simulated worker process: what it really did, and what it said of that."""
+    """A simulated worker process: what it did, and what it reported."""
 
     def __init__(self, worker_id: int, incarnation: int) -> None:
         self.key = (worker_id, incarnation)
@@ -184,20 +184,20 @@ class Process:
         self.own_losses: Counter[str] = Counter()
         self.num_rollouts = 0
         self.waiting: dict[int, int] = {}
-        self.known = 0  # the frames that it said it stepped
+        self.known = 0  # the frames that it reported as stepped
         self.known_losses: Counter[str] = Counter()
-        self.settled = 0  # of the known frames, those delivered or lost
+        self.settled = 0  # known frames that were delivered or lost
 
 
 class Simulation:
-    """Processes that step, announce, fail and die at any point; and what should be known of it."""
+    """Processes that step, report, fail and die at random; and the expected account."""
 
     def __init__(self, seed: int, num_slots: int) -> None:
         self.about = f"seed {seed}, {num_slots} slots"
         self.rng = random.Random(seed)
         self.ledger = Ledger()
         self.running = [Process(worker_id, 0) for worker_id in range(num_slots)]
-        self.ended: list[Process] = []  # and not accounted for
+        self.ended: list[Process] = []  # and not yet accounted for
         self.over: list[tuple[int, int]] = []
         self.waiting: list[tuple[Process, int]] = []
         self.settled: list[tuple[int, int, int]] = []
@@ -238,7 +238,7 @@ class Simulation:
         self.really_stepped += frames
 
     def fail(self) -> None:
-        """An env raises: what was begun is in no rollout."""
+        """An env raises: its unfinished frames are in no rollout."""
         process = self.rng.choice(self.running)
         process.own_losses[self.rng.choice(["env_failed", "row_skew"])] += process.begun
         process.begun = 0
@@ -291,7 +291,7 @@ class Simulation:
         self.running[index] = Process(worker_id, incarnation + 1)
 
     def account(self) -> None:
-        """A process is accounted for, perhaps only after the one that took its place."""
+        """Account for a process, perhaps only after the one that replaced it."""
         if not self.ended:
             return
         process = self.ended.pop(self.rng.randrange(len(self.ended)))
@@ -310,7 +310,7 @@ class Simulation:
         self.over = [*self.over[-50:], process.key]
 
     def again(self) -> None:
-        """What was settled, or is over, is refused."""
+        """Events for a settled rollout or a closed process are refused."""
         if self.settled:
             key = self.rng.choice(self.settled)
             with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""Decisions about who is in the run: each rule by itself, and all of them in a simulated run."""
+"""Decisions about which workers are in the run: each rule by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distcollect.supervision.membership import Command, Membership, Overdue, Pin
 
 
 def working(now: float = 0.0, **settings: int) -> Membership:
-    """With one slot, whose first process is ready."""
+    """A membership with one slot, whose first process is ready."""
     membership = make(**settings)
     membership.open(0, now)
     assert membership.tick(now) == [Start(0, 0)]
@@ -24,7 +24,7 @@ def working(now: float = 0.0, **settings: int) -> Membership:
 
 
 def watch(membership: Membership, now: float, until: float) -> list[tuple[float, Command]]:
-    """Look exactly when ``next_tick`` says, as long as that is not after ``until``."""
+    """Call ``tick`` whenever ``next_tick`` says so, until ``until``; return the commands."""
     said: list[tuple[float, Command]] = []
     looks_without_a_word = 0
     while (due := membership.next_tick(now)) <= until:
@@ -60,7 +60,7 @@ def test_who_is_unknown_has_left() -> None:
     membership = make()
     assert membership.state(0) is State.LEFT
     membership.leave(0, 1.0, 0.0)
-    membership.lose_place(0)
+    membership.close(0)
     membership.ready(0, 0, 0.0)
     membership.heard(0, 0, 0.0)
     assert not membership.ended(0, 0, 0.0)
@@ -272,7 +272,7 @@ def test_a_slot_can_be_opened_again(*, left: bool) -> None:
     assert membership.tick(3.0) == [Start(0, 1)]
     membership.ready(0, 1, 4.0)
     membership.heard(0, 1, 9.0)
-    # It is not the one that was to leave.
+    # It is not the process that was told to leave.
     assert only(Overdue, watch(membership, 4.0, 12.0)) == []
     membership.ended(0, 1, 12.0)
     assert membership.state(0) is State.LOST
@@ -280,7 +280,7 @@ def test_a_slot_can_be_opened_again(*, left: bool) -> None:
 
 def test_without_a_place_nobody_is_started() -> None:
     membership = working()
-    membership.lose_place(0)
+    membership.close(0)
     assert membership.state(0) is State.READY, "its process may live on"
     membership.ended(0, 0, 1.0)
     assert membership.state(0) is State.LOST
@@ -291,7 +291,7 @@ def test_without_a_place_nobody_is_started() -> None:
 
 def test_a_place_that_goes_and_comes_back_while_its_process_runs_is_none_the_worse() -> None:
     membership = working()
-    membership.lose_place(0)
+    membership.close(0)
     membership.open(0, 0.5)
     assert membership.tick(0.5) == []
     membership.ended(0, 0, 1.0)
@@ -301,7 +301,7 @@ def test_a_place_that_goes_and_comes_back_while_its_process_runs_is_none_the_wor
 def test_a_place_may_go_before_a_process_was_started() -> None:
     membership = working()
     membership.ended(0, 0, 0.0)
-    membership.lose_place(0)
+    membership.close(0)
     assert membership.state(0) is State.LOST
     assert membership.delay(0, 0.0) is None
     assert membership.tick(1000.0) == []
@@ -335,13 +335,13 @@ def test_a_trainer_that_did_not_look_loses_nobody(absent_s: float) -> None:
     membership.ready(1, 0, 0.0)
     membership.leave(1, 5.0, 0.0)
     membership.tick(1.0)
-    # What they said meanwhile is heard one after the other, with looks in between.
+    # Their earlier messages are handled one by one, with ticks in between.
     now = 1.0 + absent_s
     assert only(Overdue, [(now, command) for command in membership.tick(now)]) == []
     membership.heard(0, 0, now)
     membership.heard(1, 0, now)
     assert membership.tick(now) == []
-    # And if they said nothing, there is as much time left as before, less one pause.
+    # If they sent nothing, they have as much time as before, less one pause.
     said = only(Overdue, watch(membership, now, now + START_S))
     left_s = {command.worker_id: when - now for when, command in said}
     assert left_s == {
@@ -366,7 +366,7 @@ def test_next_tick_is_never_late_however_late_it_is_asked_for() -> None:
         first = next(
             when
             for when in (step / 1000 for step in range(3000))
-            if working_said(when)  # a new one each time: looking changes what is due
+            if working_said(when)  # a new one each time, because a tick changes what is due
         )
         assert due <= first + 0.001
 

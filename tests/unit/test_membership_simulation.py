@@ -14,7 +14,7 @@ from helpers.membership_cases import PAUSE_S, SILENCE_S, START_S, make
 from distcollect.results import State
 from distcollect.supervision.membership import Ping, Start
 
-# What may become of a slot, besides nothing: see the module's docstring.
+# Allowed changes of a slot's state: see the module's docstring.
 ARROWS = {
     (State.JOINING, State.READY),
     (State.READY, State.SUSPECTED),
@@ -39,14 +39,14 @@ class Process:
         self.alive = True
         self.silent = False
         self.joined = False
-        self.heard_at = 0.0  # by the trainer, in attended time
+        self.heard_at = 0.0  # by the trainer, in time that it was attentive
         self.pinged_at = 0.0
         self.leave_by = math.inf
         self.join_by = math.inf
 
 
 class Simulation:
-    """Thousands of processes that fail in every way, and a trainer who looks now and then."""
+    """Thousands of processes that fail in every way, and a trainer that ticks now and then."""
 
     def __init__(self, seed: int, num_slots: int) -> None:
         self.about = f"seed {seed}, {num_slots} slots"
@@ -63,16 +63,16 @@ class Simulation:
         self.past: list[tuple[int, int]] = []
         self.newest: dict[int, int] = defaultdict(lambda: -1)
         self.states: dict[int, State] = {}
-        self.left: set[int] = set()  # told to, and not opened again
-        self.no_place: set[int] = set()
+        self.left: set[int] = set()  # told to leave, and not opened again
+        self.closed: set[int] = set()
         self.starts: Counter[int] = Counter()
         self.ready_at: dict[int, float] = {}
-        self.awaited: dict[int, float] = {}  # slots to be filled, and by when
+        self.awaited: dict[int, float] = {}  # slots to be filled, with their deadlines
         self.counts: Counter[str] = Counter()
         self.most_pings = 0
-        self.steady = 0  # looks since the last absence
+        self.steady = 0  # ticks since the last absence
 
-    # What the trainer does.
+    # Actions of the trainer.
 
     def run(self, num_events: int) -> Simulation:
         for worker_id in range(self.num_slots):
@@ -124,7 +124,7 @@ class Simulation:
         self.check(gap)
 
     def attend(self) -> float:
-        """Keep attended time: any event is a look of sorts. Returns the time since the last."""
+        """Advance attended time, which each event does; return the time since the last event."""
         gap, self.looked_at = self.now - self.looked_at, self.now
         self.attended += min(gap, PAUSE_S)
         return gap
@@ -133,7 +133,7 @@ class Simulation:
         assert worker_id not in self.processes, f"a second process in {worker_id}: {self.about}"
         assert incarnation > self.newest[worker_id], f"{worker_id} again: {self.about}"
         assert worker_id not in self.left, f"{worker_id} left: {self.about}"
-        assert worker_id not in self.no_place, f"no place for {worker_id}: {self.about}"
+        assert worker_id not in self.closed, f"slot {worker_id} is closed: {self.about}"
         self.newest[worker_id] = incarnation
         self.awaited.pop(worker_id, None)
         self.starts[worker_id] += 1
@@ -171,7 +171,7 @@ class Simulation:
         self.end(process)
 
     def check(self, gap: float) -> None:
-        """What has to hold after each look."""
+        """Check what must hold after each tick."""
         states = self.membership.states
         for worker_id, state in states.items():
             old = self.states.get(worker_id)
@@ -199,14 +199,14 @@ class Simulation:
             assert worker_id in self.processes or states[worker_id] is State.LEFT, self.about
 
     def arrow(self, worker_id: int, old: State, new: State) -> None:
-        """Check a change of state; between two looks more than one may have happened."""
+        """Check a change of state; between two ticks there may be several."""
         self.counts[f"{old.value} to {new.value}"] += 1
         steps = {old}
         for _ in range(4):
             steps |= {b for a, b in ARROWS if a in steps}
         assert (old, new) in ARROWS or new in steps, f"{worker_id}, {old} to {new}: {self.about}"
 
-    # What happens to processes.
+    # Events of processes.
 
     def join(self, process: Process) -> None:
         if not process.alive:
@@ -257,11 +257,11 @@ class Simulation:
         state = self.membership.state(worker_id)
         if worker_id in self.left:
             assert state is State.LEFT, self.about
-        elif worker_id in self.no_place or self.starts[worker_id] > self.max_restarts:
+        elif worker_id in self.closed or self.starts[worker_id] > self.max_restarts:
             assert state is State.LOST, self.about
         else:
             assert state is State.JOINING, f"{process.key} is not replaced: {self.about}"
-            # The longest of pauses, and the longest time that the trainer doesn't look.
+            # The longest pause, and the longest time without a tick.
             self.awaited[worker_id] = self.now + 30.0 + 1100.0
             delay = self.membership.delay(worker_id, self.now)
             assert delay is not None
@@ -270,7 +270,7 @@ class Simulation:
     def open(self, worker_id: int) -> None:
         gone = self.membership.state(worker_id) in (State.LOST, State.LEFT)
         self.membership.open(worker_id, self.now)
-        self.no_place.discard(worker_id)
+        self.closed.discard(worker_id)
         if gone and worker_id not in self.processes:
             assert self.membership.state(worker_id) is State.JOINING, self.about
             self.left.discard(worker_id)
@@ -278,10 +278,10 @@ class Simulation:
             self.awaited[worker_id] = self.now + 1100.0
 
     def fault(self) -> None:
-        """Something happens to some slot."""
+        """Let a random event happen to a random slot."""
         worker_id = self.rng.randrange(self.num_slots)
         process = self.processes.get(worker_id)
-        faults: list[Callable[[int], None]] = [self.lose_place, self.open, self.leave]
+        faults: list[Callable[[int], None]] = [self.close, self.open, self.leave]
         if process is None:
             faults.append(self.stale)
         else:
@@ -290,9 +290,9 @@ class Simulation:
         self.rng.choice(faults)(worker_id)
         self.later(self.rng.expovariate(self.num_slots / 100), self.fault)
 
-    def lose_place(self, worker_id: int) -> None:
-        self.membership.lose_place(worker_id)
-        self.no_place.add(worker_id)
+    def close(self, worker_id: int) -> None:
+        self.membership.close(worker_id)
+        self.closed.add(worker_id)
         if worker_id not in self.processes:
             self.awaited.pop(worker_id, None)
             assert self.membership.state(worker_id) in (State.LOST, State.LEFT), self.about
@@ -313,7 +313,7 @@ class Simulation:
         self.later(self.rng.uniform(30, 100), lambda: self.open(worker_id))
 
     def stale(self, _: int) -> None:
-        """Something is heard of a process that has ended."""
+        """A message arrives from a process that has ended."""
         if not self.past:
             return
         key = self.rng.choice(self.past[-1000:])
@@ -343,5 +343,5 @@ def test_random_faults(seed: int, num_slots: int) -> None:
             *State
         }
     if num_slots >= 1000:
-        # Fewer than a third of all are asked at one look, at most 0.4 s after the last.
+        # One tick, at most 0.4 s after the last, pings fewer than a third of all.
         assert run.most_pings < num_slots / 3, f"{run.most_pings} at once: {run.about}"

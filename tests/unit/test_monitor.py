@@ -1,4 +1,4 @@
-"""What is told of a run while it goes on: that nothing about it can end, or hold up, the run."""
+"""Reports about a running run: no error in them can end the run or delay it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 class Told:
-    """A writer that notes what it is told."""
+    """A writer that records what it is given."""
 
     about = "a list"
     every_s = 0.0
@@ -98,7 +98,7 @@ def test_a_callback_that_shuts_the_collector_down(caplog: pytest.LogCaptureFixtu
     assert watch._thread is not None
     watch._thread.join(20)
     assert [stats.ended for stats in told] == [False, True]
-    # It was told of the end, and of nothing after it.
+    # It got the end, and nothing after it.
     assert [stats.ended for stats in other.stats[-2:]].count(True) == 1
     assert other.stats[-1].ended
     assert other.closed == 1
@@ -170,7 +170,7 @@ def test_collectors_that_write_at_once_write_to_files_of_their_own(
     for _ in range(2):
         first.write(STATS)
         second.write(STATS)
-    forked = os.dup(first._file.fileno())  # as processes that are forked off have it
+    forked = os.dup(first._file.fileno())  # as in forked processes
     first.close()
     third = JsonLines(path, 5.0)
     os.close(forked)
@@ -202,7 +202,7 @@ def test_lines_about_many_workers_come_less_often(tmp_path: Path) -> None:
 
 
 class Gone(io.StringIO):
-    """A terminal that goes away."""
+    """A terminal that is closed during the run."""
 
     gone = False
 

@@ -1,4 +1,4 @@
-"""What a policy draws for an env depends on that env alone, and is distributed as it should be."""
+"""A policy's draws for an env depend on that env alone, and have the right distribution."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ DRAWS: dict[str, Draw] = {
 }
 
 
-# With so few outcomes two rows may well draw the same.
+# With so few outcomes two rows may draw the same.
 COARSE = {"bernoulli", "multinomial", "dropout", "Categorical", "Bernoulli", "OneHotCategorical"}
 SEEDS = [5, 2**64 - 1, 7, 8]
 PARAMETERS = torch.tensor([[0.2, 0.3, 0.5], [0.9, 0.05, 0.05], [0.4, 0.4, 0.2], [0.1, 0.6, 0.3]])
@@ -87,7 +87,7 @@ def frames(draw: Draw, rows: list[int], num_frames: int = 3, **modes: bool) -> t
 def test_rows_do_not_depend_on_each_other(name: str, inference: bool) -> None:
     together = frames(DRAWS[name], [0, 1, 2, 3], mode=inference)
     for rows in ([0, 1], [2, 3], [3], [2, 0]):
-        torch.manual_seed(rows[0])  # must not matter
+        torch.manual_seed(rows[0])  # torch's own generator is not used
         alone = frames(DRAWS[name], rows, mode=inference)
         assert torch.equal(alone, together[:, :, rows])
     if name.split(maxsplit=1)[0].rstrip("_") not in COARSE:
@@ -196,7 +196,7 @@ def test_an_env_made_anew_changes_nothing_for_others() -> None:
 
         def policy(observation: torch.Tensor) -> Any:
             noise = torch.rand(len(observation))
-            for _ in range(next(calls) % 3):  # another number each time
+            for _ in range(next(calls) % 3):  # a different number each time
                 torch.rand(len(observation))
             return torch.randint(5, (len(observation),)), {"noise": noise}
 

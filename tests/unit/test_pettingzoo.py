@@ -17,7 +17,7 @@ pytest.importorskip("pettingzoo", reason="the pettingzoo extra is not installed"
 
 def test_agents_that_die_early() -> None:
     with dc.SyncDataCollector(Lives, frames_per_batch=8) as collector:
-        # Two resets when it was tried out: this is the episode numbered 0 or 1, then the next.
+        # The probe resets it twice, so this episode has the number 0 or 1, then the next.
         batch = collector.next()
     after = batch["next"]
     ant, bee = batch["ant"], batch["bee"]
@@ -28,7 +28,7 @@ def test_agents_that_die_early() -> None:
     assert bee["action"].dtype == torch.int64
     alive = torch.tensor([[True, True], [True, True], [False, True], [False, True]] * 2)
     assert torch.equal(ant["mask"], alive)
-    # An agent's last observation is there when it dies; then there are zeros.
+    # A dying agent has a last observation; after that come zeros.
     assert after["ant", "observation"][:4, 0, 0].tolist() == [2, 3, 0, 0]
     assert after["ant", "observation"][:4, 1, 0].tolist() == [2, 3, 4, 5]
     assert ant["observation"][4, :, 0].tolist() == [1, 1]

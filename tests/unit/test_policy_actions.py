@@ -269,7 +269,7 @@ def test_misfits_are_found_at_construction() -> None:
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_random_policy(action: str) -> None:
-    """Each env draws from its own generator, which only its own seed sets."""
+    """Each env draws from its own generator, which only its seed sets."""
     space = ACTIONS[action]
 
     def draws(seeds: list[int]) -> list[list[bytes]]:

@@ -1,4 +1,4 @@
-"""Real envs give what they give without us."""
+"""Real envs give the same values through the package as through Gymnasium."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
+from helpers.envs import StumblingEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.recurrent_policies import LENGTHS, Counter, N, T, check
 from tensordict import TensorDict
@@ -55,7 +56,7 @@ def test_the_state_goes_on_and_starts_anew(kind: str) -> None:
     batches = [collect(engine) for _ in range(4)]
     for batch in batches:
         check(batch, 3.0)
-    # Some rollouts begin in mid-episode, and some end there.
+    # Some rollouts begin or end within an episode.
     assert not torch.cat([batch["is_init"][:, 0] for batch in batches]).all()
     for before, after in pairwise(batches):
         ongoing = ~before["next", "done"][:, -1, 0]
@@ -84,27 +85,13 @@ def test_random_frames_leave_the_state_as_it_starts() -> None:
     assert torch.equal(batch["is_init"].squeeze(-1), batch["observation"][..., 2] == 0)
 
 
-class Faulty(gym.Wrapper[Any, Any, Any, Any]):
-    """Raises once, at a chosen step."""
-
-    def __init__(self, env: gym.Env[Any, Any], at_step: int) -> None:
-        super().__init__(env)
-        self.left = at_step
-
-    def step(self, action: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("fell over")
-        return super().step(action)
-
-
 def test_an_env_made_anew_has_a_state_of_its_own() -> None:
     made = count()
 
     def make() -> gym.Env[Any, Any]:
         index = next(made)
         env = CountingEnv(index, lengths=(6,))
-        return Faulty(env, 9 if index == 1 else 0)
+        return StumblingEnv(env, 8 if index == 1 else None)
 
     plan = WorkerPlan(make, N, Counter(), max_env_faults=1)
     engine = build_engine(plan, traj_ids=count(100))
@@ -196,7 +183,7 @@ def gru_policy() -> TensorDictSequential:
 def test_a_torchrl_module_reproduces_what_it_gave(
     policy: Callable[[], TensorDictSequential], distributed: bool
 ) -> None:
-    """In recurrent mode, over whole rollouts: across the ends of episodes, from any state."""
+    """In recurrent mode over whole rollouts, across ends of episodes, from any state."""
     modules = pytest.importorskip("torchrl.modules")
     module = policy()
     settings: dict[str, Any] = {"frames_per_batch": 4 * 40, "envs_per_worker": 4}

@@ -1,4 +1,4 @@
-"""The page about a run: what is read from its statistics, and that it shows that."""
+"""The report of a run: what it reads from the statistics, and what it shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGUN_AT = 1_700_000_000.0
 
 
 def snapshot(elapsed_s: float, **given: Any) -> dict[str, Any]:
-    """A line of ``stats.jsonl``, ``elapsed_s`` after the begin."""
+    """A line of ``stats.jsonl``, ``elapsed_s`` after the start."""
     worker = {"state": "ready", "frames": 10, "num_restarts": 0, "lost": {}}
     return {
         "time": BEGUN_AT + elapsed_s,
@@ -37,7 +37,7 @@ def snapshot(elapsed_s: float, **given: Any) -> dict[str, Any]:
 
 
 def run_of_two() -> list[dict[str, Any]]:
-    """Worker 1 is lost and replaced, worker 2 comes later, 0 leaves."""
+    """Worker 1 is lost and replaced, worker 2 joins later, worker 0 leaves."""
     episodes = {"count": 7, "mean_return": 2.5, "mean_length": 20.0}
     return [
         snapshot(1, workers={"0": {}, "1": {}}, lag={"frames": {"0": 20}}),
@@ -118,7 +118,7 @@ def test_another_collector_writes_on() -> None:
 
 
 class Page(HTMLParser):
-    """Checks that tags are closed in order, and notes what would be loaded."""
+    """Checks that tags are closed in order, and records what would be loaded."""
 
     VOID = frozenset({"meta", "link", "img", "br"})
 

@@ -1,11 +1,12 @@
-"""A collector goes on where another one was."""
+"""A collector resumes from the state of another one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from helpers.resuming import Policy, check_goes_on_with_another_number_of_workers, collector
+from helpers.policies import ConstantPolicy
+from helpers.resuming import check_goes_on_with_another_number_of_workers, collector
 
 import distcollect as dc
 
@@ -16,7 +17,7 @@ def test_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, aft
 
 
 def test_bad_states_are_refused() -> None:
-    with collector(0, Policy()) as fresh:
+    with collector(0, ConstantPolicy()) as fresh:
         for bad in ({}, {"format": 99}, None):
             with pytest.raises(dc.ArgumentError, match="no state of a collector"):
                 fresh.load_state_dict(bad)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Leaf
 
 N, T = 2, 4
-# Small leaves travel together, large ones by themselves.
+# Small leaves are sent together, large ones alone.
 CARRIED = (
     Leaf(("pixels",), (3,), torch.uint8),
     Leaf(("big",), (200, 200), torch.uint8),
@@ -28,7 +28,7 @@ X = ("deep", "x")
 
 
 def filled(finals: Any = (), *, first: int = 0, layout: Layout = LAYOUT, steps: int = T) -> Slab:
-    """A slab whose numbers are all different; ``finals`` are (row, step) where episodes end."""
+    """A slab of different numbers; ``finals`` has (row, step) where episodes end."""
     slab = Slab(layout, steps)
     for array in (*slab.frames.values(), *slab.tail.values()):
         if array.dtype != bool:
@@ -42,7 +42,7 @@ def filled(finals: Any = (), *, first: int = 0, layout: Layout = LAYOUT, steps: 
 
 
 def end_of(slab: Slab, key: tuple[str, ...], step: int) -> np.ndarray:
-    """What stands at the end of episodes that end at ``step``: in no slab anywhere else."""
+    """The final observations of episodes that end at ``step``; no slab has these values."""
     tail = slab.tail[key]
     return (tail.astype(np.int64) + 10_000 + 10 * step).astype(tail.dtype)
 
@@ -72,7 +72,7 @@ FINALS = [
 @pytest.mark.parametrize("finals", FINALS)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
-    """Every value; workers differ in where their episodes end."""
+    """Check each value; episodes end at different steps in each worker."""
     ids = list(range(num_workers))[::-1]
     ends = [finals if index % 2 == 0 else [(0, 1)] for index in range(num_workers)]
     slabs = [filled(end, first=2000 * i) for i, end in enumerate(ends)]
@@ -106,7 +106,7 @@ def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_memory(num_workers: int) -> None:
-    """No entry shares memory with another; of a single rollout the large ones are taken over."""
+    """No two entries share memory; large tensors of a single rollout are not copied."""
     slabs = [filled([(0, 1)]) for _ in range(num_workers)]
     rollouts = [rollout(slab) for slab in slabs]
     batch = assemble(LAYOUT, rollouts)
@@ -129,7 +129,7 @@ def test_memory(num_workers: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_batches_on_a_gpu(num_workers: int) -> None:
-    """The same as here, however often the memory between is used again."""
+    """The same as on the CPU, however often the buffer between is reused."""
     gpu = torch.device("cuda")
     slabs = [[filled([(0, 1)], first=100 * i + k) for k in range(num_workers)] for i in range(20)]
     batches = [assemble(LAYOUT, [rollout(slab) for slab in s], device=gpu) for s in slabs]
@@ -139,7 +139,7 @@ def test_batches_on_a_gpu(num_workers: int) -> None:
 
 
 def test_a_slab_is_used_again() -> None:
-    """Nothing of the rollout before is left."""
+    """No value of the previous rollout is left."""
     slab = filled(FINALS[-1])
     slab.clear()
     slab.add_final(1, 2, {key: array * 0 + 77 for key, array in slab.tail.items()})
@@ -165,7 +165,7 @@ def test_a_final_observation_is_copied_and_may_stand_elsewhere() -> None:
 
 @pytest.mark.parametrize("finals", FINALS)
 def test_what_travels(finals: list[tuple[int, int]]) -> None:
-    """Two tensors, little more than the frames themselves, and an observation once."""
+    """Two tensors, little larger than the frames; each observation is sent once."""
     slab = filled(finals)
     packed, big = slab.tensors()
     assert big.untyped_storage().nbytes() == big.nbytes == N * T * 200 * 200

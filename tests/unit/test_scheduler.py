@@ -1,4 +1,4 @@
-"""Whom the pool would ask, and what it would hand on: without threads, clocks and workers."""
+"""Which workers get requests, and which rollout is next; no threads, clocks or workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_TURN = replace(AHEAD, in_turn=True)
 
 
 class Offer:
-    """A rollout that lies ready on its worker."""
+    """A rollout that is ready on its worker."""
 
     def __init__(self, request: RolloutRequest, version: int) -> None:
         key = (request.slot.worker_id, request.slot.incarnation, request.number)
@@ -33,7 +33,7 @@ class Offer:
 
 
 class Play:
-    """Requests and workers, of which nothing happens by itself."""
+    """Requests and workers without any automatic events."""
 
     def __init__(
         self, plan: BatchPlan, num_workers: int, *, staleness: Staleness | None = None
@@ -70,7 +70,7 @@ class Play:
         return [one.slot.worker_id for one in request]
 
     def come(self, worker_id: int, version: int = 0) -> RolloutRequest:
-        """A worker's oldest rollout is done, and comes here at once."""
+        """Finish a worker's oldest rollout, and fetch it at once."""
         request = next(request for request in self.open if request.slot.worker_id == worker_id)
         self.open.remove(request)
         if self.requests.offered(request, Offer(request, version), 1):  # type: ignore[arg-type]

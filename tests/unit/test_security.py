@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 import distcollect as dc
-from distcollect.launch.rendezvous import ListenSpec, TrainerAddress
+from distcollect.launch.rendezvous import ListenSpec, read_token
 from distcollect.launch.topology import Launch
-from distcollect.launch.worker_hosts import read_token
 from distcollect.net.interfaces import check_not_public, same_address
+from distcollect.net.messages import TrainerAddress, WorkerBoot, WorkerHello
 
 SECRET = "e9d1a2-nobody-may-see-this"
 
@@ -52,7 +52,9 @@ def test_a_token_file_that_is_no_text(token_file: Path) -> None:
 
 def test_the_token_is_in_no_text_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTCOLLECT_TOKEN", SECRET)
-    assert SECRET not in f"{TrainerAddress('host', 1, SECRET)} {ListenSpec('host', 1, SECRET)}"
+    address = TrainerAddress("host", 1, SECRET)
+    assert SECRET not in f"{address} {ListenSpec('host', 1, SECRET)} {WorkerBoot(0, 0, address)}"
+    assert SECRET not in str(WorkerHello(token=SECRET, worker_id=0, incarnation=0))
     with pytest.raises(dc.LaunchError) as raised:
         Launch.detect({**os.environ, "TORCHELASTIC_RUN_ID": "run", "RANK": "no number"})
     assert SECRET not in str(raised.value)
@@ -61,10 +63,10 @@ def test_the_token_is_in_no_text_of_ours(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_torchruns_store_has_no_token_of_the_users() -> None:
     """Whoever reaches it can read it, and the other ranks have the token anyway."""
     store = dist.HashStore()
-    ListenSpec("10.0.0.5", 0, SECRET, store, is_own_token=True).announce(4711)
-    assert SECRET.encode() not in store.get("distcollect/gate")
-    ListenSpec("10.0.0.5", 0, SECRET, store).announce(4711)  # drawn at random: they need it
-    assert SECRET.encode() in store.get("distcollect/gate")
+    ListenSpec("10.0.0.5", 0, SECRET, store, is_users_token=True).announce(4711)
+    assert SECRET.encode() not in store.get("distcollect/trainer")
+    ListenSpec("10.0.0.5", 0, SECRET, store).announce(4711)  # a random token: the ranks need it
+    assert SECRET.encode() in store.get("distcollect/trainer")
 
 
 @pytest.mark.parametrize("value", ["", "0", "no", "yes"])

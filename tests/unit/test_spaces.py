@@ -1,4 +1,4 @@
-"""Spaces as leaves, and values to and from them."""
+"""Spaces as flat leaves, and values flattened and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions about staleness: each rule by itself, and all of them in a simulated run."""
+"""Decisions about staleness: each rule by itself, then all rules in a simulated run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distcollect.trainer.staleness import Pacer, SentVersions, StalenessTicket, 
 
 
 class Trainer:
-    """Publishes to some workers and tells the pacer of it."""
+    """Publish to some workers, and report it to the pacer."""
 
     def __init__(self, max_policy_lag: int, num_workers: int = 8) -> None:
         self.version = 0
@@ -26,11 +26,11 @@ class Trainer:
         self.pacer.published()
 
     def deliver(self) -> None:
-        """Deliver a rollout that is nobody else's business."""
+        """Deliver a rollout that concerns no other."""
         self.pacer.delivered(self.pacer.ask(0, self.version))
 
     def ask_all(self) -> list[StalenessTicket]:
-        """Ask with the newest version for as many rollouts as may be."""
+        """Request as many rollouts with the newest version as allowed."""
         tickets: list[StalenessTicket] = []
         while len(tickets) < 100 and self.pacer.may_ask(len(tickets), self.version):
             tickets.append(self.pacer.ask(len(tickets), self.version))
@@ -38,7 +38,7 @@ class Trainer:
 
 
 def habit(max_policy_lag: int, every: int, burst: int = 1) -> Trainer:
-    """A trainer who has published ``burst`` versions after each ``every`` deliveries, just now."""
+    """A trainer that publishes ``burst`` versions after each ``every`` deliveries."""
     trainer = Trainer(max_policy_lag, num_workers=100)
     for _ in range(6):
         for _ in range(every):
@@ -100,7 +100,7 @@ def test_deliveries_since_the_last_publication_count() -> None:
         for ticket in tickets:
             trainer.pacer.given_up(ticket)
         trainer.deliver()
-    # The publication is overdue; while the user waits it cannot come.
+    # The publication is overdue, but can't come while the user waits.
     trainer.pacer.awaited()
     assert len(trainer.ask_all()) == 1
 
@@ -168,7 +168,7 @@ def test_nothing_is_waited_for_in_vain() -> None:
     # Now all have slack 0, and not all can be delivered in time.
     assert trainer.pacer.choose(tickets[5:]) is tickets[5]
     trainer.publish()
-    # Now all are lost, and stand in nobody's way.
+    # Now all are lost, and block nothing.
     assert all(trainer.pacer.too_stale(ticket) for ticket in tickets)
     assert trainer.pacer.choose(tickets) is None
     fresh = trainer.pacer.ask(0, trainer.version)
@@ -176,7 +176,7 @@ def test_nothing_is_waited_for_in_vain() -> None:
     assert trainer.pacer.may_ask(1, trainer.version)
 
 
-# Which publications the user makes after the so-manieth batch: for each, who gets it.
+# The publications after each batch: the workers that get them.
 Habit = Callable[[random.Random, int, int], list[list[int]]]
 
 
@@ -209,10 +209,10 @@ class Simulation:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.num_events = 0
-        self.held = [0] * num_workers  # the version each worker has
-        self.acknowledged = [0] * num_workers  # the same as far as the trainer knows
+        self.held = [0] * num_workers  # the version that each worker has
+        self.acknowledged = [0] * num_workers  # the version that the trainer knows of
         self.collecting: dict[int, StalenessTicket] = {}
-        self.request = [0] * num_workers  # when each worker was last asked, to take turns
+        self.request = [0] * num_workers  # when each worker last got a request, to take turns
         self.arrived: list[StalenessTicket] = []
         self.waiting = False
         self.delivered = self.dropped = self.most_out = self.sum_out = 0
@@ -233,7 +233,7 @@ class Simulation:
         heappush(self.events, (self.now + delay_s, self.num_events, event))
 
     def settle(self) -> None:
-        """What a pool does whenever something happened."""
+        """What a pool does after each event."""
         for stale in [ticket for ticket in self.arrived if self.pacer.too_stale(ticket)]:
             self.dropped += 1
             self.arrived.remove(stale)
@@ -241,7 +241,7 @@ class Simulation:
         if self.waiting and (chosen := self.pacer.choose(self.arrived)) is not None:
             self.deliver(chosen)
         for worker_id in sorted(self.trainer.workers, key=self.request.__getitem__):
-            # At most one rollout lies at a worker while it collects another.
+            # A worker has at most one ready rollout while it collects another.
             if worker_id in self.collecting or self.lying(worker_id) > 1:
                 continue
             if self.pacer.may_ask(worker_id, self.acknowledged[worker_id]):

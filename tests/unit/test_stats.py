@@ -1,4 +1,4 @@
-"""What the statistics count, and how they read."""
+"""What the statistics count, and how they are shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.countdown_env import Countdown
+from helpers.envs import CountdownEnv
 
 import distcollect as dc
 from distcollect.results import (
@@ -46,7 +46,7 @@ def test_episodes_are_those_of_a_loop_over_all_frames() -> None:
         slab = Slab(Layout(n, (), (), ()), steps)
         slab.clear()
         expected = []
-        # Some rollouts are cut short, now and then before a row has a frame.
+        # Some rollouts are cut short, sometimes before a row has any frame.
         real = rng.integers(0, steps + 1, n) if number % 3 == 0 else np.full(n, steps)
         slab.num_frames = int(real.sum())
         for row in range(n):
@@ -232,7 +232,7 @@ def test_remaining_time() -> None:
     assert Stats(frames=100, total_frames=400, frames_per_s=10).remaining_s == 30
     assert Stats(frames=100, frames_per_s=10).remaining_s is None
     assert Stats(frames=100, total_frames=400).remaining_s is None
-    # Of each 40 frames half are padding, and 200 are of an earlier run.
+    # Half of each 40 frames are padding, and 200 belong to an earlier run.
     half = Stats(frames=240, resumed_frames=200, total_frames=400, delivered=20, frames_per_s=10)
     assert half.remaining_s == 160 / 20
 
@@ -243,11 +243,11 @@ def test_a_dropped_collector_ends_what_is_told() -> None:
 
     def tell(stats: Stats) -> None:
         told.append(stats)
-        if stats.frames:  # it was not told of the batch while that was made
+        if stats.frames:  # it did not get the batch that was being made
             some.set()
 
     monitor = dc.Monitor(callback=tell, every_s=0.01, view=False)
-    collector = dc.SyncDataCollector(Countdown, frames_per_batch=10, monitor=monitor)
+    collector = dc.SyncDataCollector(CountdownEnv, frames_per_batch=10, monitor=monitor)
     collector.next()
     assert some.wait(20)
     thread = next(t for t in threading.enumerate() if t.name == "distcollect-monitor")
@@ -288,7 +288,7 @@ def test_a_monitor_that_cannot_be(tmp_path: Path, started: Any) -> None:
         ("stats.jsonl", dc.ArgumentTypeError),
     ):
         with pytest.raises(error):
-            dc.MultiSyncDataCollector(Countdown, frames_per_batch=4, monitor=monitor)
+            dc.MultiSyncDataCollector(CountdownEnv, frames_per_batch=4, monitor=monitor)
     assert not started()
 
 

@@ -1,4 +1,4 @@
-"""The file with a run's statistics: whole lines are read, and no others."""
+"""The file with a run's statistics: only whole lines are read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_is_no_snapshot_is_passed_over(tmp_path: Path, rest: bytes) -> None
     told = newest(path)
     assert told is not None
     assert told["frames"] == 2
-    # The run goes on after whatever broke it off, and loses no line by that.
+    # The run resumes after an interruption, and loses no line.
     write(path, 3, 4)
     assert frames(path) == [1, 2, 3, 4]
 
@@ -48,7 +48,7 @@ def test_the_newest_of_none(tmp_path: Path) -> None:
 
 
 def test_collectors_are_told_apart(tmp_path: Path) -> None:
-    """Also where the second has soon collected for longer than the first."""
+    """Also if the second soon lasts longer than the first."""
     path = tmp_path / "stats.jsonl"
     write(path, 5)
     write(path, 6, 7)

@@ -1,4 +1,4 @@
-"""Who am I in this launch, and which way leads to the others."""
+"""Which rank a process has in a launch, and how it reaches the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), lo
     "env",
     [
         {},
-        {"RANK": "1", "WORLD_SIZE": "2"},  # somebody's own variables, no launcher
+        {"RANK": "1", "WORLD_SIZE": "2"},  # the user's own variables, no launcher
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"},
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},  # in a batch script, outside srun
     ],
@@ -151,7 +151,7 @@ def test_parts_of_several_trainers() -> None:
 
 def test_too_few_for_several_trainers() -> None:
     launch = Launch(Launcher.TORCHRUN, 0, 5, 1, 5, "run", ("node1", 1))
-    with pytest.raises(dc.LaunchError, match=r"5 process.*3 trainer.* are 6 .*per-node=6"):
+    with pytest.raises(dc.LaunchError, match=r"5 process.*3 trainer.* need 6 .*per-node=6"):
         launch.part(3)
     with pytest.raises(dc.LaunchError, match="the first host has 2 task"):
         Launch(Launcher.SLURM, 0, 9, 4, 2, "run", ("node1", 1)).part(3)

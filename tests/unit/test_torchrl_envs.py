@@ -46,7 +46,7 @@ def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
 
     policy = Mod(choose, in_keys=[("ant", "observation")], out_keys=[("ant", "action")])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is tested with another version
+        warnings.simplefilter("ignore", UserWarning)  # "tested with another version"
         env = PettingZooWrapper(make(), use_mask=True, done_on_any=False)
     sizes = {"frames_per_batch": 12, "total_frames": 12}
     reference = zoo.Collector(env, policy, auto_register_policy_transforms=False, **sizes)

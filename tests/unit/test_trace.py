@@ -25,7 +25,7 @@ from distcollect.telemetry import step_timer
 from distcollect.telemetry.step_timer import TracingStepTimer
 from distcollect.telemetry.trace import STEPS, WEIGHTS, ClockOffset, Trace
 
-SKEW = 5 * 86_400 * 1_000_000_000  # ns: another host was started days ago
+SKEW = 5 * 86_400 * 1_000_000_000  # ns: the clock of a host that started days earlier
 US = 1000  # ns
 
 
@@ -46,7 +46,7 @@ def test_offset_puts_each_rollout_between_question_and_answer(skew: int) -> None
         if skew:
             assert abs(offset - skew) <= clock.error_ns < 400 * US
         now = heard + rng.randrange(1000 * US)
-    # The fastest messages tell most.
+    # The fastest messages give the best estimate.
     assert abs(offset - skew) < 30 * US
 
 
@@ -109,7 +109,7 @@ class FakeSlab:
 
 
 def timed_rollouts(monkeypatch: pytest.MonkeyPatch, count: int, num_steps: int) -> list[list[Span]]:
-    """What a recorder notes of rollouts with steps of a microsecond, as the engine times them."""
+    """The spans recorded for rollouts with steps of a microsecond, timed as in the engine."""
     now = [0]
 
     def clock() -> int:
@@ -141,7 +141,7 @@ def test_the_first_rollouts_are_noted_whole_and_then_every_so_many(
     assert num_envs[:4] == [70] * 4
     with_steps = [number for number, count in enumerate(num_envs) if count]
     assert with_steps == [0, 1, 2, 3, 64, 128, 192]
-    assert num_envs[64] == pytest.approx(10, abs=1)  # those that are timed anyway
+    assert num_envs[64] == pytest.approx(10, abs=1)  # the spans that are always timed
     assert all(len(spans) >= 2 for spans in found)
 
 

@@ -12,7 +12,6 @@ from helpers.fragile_envs import (
     Fragile,
     Maker,
     N,
-    Summing,
     T,
     VectorMaker,
     check_a_vector_env_that_raises,
@@ -25,6 +24,7 @@ from helpers.fragile_envs import (
     quiet,
     steps_of,
 )
+from helpers.policies import SummingPolicy
 
 import distcollect as dc
 
@@ -47,10 +47,10 @@ def test_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> 
 
 @pytest.mark.parametrize("kind", ["sync-next", "native-disabled"])
 def test_a_reset_of_some_rows_that_raises(kind: str) -> None:
-    """The other rows' last transition was real, and the fault ends their trajectories with it."""
+    """The other rows' last transition was real; the fault ends their trajectories there."""
     lengths = (3, 5, 7)  # of rows 0, 1 and 2 in their first episodes
     maker = VectorMaker(kind, Maker({0: [("reset", 2)]}, lengths))
-    engine = engine_of(maker, Summing())
+    engine = engine_of(maker, SummingPolicy())
     batch = collect(engine, 2)
     check_policy(batch)
     for each in batch:
@@ -77,7 +77,7 @@ UNEVEN = [(1,), (50,), (3,)]
 
 
 class Uneven:
-    """A native vector env whose rows drift apart, and whose first object raises at a step."""
+    """Makes native vector envs whose rows drift apart; the first one raises at step ``at``."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -96,7 +96,7 @@ class Uneven:
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("at", range(1, 40, 3))
 def test_rows_that_drift_apart(at: int, fresh: bool) -> None:
-    engine = engine_of(Uneven(at), Summing())
+    engine = engine_of(Uneven(at), SummingPolicy())
     batch = collect(engine, 10, fresh=fresh)
     check_policy(batch)
     for row, each in enumerate(batch):

@@ -1,4 +1,4 @@
-"""Weights as one flat buffer, and how a worker swaps them in."""
+"""Weights in one flat buffer, and how a worker swaps them in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distcollect.policy.weight_layout import WeightLayout, checksum
 
 
 class Net(nn.Module):
-    """Tied parameters, buffers, five dtypes, sizes that don't align, an empty and a scalar one."""
+    """Tied parameters, buffers, five dtypes, unaligned sizes, empty and scalar tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_a_version_is_used_once_it_is_applied() -> None:
     net.first(torch.ones(2, 3)).sum().backward()
     optimiser.step()
     assert (net.first.bias == -1).all()
-    live.apply()  # nothing new: nothing happens
+    live.apply()  # without a new version nothing happens
     assert live.version == 5
 
 
@@ -238,7 +238,7 @@ def test_only_the_newest_is_applied() -> None:
 
 
 def test_buffers_go_round() -> None:
-    """Three are enough for any number of versions, and none is handed out while it is in use."""
+    """Three buffers suffice for any number of versions; none is given out while in use."""
     net = nn.Linear(2, 2)
     live = LiveWeights(net)
     seen: set[int] = set()
@@ -254,7 +254,7 @@ def test_buffers_go_round() -> None:
 
 
 def test_a_buffer_that_could_not_be_filled_is_not_used_again() -> None:
-    """Who was to fill it may do so yet."""
+    """The thread that should fill it may still write to it."""
     live = LiveWeights(nn.Linear(2, 2))
     for version in (1, 2):
         live.commit(live.spare(), version)
@@ -273,7 +273,7 @@ def test_a_policy_without_weights() -> None:
 
 
 def test_two_threads_never_tear_a_version() -> None:
-    """The one that steps sees, from one apply to the next, one whole version."""
+    """Between two applies, the stepping thread sees one whole version."""
     net = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300), nn.Linear(300, 1))
     live = LiveWeights(net)
     stop = threading.Event()
@@ -285,7 +285,7 @@ def test_two_threads_never_tear_a_version() -> None:
             version = last + 1
             buffer = live.spare()
             views = live.layout.views(buffer)
-            if version % 5 == 4:  # a broadcast that broke off
+            if version % 5 == 4:  # an interrupted broadcast
                 views[0].fill_(-1)
                 live.discard(buffer)
             else:
@@ -319,12 +319,12 @@ def test_two_threads_never_tear_a_version() -> None:
 
 
 def test_what_is_newest_is_whole_while_it_is_being_applied() -> None:
-    """A thread that receives changes looks at any moment for what they are changes of."""
+    """A receiving thread may read the newest version at any moment."""
     net = nn.Linear(2, 1, bias=False)
     live = LiveWeights(net)
 
     class Looking:
-        """In place of a parameter: looks when its turn to be swapped comes."""
+        """Replaces a parameter: checks the newest version at the moment it is swapped."""
 
         device = torch.device("cpu")
         seen: tuple[int, float] | None = None

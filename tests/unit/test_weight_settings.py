@@ -1,4 +1,4 @@
-"""Settings of publishing that make no sense."""
+"""Invalid settings of publishing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from helpers.publishing import Env, Telling
+from helpers.envs import ProcessIdEnv
+from helpers.publishing import Telling
 from torch import nn
 
 import distcollect as dc
@@ -44,4 +45,4 @@ def test_bad_settings(make: Callable[[], Any], error: type[Exception], message: 
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        dc.RPCDataCollector(Env, Telling(), frames_per_batch=4, num_workers=1, **arguments)
+        dc.RPCDataCollector(ProcessIdEnv, Telling(), frames_per_batch=4, num_workers=1, **arguments)

@@ -17,14 +17,21 @@ from distcollect.commands.doctor import checks, report
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport, look
 from distcollect.commands.doctor.links import Hop, Link, Links, link_problem
-from distcollect.commands.doctor.server import ROLE, DoctorServer, take_part
+from distcollect.commands.doctor.server import DoctorHello, DoctorServer, take_part
 from distcollect.errors import DistCollectError, LaunchError
-from distcollect.launch.rendezvous import ListenSpec, TrainerAddress, finder, listen_spec
+from distcollect.launch.rendezvous import (
+    LISTEN,
+    ListenSpec,
+    finder,
+    host_and_port,
+    listen_spec,
+    read_token,
+)
 from distcollect.launch.run_folder import TOKEN_VARIABLE
 from distcollect.launch.supervisor import join
 from distcollect.launch.topology import Launch, Launcher
-from distcollect.launch.worker_hosts import LISTEN, host_and_port, read_token
 from distcollect.net.interfaces import LOOPBACK
+from distcollect.net.messages import TrainerAddress
 from distcollect.net.server import JoinServer
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import RpcTransport
@@ -80,8 +87,9 @@ def run(given: argparse.Namespace) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     if given.join is not None:
-        meeting = TrainerAddress(*host_and_port("--join", given.join), read_token() or "")
-        return _be_looked_at(lambda: meeting, 1, given.wait)
+        host, port = host_and_port("--join", given.join)
+        trainer = TrainerAddress(host, port, read_token() or "")
+        return _be_looked_at(lambda: trainer, 1, given.wait)
     launch = Launch.detect()
     if launch.launcher is Launcher.NONE:
         place = ListenSpec(LOOPBACK, 0, secrets.token_hex(16))
@@ -109,8 +117,10 @@ def _second_process(place: ListenSpec, port: int) -> Iterator[None]:
 
 
 def _be_looked_at(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -> int:
-    lifeline, _ = join(find, rank, timeout_s, give_up_if_refused=False, role=ROLE)
-    return 0 if take_part(lifeline, rank) else 1
+    connection, _ = join(
+        find, lambda trainer: DoctorHello(token=trainer.token), timeout_s, name=f"rank {rank}"
+    )
+    return 0 if take_part(connection, rank) else 1
 
 
 def _look_at(
@@ -125,10 +135,10 @@ def _look_at(
         links = Links(transport, place.address)
         undo.callback(links.close)
         ward = DoctorServer(transport, launch.world_size)
-        gate = JoinServer(place.address, place.token, ward, place.port)
-        undo.callback(gate.close)
-        place.announce(gate.port)
-        undo.enter_context(others(gate.port))
+        server = JoinServer(place.address, place.token, ward, place.port)
+        undo.callback(server.close)
+        place.announce(server.port)
+        undo.enter_context(others(server.port))
         undo.callback(ward.dismiss)
         findings = _examine(launch, look(0, place.address), ward, links, timeout_s)
     return int(bool(findings))

@@ -105,7 +105,7 @@ def look(rank: int, address: str) -> HostReport:
         variables={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
         max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         open_files=num_open_files(),
-        num_cores=Host.look().num_cores,
+        num_cores=Host.inspect().num_cores,
         shm_bytes=shutil.disk_usage(SHM).free if os.path.ismount(SHM) else -1,
         problems=problems,
     )

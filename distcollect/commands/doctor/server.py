@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import dataclass
 
 from distcollect.commands.doctor.host_report import HostReport, look
 from distcollect.commands.doctor.links import Rank
 from distcollect.common.shared_memory import Segment, sample_of_memory
 from distcollect.net.client import ControlConnection
-from distcollect.net.framing import Message
+from distcollect.net.messages import Exit, Hello, Message, Refused, WorkerWelcome
 from distcollect.net.server import Connection, JoinServerEvents
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import PeerAddress, RpcTransport
 
-ROLE = "rank of the doctor"
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorHello(Hello):
+    """A rank of a launch joins the doctor."""
+
+    role = "rank of the doctor"
+
+
+@dataclass(frozen=True)
+class Examined(Message):
+    """A rank can be reached, and has inspected its host.
+
+    Attributes:
+        endpoint: where its transport is reached.
+        report: what it found.
+        segment: a little of its shared memory; None if it has none.
+    """
+
+    endpoint: str
+    report: HostReport
+    segment: Segment | None
 
 
 class DoctorServer(JoinServerEvents):
@@ -52,62 +72,52 @@ class DoctorServer(JoinServerEvents):
     def dismiss(self) -> None:
         """Send all home."""
         for connection in list(self._connections):
-            connection.send({"bye": True})
+            connection.send(Exit())
 
     def admit(self, connection: Connection) -> Message:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        if connection.hello.get("role") != ROLE:
-            return {"refused": "this is distcollect doctor, which has no work for it"}
+        if not isinstance(connection.hello, DoctorHello):
+            return Refused("this is distcollect doctor, which has no work for it")
         peer = identity().new_peer()
         self._connections[connection] = peer
-        return {
-            "peer": peer,
-            "trainer_peer": identity().trainer,
-            "trainer_endpoint": self._transport.endpoint,
-        }
+        return WorkerWelcome(peer, identity().trainer, self._transport.endpoint)
 
-    def refused(self, hello: Message, reason: str) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
+    def refused(self, hello: Hello | None, reason: str) -> None:
         with self._changed:
-            self.turned_away.append((str(hello.get("host", "an unknown host")), reason))
+            self.turned_away.append(("an unknown host" if hello is None else hello.host, reason))
             self._changed.notify_all()
 
     def received(self, connection: Connection, message: Message) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        survey = HostReport(**message["survey"])
+        assert isinstance(message, Examined)
+        survey = message.report
         peer = self._connections[connection]
-        segment = message["segment"]
-        sample = None if segment is None else Segment(**segment)
-        self._transport.connect(peer, PeerAddress(message["endpoint"], sample))
+        self._transport.connect(peer, PeerAddress(message.endpoint, message.segment))
         with self._changed:
             self.peers[survey.rank] = peer
             self.surveys[survey.rank] = survey
             self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
-        """See :class:`~distcollect.net.server.JoinServerEvents`."""
         peer = self._connections.pop(connection, None)
         if peer is not None:
             self._transport.disconnect(peer)
 
 
-def take_part(lifeline: ControlConnection, rank: int) -> bool:
+def take_part(connection: ControlConnection, rank: int) -> bool:
     """Be a rank that is looked at, until the trainer is done; whether it said so."""
-    address, welcome = lifeline.local_address, lifeline.welcome
-    transport = RpcTransport(welcome["peer"], address=address, service=Rank(rank, address))
+    address, welcome = connection.local_address, connection.welcome
+    assert isinstance(welcome, WorkerWelcome)
+    transport = RpcTransport(
+        welcome.peer,
+        address=address,
+        service=Rank(rank, address),  # answers other calls
+    )
     try:
-        transport.connect(welcome["trainer_peer"], PeerAddress(welcome["trainer_endpoint"]))
-        lifeline.send(
-            {
-                "endpoint": transport.endpoint,
-                "survey": asdict(look(rank, address)),
-                "segment": sample_of_memory(),
-            }
-        )
-        while (message := lifeline.receive()) is not None:
-            if "bye" in message:
+        transport.connect(welcome.trainer_peer, PeerAddress(welcome.trainer_endpoint))
+        connection.send(Examined(transport.endpoint, look(rank, address), sample_of_memory()))
+        while (message := connection.receive()) is not None:
+            if isinstance(message, Exit):
                 return True
         return False
     finally:
         transport.close()
-        lifeline.close()
+        connection.close()

@@ -1,4 +1,4 @@
-"""Collects under whatever launched it, twice, and prints what the trainer saw as JSON."""
+"""Collects twice under any launcher, and prints what the trainer saw as JSON."""
 
 import json
 import os

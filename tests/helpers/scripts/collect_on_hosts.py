@@ -1,9 +1,9 @@
-"""Collects over hosts that something happens to; see test_hosts.py.
+"""Collects over several hosts while a test disturbs them; see test_hosts.py.
 
-collect_on_hosts.py cables     measures bytes on the wire; then somebody pulls cables
+collect_on_hosts.py cables     measures bytes on the wire; then the test pulls cables
 collect_on_hosts.py restart    fails in the first attempt
 collect_on_hosts.py rate       measures bytes on the wire
-collect_on_hosts.py collect    merely collects
+collect_on_hosts.py collect    collects
 collect_on_hosts.py elastic    hosts come while it runs: collects until there are three workers
 """
 
@@ -38,7 +38,7 @@ class Noise(gym.Env):
 
 
 class Small(gym.Env):
-    """Takes its time, and kills the rank that it runs on if told so."""
+    """Steps take 1 ms; kills its rank if a variable says so."""
 
     observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -60,7 +60,7 @@ class Small(gym.Env):
 
 
 def received_bytes():
-    """What this host's interfaces got so far."""
+    """The bytes that this host's interfaces have received so far."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     fields = (line.split(":") for line in lines)
     return sum(int(counts.split()[0]) for name, counts in fields if name.strip() != "lo")
@@ -71,7 +71,7 @@ def say(text):
 
 
 def measure(collector, num_batches=32):
-    """Say how many bytes of observations come in a second, and how many each is on the wire."""
+    """Print the bytes of observations per second, and the bytes on the wire for each."""
     for _ in range(4):
         collector.next()
     before, began = received_bytes(), time.monotonic()
@@ -87,7 +87,7 @@ def cables():
         measure(collector)
 
         def until(num_workers, worker_id):
-            """There are so many, and this one has delivered."""
+            """Collect until there are ``num_workers`` and worker ``worker_id`` has delivered."""
             delivered = -1
             while collector.num_workers != num_workers or delivered != worker_id:
                 batch = collector.next(timeout_s=60)
@@ -95,7 +95,7 @@ def cables():
 
         say("running")
         sys.stdin.readline()
-        # A rollout that was asked for before the cable was pulled may have been under way.
+        # A rollout requested before the cable was pulled may still arrive.
         until(2, 1)
         until(2, 1)
         until(2, 1)

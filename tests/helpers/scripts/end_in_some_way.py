@@ -38,7 +38,7 @@ class Env(gym.Env):
     def step(self, action):
         self.steps += 1
         if self.steps == 40 and KIND in {"hang", "gil"}:
-            os.write(1, b"stuck\n")  # in one piece, though the trainer prints too
+            os.write(1, b"stuck\n")  # in one write, since the trainer prints too
             if KIND == "hang":
                 time.sleep(1000)
             ctypes.PyDLL(None).sleep(1000)
@@ -77,7 +77,7 @@ def main():
             collector.update_policy_weights_(policy)
         os.write(1, b"batch\n")
     print("left the loop", flush=True)
-    return collector  # no shutdown: that is part of what is tried here
+    return collector  # no shutdown: the test covers that too
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two trainers: the first hands its worker's rollouts over to the second, and loses the worker."""
+"""Two trainers: the first hands rollouts over to the second, then loses its worker."""
 
 import json
 import os
@@ -22,7 +22,7 @@ FRAMES = 50
 
 
 class Counting(gym.Env):
-    """Observes how many steps it has made in all, at some length."""
+    """Observes the number of all its steps, 2000 times."""
 
     observation_space = gym.spaces.Box(0, 1e9, (2000,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -52,7 +52,7 @@ received = []
 
 
 def count_received():
-    """Note the bytes of what comes here of rollouts, by whatever way."""
+    """Record the bytes of rollouts that arrive in this process."""
     complete = RpcTransport.complete
 
     def counting(self, peer, sent, fetched):
@@ -70,7 +70,7 @@ def wait_until(condition):
 
 
 def hand_over(collector):
-    """Of each rollout: its sequence, and what the second trainer has to make of it."""
+    """Pairs: a rollout's reference, and what the second trainer should find."""
     ledger = lambda: collector.ledger.total  # noqa: E731
     collector.update_policy_weights_()
 
@@ -96,13 +96,13 @@ def hand_over(collector):
     assert "not taken within 0.1 s" in answer, answer
 
     reference = collector.hand_over(SOON_S)
-    [process] = collector._workers._processes.values()
-    os.kill(process.connection.hello["pid"], signal.SIGKILL)
+    [process] = collector._workers._lifecycle.processes.values()
+    os.kill(process.connection.hello.pid, signal.SIGKILL)
     wait_until(lambda: ledger().lost.get("worker_lost", 0) >= FRAMES)
     assert "0: worker 0: its rollout" in (answer := send(reference)), answer
     assert "process has ended" in answer, answer
 
-    reference = collector.hand_over(SOON_S)  # of the worker that came in its place
+    reference = collector.hand_over(SOON_S)  # of the worker that replaced it
     assert send(reference) == [0, list(reference.policy_version)]
     wait_until(lambda: ledger().delivered == FRAMES * 4)
     assert not received, "tensors came to the trainer that only handed them over"
@@ -153,7 +153,7 @@ def main():
     with dc.RPCDataCollector(Counting, policy, frames_per_batch=FRAMES) as collector:
         rank = dist.get_rank()
         count = hand_over(collector) if rank == 0 else take_over(collector)
-        batch = collector.next(SOON_S)  # its own workers are where they were
+        batch = collector.next(SOON_S)  # its own workers are not affected
         assert (batch["collector", "traj_ids"] // TRAJ_IDS_PER_TRAINER == rank).all()
         everything = [None, None]
         dist.all_gather_object(everything, count)

@@ -1,4 +1,4 @@
-"""Joins a gate, or serves one, and waits; see test_control_connections.py."""
+"""Joins a join server, or runs one, and waits; see test_control_connections.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import time
 
 from distcollect.net.client import ControlConnection
-from distcollect.net.framing import Message
+from distcollect.net.messages import Message, WorkerHello, WorkerWelcome
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 
 
@@ -24,24 +24,24 @@ class Events(JoinServerEvents):
 
     def admit(self, connection: Connection) -> Message:
         self.joined.set()
-        return {}
+        return WorkerWelcome(peer=1, trainer_peer=0, trainer_endpoint="")
 
 
 role, *args, fork = sys.argv[1:]
 if role == "join":
     host, port, token = args
-    lifeline = ControlConnection(host, int(port), 10)
-    lifeline.join("worker", token)
+    client = ControlConnection(host, int(port), 10)
+    client.join(WorkerHello(token=token, worker_id=0, incarnation=0))
 else:
     closing = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: closing.set())
-    gate = JoinServer("127.0.0.1", args[0], Events())
-    print(gate.port, flush=True)
+    server = JoinServer("127.0.0.1", args[0], Events())
+    print(server.port, flush=True)
     Events.joined.wait()
 if fork:
     fork_a_child()
 print("ready", flush=True)
-if role == "gate":
+if role == "serve":
     closing.wait()
-    gate.close()
+    server.close()
 time.sleep(1000)

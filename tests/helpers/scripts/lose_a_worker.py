@@ -1,4 +1,4 @@
-"""Collects under whatever launched it while a worker is lost and comes back; see test_launch.py.
+"""Collects under any launcher while a worker is lost and comes back; see test_launch.py.
 
 lose_a_worker.py kill      the trainer kills worker 1 itself
 lose_a_worker.py unplug    the host of worker 1 is unplugged when "running" is printed, and
@@ -17,7 +17,7 @@ import distcollect as dc
 
 
 class Telling(gym.Env):
-    """Observes its process."""
+    """Observes the id of its process."""
 
     observation_space = gym.spaces.Box(0, np.inf, (1,), np.float64)
     action_space = gym.spaces.Discrete(2)

@@ -1,4 +1,4 @@
-"""Delivered bytes/s over a link of 100 Mbit/s, against a bare transfer of as many bytes on it.
+"""Delivered bytes/s over a link of 100 Mbit/s, compared with a plain TCP transfer.
 
     python tests/helpers/scripts/measure_slow_link.py [MBIT]
 
@@ -19,7 +19,7 @@ from chaos.hosts import Hosts
 HERE = Path(__file__).parent
 REPEATS = 3
 PORT = 4711
-# What collect_on_hosts.py delivers.
+# What collect_on_hosts.py prints.
 PAYLOAD = 32 * 40 * 64 * 1024
 
 RECEIVE = f"""

@@ -19,7 +19,7 @@ WORKER_ID = 7
 
 
 def rollout(num_steps: int) -> Tensors:
-    """What the service offers when asked for so many steps; of every dtype, some empty."""
+    """The tensors of a rollout with so many steps: one for each dtype, some empty."""
     drawn = torch.Generator().manual_seed(num_steps)
     numbers = torch.randint(0, 256, (num_steps,), generator=drawn)
     return [
@@ -82,7 +82,7 @@ class Service:
         """Not among the methods that others may call."""
 
     def soon(self, value: Any) -> Future[Any]:
-        """Answer by itself, but not before the asker has gone on to something else."""
+        """Answer after half a second, when the caller does something else."""
         answer: Future[Any] = Future()
         threading.Timer(0.5, answer.set_result, (value,)).start()
         return answer

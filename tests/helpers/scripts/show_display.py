@@ -1,4 +1,4 @@
-"""Collects on a terminal for four seconds, printing meanwhile; then does what its argument says."""
+"""Collects on a terminal for four seconds and prints; then ends as its argument says."""
 
 from __future__ import annotations
 

@@ -7,11 +7,13 @@ import sys
 import time
 
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.net.messages import TrainerAddress, WorkerBoot
 
 folder, *todo = sys.argv[1:]
 processes = LocalProcesses(ProcessEvents())
 for worker_id in (0, 1):
-    processes.spawn(worker_id, 0, {}, {"PYTHONPATH": folder})
+    boot = WorkerBoot(worker_id, 0, TrainerAddress("127.0.0.1", 0, ""))
+    processes.spawn(boot, {"PYTHONPATH": folder})
 forked = []
 if "fork" in todo:
     child = os.fork()

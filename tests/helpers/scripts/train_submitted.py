@@ -1,4 +1,4 @@
-"""A small training for a cluster's tests: prints a line of JSON for each batch.
+"""A small training run for the tests on a cluster; prints a line of JSON per batch.
 
 The policy's only weight counts the batches that were trained on, so that what is lost or done twice
 shows.
@@ -19,7 +19,7 @@ import distcollect as dc
 
 
 class Paced(gym.Env):
-    """A step takes a millisecond or so."""
+    """Steps take a millisecond."""
 
     observation_space = gym.spaces.Box(0, np.inf, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)

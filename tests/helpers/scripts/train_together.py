@@ -47,8 +47,8 @@ def main():
     dist.all_gather_object(everything, (workers, seen))
     if rank == 0:
         print(json.dumps({"trainers": everything}), flush=True)
-    # Else torch may end the group, with the interpreter locked, while a thread of that group still
-    # needs it to give the last gathered tensors back.
+    # Otherwise torch may end the group, and hold the interpreter lock, while a thread of it still
+    # needs that lock to return the last gathered tensors.
     dist.barrier()
     dist.destroy_process_group()
 

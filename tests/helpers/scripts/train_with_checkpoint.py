@@ -1,4 +1,7 @@
-"""Trains with a Checkpoint; tells what it does. train_with_checkpoint.py FILE step|wait"""
+"""Trains with a Checkpoint, and prints what it does.
+
+train_with_checkpoint.py FILE step|wait
+"""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Large memory: used again when its tensors are gone, and never before."""
+"""Large memory is reused once its tensors are gone, and never before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_memory_is_used_again_when_the_last_tensor_in_it_is_gone() -> None:
     assert recycler.empty(LARGE, torch.float32).data_ptr() != place
     assert (part == 3).all()
     del part
-    # The one that was there for a moment is free as well.
+    # The tensor that existed for a moment is free too.
     again = [recycler.empty(LARGE, torch.float32) for _ in range(2)]
     assert place in {tensor.data_ptr() for tensor in again}
     assert again[0].data_ptr() != again[1].data_ptr()

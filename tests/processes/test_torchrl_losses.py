@@ -11,7 +11,7 @@ import distcollect as dc
 
 @pytest.fixture(scope="module")
 def torchrl():
-    """Imported late: it makes multiprocessing spawn, which makes AsyncVectorEnvs slow to start."""
+    """Imported late: it sets multiprocessing to spawn, and AsyncVectorEnvs start slowly then."""
     return pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
 
 

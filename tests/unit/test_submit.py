@@ -1,26 +1,19 @@
-"""What of ``distcollect submit`` needs no cluster."""
+"""``distcollect submit``: its arguments, its files, and how it reads SLURM's answers."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import stat
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import cloudpickle
 import pytest
 from helpers.paths import SCRIPTS
 
 from distcollect.commands.main import main
 from distcollect.commands.slurm import disks, states
-from distcollect.commands.slurm.jobs import Job, Resources, Submitter
 from distcollect.commands.slurm.submit import minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
-from distcollect.launch.worker_hosts import Cluster
 
 SCRIPT = SCRIPTS / "train_submitted.py"
 
@@ -188,22 +181,6 @@ def test_each_ending_has_words_of_its_own() -> None:
     assert len({states.JobState("1", end).meaning for end in ends}) == len(ends)
 
 
-def test_a_task_s_own_process_stays_small(run: RunFolder) -> None:
-    """It takes hundreds of MB to import torch, and there is such a process for each task."""
-    submitter = Submitter(run, run.path, notice_s=60, max_time_limits=1)
-    job = Job("test", trains=False, resources=Resources(), command=["true"])
-    file = run.path / "task.pkl"
-    file.write_bytes(cloudpickle.dumps(submitter._task(job)))
-    code = (
-        "import pickle, sys; task = pickle.load(open(sys.argv[1], 'rb')); "
-        "assert task.command == ['true'] and task.grace_s == 50, task; "
-        "assert not {'torch', 'distcollect'} & sys.modules.keys(); "
-        # Submitit saves it once more when its job is requeued.
-        "import cloudpickle; cloudpickle.dumps(task.checkpoint())"
-    )
-    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=60)
-
-
 def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:
     assert stat.S_IMODE(run.token_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
@@ -219,25 +196,3 @@ def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:
         run.address()
     with pytest.raises(FileExistsError):
         run.create({})
-
-
-def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder) -> None:
-    """Both are told what is wrong, each within its deadline."""
-    command = [sys.executable, "-m", "distcollect", "worker", "--run", str(run.path)]
-    cluster = Cluster("127.0.0.1", "another", num_expected=1)
-    try:
-        run.tell(LISTENING, host="127.0.0.1", port=cluster.gate.port)
-        wrong = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    finally:
-        cluster.close()
-    assert wrong.returncode == 2
-    assert "it doesn't have this run's token" in wrong.stderr
-    assert f"is {run.token_file} the run's own?" in wrong.stderr
-
-    began = time.monotonic()
-    stale = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert stale.returncode == 2
-    assert time.monotonic() - began < 40
-    assert "could not reach the trainer within 3 s" in stale.stderr
-    assert "the address is stale" in stale.stderr
-    assert json.dumps(cluster.gate.port) in stale.stderr

@@ -1,0 +1,34 @@
+"""How a process ended."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ProcessExit:
+    """How a worker process ended.
+
+    Attributes:
+        code: its exit code, -N if signal N ended it.
+        stepped: frames that it had stepped.
+        reason: why the watchdog ended it, or why it could not be started; "" otherwise.
+    """
+
+    code: int
+    stepped: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.reason or describe_exit(self.code)
+
+
+def describe_exit(code: int) -> str:
+    """A return code of :mod:`subprocess` in words: 'exit code 1', or 'killed by SIGKILL'."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,351 @@
+"""The messages between a trainer, its supervisors and its worker processes.
+
+::
+
+    worker process                          trainer
+    WorkerHello              ─────────▶
+                             ◀─────────     WorkerWelcome, or Refused
+    Reachable                ─────────▶
+    Leaving                  ─────────▶
+                             ◀─────────     Stop, then Exit
+
+    supervisor                              trainer
+    SupervisorHello          ─────────▶
+                             ◀─────────     SupervisorWelcome, or Refused
+                             ◀─────────     Spawn, Kill
+    Exited, MemoryExceeded   ─────────▶
+                             ◀─────────     Goodbye
+
+A message travels as a JSON object: its class's name under "message", and its fields. An unknown
+message, an unknown, missing or wrongly typed field is refused. A started worker process reads a
+:class:`WorkerBoot` from its standard input in the same form.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tensordict
+import torch
+
+from distcollect.common.process_exit import ProcessExit
+from distcollect.common.shared_memory import Segment
+from distcollect.errors import LaunchError
+from distcollect.net.framing import Frame, pack
+
+M = TypeVar("M")
+
+PROTOCOL = 2
+
+
+def versions() -> dict[str, str]:
+    """What has to match for objects and messages to travel between two processes."""
+    return {
+        "protocol": str(PROTOCOL),
+        "python": "{}.{}".format(*sys.version_info[:2]),
+        "torch": _minor(torch.__version__),
+        "tensordict": _minor(tensordict.__version__),
+    }
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+class Message:
+    """A message; its subclasses are dataclasses, and register themselves by their names."""
+
+    kinds: ClassVar[dict[str, type[Message]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Message.kinds[cls.__name__] = cls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(Message):
+    """The first message of a process that joins.
+
+    The fields stay the same from one protocol version to the next: so a trainer can say which
+    process it refused because of its versions.
+
+    Attributes:
+        role: what the process is, for people.
+        token: the run's secret; the trainer removes it after the check.
+        versions: see :func:`versions`.
+        host: the name of its host.
+        pid: its process id there.
+    """
+
+    role: ClassVar[str] = "process"
+
+    token: str = field(repr=False)
+    versions: dict[str, str] = field(default_factory=versions)
+    host: str = field(default_factory=platform.node)
+    pid: int = field(default_factory=os.getpid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerHello(Hello):
+    """A worker process joins, as the process with number ``incarnation`` in slot ``worker_id``."""
+
+    role = "worker"
+
+    worker_id: int
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorHello(Hello):
+    """A supervisor joins; ``rank`` is its rank in the launch, None outside of a launch."""
+
+    role = "supervisor"
+
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """The process may not join; it ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkerWelcome(Message):
+    """A worker process has joined, and is to connect its transport to the trainer's.
+
+    Attributes:
+        peer: its id for the transport.
+        trainer_peer: the trainer's.
+        trainer_endpoint: where the trainer's transport is reached.
+    """
+
+    peer: int
+    trainer_peer: int
+    trainer_endpoint: str
+
+
+@dataclass(frozen=True)
+class Reachable(Message):
+    """The worker's transport can be reached now.
+
+    Attributes:
+        endpoint: where.
+        segment: a little of its shared memory: if the trainer can map it, rollouts are not sent.
+    """
+
+    endpoint: str
+    segment: Segment | None
+
+
+@dataclass(frozen=True)
+class Leaving(Message):
+    """The worker was asked to end, by SIGTERM, and wants to leave in order."""
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """The worker is to stop stepping and to close its envs, but not to end yet."""
+
+
+@dataclass(frozen=True)
+class Exit(Message):
+    """The process is to end, once it has stopped."""
+
+
+@dataclass(frozen=True)
+class SupervisorWelcome(Message):
+    """A supervisor has joined; it starts the processes of slot ``worker_id``."""
+
+    worker_id: int
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the trainer decides about a worker process.
+
+    Attributes:
+        first_traj_id: the lowest trajectory id of its trainer.
+        leave_timeout_s: how long it may take to leave.
+        step_timeout_s: its watchdog ends it when no step is finished for so long; None: never.
+        max_bytes: its watchdog reports more memory than this; None: never.
+    """
+
+    first_traj_id: int = 0
+    leave_timeout_s: float = 0.0
+    step_timeout_s: float | None = None
+    max_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Spawn(Message):
+    """The supervisor is to start a worker process.
+
+    Attributes:
+        worker_id: its slot.
+        incarnation: its number in this slot, counted from 0.
+        settings: see :class:`WorkerSettings`.
+        env: environment variables to add to the supervisor's own.
+    """
+
+    worker_id: int
+    incarnation: int
+    settings: WorkerSettings
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Kill(Message):
+    """The supervisor is to end a worker process at once."""
+
+    worker_id: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Exited(Message):
+    """A process of the supervisor's slot has ended, or could not be started."""
+
+    incarnation: int
+    exit: ProcessExit
+
+
+@dataclass(frozen=True)
+class MemoryExceeded(Message):
+    """A process of the supervisor's slot takes more memory than it may."""
+
+    incarnation: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Goodbye(Message):
+    """The trainer needs the supervisor no more.
+
+    Attributes:
+        failed: the trainer ends by an error.
+        resumes: the trainer will be started again, and the supervisor is to wait for it.
+    """
+
+    failed: bool = False
+    resumes: bool = False
+
+
+@dataclass(frozen=True)
+class TrainerAddress:
+    """Where a trainer's join server listens, and the token to show there."""
+
+    host: str
+    port: int
+    token: str = field(repr=False)  # errors may show an address
+
+
+@dataclass(frozen=True)
+class WorkerBoot(Message):
+    """What a started worker process reads from its standard input, where no ``ps`` sees the token.
+
+    Attributes:
+        worker_id: its slot.
+        incarnation: its number in this slot, counted from 0.
+        trainer: where to join.
+        settings: see :class:`WorkerSettings`.
+        cores: to run on; None: those of its parent.
+        num_threads: for torch to use.
+        counters_fd: descriptor of its :class:`~distcollect.common.step_counter.SharedCounters`.
+        sys_path: of the process that starts it.
+    """
+
+    worker_id: int
+    incarnation: int
+    trainer: TrainerAddress
+    settings: WorkerSettings = WorkerSettings()
+    cores: tuple[int, ...] | None = None
+    num_threads: int = 1
+    counters_fd: int = -1
+    sys_path: tuple[str, ...] = ()
+
+
+def to_frame(message: Message) -> Frame:
+    """A message as a JSON object."""
+    assert is_dataclass(message)
+    return {"message": type(message).__name__, **asdict(message)}
+
+
+def encode(message: Message) -> bytes:
+    """A message as a frame's bytes."""
+    return pack(to_frame(message))
+
+
+def decode(frame: Frame) -> Message:
+    """The message in a frame.
+
+    Raises:
+        LaunchError: there is no such message, or a field is unknown, missing or of a wrong type.
+    """
+    name = frame.get("message")
+    kind = Message.kinds.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise LaunchError(f"a frame with the unknown message {name!r}")
+    rest = {key: value for key, value in frame.items() if key != "message"}
+    message: Message = _record(kind, rest, kind.__name__)
+    return message
+
+
+def decode_as(kind: type[M], frame: Frame) -> M:
+    """The message in a frame, which has to be a ``kind``.
+
+    Raises:
+        LaunchError: it is something else; see :func:`decode`.
+    """
+    message = decode(frame)
+    if not isinstance(message, kind):
+        raise LaunchError(f"a {type(message).__name__} message instead of a {kind.__name__}")
+    return message
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {entry.name: hints[entry.name] for entry in fields(kind)}
+
+
+def _record(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise LaunchError(f"{where} is no object: {value!r}")
+    types = _types(kind)
+    for problem, names in (
+        ("unknown", value.keys() - types.keys()),
+        ("missing", types.keys() - value.keys()),
+    ):
+        if names:
+            raise LaunchError(f"{where} has {problem} fields: {', '.join(sorted(names))}")
+    return kind(**{n: _value(types[n], value[n], f"{where}.{n}") for n in types})
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    """A JSON value as the type that a field is declared with."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in args:
+            return None
+        kind = next(arg for arg in args if arg is not NoneType)
+        origin, args = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _record(kind, value, where)
+    if origin in (tuple, list) and isinstance(value, list):
+        make: Callable[[Any], Any] = origin
+        return make(_value(args[0], entry, where) for entry in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: _value(args[1], entry, where) for key, entry in value.items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise LaunchError(f"{where} is {value!r}, not a {getattr(kind, '__name__', kind)}")
+    return value

@@ -1,0 +1,17 @@
+"""Waiting for what another thread or process does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def eventually(
+    condition: Callable[[], Any], timeout_s: float = 60.0, about: Callable[[], Any] = lambda: None
+) -> None:
+    """Wait until ``condition()`` is true; if that takes too long, fail and show ``about()``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, about()
+        time.sleep(0.01)
