@@ -2,95 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
-from distcollect.common.threads import LOOK_UP_S, arrives
+from distcollect.common.threads import arrives
 from distcollect.errors import ArgumentError, DeadlineError, RolloutGone, WorkerError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout, Tensors
-from distcollect.trainer.fetcher import RolloutFetcher
-from distcollect.trainer.pool_wait import PoolWait
-from distcollect.trainer.requests import Requests
-from distcollect.trainer.worker_slots import RolloutRequest
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Transport
-
-# At the end, for workers to say which of the rollouts that they keep were taken after all.
-_TAKE_BACK_S = 2.0
-
-
-class HandoverSender:
-    """Has workers keep rollouts for others to take. All is called with the pool's lock held."""
-
-    def __init__(
-        self, transport: Transport, requests: Requests, fetcher: RolloutFetcher, wait: PoolWait
-    ) -> None:
-        """Nothing is given yet; for the arguments see :class:`~.pool.Pool`, which makes them."""
-        self._transport = transport
-        self._requests = requests
-        self._fetcher = fetcher
-        self._wait = wait
-        self._untaken = "not_taken"  # the cause for one that nobody took
-
-    def next(self, keep_s: float) -> Callable[[], tuple[RolloutRequest, str] | None]:
-        """What gives the next rollout, with its key, once its worker keeps it or it came here."""
-        given: tuple[RolloutRequest, str] | None = None
-
-        def ready() -> tuple[RolloutRequest, str] | None:
-            nonlocal given
-            if given is None or given[0].failed:
-                given = self._give(keep_s)
-            if given is None:
-                return None
-            request, _ = given
-            return given if request.kept or request.rollout is not None else None
-
-        return ready
-
-    def _give(self, keep_s: float) -> tuple[RolloutRequest, str] | None:
-        """Have a worker keep what lies there, if anything does; with its key."""
-        self._fetcher.give_up_stale()
-        request = self._requests.to_hand_over()
-        if request is None:
-            return None
-        key = secrets.token_hex(8)
-        if request.rollout is not None:
-            self._requests.deliver(request)
-        else:
-            self._keep(request, key, keep_s)
-        return request, key
-
-    def _keep(self, request: RolloutRequest, key: str, keep_s: float) -> None:
-        """Have its worker keep a rollout, and account for it."""
-        slot, call = request.slot, self._transport.call
-        self._requests.keep(request, key)
-
-        def over(taken: bool) -> None:
-            self._requests.keep_no_longer(request, None if taken else self._untaken)
-
-        def kept(_: None) -> None:
-            request.kept = True
-            self._fetcher.then(slot, call(slot.peer, "handed_over", key), over, lost)
-
-        lost = partial(self._requests.keep_no_longer, request, "worker_lost")
-        answer = call(slot.peer, "hand_over", request.number, key, keep_s)
-        self._fetcher.then(slot, answer, kept, lost)
-
-    def take_back(self) -> None:
-        """Learn for certain which of the rollouts that may still be taken were."""
-        self._untaken = "shut_down"
-        for request, key in self._requests.kept.items():
-            self._transport.call(request.slot.peer, "take_back", key)
-        deadline = time.monotonic() + _TAKE_BACK_S
-        while self._requests.kept and (remaining := deadline - time.monotonic()) > 0:
-            self._wait.changed.wait(min(remaining, LOOK_UP_S))
-
 
 T = TypeVar("T")
 
