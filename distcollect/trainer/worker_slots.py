@@ -260,7 +260,7 @@ class SlotQueue:
         self._key = key
         self._keys: dict[WorkerSlot, tuple[int, int]] = {}
         # May hold entries of slots that were removed, or had another key.
-        self._heap: list[tuple[tuple[int, int], WorkerSlot]] = []
+        self._heap: list[tuple[tuple[int, int], int, WorkerSlot]] = []
 
     def __len__(self) -> int:
         """How many slots are in it."""
@@ -279,15 +279,15 @@ class SlotQueue:
             del self._keys[slot]
             return
         self._keys[slot] = key
-        heappush(self._heap, (key, slot))
+        heappush(self._heap, (key, slot.joined, slot))
         if len(self._heap) > 2 * len(self._keys) + 16:
-            self._heap = [(key, slot) for slot, key in self._keys.items()]
+            self._heap = [(key, slot.joined, slot) for slot, key in self._keys.items()]
             heapify(self._heap)
 
     def first(self) -> WorkerSlot | None:
         """The slot with the lowest key; None if the queue is empty."""
         while self._heap:
-            key, slot = self._heap[0]
+            key, _, slot = self._heap[0]
             if self._keys.get(slot) == key:
                 return slot
             heappop(self._heap)

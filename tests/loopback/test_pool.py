@@ -174,7 +174,7 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
         raise interruption
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool._wait, "wait", wait_and_be_interrupted)
+        patch.setattr(pool._changed, "wait", wait_and_be_interrupted)
         with pytest.raises(interruption):
             pool.gather_all(1)
     pool.push(FLAT)
@@ -182,14 +182,14 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
         sender.acknowledge(worker_id, 1)
         transport.versions[worker_id] = 1
 
-    def wait(ready: Any, timeout_s: float) -> None:
+    def wait(timeout_s: float) -> None:
         transport.answer(1)  # what is left from before
         for worker_id in (0, 1):
-            assert not ready()
+            assert not pool._core.user_is_due
             transport.answer(worker_id).arrive()
-        assert ready()
+        assert pool._core.user_is_due
 
-    monkeypatch.setattr(pool._wait, "wait", wait)
+    monkeypatch.setattr(pool._changed, "wait", wait)
     rollouts = pool.gather_all(1)
     assert [r.header.policy_version for r in rollouts] == [(1, 1), (1, 1)]
     assert [r.header.worker_id for r in rollouts] == [0, 1]
@@ -232,7 +232,7 @@ def test_several_stale_rollouts_are_given_up_at_once() -> None:
 
 def _next(pool: Pool) -> Rollout:
     for _ in range(5):
-        for request in list(pool._requests.arrived):
+        for request in list(pool._core.requests.arrived):
             offer = request.offer
             if isinstance(offer, Offer) and offer.fetched and not offer.fetched.done():
                 offer.arrive()
@@ -266,7 +266,7 @@ def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPat
         transport.answer(0)  # it is being fetched
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool._wait, "wait", wait)
+    monkeypatch.setattr(pool._changed, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
         pool.gather_all(1)
     pool.close()
