@@ -1,4 +1,4 @@
-"""The side of the trainer that hands rollouts over to others, see :mod:`.handover`."""
+"""Rollouts that one trainer of a run hands over to another, straight from their worker."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class RolloutReference:
     Attributes:
         trainer: which of the run's trainers handed it over.
         run_id: the run's id.
-        header: what is known of the rollout.
-        layout: what its frames consist of.
+        header: of the rollout.
+        layout: of its frames.
         peer: its worker's id on the wire.
-        contact: where the worker can be reached; None: it is gone.
+        contact: how to reach the worker; None: it is gone.
         key: a secret that gives access to the rollout.
         tensors: the rollout itself, if it had been fetched before it was handed over.
     """
@@ -45,7 +45,7 @@ class RolloutReference:
 
     @property
     def worker_id(self) -> int:
-        """The worker that collected it: one of the trainer's that handed it over."""
+        """The worker that collected it, by its id with the trainer that handed it over."""
         return self.header.worker_id
 
     @property
@@ -55,29 +55,30 @@ class RolloutReference:
 
     @property
     def policy_version(self) -> tuple[int, int]:
-        """The lowest and the highest version among its frames."""
+        """The lowest and the highest policy_version of its frames."""
         return self.header.policy_version
 
     @property
     def num_bytes(self) -> int:
-        """Size of its tensors."""
+        """Size of its tensors, in bytes."""
         return self.header.num_bytes
 
 
 class HandoverReceiver:
-    """A trainer's side: takes rollouts that were handed over from their workers."""
+    """Fetches rollouts that other trainers handed over, from their workers."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        # One for each worker: that of an earlier process may hold memory of it.
+        # (trainer, worker_id) to the peer of the process that is reachable. An earlier process of
+        # that worker is evicted: its connection may hold memory.
         self._peers: dict[tuple[int, int], int] = {}
 
     def take(self, reference: RolloutReference, timeout_s: float) -> Rollout:
-        """Move a rollout here.
+        """Fetch a rollout.
 
         Raises:
             ArgumentError: it is of another run.
-            RolloutGone: it can't be had; names the worker, and says why.
+            RolloutGone: it is not there any more; names the worker, and says why.
             DeadlineError: the worker did not answer in time; names it.
         """
         if reference.tensors is not None:
@@ -108,7 +109,7 @@ class HandoverReceiver:
         return Rollout(reference.header, tensors)
 
     def _meet(self, reference: RolloutReference) -> None:
-        """Make its worker reachable from here."""
+        """Make its worker reachable from this process."""
         run_id = identity().run_id
         if reference.run_id != run_id:
             raise ArgumentError(
@@ -127,7 +128,7 @@ class HandoverReceiver:
         self._transport.meet(reference.peer, reference.contact)
 
     def _leave(self, reference: RolloutReference) -> None:
-        """What its worker still owes fails, and so nothing of it comes later."""
+        """Forget its worker, so that no answer of it comes later."""
         if not _is_own(reference):
             self._transport.evict(reference.peer)
 

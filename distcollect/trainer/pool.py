@@ -7,10 +7,12 @@ is being fetched; rollouts are delivered first come, first served, unless stalen
 Workers come and go. What was requested from a worker that is gone is requested from another.
 
 :class:`~.pool_core.PoolCore` decides all of it: each event is one call of it, and gives commands.
-:class:`Pool` is the shell around it. It holds the only lock, hands one event at a time to the core,
-and executes the commands after each. The parts of the core, each of which knows only those below
-it, are pure::
+:class:`Pool` and its :class:`~.event_loop.EventLoop` are the shell around it: the loop has the only
+lock, hands one event at a time to the core, and executes the commands after each. These are the
+parts; each knows only those below it, and all from PoolCore on are pure::
 
+    Pool            what the collector, the supervision and the sender of weights call
+      EventLoop     the lock, the queue of events, and the execution of commands
     PoolCore        what the user waits for, and what may be fetched
       Requests      what was requested, and what became of it, with the Ledger
       Scheduler     which worker is asked next, and which rollout is delivered next
@@ -23,15 +25,12 @@ import copy
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from distcollect.common.clock import clock_ns
 from distcollect.common.seeding import process_seeds
 from distcollect.common.threads import LOOK_UP_S, missing
 from distcollect.config import Staleness
@@ -46,28 +45,13 @@ from distcollect.errors import (
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.results import LedgerReport, WorkerThroughput
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import Tensors
 from distcollect.supervision.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.trainer.pool_commands import (
-    AwaitTaken,
-    Collect,
-    Command,
-    Decline,
-    Fetch,
-    Keep,
-    NoteActivity,
-    Preempt,
-    ReportDrained,
-    ReportFailure,
-    SetUp,
-    TakeBack,
-    WakeUser,
-)
+from distcollect.trainer.event_loop import EventLoop
 from distcollect.trainer.pool_core import PoolCore, SetupArguments, Wanted
 from distcollect.trainer.requests import origin
 from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
-from distcollect.transport.protocol import Offer, Transport
+from distcollect.transport.protocol import Transport
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
 
@@ -108,35 +92,21 @@ class Pool:
         """
         self.version = 0
         self.on_weights: Callable[[int, int], None] = lambda *_: None
-        self._transport = transport
         self._sender = sender
         self._plan = plan
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder or StatsRecorder()
         self._core = PoolCore(plan, staleness, lambda: secrets.token_hex(8))
-        # Reentrant, though no event enters the core while it handles another: garbage may be
-        # collected under the lock, and a collector that nobody refers to closes its pool then.
-        self._lock = threading.RLock()
+        self._loop = EventLoop(
+            self._core,
+            transport,
+            failure_sink,
+            self._stats_recorder,
+            wake_user=self._wake_user,
+        )
+        self._lock = self._loop.lock
         self._changed = threading.Condition(self._lock)  # the user's thread waits on it
-        self._events: deque[Callable[[], object]] = deque()
-        self._is_draining = False
         self._failure: BaseException | None = None
-        self._executors: dict[type[Command], Callable[[Any], object]] = {
-            Collect: self._collect,
-            Preempt: lambda it: self._call(it.request.slot, "preempt", it.request.number),
-            Fetch: self._fetch,
-            Decline: lambda it: it.offer.decline(),
-            Keep: self._keep,
-            AwaitTaken: self._await_taken,
-            TakeBack: lambda it: self._call(it.request.slot, "take_back", it.request.key),
-            SetUp: self._set_up,
-            ReportFailure: self._report_failure,
-            ReportDrained: lambda it: self._failure_sink.drained(
-                it.slot.worker_id, it.slot.incarnation
-            ),
-            NoteActivity: lambda it: self._stats_recorder.does(it.activity),
-            WakeUser: lambda _: self._changed.notify_all(),
-        }
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
         sender.on_pushed = self._stats_recorder.pushed
@@ -148,6 +118,11 @@ class Pool:
         """The workers' ids in order, with those that are being replaced."""
         with self._lock:
             return self._core.slots.worker_ids
+
+    def has_slot(self, worker_id: int) -> bool:
+        """Whether a worker is there, or is being replaced."""
+        with self._lock:
+            return worker_id in self._core.slots
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -197,32 +172,34 @@ class Pool:
             self._stats_recorder.joined(worker_id, incarnation)
             newest = self._sender.welcome(worker_id, peer)
             acknowledged = self._sender.acknowledged(worker_id)
-            self._post(self._core.worker_joined, worker_id, incarnation, peer, newest, acknowledged)
+            self._loop.post(
+                self._core.worker_joined, worker_id, incarnation, peer, newest, acknowledged
+            )
         if not newest:  # else it is told when the worker has that version
             self.on_weights(worker_id, 0)
 
     def leave(self, worker_id: int, incarnation: int) -> None:
         """A worker is to leave: nothing more is requested from it."""
-        self._post(self._core.worker_leaving, worker_id, incarnation)
+        self._loop.post(self._core.worker_leaving, worker_id, incarnation)
 
     def lose(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
         """A worker is gone; what was requested from it is requested from others."""
         with self._lock:
             if self._core.closed:
                 return
-            self._post(self._core.worker_lost, worker_id, incarnation, replaced=replaced)
+            self._loop.post(self._core.worker_lost, worker_id, incarnation, replaced=replaced)
         self._sender.forget(worker_id, replaced=replaced)
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
-        self._post(self._core.account, worker_id, incarnation, cause, stepped)
+        self._loop.post(self._core.account, worker_id, incarnation, cause, stepped)
 
     def fail(self, error: BaseException) -> None:
         """The run can't go on: the user's thread raises ``error``. The first error counts."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
-            self._changed.notify_all()
+            self._wake_user()
         self._sender.expect_nobody()
 
     # What the user's thread wants.
@@ -280,19 +257,19 @@ class Pool:
                 self._stats_recorder.found(len(self._core.requests.arrived))
             end = time.monotonic() + timeout_s
             try:
-                self._do(self._core.batch_wanted, wanted, keep_s)
+                self._loop.do(self._core.batch_wanted, wanted, keep_s)
                 requests = None
                 if deadline_s is not None and deadline_s < timeout_s:
                     requests = self._wait(time.monotonic() + deadline_s)
                     if requests is None:
-                        self._do(self._core.end_early)
+                        self._loop.do(self._core.end_early)
                 requests = requests or self._wait(end)
             except BaseException:  # Ctrl-C as well
-                self._do(self._core.batch_cancelled)
+                self._loop.do(self._core.batch_cancelled)
                 raise
             if requests is None:
                 awaited = self._core.awaited
-                self._do(self._core.batch_cancelled)
+                self._loop.do(self._core.batch_cancelled)
                 raise BatchTimeout(
                     f"no batch within {timeout_s:g} s; waited for {awaited}. "
                     "Faults(batch_timeout_s=...) gives them longer"
@@ -302,7 +279,7 @@ class Pool:
 
     def _wait(self, deadline: float) -> list[RolloutRequest] | None:
         """Wait until the batch is there; None if it isn't at the deadline."""
-        while (requests := self._do(self._core.take)) is None:
+        while (requests := self._loop.do(self._core.take)) is None:
             exit_if_requested()
             self._check()
             if self._core.user_is_due:
@@ -312,6 +289,9 @@ class Pool:
                 break
             self._changed.wait(min(remaining, LOOK_UP_S))
         return requests
+
+    def _wake_user(self) -> None:
+        self._changed.notify_all()
 
     def _check(self) -> None:
         """Raise what ended the run, if anything did."""
@@ -335,7 +315,7 @@ class Pool:
             self._check()
             selected = self.worker_ids if worker_ids is None else tuple(worker_ids)
             self.version += 1
-            self._do(self._core.published, self.version, selected)
+            self._loop.do(self._core.published, self.version, selected)
             # Under the lock, so that versions come to the sender in their order.
             return self._sender.publish(flat, self.version, selected)
 
@@ -345,7 +325,7 @@ class Pool:
                 return
             # Not ``version``: another process may have taken this one's place meanwhile.
             newest = self._sender.acknowledged(worker_id)
-            self._post(self._core.acknowledged, worker_id, newest)
+            self._loop.post(self._core.acknowledged, worker_id, newest)
         self.on_weights(worker_id, version)
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:
@@ -394,7 +374,7 @@ class Pool:
         with self._lock:
             self.version = version
             self._sender.resume(version)
-            self._do(self._core.resumed, version, frames)
+            self._loop.do(self._core.resumed, version, frames)
         self._call_all("resume", lambda _: (version, first_traj_id), timeout_s)
 
     def _call_all(self, method: str, arguments: SetupArguments, timeout_s: float) -> None:
@@ -402,9 +382,9 @@ class Pool:
             self._check()
             # First of all: if this fails, nothing has changed.
             calls = [(slot, arguments(slot)) for slot in self._core.slots]
-            self._do(self._core.setup_call_begun, method, arguments)
+            self._loop.do(self._core.setup_call_begun, method, arguments)
         try:
-            answers = {slot.worker_id: self._call(slot, method, *args) for slot, args in calls}
+            answers = {slot.worker_id: self._loop.call(slot, method, *args) for slot, args in calls}
             if late := missing(answers, timeout_s):
                 raise DeadlineError(
                     f"workers {late} did not take the call {method!r} within {timeout_s:g} s: they "
@@ -426,7 +406,7 @@ class Pool:
             self._check()
             slot = self._core.slots.get(worker_id)
         if slot is not None:
-            return self._call(slot, method, *args)
+            return self._loop.call(slot, method, *args)
         answer: Future[Any] = Future()
         answer.set_exception(WorkerLost(f"worker {worker_id} is being replaced"))
         return answer
@@ -434,118 +414,10 @@ class Pool:
     def close(self) -> None:
         """Request nothing more; the user's thread is woken with an error."""
         with self._lock:
-            if not self._is_draining:
-                self._do(self._core.closing)
+            if not self._loop.is_draining:
+                self._loop.do(self._core.closing)
                 end = time.monotonic() + _TAKE_BACK_S
                 while self._core.requests.kept and (remaining := end - time.monotonic()) > 0:
                     self._changed.wait(min(remaining, LOOK_UP_S))
-            self._post(self._core.close)
+            self._loop.post(self._core.close)
         self._sender.close()
-
-    # Events and commands.
-
-    def _post(self, event: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Have the core handle an event, after those that came before."""
-        with self._lock:
-            self._events.append(partial(event, *args, **kwargs))
-            self._drain()
-
-    def _do(self, event: Callable[..., T], *args: Any) -> T:
-        """As :meth:`_post`, but give what the core returned. For the user's thread only."""
-        results: list[T] = []
-        self._post(lambda: results.append(event(*args)))
-        return results[0]
-
-    def _drain(self) -> None:
-        """Execute all commands and handle all events, one after the other.
-
-        A transport may answer before its method returns: that answer is an event like any other,
-        and is handled when the commands before it are executed.
-        """
-        if self._is_draining:
-            return
-        self._is_draining = True
-        try:
-            while True:
-                if self._core.commands:
-                    command = self._core.commands.popleft()
-                    self._executors[type(command)](command)
-                elif self._events:
-                    self._events.popleft()()
-                else:
-                    return
-        finally:
-            self._is_draining = False
-
-    def _then(
-        self,
-        answer: Future[T],
-        answered: Callable[[T], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        """Post one of these events when a worker's answer is there."""
-
-        def handle() -> None:
-            if self._core.closed:
-                return
-            error = answer.exception()
-            if error is None:
-                answered(answer.result())
-            else:
-                failed(error)
-
-        answer.add_done_callback(lambda _: self._post(handle))
-
-    def _call(self, slot: WorkerSlot, method: str, *args: Any) -> Future[Any]:
-        return self._transport.call(slot.peer, method, *args)
-
-    def _collect(self, command: Collect) -> None:
-        request = command.request
-        request.asked_at = clock_ns()
-
-        def offered(offer: Offer) -> None:
-            if not request.slot.is_gone:
-                self._stats_recorder.collected(offer.header, request.asked_at)
-            self._core.offered(request, offer, clock_ns())
-
-        answer = self._transport.collect(request.slot.peer, command.wire_request)
-        self._then(answer, offered, partial(self._core.not_collected, request))
-
-    def _fetch(self, command: Fetch) -> None:
-        request, header = command.request, command.offer.header
-        begin = clock_ns()
-
-        def fetched(tensors: Tensors) -> None:
-            took_ns = clock_ns() - begin
-            self._stats_recorder.fetched(header.worker_id, header.num_bytes, took_ns)
-            self._core.fetched(request, tensors)
-
-        self._then(command.offer.fetch(), fetched, partial(self._core.not_fetched, request))
-
-    def _keep(self, command: Keep) -> None:
-        request = command.request
-        answer = self._call(request.slot, "hand_over", request.number, request.key, command.keep_s)
-        self._then(
-            answer,
-            lambda _: self._core.kept(request),
-            partial(self._core.not_kept, request),
-        )
-
-    def _await_taken(self, command: AwaitTaken) -> None:
-        request = command.request
-        self._then(
-            self._call(request.slot, "handed_over", request.key),
-            lambda is_taken: self._core.taken(request, is_taken=is_taken),
-            partial(self._core.not_kept, request),
-        )
-
-    def _set_up(self, command: SetUp) -> None:
-        self._then(
-            self._call(command.slot, command.method, *command.args),
-            lambda _: self._core.set_up(command.slot),
-            partial(self._core.not_set_up, command.slot),
-        )
-
-    def _report_failure(self, command: ReportFailure) -> None:
-        slot = command.slot
-        self._failure_sink.report(slot.worker_id, slot.incarnation, command.error)
