@@ -86,7 +86,18 @@ class EventLoop:
     def do(self, event: Callable[..., T], *args: Any) -> T:
         """As :meth:`post`, but give what the core returned. For the user's thread only."""
         results: list[T] = []
-        self.post(lambda: results.append(event(*args)))
+
+        def handle() -> None:
+            results.append(event(*args))
+
+        with self.lock:
+            self._events.append(handle)
+            try:
+                self._drain()
+            except BaseException:  # Ctrl-C as well
+                if handle in self._events:
+                    self._events.remove(handle)  # nobody would get its result
+                raise
         return results[0]
 
     def _drain(self) -> None:
@@ -118,16 +129,18 @@ class EventLoop:
     ) -> None:
         """Post one of these events when a worker's answer is there."""
 
-        def handle() -> None:
+        # Nothing here refers to ``answer``: that would be a cycle, which only the garbage collector
+        # could free.
+        def handle(done: Future[T]) -> None:
             if self._core.closed:
                 return
-            error = answer.exception()
+            error = done.exception()
             if error is None:
-                answered(answer.result())
+                answered(done.result())
             else:
                 failed(error)
 
-        answer.add_done_callback(lambda _: self.post(handle))
+        answer.add_done_callback(lambda done: self.post(handle, done))
 
     def call(self, slot: WorkerSlot, method: str, *args: Any) -> Future[Any]:
         """Call a method of a worker's service."""
