@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from distcollect.config import Staleness
 from distcollect.rollout.header import Header
 from distcollect.trainer.pool_commands import Command, Decline, ReportDrained
@@ -13,6 +15,7 @@ from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
     RolloutRequest,
+    RolloutState,
     SlotState,
     WorkerSlot,
     WorkerSlots,
@@ -254,3 +257,15 @@ def test_who_leaves_is_drained_once_it_owes_nothing() -> None:
     assert play.drained == [(0, 0)]
     play.requests.check_drained(slot)
     assert play.drained == [(0, 0)]
+
+
+def test_a_state_that_does_not_follow_is_refused() -> None:
+    play = Play(AHEAD, 1)
+    play.ask()
+    request = play.come(0)
+    assert request.state is RolloutState.HERE
+    with pytest.raises(RuntimeError, match=r"rollout 0 of worker 0.*it is here and can't become"):
+        request.become(RolloutState.FETCHING)
+    play.lose(0, replaced=False)
+    with pytest.raises(RuntimeError, match=r"worker 0.*it is gone and can't become serving"):
+        request.slot.become(SlotState.SERVING)
