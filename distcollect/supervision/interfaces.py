@@ -1,4 +1,4 @@
-"""What supervision asks of the pool, and what the pool asks of supervision."""
+"""What supervision tells the pool about workers, and what the pool tells supervision."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from typing import Protocol
 
 
 class MembershipObserver(Protocol):
-    """Whoever works with the workers: the pool. Called on one thread."""
+    """Follows which workers are there: the pool. All is called on one thread."""
 
     def join(self, worker_id: int, incarnation: int, peer: int) -> None:
-        """A worker is there, and was tried out."""
+        """A process is there and has tried out its envs; ``peer`` is its id on the wire."""
 
     def leave(self, worker_id: int, incarnation: int) -> None:
-        """It is to leave: ask it for nothing more, and say ``drained`` when it owes nothing."""
+        """A worker is to leave: request nothing more, and call ``drained`` once it owes nothing."""
 
     def lose(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
-        """It is gone; ``replaced``: another one is on its way to this slot."""
+        """A worker is gone; ``replaced``: another process is on its way to its slot."""
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
-        """It is gone for ``cause``, and had stepped so many frames; None: nobody can say."""
+        """A process is gone for ``cause``; it had stepped this many frames (None: not known)."""
 
     def fail(self, error: BaseException) -> None:
-        """The run can't go on."""
+        """The run can't go on, because of ``error``."""
 
 
 class FailureSink(Protocol):
-    """What the pool tells whoever looks after the workers' processes."""
+    """Learns of workers that fail or may end: the supervision of their processes."""
 
     def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
-        """A worker failed at what it was asked for."""
+        """A worker failed at a call."""
 
     def drained(self, worker_id: int, incarnation: int) -> None:
-        """A worker that is to leave owes nothing any more."""
+        """A worker that is to leave owes no rollout any more: it may end."""

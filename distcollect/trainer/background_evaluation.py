@@ -14,25 +14,25 @@ log = logging.getLogger(__name__)
 
 
 class Evaluators:
-    """Has workers that were set aside evaluate each version they get, the newest first.
+    """Has evaluation workers evaluate the versions they get, the newest first.
 
     Attributes:
-        results: in the order in which they came.
+        results: of all evaluations, in the order of their end.
     """
 
     def __init__(
-        self, ask: Callable[[int], Future[Evaluation]], worker_ids: Collection[int]
+        self, evaluate: Callable[[int], Future[Evaluation]], worker_ids: Collection[int]
     ) -> None:
-        """Ask these workers by ``ask(worker_id)``."""
+        """Have these workers evaluate; ``evaluate(worker_id)`` calls one."""
         self.results: list[Evaluation] = []
-        self._ask = ask
+        self._evaluate = evaluate
         self._worker_ids = worker_ids
         self._lock = threading.Lock()
-        self._newest: dict[int, int] = {}  # version that a worker has
-        self._busy: dict[int, int] = {}  # and the one it evaluates
+        self._newest: dict[int, int] = {}  # worker_id to the version that it has
+        self._busy: dict[int, int] = {}  # worker_id to the version that it evaluates
 
     def has_weights(self, worker_id: int, version: int) -> None:
-        """A worker has new weights; or is there, with its first."""
+        """A worker has new weights, or has joined with its first ones."""
         if worker_id not in self._worker_ids:
             return
         with self._lock:
@@ -40,8 +40,8 @@ class Evaluators:
             if worker_id in self._busy:
                 return
             self._busy[worker_id] = version
-        # Not under the lock: who is asked has locks of its own.
-        self._ask(worker_id).add_done_callback(lambda answer: self._done(worker_id, answer))
+        # Not under the lock: this takes the pool's lock.
+        self._evaluate(worker_id).add_done_callback(lambda answer: self._done(worker_id, answer))
 
     def _done(self, worker_id: int, answer: Future[Evaluation]) -> None:
         with self._lock:
@@ -50,10 +50,10 @@ class Evaluators:
             error = answer.exception()
             if error is None:
                 self.results.append(answer.result())
-                # A newer one than it was asked for may have come before it began.
+                # Newer weights may have reached the worker before it began.
                 evaluated = int(answer.result().policy_version[0])
         if isinstance(error, WorkerLost):
-            return  # who takes its place will be asked
+            return  # its replacement evaluates when it has joined
         if error is not None:
             log.warning("worker %d could not evaluate version %d: %s", worker_id, evaluated, error)
         if newest > evaluated:

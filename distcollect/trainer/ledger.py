@@ -1,13 +1,13 @@
 """Every frame that a worker stepped: delivered, or lost and why.
 
-Pure bookkeeping: nothing here locks; the caller does. For each process
+Pure bookkeeping; the caller holds the lock. For each process
 
     stepped = delivered + waiting + lost by cause + not known yet
 
-and once it has ended the last term is lost, by the cause of its end. The number of frames that a
-process stepped comes with each rollout's header, and at its end from a counter that outlives it.
-Where that can't be read (its host is gone), the frames it stepped since its last header are known
-to be "at most" those of the rollouts that it was asked for.
+Once the process has ended, the last term counts as lost, by the cause of its end. The number of
+frames that a process stepped comes with each rollout's header, and at its end from a counter that
+outlives it. If that counter can't be read (its host is gone), the frames that it stepped since its
+last header are "at most" those of the rollouts that were requested from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distcollect.results import Frames, LedgerReport
 
 @dataclass
 class _Account:
-    """Of one process, or summed over processes that have ended."""
+    """The frames of one process, or of several that have ended."""
 
     stepped: int = 0
     delivered: int = 0
@@ -45,21 +45,21 @@ class _Process:
     """What is known of a process.
 
     Attributes:
-        own_losses: what it said itself that it lost, by cause.
-        wait: frames of rollouts that were announced and not settled, by sequence number.
-        next_sequence: of the next rollout.
-        ended: it is over.
+        own_losses: frames that it reported as lost itself, by cause.
+        waiting: sequence number to frames, of rollouts that were announced and not settled.
+        next_sequence: the sequence number of its next rollout.
+        ended: it has ended.
     """
 
     account: _Account = field(default_factory=_Account)
     own_losses: Mapping[str, int] = field(default_factory=dict)
-    wait: dict[int, int] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
     next_sequence: int = 0
     ended: bool = False
 
 
-class _Over:
-    """Incarnations of a slot of which nothing more is to come; they end nearly in their order."""
+class _SettledIncarnations:
+    """The incarnations of a slot whose frames are all settled; nearly in their order."""
 
     def __init__(self) -> None:
         self._all_below = 0
@@ -81,7 +81,7 @@ class Ledger:
     def __init__(self) -> None:
         self._past: dict[int, _Account] = {}
         self._processes: dict[tuple[int, int], _Process] = {}
-        self._over: dict[int, _Over] = {}
+        self._settled: dict[int, _SettledIncarnations] = {}
 
     def announce(
         self,
@@ -93,10 +93,10 @@ class Ledger:
         stepped: int,
         lost: Mapping[str, int],
     ) -> None:
-        """A rollout lies ready; ``stepped`` and ``lost`` are its process's totals.
+        """A rollout lies on its worker; ``stepped`` and ``lost`` are its process's totals.
 
         Raises:
-            ValueError: it was announced before, or one before it never was.
+            ValueError: it was announced before, or the one before it was not.
         """
         process = self._process(worker_id, incarnation)
         if process.ended or sequence != process.next_sequence:
@@ -106,41 +106,41 @@ class Ledger:
                 f"but {awaited} is next"
             )
         process.next_sequence += 1
-        process.wait[sequence] = num_frames
+        process.waiting[sequence] = num_frames
         process.account.stepped = stepped
         for cause, count in lost.items():
             process.account.lost[cause] += count - process.own_losses.get(cause, 0)
         process.own_losses = dict(lost)
 
     def deliver(self, worker_id: int, incarnation: int, sequence: int) -> None:
-        """It was handed to the user. KeyError if it is not waiting: it was settled before."""
+        """The user has a rollout. KeyError if it does not wait: it was settled before."""
         process = self._processes[worker_id, incarnation]
-        process.account.delivered += process.wait.pop(sequence)
+        process.account.delivered += process.waiting.pop(sequence)
         self._forget(worker_id, incarnation)
 
     def lose(self, worker_id: int, incarnation: int, sequence: int, cause: str) -> None:
-        """It will never be handed to the user. KeyError as for :meth:`deliver`."""
+        """The user will never have a rollout. KeyError as for :meth:`deliver`."""
         process = self._processes[worker_id, incarnation]
-        process.account.lost[cause] += process.wait.pop(sequence)
+        process.account.lost[cause] += process.waiting.pop(sequence)
         self._forget(worker_id, incarnation)
 
     def lose_waiting(self, cause: str) -> None:
-        """No rollout that waits will be handed to the user."""
+        """The user will have none of the rollouts that wait."""
         for (worker_id, incarnation), process in list(self._processes.items()):
-            for sequence in list(process.wait):
+            for sequence in list(process.waiting):
                 self.lose(worker_id, incarnation, sequence, cause)
 
     def end(
         self, worker_id: int, incarnation: int, cause: str, *, stepped: int | None, at_most: int = 0
     ) -> None:
-        """A process is over: what it stepped and nobody knows of is lost by ``cause``.
+        """A process has ended: frames of it that no header reported are lost by ``cause``.
 
         Args:
             worker_id: its slot.
             incarnation: which process.
             cause: of its end.
-            stepped: frames that it stepped in all; None: nobody can say.
-            at_most: so many it may have stepped since its last header, where nobody can say.
+            stepped: frames that it stepped in all; None: not known.
+            at_most: if not known, it stepped no more than this since its last header.
         """
         process = self._process(worker_id, incarnation)
         if process.ended:
@@ -151,7 +151,7 @@ class Ledger:
             account.at_most = at_most
         else:
             account.stepped = stepped
-        known = account.delivered + account.lost.total() + sum(process.wait.values())
+        known = account.delivered + account.lost.total() + sum(process.waiting.values())
         account.lost[cause] += account.stepped - known
         self._forget(worker_id, incarnation)
 
@@ -169,14 +169,18 @@ class Ledger:
         return LedgerReport(workers, total.frames())
 
     def _process(self, worker_id: int, incarnation: int) -> _Process:
-        if incarnation in self._over.setdefault(worker_id, _Over()):
+        settled = self._settled.get(worker_id)
+        if settled is not None and incarnation in settled:
             return _Process(ended=True)
-        return self._processes.setdefault((worker_id, incarnation), _Process())
+        process = self._processes.get((worker_id, incarnation))
+        if process is None:
+            process = self._processes[worker_id, incarnation] = _Process()
+        return process
 
     def _forget(self, worker_id: int, incarnation: int) -> None:
-        """Keep only the sums of a process of which nothing more is to come."""
+        """If nothing more is to come of a process, keep only its sums."""
         process = self._processes[worker_id, incarnation]
-        if process.ended and not process.wait:
+        if process.ended and not process.waiting:
             self._past.setdefault(worker_id, _Account()).add(process.account)
-            self._over[worker_id].add(incarnation)
+            self._settled.setdefault(worker_id, _SettledIncarnations()).add(incarnation)
             del self._processes[worker_id, incarnation]

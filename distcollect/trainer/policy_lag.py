@@ -17,16 +17,16 @@ def count_lags(
     lag_of: Callable[[int, int], int],
     mask_above: int | None = None,
 ) -> list[list[tuple[int, int]]]:
-    """Work out the lags of a batch's frames, and mask those that lag too much.
+    """Count the lags of a batch's frames, and mask the frames that lag too much.
 
     Args:
-        batch: ``[W * n, T]``, of these rollouts; its mask is written to.
-        rollouts: in their order.
-        lag_of: worker_id and policy_version to the lag of such a frame.
-        mask_above: frames that lag more are none of the batch; None: all are.
+        batch: ``[W * n, T]``; its mask is written to.
+        rollouts: of the batch, in its order.
+        lag_of: gives the lag of a frame, from its worker_id and policy_version.
+        mask_above: frames that lag more are masked; None: none are.
 
     Returns:
-        (lag, frames that have it) of each rollout.
+        For each rollout a list of (lag, number of frames that have it).
     """
     versions = batch["collector", "policy_version"]
     by_rollout = versions.reshape(len(rollouts), -1)
@@ -50,7 +50,7 @@ def count_lags(
 def _versions(
     header: Header, versions: torch.Tensor, traj_ids: torch.Tensor
 ) -> list[tuple[int, int]]:
-    """(policy_version, frames that have it) of a rollout."""
+    """A list of (policy_version, number of frames that have it), of one rollout."""
     lowest, highest = header.policy_version
     if lowest == highest:
         return [(lowest, header.num_frames)]

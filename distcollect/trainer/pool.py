@@ -1,30 +1,29 @@
-"""The trainer's side of all workers: what the user's thread asks of them, and who they are.
+"""The trainer's side of all workers: requests rollouts from them, and gives batches to the user.
 
-In sync mode a batch is asked for when the user asks for it: one rollout of every worker. In async
-mode each worker always has a request open, so that it collects the next rollout while the last is
-being fetched; rollouts are handed on first come, first served, unless staleness is bounded.
+In sync mode rollouts are requested when the user asks for a batch: one of every worker. In async
+mode each worker always has a request open, so that it collects the next rollout while the last one
+is being fetched; rollouts are delivered first come, first served, unless staleness is bounded.
 
-Workers come and go (:mod:`.workers` says who is there). What was asked of one that is gone is asked
-of another.
+Workers come and go. What was requested from a worker that is gone is requested from another.
 
-It is made of parts, each of which knows only those below it::
+:class:`~.pool_core.PoolCore` decides all of it: each event is one call of it, and gives commands.
+:class:`Pool` and its :class:`~.event_loop.EventLoop` are the shell around it: the loop has the only
+lock, hands one event at a time to the core, and executes the commands after each. These are the
+parts; each knows only those below it, and all from PoolCore on are pure::
 
-    Pool            the user's thread, and those who look after workers
-      SetupCalls    what all workers are to know before they collect again
-      HandoverSender           rollouts that other trainers take
-      RolloutFetcher       asks workers for rollouts, and fetches them
-      PoolWait         the lock, and how the user's thread waits
-        Requests        what was asked for, and what became of it
-        Scheduler           whom to ask, and what to hand on
-        WorkerSlots           who is there
-
-The last three are pure. There is one lock. It is taken where something comes in: by the methods of
-:class:`Pool` and :meth:`.SetupCalls.give`, which it calls, and where a worker answers, in
-:meth:`.RolloutFetcher.then`. All the rest is called with it held.
+    Pool            what the collector, the supervision and the sender of weights call
+      EventLoop     the lock, the queue of events, and the execution of commands
+    PoolCore        what the user waits for, and what may be fetched
+      Requests      what was requested, and what became of it, with the Ledger
+      Scheduler     which worker is asked next, and which rollout is delivered next
+      WorkerSlots   the workers
 """
 
 from __future__ import annotations
 
+import copy
+import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -33,20 +32,25 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from distcollect.common.seeding import process_seeds
+from distcollect.common.threads import LOOK_UP_S, missing
 from distcollect.config import Staleness
-from distcollect.errors import DistCollectError, WorkerError, WorkerLost
+from distcollect.errors import (
+    BatchTimeout,
+    CollectorStateError,
+    DeadlineError,
+    DistCollectError,
+    WorkerError,
+    WorkerLost,
+)
+from distcollect.launch.preemption import exit_if_requested
 from distcollect.results import LedgerReport, WorkerThroughput
 from distcollect.rollout.header import Rollout
 from distcollect.supervision.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.trainer.fetcher import RolloutFetcher
-from distcollect.trainer.handover import HandoverSender
-from distcollect.trainer.pool_wait import PoolWait
-from distcollect.trainer.requests import Requests, origin
-from distcollect.trainer.scheduler import make_scheduler
-from distcollect.trainer.setup_calls import SetupCalls
-from distcollect.trainer.staleness import SentVersions
-from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot, WorkerSlots
+from distcollect.trainer.event_loop import EventLoop
+from distcollect.trainer.pool_core import PoolCore, SetupArguments, Wanted
+from distcollect.trainer.requests import origin
+from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import ResumeRequest, WorkerService
 from distcollect.weights.push_handle import PushHandle
@@ -55,13 +59,16 @@ from distcollect.weights.sender import WeightSender
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# At the end, for workers to say which of the rollouts that they keep were taken after all.
+_TAKE_BACK_S = 2.0
+
 
 class Pool:
-    """Gathers rollouts from workers, and orders weights before rollouts.
+    """Collects rollouts from workers, and sends weights before it requests rollouts.
 
     Attributes:
         version: policy_version of the newest publication.
-        on_weights: called with worker_id and version, when a worker is there and when it has
+        on_weights: called with worker_id and version when a worker has joined and when it has
             acknowledged new weights; without the pool's lock.
     """
 
@@ -75,69 +82,55 @@ class Pool:
         staleness: Staleness | None = None,
         stats_recorder: StatsRecorder | None = None,
     ) -> None:
-        """Gather what ``plan`` says from whoever :meth:`join` names.
+        """Collect what ``plan`` says from the workers that :meth:`join` names.
 
         Args:
             transport: reaches the workers.
-            sender: for weights.
-            plan: see there.
-            failure_sink: is told of workers that fail or have nothing more to give.
+            sender: sends them weights.
+            plan: what is to be collected.
+            failure_sink: is told of workers that failed, or that owe nothing more and may leave.
             staleness: which frames are too old, and what becomes of them.
-            stats_recorder: what to count in; None: where nobody looks.
+            stats_recorder: what to count in; None: counts are not kept.
         """
         self.version = 0
         self.on_weights: Callable[[int, int], None] = lambda *_: None
-        self._transport = transport
         self._sender = sender
         self._plan = plan
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder or StatsRecorder()
-        drops = staleness is not None and staleness.mode != "mask"
-        max_lag = staleness.max_policy_lag if staleness is not None and drops else None
-        self._sent = SentVersions()
-        self._slots = WorkerSlots(plan.reserved)
-        self._scheduler = make_scheduler(
-            plan, staleness, self._slots, self._sent, sender.acknowledged
-        )
-        self._requests = Requests(
-            plan,
-            self._slots,
-            self._scheduler,
-            self._sent,
-            max_lag=max_lag,
-            drained=failure_sink.drained,
-        )
-        self._wait = PoolWait(
-            self._slots, self._scheduler, self._requests, self._stats_recorder, sync=plan.sync
-        )
-        self._lock = self._wait.lock
-        self._fetcher = RolloutFetcher(
+        self._core = PoolCore(plan, staleness, lambda: secrets.token_hex(8))
+        self._loop = EventLoop(
+            self._core,
             transport,
-            plan,
-            self._requests,
-            self._wait,
-            failure_sink=failure_sink,
-            stats_recorder=self._stats_recorder,
+            failure_sink,
+            self._stats_recorder,
+            wake_user=self._wake_user,
         )
-        self._giver = HandoverSender(transport, self._requests, self._fetcher, self._wait)
-        self._setup_calls = SetupCalls(
-            transport, self._slots, self._requests, self._fetcher, self._wait
-        )
+        self._lock = self._loop.lock
+        self._changed = threading.Condition(self._lock)  # the user's thread waits on it
+        self._failure: BaseException | None = None
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
         sender.on_pushed = self._stats_recorder.pushed
+
+    # What is known.
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The workers' ids in order, with those that are being replaced."""
         with self._lock:
-            return self._slots.worker_ids
+            return self._core.slots.worker_ids
+
+    def has_slot(self, worker_id: int) -> bool:
+        """Whether a worker is there, or is being replaced."""
+        with self._lock:
+            return worker_id in self._core.slots
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The ids, in order, of those who collect and are there now."""
+        """The ids, in order, of the workers that collect and are there now."""
         with self._lock:
-            return tuple(sorted(slot.worker_id for slot in self._slots.staying()))
+            return tuple(sorted(slot.worker_id for slot in self._core.slots if slot.may_be_asked))
 
     @property
     def acknowledged(self) -> dict[int, int]:
@@ -147,82 +140,68 @@ class Pool:
     @property
     def stale_frames(self) -> dict[int, int]:
         """Frames that were given up as too stale, by worker_id; the caller may count more."""
-        return self._requests.stale_frames
+        return self._core.requests.stale_frames
 
     @property
     def ledger(self) -> LedgerReport:
         """Where all frames went."""
         with self._lock:
-            return self._requests.ledger
+            return self._core.requests.ledger
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
         """worker_id to how fast it is."""
         with self._lock:
-            return self._requests.paces
+            return self._core.requests.paces
 
     @property
     def num_ready(self) -> dict[int, int]:
-        """worker_id to how many of its rollouts lie ready, there or here; none if it has none."""
+        """worker_id to how many of its rollouts wait for delivery; without those that have none."""
         with self._lock:
-            return self._requests.num_ready
+            return self._core.requests.num_ready
 
     def lag(self, worker_id: int, version: int) -> int:
         """How many versions newer than ``version`` were sent to a worker."""
-        return self._sent.lag(worker_id, version)
+        return self._core.versions.lag(worker_id, version)
 
-    # Who is there: see :class:`~distcollect.supervision.interfaces.MembershipObserver`.
+    # Workers come and go: see :class:`~distcollect.supervision.interfaces.MembershipObserver`.
 
     def join(self, worker_id: int, incarnation: int, peer: int) -> None:
         """A worker is there; it gets the newest weights that its slot is to have."""
         with self._lock:
-            if self._wait.closed:
+            if self._core.closed:
                 return
-            slot = self._slots.take(worker_id, incarnation, peer)
             self._stats_recorder.joined(worker_id, incarnation)
-            self._requests.stale_frames.setdefault(worker_id, 0)
-            version = self._sender.welcome(worker_id, peer)
-            if version:
-                self._sent.publish(version, [worker_id])
-            self._setup_calls.give_newcomer(slot)
-            self._fetcher.ask()
-            self._wait.changed.notify_all()
-        if not version:  # else it is told of when it has that
+            newest = self._sender.welcome(worker_id, peer)
+            acknowledged = self._sender.acknowledged(worker_id)
+            self._loop.post(
+                self._core.worker_joined, worker_id, incarnation, peer, newest, acknowledged
+            )
+        if not newest:  # else it is told when the worker has that version
             self.on_weights(worker_id, 0)
 
     def leave(self, worker_id: int, incarnation: int) -> None:
-        """A worker is to leave: it is asked for nothing more."""
-        with self._lock:
-            slot = self._slots.find(worker_id, incarnation)
-            if slot is None:
-                return
-            slot.leaving = True
-            self._fetcher.fetch_ahead()
-            self._requests.check_drained(slot)
-            self._fetcher.ask()
+        """A worker is to leave: nothing more is requested from it."""
+        self._loop.post(self._core.worker_leaving, worker_id, incarnation)
 
     def lose(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
-        """A worker is gone; what was asked of it is asked of others."""
+        """A worker is gone; what was requested from it is requested from others."""
         with self._lock:
-            if self._wait.closed:
+            if self._core.closed:
                 return
-            slot = self._slots.vacate(worker_id, incarnation, replaced=replaced)
-            if slot is not None:
-                self._requests.vacate(slot)
-            # Also when it is only certain now that nobody comes: its share was kept for them.
-            self._fetcher.ask()
-            self._wait.changed.notify_all()
+            self._loop.post(self._core.worker_lost, worker_id, incarnation, replaced=replaced)
         self._sender.forget(worker_id, replaced=replaced)
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
-        with self._lock:
-            self._requests.account(worker_id, incarnation, cause, stepped)
+        self._loop.post(self._core.account, worker_id, incarnation, cause, stepped)
 
     def fail(self, error: BaseException) -> None:
-        """What the next wait, or the present one, raises. The first error counts."""
+        """The run can't go on: the user's thread raises ``error``. The first error counts."""
         with self._lock:
-            self._wait.fail(error)
+            if self._failure is None:
+                self._failure = error
+            self._wake_user()
         self._sender.expect_nobody()
 
     # What the user's thread wants.
@@ -237,86 +216,93 @@ class Pool:
             BatchTimeout: not all within ``timeout_s``; names the workers waited for.
             DistCollectError: the run can't go on.
         """
-        with self._lock:
-            self._begin()
-            self._fetcher.ask()
-            try:
-                limit_s = self._plan.deadline_s
-                if limit_s is not None and limit_s < timeout_s:
-                    begin = time.monotonic()
-                    if not self._wait.wait_for(self._all_are_here, limit_s):
-                        self._fetcher.preempt()
-                    timeout_s -= time.monotonic() - begin
-                self._wait.wait(self._all_are_here, timeout_s)
-            except BaseException:  # Ctrl-C as well
-                # What comes of it later would be older than the next batch's question.
-                self._requests.give_up_all()
-                raise
-            rollouts = self._requests.deliver_all()
+        requests = self._gather(Wanted.ALL, timeout_s, deadline_s=self._plan.deadline_s)
+        rollouts = [request.rollout for request in requests if request.rollout is not None]
         return sorted(rollouts, key=lambda rollout: origin(rollout.header))
-
-    def _all_are_here(self) -> bool:
-        self._fetcher.give_up_stale()
-        return len(self._requests.here) == self._plan.num_rollouts
 
     def gather_next(self, timeout_s: float) -> Rollout:
         """The next rollout of whichever worker; all go on collecting meanwhile.
 
         Raises: as :meth:`gather_all`.
         """
-        with self._lock:
-            self._begin()
-            self._fetcher.bring_here()
-            try:
-                self._fetcher.ask()
-                chosen = self._wait.wait(self._next_here, timeout_s)
-            finally:
-                self._scheduler.end()
-            rollout = self._requests.deliver(chosen)
-            self._scheduler.delivered(chosen)
-            self._fetcher.fetch_ahead()
-            self._fetcher.ask()
-        return rollout
-
-    def _next_here(self) -> RolloutRequest | None:
-        """What is to be handed on next, if it is here."""
-        self._fetcher.fetch_ahead()
-        chosen = self._requests.next_delivery()
-        if chosen is None:
-            return None
-        self._fetcher.fetch(chosen)
-        return chosen if chosen.rollout is not None else None
+        [request] = self._gather(Wanted.NEXT, timeout_s)
+        assert request.rollout is not None
+        return request.rollout
 
     def hand_over(self, timeout_s: float, keep_s: float) -> tuple[RolloutRequest, str]:
         """The next rollout of whichever worker, for another trainer to take; async mode only.
 
         Its worker keeps it for ``keep_s``. It counts as delivered once it was taken, else as lost:
-        by "not_taken", "worker_lost" or "shut_down". Where there are only rollouts that came here
-        while the user still asked for such, it is one of these, and delivered.
+        by "not_taken", "worker_lost" or "shut_down". If the only rollouts are some that were
+        fetched for :meth:`gather_next`, it is one of these, and delivered.
 
         Returns:
             The rollout, and the key that opens it on its worker.
 
         Raises: as :meth:`gather_all`.
         """
-        with self._lock:
-            self._wait.check()
-            self._scheduler.begin()
-            self._fetcher.leave_there()
-            try:
-                self._fetcher.ask()
-                request, key = self._wait.wait(self._giver.next(keep_s), timeout_s)
-            finally:
-                self._scheduler.end()
-            request.referred = True
-            self._scheduler.delivered(request)
-            self._fetcher.ask()
-        return request, key
+        [request] = self._gather(Wanted.REFERENCE, timeout_s, keep_s=keep_s)
+        return request, request.key
 
-    def _begin(self) -> None:
-        self._wait.check()
-        self._stats_recorder.found(len(self._requests.arrived))
-        self._scheduler.begin()
+    def _gather(
+        self,
+        wanted: Wanted,
+        timeout_s: float,
+        *,
+        keep_s: float = 0.0,
+        deadline_s: float | None = None,
+    ) -> list[RolloutRequest]:
+        """Wait for a batch; after ``deadline_s`` take what the workers have by then."""
+        with self._lock:
+            self._check()
+            if wanted is not Wanted.REFERENCE:
+                self._stats_recorder.found(len(self._core.requests.arrived))
+            end = time.monotonic() + timeout_s
+            try:
+                self._loop.do(self._core.batch_wanted, wanted, keep_s)
+                requests = None
+                if deadline_s is not None and deadline_s < timeout_s:
+                    requests = self._wait(time.monotonic() + deadline_s)
+                    if requests is None:
+                        self._loop.do(self._core.end_early)
+                requests = requests or self._wait(end)
+            except BaseException:  # Ctrl-C as well
+                self._loop.do(self._core.batch_cancelled)
+                raise
+            if requests is None:
+                awaited = self._core.awaited
+                self._loop.do(self._core.batch_cancelled)
+                raise BatchTimeout(
+                    f"no batch within {timeout_s:g} s; waited for {awaited}. "
+                    "Faults(batch_timeout_s=...) gives them longer"
+                )
+            self._stats_recorder.does("assemble")
+        return requests
+
+    def _wait(self, deadline: float) -> list[RolloutRequest] | None:
+        """Wait until the batch is there; None if it isn't at the deadline."""
+        while (requests := self._loop.do(self._core.take)) is None:
+            exit_if_requested()
+            self._check()
+            if self._core.user_is_due:
+                continue  # something came while it was looked for
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                break
+            self._changed.wait(min(remaining, LOOK_UP_S))
+        return requests
+
+    def _wake_user(self) -> None:
+        self._changed.notify_all()
+
+    def _check(self) -> None:
+        """Raise what ended the run, if anything did."""
+        if self._core.closed:
+            raise CollectorStateError("the collector was shut down")
+        if self._failure is not None:
+            # A copy: an error that was raised refers to the frames that it passed, and so to the
+            # collector.
+            raise copy.copy(self._failure) from self._failure.__cause__
 
     # Weights.
 
@@ -325,36 +311,36 @@ class Pool:
 
         Args:
             flat: the snapshot, uint8; must not change any more.
-            worker_ids: to whom; None: to all.
+            worker_ids: the workers to send it to; None: all.
         """
         with self._lock:
-            self._wait.check()
+            self._check()
             selected = self.worker_ids if worker_ids is None else tuple(worker_ids)
             self.version += 1
-            self._sent.publish(self.version, selected)
-            self._scheduler.published()
+            self._loop.do(self._core.published, self.version, selected)
             # Under the lock, so that versions come to the sender in their order.
             return self._sender.publish(flat, self.version, selected)
 
     def _acknowledged(self, worker_id: int, version: int) -> None:
         with self._lock:
-            if self._wait.is_over:
+            if self._core.closed or self._failure is not None:
                 return
-            self._fetcher.ask()
-            self._wait.changed.notify_all()
+            # Not ``version``: another process may have taken this one's place meanwhile.
+            newest = self._sender.acknowledged(worker_id)
+            self._loop.post(self._core.acknowledged, worker_id, newest)
         self.on_weights(worker_id, version)
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:
-        # In sync mode it must not go on with what it has.
+        # In sync mode it must not go on with the weights that it has.
         if not (self._plan.sync or isinstance(error, WorkerLost)):
             return
-        slot = self._slots.get(worker_id)
+        slot = self._core.slots.get(worker_id)
         if isinstance(error, WorkerError) and error.worker_id is None:
-            self.fail(error)  # nobody else would fare better
+            self.fail(error)  # a replacement would fail in the same way
         elif slot is not None:
             self._failure_sink.report(worker_id, slot.incarnation, error)
 
-    # What all workers are told.
+    # Setup calls: the last call of each method also holds for workers that join later.
 
     def seed(self, seed: int, *, static_seed: bool, timeout_s: float) -> None:
         """Seed every worker; its next rollout starts with a reset.
@@ -372,16 +358,16 @@ class Pool:
             envs = range(first, first + self._plan.num_envs)
             return process_seeds(seed, envs, slot.incarnation, static=static_seed)
 
-        self._setup_calls.give(WorkerService.seed, seeds, timeout_s)
+        self._call_all(WorkerService.seed, seeds, timeout_s)
 
     def resume(self, version: int, first_traj_id: int, frames: int, timeout_s: float) -> None:
         """Go on where another run was.
 
         Args:
             version: its policy_version; the workers' weights are taken for that.
-            first_traj_id: all of its traj_ids are below; so are none of this one's then.
-            frames: that it delivered; they count as asked for.
-            timeout_s: for the workers to take note.
+            first_traj_id: all of its traj_ids are below; this run's start here.
+            frames: that it delivered; they count as requested.
+            timeout_s: for the workers to answer.
 
         Raises:
             DeadlineError: some did not in time; names them.
@@ -389,11 +375,35 @@ class Pool:
         """
         with self._lock:
             self.version = version
-            self._scheduler.frames_asked += frames
             epoch = self._sender.resume(version)
-            self._sent.publish(version, self.worker_ids)
+            self._loop.do(self._core.resumed, version, frames)
         request = ResumeRequest(version, first_traj_id, epoch)
-        self._setup_calls.give(WorkerService.resume, lambda _: (request,), timeout_s)
+        self._call_all(WorkerService.resume, lambda _: (request,), timeout_s)
+
+    def _call_all(
+        self, method: Callable[..., Any], arguments: SetupArguments, timeout_s: float
+    ) -> None:
+        with self._lock:
+            self._check()
+            # First of all: if this fails, nothing has changed.
+            calls = [(slot, arguments(slot)) for slot in self._core.slots]
+            self._loop.do(self._core.setup_call_begun, method, arguments)
+        try:
+            answers = {slot.worker_id: self._loop.call(slot, method, *args) for slot, args in calls}
+            if late := missing(answers, timeout_s):
+                raise DeadlineError(
+                    f"workers {late} did not take the call {method.__name__!r} within {timeout_s:g} s: they "
+                    "finish the step that they are in first; Faults(batch_timeout_s=...) gives "
+                    "longer"
+                )
+            for answer in answers.values():
+                error = answer.exception()
+                if error is not None and not isinstance(error, WorkerLost):
+                    raise error
+        finally:
+            # Calls may overtake each other on their way, so only now may rollouts be requested.
+            with self._lock:
+                self._core.setup_call_ended()
 
     def call(
         self,
@@ -404,18 +414,21 @@ class Pool:
     ) -> Future[T]:
         """Call a method of a worker's service; fails with WorkerLost if it isn't there."""
         with self._lock:
-            self._wait.check()
-            slot = self._slots.get(worker_id)
-            if slot is not None:
-                return self._transport.call(slot.peer, method, *args, **kwargs)
+            self._check()
+            slot = self._core.slots.get(worker_id)
+        if slot is not None:
+            return self._loop.call(slot, method, *args, **kwargs)
         answer: Future[T] = Future()
         answer.set_exception(WorkerLost(f"worker {worker_id} is being replaced"))
         return answer
 
     def close(self) -> None:
-        """Ask for nothing more; who waits is woken with an error."""
+        """Request nothing more; the user's thread is woken with an error."""
         with self._lock:
-            self._giver.take_back()
-            self._wait.close()
-            self._requests.close()
+            if not self._loop.is_draining:
+                self._loop.do(self._core.closing)
+                end = time.monotonic() + _TAKE_BACK_S
+                while self._core.requests.kept and (remaining := end - time.monotonic()) > 0:
+                    self._changed.wait(min(remaining, LOOK_UP_S))
+            self._loop.post(self._core.close)
         self._sender.close()

@@ -1,4 +1,4 @@
-"""What a collector does to publish weights: pick them, check them, pick the receivers, push."""
+"""Publishes weights for a collector: selects them, checks them, selects workers, and pushes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Publisher:
     """Publishes the weights of a collector's policy and models.
 
     Attributes:
-        last: the workers whose frames are in the batch that was taken last.
+        last: ids of the workers whose frames are in the last batch.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Publisher:
         """Publish through ``pool``.
 
         Args:
-            pool: has the workers.
-            layout: of their weights.
-            own: what is published if nothing is given.
+            pool: sends the weights.
+            layout: of the weights.
+            own: the module that is published if the user gives no weights.
             updater: how weights get to the workers.
             options: what is sent.
-            max_interval: so many versions behind, and a worker is lagging.
-            gpus: worker_id to a name of the GPU that has its policy, "" for the CPU.
+            max_interval: a worker that is more versions behind is lagging; None: none is.
+            gpus: worker_id to the name of the GPU that has its policy, "" for the CPU.
         """
         self.last: list[int] = []
         self._pool = pool
@@ -80,13 +80,16 @@ class Publisher:
             check_finite(weights)
         if (narrow := self._options.narrow_dtype) is not None:
             check_range(weights, narrow)
-        # Packed where they are, so that a GPU's weights cross the bus in one piece.
+        # Packed on their own device, so that a GPU's weights cross the bus in one piece.
         device = next(iter(weights.values())).device
         self._updater.check(device, selected)
         return self._pool.push(self._snapshot(weights, device), selected)
 
     def _downloaded(self) -> Weights | None:
-        """What is published if nothing is given; newer weights of a server are its first."""
+        """What is published if the user gives nothing: the collector's own module.
+
+        If the weight updater has newer weights from a server, they are loaded into it first.
+        """
         served = self._updater._get_server_weights()  # noqa: SLF001 - the name that TorchRL has
         if served is None or self._own is None:
             return self._own if served is None else served
@@ -94,13 +97,13 @@ class Publisher:
         return self._own
 
     def publish_own(self, *, sync: bool) -> None:
-        """Publish between two batches, without having been asked."""
+        """Publish between two batches, as ``update_at_each_batch`` says."""
         if sync:
             handle = self.publish(None, None)
             if handle is not None:
                 handle.wait()
             return
-        selected = {*self.last} & {*self._pool.worker_ids}  # one may have left since
+        selected = {w for w in self.last if self._pool.has_slot(w)}  # one may have left since
         if self._max_interval is not None:
             selected.update(self._lagging(self._max_interval))
         self.publish(None, sorted(selected))
@@ -113,15 +116,15 @@ class Publisher:
         )
         self._layout.pack(weights, flat)
         if flat.is_cuda:
-            # It is read on another thread, and so in another stream's time.
+            # Another thread reads it, with another stream.
             torch.cuda.current_stream(device).synchronize()
         return flat
 
     def selected(self, worker_ids: WorkerIds) -> Sequence[int]:
-        """The workers that are meant.
+        """The workers that the user's ``worker_ids`` selects.
 
         Raises:
-            ArgumentError, ArgumentTypeError: none, or nothing that selects any.
+            ArgumentError, ArgumentTypeError: it selects none, or is of a wrong type.
         """
         everyone = self._pool.worker_ids
         if not isinstance(worker_ids, str):

@@ -1,4 +1,4 @@
-"""What workers are asked beside rollouts: of their envs, and how well the policy does."""
+"""Calls of workers for other things than rollouts: methods of envs, and evaluation."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from distcollect.transport.worker_service import EvaluationRequest, WorkerServic
 
 T = TypeVar("T")
 
-# For what a worker has to say about its deadline to get here.
+# A worker that misses its deadline says so; this long for that to arrive.
 _ANSWER_S = 5.0
 
 
 class RemoteCalls:
-    """RemoteCalls of the user's; who is lost meanwhile is left out, unless it was named."""
+    """The user's calls of workers.
+
+    A worker that is lost meanwhile is left out, unless the user named the workers.
+    """
 
     def __init__(self, pool: Pool, selected: Callable[[WorkerIds], Sequence[int]]) -> None:
-        """Ask through ``pool`` whom ``selected`` makes of what the user names."""
+        """Call through ``pool``; ``selected`` turns the user's ``worker_ids`` into ids."""
         self._pool = pool
         self._selected = selected
 
@@ -43,13 +46,13 @@ class RemoteCalls:
         """Call a method of all envs, see :meth:`.DataCollectorBase.call`; by worker_id."""
         answers = {
             w: self._pool.call(w, WorkerService.call_envs, method, args, kwargs)
-            for w in self._request(worker_ids)
+            for w in self._called(worker_ids)
         }
         named = worker_ids is not None
         return _answers(f"call({method!r})", answers, timeout_s, all_of_them=named)
 
-    def _request(self, worker_ids: WorkerIds) -> Sequence[int]:
-        """Those that are named; else all that are there."""
+    def _called(self, worker_ids: WorkerIds) -> Sequence[int]:
+        """The workers that the user named; if none, all that are there."""
         return self._pool.present if worker_ids is None else self._selected(worker_ids)
 
     def evaluate(
@@ -60,15 +63,15 @@ class RemoteCalls:
         seed: int | None,
         timeout_s: float,
     ) -> Evaluation:
-        """Play so many episodes in all, see :meth:`.DataCollectorBase.evaluate`."""
+        """Play this many episodes in all, see :meth:`.DataCollectorBase.evaluate`."""
         deadline = time.monotonic() + timeout_s
         parts: list[Evaluation] = []
         while owed := num_episodes - sum(len(part.returns) for part in parts):
-            selected = self._request(worker_ids)
+            selected = self._called(worker_ids)
             if not selected:
                 raise WorkerLost("no worker is there to evaluate the policy")
             limit_s = max(0.0, deadline - time.monotonic())
-            # Again if workers were lost: others play what they owe.
+            # If workers are lost, others play their episodes in the next round, with other seeds.
             first = len(parts) << 16
             answers = {
                 w: self._pool.call(
@@ -86,7 +89,7 @@ class RemoteCalls:
                 for w, share in zip(selected, shares(owed, len(selected)), strict=True)
                 if share
             }
-            # They have that deadline too, and say more about it.
+            # The workers keep that deadline too, and their own errors say more.
             named = worker_ids is not None
             parts += _answers(
                 "evaluate()", answers, limit_s + _ANSWER_S, all_of_them=named
@@ -97,7 +100,7 @@ class RemoteCalls:
 def _answers(
     what: str, answers: Mapping[int, Future[T]], timeout_s: float, *, all_of_them: bool
 ) -> dict[int, T]:
-    """What workers answered; those that were lost are left out, unless all have to be there."""
+    """The workers' answers, by worker_id; without lost workers, unless ``all_of_them``."""
     if late := missing(answers, timeout_s):
         raise DeadlineError(
             f"workers {late} did not answer {what} within {timeout_s:g} s; timeout_s=... gives "
@@ -113,14 +116,14 @@ def _answers(
 def evaluators(
     pool: Pool, plan: EvaluationWorkers | None, worker_ids: Collection[int]
 ) -> Evaluators | None:
-    """Have these workers evaluate all versions as planned; None: nobody does."""
+    """Have these workers evaluate the versions that they get; None without a plan."""
     if plan is None:
         return None
-    request = Evaluators(partial(_ask_to_evaluate, pool, plan), worker_ids)
-    pool.on_weights = request.has_weights
-    return request
+    evaluators = Evaluators(partial(_evaluate, pool, plan), worker_ids)
+    pool.on_weights = evaluators.has_weights
+    return evaluators
 
 
-def _ask_to_evaluate(pool: Pool, plan: EvaluationWorkers, worker_id: int) -> Future[Evaluation]:
+def _evaluate(pool: Pool, plan: EvaluationWorkers, worker_id: int) -> Future[Evaluation]:
     request = EvaluationRequest(plan.num_episodes, plan.deterministic, None, plan.timeout_s)
     return pool.call(worker_id, WorkerService.evaluate, request)

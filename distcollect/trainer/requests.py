@@ -1,29 +1,112 @@
-"""What workers were asked for, and what became of it: delivered, or given up and why.
+"""What was requested from workers, and what became of it: delivered, or given up and why.
 
-Pure bookkeeping, with the ledger that comes of it: nothing here locks or moves a rollout; the
-caller does.
+Pure bookkeeping, with the ledger that comes of it. What is to be done for it goes into a list of
+commands.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from distcollect.results import LedgerReport, WorkerThroughput
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.trainer.ledger import Ledger
+from distcollect.trainer.pool_commands import Command, Decline, Fetch, Keep, Preempt, ReportDrained
 from distcollect.trainer.scheduler import Scheduler
 from distcollect.trainer.staleness import SentVersions
-from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot, WorkerSlots
+from distcollect.trainer.worker_slots import (
+    BatchPlan,
+    RolloutRequest,
+    RolloutState,
+    SlotState,
+    WorkerSlot,
+    WorkerSlots,
+)
 from distcollect.transport.protocol import CollectRequest, Offer
 
 
-class Requests:
-    """Every rollout that was asked for, until it is settled; that is once, and in the ledger.
+class ArrivedRollouts:
+    """The rollouts that wait for delivery, on their workers or here, in the order of arrival.
 
     Attributes:
-        arrived: those that lie ready, there or here, in that order.
+        num_here: how many of them are on the trainer.
+        num_fetching: how many are on their way to it.
+    """
+
+    def __init__(self) -> None:
+        self.num_here = 0
+        self.num_fetching = 0
+        self._num_arrived = 0
+        # Not plain dicts: finding the first key of these takes time when many were removed.
+        self._all: OrderedDict[RolloutRequest, None] = OrderedDict()
+        self._ready: OrderedDict[RolloutRequest, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[RolloutRequest]:
+        """All of them, in the order of arrival."""
+        return iter(self._all)
+
+    def __contains__(self, request: RolloutRequest) -> bool:
+        """Whether this one waits for delivery."""
+        return request in self._all
+
+    def first(self, count: int) -> list[RolloutRequest]:
+        """The first ``count`` of them."""
+        return list(islice(self._all, count))
+
+    def first_ready(self) -> RolloutRequest | None:
+        """The first that lies on its worker and is not being fetched."""
+        return next(iter(self._ready), None)
+
+    def first_here(self) -> RolloutRequest | None:
+        """The first that is on the trainer."""
+        if not self.num_here:
+            return None
+        return next(request for request in self._all if request.state is RolloutState.HERE)
+
+    def add(self, request: RolloutRequest) -> None:
+        """A rollout lies on its worker."""
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._all[request] = self._ready[request] = None
+        request.slot.arrived.append(request)
+
+    def become(self, request: RolloutRequest, state: RolloutState) -> None:
+        """Change the state of one that keeps waiting."""
+        self._count(request, -1)
+        request.become(state)
+        self._count(request, 1)
+        self._ready.pop(request, None)
+
+    def remove(self, request: RolloutRequest) -> None:
+        """One waits no longer."""
+        del self._all[request]
+        self._ready.pop(request, None)
+        request.slot.arrived.remove(request)
+        self._count(request, -1)
+
+    def _count(self, request: RolloutRequest, change: int) -> None:
+        self.num_here += change * (request.state is RolloutState.HERE)
+        self.num_fetching += change * (request.state is RolloutState.FETCHING)
+
+    def clear(self) -> None:
+        """None waits any longer."""
+        for request in self.first(len(self)):
+            self.remove(request)
+
+
+class Requests:
+    """Every rollout that was requested, until it is settled; that is once, and in the ledger.
+
+    Attributes:
+        arrived: the rollouts that wait for delivery.
+        kept: those that other trainers may still take.
         stale_frames: frames that were given up as too stale, by worker_id.
     """
 
@@ -33,36 +116,38 @@ class Requests:
         slots: WorkerSlots,
         scheduler: Scheduler,
         versions: SentVersions,
+        commands: Callable[[Command], None],
         *,
         max_lag: int | None,
-        drained: Callable[[int, int], None],
     ) -> None:
-        """Nothing was asked for yet.
+        """Start without any request.
 
         Args:
             plan: what a rollout is.
-            slots: who is there.
-            scheduler: decides; it is told of what it has to know for that.
-            versions: which weights were sent to whom.
-            max_lag: what lags more is given up; None: nothing is for that.
-            drained: called with worker_id and incarnation, once a worker that is to leave owes
-                nothing any more.
+            slots: the workers.
+            scheduler: is told what it has to know for its decisions.
+            versions: which weights were sent to which worker.
+            commands: called with each command.
+            max_lag: rollouts that lag more are given up; None: none are for that.
         """
-        self.arrived: list[RolloutRequest] = []
+        self.arrived = ArrivedRollouts()
+        self.kept: dict[RolloutRequest, None] = {}
         self.stale_frames: dict[int, int] = {}
         self._plan = plan
         self._slots = slots
         self._scheduler = scheduler
         self._versions = versions
+        self._commands = commands
         self._max_lag = max_lag
-        self._drained = drained
         self._ledger = Ledger()
-        self._paces: dict[int, WorkerThroughput] = {}
-        self._unaccounted: dict[tuple[int, int], int] = {}  # frames asked of a process that is gone
-        self._epoch = 0  # how often all that was asked for was given up
-        self._kept: dict[
-            RolloutRequest, str
-        ] = {}  # those that others may still take, and their keys
+        self._throughput: dict[int, WorkerThroughput] = {}
+        # (worker_id, incarnation) of a process that is gone: frames of its unanswered requests.
+        self._unaccounted: dict[tuple[int, int], int] = {}
+        self._epoch = 0  # how often all requests were given up
+        self._collecting: dict[RolloutRequest, None] = {}  # for this batch, and not preempted
+        # Rollouts whose lag was not looked at since they arrived, and the version of that look.
+        self._unchecked: list[RolloutRequest] = []
+        self._checked_revision = 0
 
     @property
     def ledger(self) -> LedgerReport:
@@ -71,74 +156,30 @@ class Requests:
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
-        """worker_id to how fast it is."""
-        return dict(sorted(self._paces.items()))
+        """How fast each worker is, by worker_id."""
+        return dict(sorted(self._throughput.items()))
 
     @property
     def num_ready(self) -> dict[int, int]:
-        """worker_id to how many of its rollouts lie ready, there or here; none if it has none."""
-        return dict(Counter(request.ticket.worker_id for request in self.arrived))
+        """worker_id to how many of its rollouts wait for delivery; without those that have none."""
+        return dict(Counter(request.slot.worker_id for request in self.arrived))
 
-    @property
-    def here(self) -> list[RolloutRequest]:
-        """Those of the arrived that are here."""
-        return [request for request in self.arrived if request.rollout is not None]
-
-    @property
-    def kept(self) -> dict[RolloutRequest, str]:
-        """Those that lie on their workers for other trainers to take, and their keys."""
-        return dict(self._kept)
-
-    # Decisions.
-
-    def next_slots(self) -> Iterator[WorkerSlot]:
-        """Those to be asked now, each in view of what came of asking the one before."""
-        return self._scheduler.next_slots(self.arrived)
-
-    @property
-    def may_end_early(self) -> bool:
-        """Whether a batch has enough, so that what is still collected for it may be less."""
-        return self._scheduler.may_end_early(len(self.arrived))
-
-    def end_early(self) -> None:
-        """A batch goes without what isn't collected yet."""
-        self._scheduler.ends_early = True
-
-    def to_preempt(self) -> list[RolloutRequest]:
-        """Those that are still collected for a batch that ends early, and weren't told so."""
-        if not self._scheduler.ends_early:
-            return []
-        return [
-            request
-            for slot in self._slots
-            for request in slot.open
-            if request.offer is None and not request.preempted and self._is_current(request)
-        ]
-
-    def next_delivery(self) -> RolloutRequest | None:
-        """What the user gets next, here or not yet; None if that is still to come."""
-        return self._scheduler.choose(self.arrived)
-
-    def to_hand_over(self) -> RolloutRequest | None:
-        """What another trainer gets next, if anything lies ready; here only if nothing else is."""
-        lie_there = [request for request in self.arrived if request.lies_there]
-        if lie_there:
-            return self._scheduler.choose_to_give(lie_there)
-        here = self.here
-        if here and not any(slot.collecting for slot in self._slots.collecting()):
-            return self._scheduler.choose_to_give(here)
-        return None
+    def is_current(self, request: RolloutRequest) -> bool:
+        """Whether it was made after all requests were given up last."""
+        return request.epoch == self._epoch
 
     # From the request to the rollout.
 
-    def ask(self, slot: WorkerSlot, now: int) -> tuple[RolloutRequest, CollectRequest]:
-        """A worker is asked for its next rollout, at this time in nanoseconds."""
+    def request(self, slot: WorkerSlot) -> tuple[RolloutRequest, CollectRequest]:
+        """A worker's next rollout is requested."""
         random = self._scheduler.frames_asked < self._plan.random_frames
-        slot.collecting = True
         number, slot.num_requests = slot.num_requests, slot.num_requests + 1
-        request = RolloutRequest(slot, self._scheduler.request(slot), number, self._epoch, now)
+        request = RolloutRequest(slot, self._scheduler.requested(slot), number, self._epoch)
+        self._slots.begin_collecting(request)
         slot.unsettled.add(number)
         slot.open.add(request)
+        self._collecting[request] = None
+        self._scheduler.refresh(slot)
         return request, CollectRequest(
             self._plan.num_steps,
             random=random,
@@ -146,16 +187,20 @@ class Requests:
             version=request.ticket.version,
         )
 
-    def _is_current(self, request: RolloutRequest) -> bool:
-        """Whether it was asked for since all was given up last."""
-        return request.epoch == self._epoch
+    def preempt_all(self) -> None:
+        """End the rollouts that are still collected for this batch."""
+        for request in self._collecting:
+            request.become(RolloutState.PREEMPTED)
+            self._commands(Preempt(request))
+        self._collecting.clear()
 
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> bool:
-        """It lies ready on its worker; whether it has arrived, and not been given up before."""
+        """It lies on its worker; returns whether it waits for delivery now."""
         slot, header = request.slot, offer.header
-        slot.collecting = False
-        if slot.gone:
-            offer.decline()  # it was given up when its worker was lost
+        self._slots.end_collecting(slot)
+        self._collecting.pop(request, None)
+        if slot.is_gone:
+            self._commands(Decline(offer))  # it was given up when its worker was lost
             return False
         self._ledger.announce(
             slot.worker_id,
@@ -166,137 +211,179 @@ class Requests:
             lost=header.lost,
         )
         request.offer = offer
-        pace = self._paces.get(slot.worker_id, WorkerThroughput())
+        throughput = self._throughput.get(slot.worker_id, WorkerThroughput())
         took_s = (now - request.asked_at) / 1e9
-        self._paces[slot.worker_id] = pace.after(took_s, preempted=request.preempted)
+        was_preempted = request.state is RolloutState.PREEMPTED
+        self._throughput[slot.worker_id] = throughput.after(took_s, preempted=was_preempted)
+        request.become(RolloutState.READY)
         lowest, _ = header.policy_version
-        self._scheduler.arrived(request.ticket, lowest)
-        if not self._is_current(request):
+        self._scheduler.offered(request.ticket, lowest)
+        if not self.is_current(request):
             self._give_up(request, "given_up")
             return False
-        self.arrived.append(request)
+        self.arrived.add(request)
+        self._unchecked.append(request)
+        self._scheduler.arrived(request)
+        self._scheduler.refresh(slot)
         return True
+
+    def fetch(self, request: RolloutRequest) -> None:
+        """It is moved here, unless it is here, on its way or unreachable."""
+        if request.state is RolloutState.READY:
+            assert request.offer is not None
+            self.arrived.become(request, RolloutState.FETCHING)
+            self._commands(Fetch(request, request.offer))
 
     def fetched(self, request: RolloutRequest, tensors: Tensors) -> None:
         """It is here."""
-        request.fetching = False
-        if self._is_current(request):
-            assert request.offer is not None
-            request.slot.settle(request)
-            request.rollout = Rollout(request.offer.header, tensors)
-            self.check_drained(request.slot)
-        else:
-            self._give_up(request, "given_up")
+        if request not in self.arrived:
+            self._give_up(request, "given_up")  # as all requests of its time
+            return
+        assert request.offer is not None
+        self.arrived.become(request, RolloutState.HERE)
+        request.rollout = Rollout(request.offer.header, tensors)
+        self._unchecked.append(request)
+        self._scheduler.fetched(request)
+        self._settle(request)
 
     def not_fetched(self, request: RolloutRequest) -> None:
-        """It can't be had; it is given up with its worker."""
-        request.fetching, request.failed = False, True
-        if request.slot.gone:
+        """It can't be fetched; it is given up when its worker is lost."""
+        if request.slot.is_gone:
             self._discard(request)
             self._give_up(request, "worker_lost")
+        elif request in self.arrived:
+            self.arrived.become(request, RolloutState.UNREACHABLE)
+        else:
+            request.become(RolloutState.UNREACHABLE)
 
-    # Its end.
+    # The end of a request.
 
-    def deliver(self, request: RolloutRequest) -> Rollout:
+    def deliver(self, request: RolloutRequest) -> None:
         """The user gets it."""
-        self.arrived.remove(request)
-        return self._deliver(request)
-
-    def deliver_all(self) -> list[Rollout]:
-        """The user gets all that are here, which are all that arrived."""
-        rollouts = [self._deliver(request) for request in self.here]
-        self.arrived.clear()
-        return rollouts
-
-    def _deliver(self, request: RolloutRequest) -> Rollout:
         assert request.rollout is not None
+        self.arrived.remove(request)
+        request.become(RolloutState.DELIVERED)
         self._ledger.deliver(*origin(request.rollout.header))
-        return request.rollout
+        self._scheduler.removed(request)
+        self._scheduler.refresh(request.slot)
 
-    def keep(self, request: RolloutRequest, key: str) -> None:
+    def deliver_all(self) -> list[RolloutRequest]:
+        """The user gets all that are here, which are all that arrived."""
+        requests = self.arrived.first(len(self.arrived))
+        for request in requests:
+            self.deliver(request)
+        return requests
+
+    def keep(self, request: RolloutRequest, key: str, keep_s: float) -> None:
         """Its worker is to keep it for whichever trainer shows this key."""
         assert request.offer is not None
-        self._kept[request] = key
-        self.arrived.remove(request)
-        request.fetching = True
-        request.offer.decline()
+        request.key = key
+        self._discard(request)
+        request.become(RolloutState.KEEPING)
+        self.kept[request] = None
+        self._commands(Decline(request.offer))
+        self._commands(Keep(request, keep_s))
+        self._scheduler.refresh(request.slot)
 
     def keep_no_longer(self, request: RolloutRequest, cause: str | None) -> None:
         """Another trainer has it, or it is lost for ``cause``."""
         assert request.offer is not None
-        del self._kept[request]
-        request.fetching, request.failed = False, not request.referred
-        if cause != "worker_lost":  # else its memory is of no use any more
-            request.slot.unsettled.discard(request.number)
-        request.slot.open.discard(request)
+        del self.kept[request]
+        slot, header = request.slot, request.offer.header
+        # Without a reference no trainer gets it, so that another one is to be collected.
+        counts = request.state is RolloutState.REFERRED
         if cause is None:
-            self._ledger.deliver(*origin(request.offer.header))
+            request.become(RolloutState.DELIVERED)
+            self._ledger.deliver(*origin(header))
         else:
-            self._ledger.lose(*origin(request.offer.header), cause)
-        if not request.referred:
+            request.become(RolloutState.GIVEN_UP)
+            self._ledger.lose(*origin(header), cause)
+        if not counts:
             self._scheduler.given_up(request, is_wanted=True)
-        self.check_drained(request.slot)
+        slot.open.discard(request)
+        if cause != "worker_lost":  # else its memory can't be used again
+            slot.unsettled.discard(request.number)
+        self._scheduler.refresh(slot)
+        self.check_drained(slot)
 
     def give_up_stale(self) -> bool:
-        """Settle those that are too stale to be handed on; whether there were any."""
+        """Give up what is too stale to be delivered; returns whether there was any."""
         if self._max_lag is None:
+            self._unchecked.clear()
             return False
-        stale = [
-            request
-            for request in self.arrived
-            if not request.fetching
-            and self._versions.lag(request.ticket.worker_id, request.ticket.version) > self._max_lag
-        ]
-        if not stale:
-            return False
-        self.arrived[:] = [request for request in self.arrived if request not in stale]
+        # Lags grow only when versions are sent.
+        unchecked, self._unchecked = self._unchecked, []
+        if self._checked_revision != self._versions.revision:
+            self._checked_revision = self._versions.revision
+            unchecked = self.arrived.first(len(self.arrived))
+        stale = [request for request in unchecked if self._is_stale(request, self._max_lag)]
         for request in stale:
             assert request.offer is not None
-            self.stale_frames[request.ticket.worker_id] += request.offer.header.num_frames
+            self.stale_frames[request.slot.worker_id] += request.offer.header.num_frames
+            self._discard(request)
             self._give_up(request, "stale")
-        return True
+        return bool(stale)
+
+    def _is_stale(self, request: RolloutRequest, max_lag: int) -> bool:
+        # One that is being fetched is looked at again when it is here.
+        if request not in self.arrived or request.state is RolloutState.FETCHING:
+            return False
+        return self._versions.lag(request.slot.worker_id, request.ticket.version) > max_lag
 
     def give_up_all(self) -> None:
-        """Take no rollout that was asked for until now."""
+        """Deliver nothing that was requested until now."""
         self._epoch += 1
+        self._collecting.clear()
         self._scheduler.given_up_all()
-        for request in list(self.arrived):
-            self.arrived.remove(request)
-            # One that is being fetched is settled when it arrives.
-            if not request.fetching:
+        for request in self.arrived.first(len(self.arrived)):
+            self._discard(request)
+            # One that is being fetched is given up when it is here.
+            if request.state is not RolloutState.FETCHING:
                 self._give_up(request, "given_up")
 
     def _give_up(self, request: RolloutRequest, cause: str) -> None:
-        request.slot.settle(request)
+        request.become(RolloutState.GIVEN_UP)
         if request.offer is not None:
             self._ledger.lose(*origin(request.offer.header), cause)
             if request.rollout is None:
-                request.offer.decline()
-        self._scheduler.given_up(request, is_wanted=self._is_current(request))
-        self.check_drained(request.slot)
+                self._commands(Decline(request.offer))
+        self._scheduler.given_up(request, is_wanted=self.is_current(request))
+        self._settle(request)
 
     def _discard(self, request: RolloutRequest) -> None:
+        """It waits for delivery no longer, if it did."""
         if request in self.arrived:
             self.arrived.remove(request)
+            self._scheduler.removed(request)
 
-    # The end of who was asked.
+    def _settle(self, request: RolloutRequest) -> None:
+        """It is here, or given up: the worker may write over its slab."""
+        slot = request.slot
+        slot.unsettled.discard(request.number)
+        slot.open.discard(request)
+        self._scheduler.refresh(slot)
+        self.check_drained(slot)
+
+    # The end of a worker.
 
     def check_drained(self, slot: WorkerSlot) -> None:
-        """Say so, once, if a worker that is to leave owes nothing any more."""
-        owes = slot.collecting or slot.unsettled
-        if slot.leaving and not (slot.gone or slot.drained or owes):
-            slot.drained = True
-            self._drained(slot.worker_id, slot.incarnation)
+        """If a worker that is to leave owes nothing any more, say so, once."""
+        if slot.state is SlotState.LEAVING and not slot.owes_rollouts:
+            slot.become(SlotState.DRAINED)
+            self._commands(ReportDrained(slot))
 
     def vacate(self, slot: WorkerSlot) -> None:
-        """A worker is gone, and with it what isn't here or on its way here."""
+        """A worker is gone, and with it what is neither here nor on its way here."""
         self._note_unknown(slot)
-        for request in [request for request in slot.open if not request.fetching]:
+        for request in sorted(slot.open, key=lambda request: request.number):
+            if request.state is RolloutState.FETCHING or request in self.kept:
+                continue  # its answer will fail, or arrive
+            self._collecting.pop(request, None)
             self._discard(request)
             self._give_up(request, "worker_lost")
 
     def _note_unknown(self, slot: WorkerSlot) -> None:
-        """So many frames a worker may have stepped that nobody will hear of."""
+        """Count the frames that a worker may have stepped without a header that says so."""
         unknown = sum(request.offer is None for request in slot.open)
         self._unaccounted[slot.worker_id, slot.incarnation] = unknown * self._plan.rollout_frames
 
@@ -306,8 +393,8 @@ class Requests:
         self._ledger.end(worker_id, incarnation, cause, stepped=stepped, at_most=at_most)
 
     def close(self) -> None:
-        """Nothing more is delivered, and nobody heard."""
-        # Those that are on their way here as well, though nobody may want them any more.
+        """Deliver nothing more; answers of workers are ignored from now on."""
+        # Also rollouts that are on their way here, whether anybody wants them or not.
         self._ledger.lose_waiting("shut_down")
         for slot in self._slots:
             self._note_unknown(slot)
@@ -315,5 +402,5 @@ class Requests:
 
 
 def origin(header: Header) -> tuple[int, int, int]:
-    """Which rollout of the run this is: worker_id, incarnation, sequence."""
+    """What identifies a rollout in the run: worker_id, incarnation, sequence."""
     return header.worker_id, header.incarnation, header.sequence

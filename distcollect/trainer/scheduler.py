@@ -1,75 +1,80 @@
-"""Whom to ask for a rollout, and which rollout to hand on: in sync mode, or in one of three others.
+"""Which worker to request a rollout from, and which rollout to deliver, in each mode.
 
-Pure decisions, as in :mod:`.schedule`: no clock, no thread, no socket. Nothing here locks; the
-caller does.
+Pure: no clock, no thread, no socket. Nothing here looks at all workers, but for the start of a sync
+batch: whoever changes a slot calls :meth:`Scheduler.refresh` for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 
 from distcollect.config import Staleness
 from distcollect.trainer.staleness import Pacer, SentVersions, StalenessTicket
-from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot, WorkerSlots
+from distcollect.trainer.worker_slots import (
+    BatchPlan,
+    RolloutRequest,
+    RolloutState,
+    SlotQueue,
+    WorkerSlot,
+    WorkerSlots,
+    by_last_request,
+    by_turn,
+)
 
 
 class Scheduler:
-    """What all have in common. Most of what they are told means nothing to some of them.
+    """What all modes have in common. An event that means nothing to a mode does nothing there.
 
     Attributes:
-        frames_asked: of rollouts that were asked for, without those given up.
-        ends_early: those that collect for this batch are to deliver what they have.
+        frames_asked: frames of the rollouts that were requested, without those given up.
+        ends_early: workers that collect for this batch are to deliver what they have.
     """
 
-    def __init__(
-        self,
-        plan: BatchPlan,
-        slots: WorkerSlots,
-        versions: SentVersions,
-        acknowledged: Callable[[int], int],
-    ) -> None:
-        """Nothing was asked for yet.
+    def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:
+        """Schedule what ``plan`` says.
 
         Args:
-            plan: what is to be gathered.
-            slots: who is there.
-            versions: which weights were sent to whom.
-            acknowledged: worker_id to the newest version that it has.
+            plan: what is to be collected.
+            slots: the workers.
+            versions: which weights were sent to them.
         """
         self.frames_asked = 0
         self.ends_early = False
         self._plan = plan
         self._slots = slots
         self._versions = versions
-        self._acknowledged = acknowledged
-        self._num_asked = 0
+        self._num_requests = 0
 
-    def is_up_to_date(self, worker_id: int) -> bool:
-        """Whether a worker has the newest weights that were sent to it."""
-        return self._acknowledged(worker_id) >= self._versions.newest(worker_id)
-
-    def next_slots(self, arrived: Sequence[RolloutRequest]) -> Iterator[WorkerSlot]:
-        """Those to be asked now, each in view of what came of asking the one before.
-
-        Args:
-            arrived: what lies ready, there or here, in that order; as it is at each step.
-        """
+    def next_slot(self) -> WorkerSlot | None:
+        """The worker to request a rollout from now; None if there is none."""
         raise NotImplementedError
 
-    def choose(self, arrived: Sequence[RolloutRequest]) -> RolloutRequest | None:
-        """What is to be handed on next, here or not yet; None if that is still to come."""
-        raise NotImplementedError("a batch of sync mode is of all together")
+    def choose(self) -> RolloutRequest | None:
+        """The rollout to deliver next, on the trainer or not; None if it has yet to arrive."""
+        raise NotImplementedError("a sync batch is delivered as a whole")
 
-    def choose_to_give(self, lie_there: Sequence[RolloutRequest]) -> RolloutRequest:
-        """Which of these is handed over to another trainer."""
-        return lie_there[0]
+    def choose_to_refer(self) -> RolloutRequest | None:
+        """The one to hand over to another trainer; None: the first that lies on its worker."""
+        return None
 
     def may_end_early(self, num_arrived: int) -> bool:
-        """Whether so many of a batch's rollouts are enough to end the others early."""
+        """Whether this many of a batch's rollouts are enough to preempt the others."""
         return False
 
-    # What it is told.
+    # Events.
+
+    def refresh(self, slot: WorkerSlot) -> None:
+        """Something changed that decides whether a rollout may be requested from this slot."""
+
+    def joined(self, slot: WorkerSlot) -> None:
+        """A process is in a slot."""
+        self.refresh(slot)
+
+    def leaves(self, slot: WorkerSlot) -> None:
+        """A process is to leave, or is gone."""
+        self.refresh(slot)
 
     def begin(self) -> None:
         """The user waits for a batch."""
@@ -80,32 +85,38 @@ class Scheduler:
     def published(self) -> None:
         """New weights are on their way; call it after :meth:`SentVersions.publish`."""
 
-    def request(self, slot: WorkerSlot) -> StalenessTicket:
-        """A worker is asked for a rollout."""
+    def requested(self, slot: WorkerSlot) -> StalenessTicket:
+        """A rollout is requested from a worker."""
         self.frames_asked += self._plan.rollout_frames
-        self._num_asked += 1
-        slot.last_asked = self._num_asked
-        return self._ticket(slot.worker_id, self._acknowledged(slot.worker_id))
+        self._num_requests += 1
+        slot.last_request = self._num_requests
+        return self._ticket(slot)
 
-    def _ticket(self, worker_id: int, acknowledged: int) -> StalenessTicket:
-        return StalenessTicket(worker_id, acknowledged)
+    def _ticket(self, slot: WorkerSlot) -> StalenessTicket:
+        return StalenessTicket(slot.worker_id, slot.acknowledged)
 
-    def arrived(self, ticket: StalenessTicket, version: int) -> None:
-        """It lies ready, and no frame of it has a version below this."""
+    def offered(self, ticket: StalenessTicket, version: int) -> None:
+        """A rollout lies on its worker, and no frame of it has a version below this."""
         ticket.version = version
 
+    def arrived(self, request: RolloutRequest) -> None:
+        """A rollout lies on its worker and waits for delivery."""
+
+    def fetched(self, request: RolloutRequest) -> None:
+        """A rollout that waits for delivery is on the trainer."""
+
+    def removed(self, request: RolloutRequest) -> None:
+        """A rollout waits for delivery no longer."""
+
     def delivered(self, request: RolloutRequest) -> None:
-        """The user got it by :meth:`choose` or :meth:`choose_to_give`."""
+        """The user, or another trainer, gets a rollout."""
 
     def given_up(self, request: RolloutRequest, *, is_wanted: bool) -> None:
-        """The user will not get it; ``is_wanted``: but is to get another one for it."""
+        """Nobody gets a rollout; ``is_wanted``: another one is to be collected instead."""
         self.frames_asked -= self._plan.rollout_frames
 
     def given_up_all(self) -> None:
-        """Nothing that was asked for until now is wanted any more."""
-
-    def _longest_idle_first(self) -> list[WorkerSlot]:
-        return sorted(self._slots.staying(), key=lambda slot: slot.last_asked)
+        """Nothing that was requested until now is wanted any more."""
 
     def _has_asked_for_all(self) -> bool:
         limit = self._plan.num_frames
@@ -115,33 +126,54 @@ class Scheduler:
 class SyncScheduler(Scheduler):
     """Sync mode: one rollout of every worker, all for the same batch."""
 
-    _batch = 0
-    _num_wanted = 0  # rollouts of this batch that nobody was asked for
+    def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:
+        super().__init__(plan, slots, versions)
+        self._batch = 0
+        self._num_wanted = 0  # rollouts of this batch that were not requested yet
+        self._without_share: set[WorkerSlot] = set()
+        # Slots that may be asked now, for the first rollout of this batch or for a further one.
+        self._idle = SlotQueue(by_last_request)
+        self._idle_again = SlotQueue(by_last_request)
 
     def begin(self) -> None:
         self._batch += 1
         self._num_wanted = self._plan.num_rollouts
         self.ends_early = False
+        self._without_share = {slot for slot in self._slots.able if slot.is_staying}
+        for slot in self._slots.able:
+            self.refresh(slot)
 
-    def next_slots(self, arrived: Sequence[RolloutRequest]) -> Iterator[WorkerSlot]:
-        return (slot for slot in self._longest_idle_first() if self._may_ask(slot))
+    def joined(self, slot: WorkerSlot) -> None:
+        if not slot.is_reserved:
+            self._without_share.add(slot)
+        super().joined(slot)
 
-    def _may_ask(self, slot: WorkerSlot) -> bool:
-        if self._num_wanted <= 0 or slot.unsettled or not self.is_up_to_date(slot.worker_id):
-            return False
-        if slot.batch != self._batch:
-            return True
-        # A second share is one that nobody else is there for.
-        others = sum(
-            other.batch != self._batch and not other.leaving for other in self._slots.collecting()
-        )
-        awaited = self._slots.num_coming if self._plan.waits_for_missing else 0
-        return self._num_wanted > others + awaited
+    def leaves(self, slot: WorkerSlot) -> None:
+        self._without_share.discard(slot)
+        super().leaves(slot)
 
-    def request(self, slot: WorkerSlot) -> StalenessTicket:
+    def refresh(self, slot: WorkerSlot) -> None:
+        is_idle = slot.may_be_asked and slot.is_up_to_date and not slot.unsettled
+        has_share = slot.batch == self._batch
+        self._idle.put(slot, present=is_idle and not has_share)
+        self._idle_again.put(slot, present=is_idle and has_share)
+
+    def next_slot(self) -> WorkerSlot | None:
+        if self._num_wanted <= 0:
+            return None
+        slot = self._idle.first()
+        if slot is not None:
+            return slot
+        # A worker gets a second share only if there is no other worker for it.
+        others = len(self._without_share)
+        coming = self._slots.num_coming if self._plan.waits_for_missing else 0
+        return self._idle_again.first() if self._num_wanted > others + coming else None
+
+    def requested(self, slot: WorkerSlot) -> StalenessTicket:
         slot.batch = self._batch
         self._num_wanted -= 1
-        return super().request(slot)
+        self._without_share.discard(slot)
+        return super().requested(slot)
 
     def given_up(self, request: RolloutRequest, *, is_wanted: bool) -> None:
         super().given_up(request, is_wanted=is_wanted)
@@ -156,44 +188,122 @@ class SyncScheduler(Scheduler):
         return share is not None and num_arrived >= math.ceil(share * self._plan.num_rollouts)
 
 
-class AsyncScheduler(Scheduler):
-    """Async mode: each worker always has a request open, and what came here first goes first."""
+class RequestQueue:
+    """Requests in the order of a key; those that are not wanted any more leave by themselves.
 
-    def next_slots(self, arrived: Sequence[RolloutRequest]) -> Iterator[WorkerSlot]:
-        # Who has waited longest comes first: a bound on staleness may not leave room for all.
-        for slot in self._longest_idle_first():
-            if self._may_ask(slot) and not self._has_asked_for_all():
-                yield slot
-
-    def _may_ask(self, slot: WorkerSlot) -> bool:
-        if slot.collecting or not slot.has_a_slab:
-            return False
-        # Not with the weights of long ago that a new process starts with.
-        return bool(slot.num_requests) or self.is_up_to_date(slot.worker_id)
-
-    def choose(self, arrived: Sequence[RolloutRequest]) -> RolloutRequest | None:
-        """The first that is here, but none of a worker's before an older one of it."""
-        passed_over: set[WorkerSlot] = set()
-        for request in arrived:
-            if request.rollout is not None and request.slot not in passed_over:
-                return request
-            passed_over.add(request.slot)
-        return None
-
-
-class BoundedStalenessScheduler(AsyncScheduler):
-    """Async mode with a bound on staleness: as the :class:`~.schedule.Pacer` has it."""
+    Each operation takes time O(log n), on average over many.
+    """
 
     def __init__(
         self,
-        plan: BatchPlan,
-        slots: WorkerSlots,
-        versions: SentVersions,
-        acknowledged: Callable[[int], int],
-        max_policy_lag: int,
+        key: Callable[[RolloutRequest], tuple[int, int]],
+        is_wanted: Callable[[RolloutRequest], bool],
     ) -> None:
-        super().__init__(plan, slots, versions, acknowledged)
+        """Start empty; no two requests have the same ``key``."""
+        self._key = key
+        self._is_wanted = is_wanted
+        self._heap: list[tuple[tuple[int, int], RolloutRequest]] = []
+        self._max_length = 16
+
+    def put(self, request: RolloutRequest) -> None:
+        """Have a request in the queue."""
+        heappush(self._heap, (self._key(request), request))
+        if len(self._heap) > self._max_length:
+            self.sort_again()
+            self._max_length = 2 * len(self._heap) + 16
+
+    def sort_again(self) -> None:
+        """Keys have changed. Takes time O(n)."""
+        requests = [request for _, request in self._heap if self._is_wanted(request)]
+        self._heap = [(self._key(request), request) for request in requests]
+        heapify(self._heap)
+
+    def first(self) -> RolloutRequest | None:
+        """The request with the lowest key; None if there is none."""
+        while self._heap:
+            _, request = self._heap[0]
+            if self._is_wanted(request):
+                return request
+            heappop(self._heap)
+        return None
+
+
+def _by_arrival(request: RolloutRequest) -> tuple[int, int]:
+    return request.arrival, 0
+
+
+class AsyncScheduler(Scheduler):
+    """Async mode: each worker always has a request open; first come, first served."""
+
+    def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:
+        super().__init__(plan, slots, versions)
+        self._idle = SlotQueue(by_last_request)
+        self._deliverable = RequestQueue(_by_arrival, _is_here_and_oldest)
+
+    def refresh(self, slot: WorkerSlot) -> None:
+        self._idle.put(slot, present=self._may_ask(slot))
+
+    def _may_ask(self, slot: WorkerSlot) -> bool:
+        if not slot.may_be_asked or slot.collecting is not None or not slot.has_a_slab:
+            return False
+        # A new process starts with the run's first weights: it is to have the newest ones first.
+        return bool(slot.num_requests) or slot.is_up_to_date
+
+    def next_slot(self) -> WorkerSlot | None:
+        return None if self._has_asked_for_all() else self._idle.first()
+
+    def fetched(self, request: RolloutRequest) -> None:
+        self._note_oldest(request.slot)
+
+    def removed(self, request: RolloutRequest) -> None:
+        self._note_oldest(request.slot)
+
+    def _note_oldest(self, slot: WorkerSlot) -> None:
+        if slot.arrived and slot.arrived[0].state is RolloutState.HERE:
+            self._deliverable.put(slot.arrived[0])
+
+    def choose(self) -> RolloutRequest | None:
+        """The first rollout on the trainer, but none before an older one of the same worker."""
+        return self._deliverable.first()
+
+
+def _is_here_and_oldest(request: RolloutRequest) -> bool:
+    return request.state is RolloutState.HERE and request.slot.arrived[:1] == [request]
+
+
+def _is_here(request: RolloutRequest) -> bool:
+    return request.state is RolloutState.HERE
+
+
+class BoundedStalenessScheduler(AsyncScheduler):
+    """Async mode with a bound on staleness, see :class:`~.staleness.Pacer`."""
+
+    def __init__(
+        self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions, max_policy_lag: int
+    ) -> None:
+        super().__init__(plan, slots, versions)
         self._pacer = Pacer(max_policy_lag, versions)
+        self._idle_by_slack: dict[int, SlotQueue] = {}
+        self._slacks: dict[WorkerSlot, int] = {}  # of the slots in these queues
+        self._arrived = RequestQueue(self._by_slack, self._is_fresh)
+        self._ready = RequestQueue(
+            self._by_slack,
+            lambda request: request.state is RolloutState.READY and self._is_fresh(request),
+        )
+        self._revision = 0  # of the versions by which these two are sorted
+
+    def _by_slack(self, request: RolloutRequest) -> tuple[int, int]:
+        ticket = request.ticket
+        return self._pacer.slack(ticket.worker_id, ticket.version), request.arrival
+
+    def _is_fresh(self, request: RolloutRequest) -> bool:
+        return request in request.slot.arrived and not self._pacer.too_stale(request.ticket)
+
+    def _sort(self) -> None:
+        if self._revision != self._versions.revision:
+            self._revision = self._versions.revision
+            self._arrived.sort_again()
+            self._ready.sort_again()
 
     def begin(self) -> None:
         self._pacer.awaited()
@@ -201,25 +311,53 @@ class BoundedStalenessScheduler(AsyncScheduler):
     def published(self) -> None:
         self._pacer.published()
 
-    def _may_ask(self, slot: WorkerSlot) -> bool:
-        return super()._may_ask(slot) and self._pacer.may_ask(
-            slot.worker_id, self._acknowledged(slot.worker_id)
-        )
+    def refresh(self, slot: WorkerSlot) -> None:
+        slack = self._pacer.slack(slot.worker_id, slot.acknowledged)
+        may_ask = slack >= 0 and self._may_ask(slot)
+        before = self._slacks.pop(slot, None)
+        if before is not None and not (may_ask and before == slack):
+            queue = self._idle_by_slack[before]
+            queue.put(slot, present=False)
+            if not queue:
+                del self._idle_by_slack[before]
+        if may_ask:
+            self._slacks[slot] = slack
+            self._idle_by_slack.setdefault(slack, SlotQueue(by_last_request)).put(slot)
 
-    def choose(self, arrived: Sequence[RolloutRequest]) -> RolloutRequest | None:
-        ticket = self._pacer.choose([request.ticket for request in arrived])
-        return next((request for request in arrived if request.ticket is ticket), None)
+    def next_slot(self) -> WorkerSlot | None:
+        if self._has_asked_for_all() or not self._idle_by_slack:
+            return None
+        needed = self._pacer.needed_slack()
+        # The worker that has waited longest comes first: there may not be room for all.
+        firsts = (queue.first() for slack, queue in self._idle_by_slack.items() if slack >= needed)
+        return min((slot for slot in firsts if slot is not None), key=by_last_request, default=None)
 
-    def choose_to_give(self, lie_there: Sequence[RolloutRequest]) -> RolloutRequest:
-        return max(
-            lie_there, key=lambda a: self._versions.lag(a.ticket.worker_id, a.ticket.version)
-        )
+    def choose(self) -> RolloutRequest | None:
+        self._sort()
+        request = self._arrived.first()
+        if request is None or self._pacer.choose([request.ticket]) is None:
+            return None
+        return request
 
-    def _ticket(self, worker_id: int, acknowledged: int) -> StalenessTicket:
-        return self._pacer.ask(worker_id, acknowledged)
+    def choose_to_refer(self) -> RolloutRequest | None:
+        self._sort()
+        return self._ready.first()
 
-    def arrived(self, ticket: StalenessTicket, version: int) -> None:
+    def _ticket(self, slot: WorkerSlot) -> StalenessTicket:
+        return self._pacer.ask(slot.worker_id, slot.acknowledged)
+
+    def offered(self, ticket: StalenessTicket, version: int) -> None:
         self._pacer.arrived(ticket, version)
+
+    def arrived(self, request: RolloutRequest) -> None:
+        self._arrived.put(request)
+        self._ready.put(request)
+
+    def fetched(self, request: RolloutRequest) -> None:
+        pass
+
+    def removed(self, request: RolloutRequest) -> None:
+        pass
 
     def delivered(self, request: RolloutRequest) -> None:
         self._pacer.delivered(request.ticket)
@@ -232,7 +370,14 @@ class BoundedStalenessScheduler(AsyncScheduler):
 class RoundRobinScheduler(Scheduler):
     """Async mode, the same each time: one rollout of each worker after the other."""
 
-    _is_awaited = False
+    def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:
+        super().__init__(plan, slots, versions)
+        self._is_awaited = False
+        self._in_line = SlotQueue(by_turn)  # all that collect
+        self._at_work = SlotQueue(by_turn)  # of these, those that are not idle
+        self._idle = SlotQueue(by_turn)  # those that may be asked
+        self._idle_behind: set[WorkerSlot] = set()  # of these, those that wait for weights
+        self._left_behind = RequestQueue(_by_arrival, _is_here)  # of processes that are gone
 
     def begin(self) -> None:
         self._is_awaited = True
@@ -240,60 +385,66 @@ class RoundRobinScheduler(Scheduler):
     def end(self) -> None:
         self._is_awaited = False
 
-    def next_slots(self, arrived: Sequence[RolloutRequest]) -> Iterator[WorkerSlot]:
-        # Not before the user wants a batch: until then more weights may be published.
-        if not self._is_awaited:
-            return
-        for slot in sorted(self._slots.staying(), key=_turn):
-            if _is_idle(slot, arrived):
-                if not self.is_up_to_date(slot.worker_id):
-                    return  # or others would be asked before it, or not, as it happens
-                if not self._has_asked_for_all():
-                    yield slot
+    def joined(self, slot: WorkerSlot) -> None:
+        # It starts level with the worker that has delivered least.
+        first = self._in_line.first()
+        slot.turn = 0 if first is None else first.turn
+        super().joined(slot)
 
-    def choose(self, arrived: Sequence[RolloutRequest]) -> RolloutRequest | None:
-        """That of the worker whose turn it is, once all others that can be are at work."""
-        in_line = self._slots.collecting()
-        for request in arrived:
-            if request.rollout is not None and request.slot not in in_line:
-                return request  # of one that is gone, whose turn won't come any more
-        if any(
-            _is_idle(slot, arrived) and not self.is_up_to_date(slot.worker_id)
-            for slot in self._slots.staying()
-        ):
+    def leaves(self, slot: WorkerSlot) -> None:
+        if slot.is_gone:
+            for request in slot.arrived:
+                self.fetched(request)
+        super().leaves(slot)
+
+    def refresh(self, slot: WorkerSlot) -> None:
+        is_in_line = not (slot.is_reserved or slot.is_gone)
+        self._in_line.put(slot, present=is_in_line)
+        self._at_work.put(slot, present=is_in_line and not slot.is_idle)
+        is_idle = slot.may_be_asked and slot.is_idle
+        self._idle.put(slot, present=is_idle)
+        if is_idle and not slot.is_up_to_date:
+            self._idle_behind.add(slot)
+        else:
+            self._idle_behind.discard(slot)
+
+    def next_slot(self) -> WorkerSlot | None:
+        # Not before the user wants a batch: until then more weights may be published.
+        if not self._is_awaited or self._has_asked_for_all():
             return None
-        if self._has_asked_for_all():  # who has nothing to give won't be asked for anything
-            in_line = [slot for slot in in_line if not _is_idle(slot, arrived)]
-        due = min(in_line, key=_turn, default=None)
-        return next((request for request in arrived if request.slot is due), None)
+        slot = self._idle.first()
+        # If others were asked before it, the order would depend on when its weights arrive.
+        return slot if slot is not None and slot.is_up_to_date else None
+
+    def fetched(self, request: RolloutRequest) -> None:
+        if request.slot.is_gone and request.state is RolloutState.HERE:
+            self._left_behind.put(request)
+
+    def choose(self) -> RolloutRequest | None:
+        """That of the worker whose turn it is, once all others that can be are at work."""
+        request = self._left_behind.first()
+        if request is not None:
+            return request  # its worker has no turn any more
+        if self._idle_behind:
+            return None
+        # If all is requested, a worker that has nothing to deliver won't have.
+        line = self._at_work if self._has_asked_for_all() else self._in_line
+        slot = line.first()
+        return slot.arrived[0] if slot is not None and slot.arrived else None
 
     def delivered(self, request: RolloutRequest) -> None:
         request.slot.turn += 1
+        self.refresh(request.slot)
 
 
 def make_scheduler(
-    plan: BatchPlan,
-    staleness: Staleness | None,
-    slots: WorkerSlots,
-    versions: SentVersions,
-    acknowledged: Callable[[int], int],
+    plan: BatchPlan, staleness: Staleness | None, slots: WorkerSlots, versions: SentVersions
 ) -> Scheduler:
-    """The one that goes with a plan; its arguments as :class:`Scheduler` has them."""
+    """The scheduler of a plan's mode; for the arguments see :class:`Scheduler`."""
     if plan.sync:
-        return SyncScheduler(plan, slots, versions, acknowledged)
+        return SyncScheduler(plan, slots, versions)
     if plan.in_turn:
-        return RoundRobinScheduler(plan, slots, versions, acknowledged)
+        return RoundRobinScheduler(plan, slots, versions)
     if staleness is not None and staleness.mode == "pace":
-        return BoundedStalenessScheduler(
-            plan, slots, versions, acknowledged, staleness.max_policy_lag
-        )
-    return AsyncScheduler(plan, slots, versions, acknowledged)
-
-
-def _turn(slot: WorkerSlot) -> tuple[int, int]:
-    return slot.turn, slot.worker_id
-
-
-def _is_idle(slot: WorkerSlot, arrived: Sequence[RolloutRequest]) -> bool:
-    """Whether it has nothing to do, and nothing of it waits to be handed on."""
-    return not slot.unsettled and not any(request.slot is slot for request in arrived)
+        return BoundedStalenessScheduler(plan, slots, versions, staleness.max_policy_lag)
+    return AsyncScheduler(plan, slots, versions)

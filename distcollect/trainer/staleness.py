@@ -1,29 +1,34 @@
-"""Who may collect when, and what is handed on when, so that no rollout gets older than allowed.
+"""When to request rollouts and which to deliver first, so that none gets older than allowed.
 
-Pure decisions: no clock, no thread, no socket. Nothing here locks; the caller does.
+Pure: no clock, no thread, no socket.
 
-Versions count up from 1, one per publication, and each goes to some slots. The lag of a frame with
-version v of worker w is the number of versions above v that were sent to w's slot: a worker left
-out of a publication on purpose is not late.
+Versions count up from 1, one per publication, and each is sent to some slots. The lag of a frame
+with version v of worker w is the number of versions above v that were sent to w's slot: a worker
+that was left out of a publication on purpose does not lag for that.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Bounds on lag are small; this many versions per slot tell any lag that matters.
+# Bounds on lag are small: no lag that matters is larger.
 _VERSIONS_KEPT = 4096
-# How far back the user's habit of publishing is looked up, in bursts and the gaps between them.
+# How many bursts of publications, and gaps between them, the pacer remembers.
 _HABIT = 4
 
 
 class SentVersions:
-    """Which versions were sent to which slot."""
+    """Which versions were sent to which slot.
+
+    Attributes:
+        revision: grows with each change.
+    """
 
     def __init__(self) -> None:
+        self.revision = 0
         self._sent: dict[int, list[int]] = {}
 
     def publish(self, version: int, worker_ids: Iterable[int]) -> None:
@@ -40,6 +45,7 @@ class SentVersions:
             if version < newest:
                 raise ValueError(f"worker {worker_id}: version {version} comes after {newest}")
             if version > newest:
+                self.revision += 1
                 sent.append(version)
                 del sent[:-_VERSIONS_KEPT]
 
@@ -49,19 +55,19 @@ class SentVersions:
         return sent[-1] if sent else 0
 
     def lag(self, worker_id: int, version: int) -> int:
-        """How many versions newer than ``version`` were sent to this slot; says 4096 for more."""
+        """How many versions newer than ``version`` were sent to this slot; at most 4096."""
         sent = self._sent.get(worker_id, [])
         return len(sent) - bisect_right(sent, version)
 
 
 @dataclass(eq=False, slots=True)
 class StalenessTicket:
-    """A rollout that was asked for and not delivered yet; equal only to itself.
+    """A rollout that was requested and not delivered yet; equal only to itself.
 
     Attributes:
-        worker_id: whose it is.
-        version: no frame of it has a lower one. What the worker had acknowledged when it was
-            asked, or what the header says once :meth:`Pacer.arrived` is told.
+        worker_id: the worker that collects it.
+        version: no frame of it has a lower one. Until :meth:`Pacer.arrived` it is the version that
+            the worker had acknowledged at the request, then the one that the header says.
     """
 
     worker_id: int
@@ -69,22 +75,22 @@ class StalenessTicket:
 
 
 class Pacer:
-    """Limits the tickets, and orders deliveries, so that each comes before it is too stale.
+    """Limits the number of tickets, and orders deliveries, so that no rollout gets too stale.
 
     The slack of a ticket is how many more publications to its slot it can take. Publications are
-    expected as they came of late: in bursts of so many without a delivery in between (mostly 1),
-    and with so many deliveries from one burst to the next (the gap; 1 until one is known). Tickets
-    are feasible if, delivered by rising slack, each has enough for what may be published before its
-    turn, and none is added that would make them infeasible. So none gets too stale as long as
-    publications come no thicker than of late; where they do, some may.
+    expected as they came lately: in bursts without a delivery in between (mostly of 1), and with a
+    number of deliveries from one burst to the next (the gap; 1 until one is known). Tickets are
+    feasible if, delivered by rising slack, each has enough for what may be published before its
+    turn. No ticket is added that would make them infeasible. So none gets too stale as long as
+    publications come no denser than lately; when they do, some may.
 
-    Nobody waits forever: while the user waits for a batch nothing is published, so that a single
-    ticket is feasible then even with slack 0. Whoever publishes during that time, from another
-    thread, may lose rollouts, but not stall.
+    Nothing waits forever: while the user waits for a batch nothing is published, so that a single
+    ticket is feasible then even with slack 0. If another thread publishes during that time,
+    rollouts may be lost, but collection does not stall.
     """
 
     def __init__(self, max_policy_lag: int, versions: SentVersions) -> None:
-        """Hold back for ``versions``.
+        """Pace by ``versions``.
 
         Args:
             max_policy_lag: the highest lag, in versions, of any frame when it is delivered; >= 0.
@@ -92,7 +98,9 @@ class Pacer:
         """
         self._max_policy_lag = max_policy_lag
         self._versions = versions
-        self._tickets: set[StalenessTicket] = set()
+        self._tickets: dict[StalenessTicket, int] = {}  # and the slack that was counted for each
+        self._num_by_slack: Counter[int] = Counter()  # without the tickets that are too stale
+        self._revision = 0  # of the versions by which slacks were counted
         self._bursts: deque[int] = deque(maxlen=_HABIT)
         self._gaps: deque[int] = deque(maxlen=_HABIT)
         self._burst = 1
@@ -124,30 +132,32 @@ class Pacer:
         self._needed = None
 
     def may_ask(self, worker_id: int, acknowledged: int) -> bool:
-        """Whether this worker, with this version acknowledged, may be asked for a rollout now.
+        """Whether a rollout may be requested now from this worker, which has this version.
 
-        If not, that may change with its next acknowledgement and whatever the pacer is told.
+        If not, that may change with its next acknowledgement and with whatever the pacer is told.
         """
+        return self.slack(worker_id, acknowledged) >= self.needed_slack()
+
+    def needed_slack(self) -> int:
+        """The least slack that a further ticket has to have."""
+        self._count()
         if self._needed is None:
-            slacks = self._slacks()
             self._needed = bisect_left(
-                range(self._max_policy_lag + 1),
-                True,
-                key=lambda slack: self._feasible(sorted([*slacks, slack])),
+                range(self._max_policy_lag + 1), True, key=self._is_feasible_with
             )
-        return self._slack(worker_id, acknowledged) >= self._needed
+        return self._needed
 
     def ask(self, worker_id: int, acknowledged: int) -> StalenessTicket:
-        """Note that the worker is asked for a rollout."""
+        """Note that a rollout is requested from this worker."""
         ticket = StalenessTicket(worker_id, acknowledged)
-        self._tickets.add(ticket)
-        self._needed = None
+        self._add(ticket)
         return ticket
 
     def arrived(self, ticket: StalenessTicket, version: int) -> None:
         """Note that its header says that no frame has a version below ``version``."""
+        self._remove(ticket)
         ticket.version = version
-        self._needed = None
+        self._add(ticket)
 
     def delivered(self, ticket: StalenessTicket) -> None:
         """Note that the user got this rollout; KeyError if it is not out."""
@@ -157,15 +167,14 @@ class Pacer:
 
     def given_up(self, ticket: StalenessTicket) -> None:
         """Note that the user will not get this rollout; KeyError if it is not out."""
-        self._tickets.remove(ticket)
-        self._needed = None
+        self._remove(ticket)
 
     def too_stale(self, ticket: StalenessTicket) -> bool:
         """Whether its lag is above the bound, as far as is known before it has arrived."""
-        return self._slack(ticket.worker_id, ticket.version) < 0
+        return self.slack(ticket.worker_id, ticket.version) < 0
 
     def choose(self, arrived: Sequence[StalenessTicket]) -> StalenessTicket | None:
-        """Which of the arrived rollouts to hand on now.
+        """Which of the arrived rollouts to deliver now.
 
         Args:
             arrived: in the order of their arrival; those too stale are passed over.
@@ -174,28 +183,67 @@ class Pacer:
             The one with the least slack, the first of several; None if there is none, or if one
             that has not arrived has to go first lest it or another gets too stale.
         """
-        slacks = self._slacks()
         fresh = [ticket for ticket in arrived if not self.too_stale(ticket)]
         if not fresh:
             return None
-        chosen = min(fresh, key=lambda ticket: self._slack(ticket.worker_id, ticket.version))
-        if self._feasible(slacks):
-            slacks.remove(self._slack(chosen.worker_id, chosen.version))
-            if not self._feasible(slacks, first=1):
+        chosen = min(fresh, key=lambda ticket: self.slack(ticket.worker_id, ticket.version))
+        self._count()
+        if self._is_feasible():
+            slack = self._tickets[chosen]
+            self._num_by_slack[slack] -= 1
+            goes_first = self._is_feasible(first=1)
+            self._num_by_slack[slack] += 1
+            if not goes_first:
                 return None
         return chosen
 
-    def _slack(self, worker_id: int, version: int) -> int:
+    def slack(self, worker_id: int, version: int) -> int:
+        """How many more publications to this slot a frame of this version can take."""
         return self._max_policy_lag - self._versions.lag(worker_id, version)
 
-    def _slacks(self) -> list[int]:
-        """Of all tickets that are not lost anyway, rising."""
-        slacks = (self._slack(ticket.worker_id, ticket.version) for ticket in self._tickets)
-        return sorted(slack for slack in slacks if slack >= 0)
+    def _add(self, ticket: StalenessTicket) -> None:
+        slack = self.slack(ticket.worker_id, ticket.version)
+        self._tickets[ticket] = slack
+        if slack >= 0:
+            self._num_by_slack[slack] += 1
+        self._needed = None
 
-    def _feasible(self, slacks: Iterable[int], first: int = 0) -> bool:
-        """Whether rising slacks suffice if ``first`` other tickets are delivered before."""
-        return all(slack >= self._publications_within(n) for n, slack in enumerate(slacks, first))
+    def _remove(self, ticket: StalenessTicket) -> None:
+        slack = self._tickets.pop(ticket)
+        if slack >= 0:
+            self._num_by_slack[slack] -= 1
+            if not self._num_by_slack[slack]:
+                del self._num_by_slack[slack]
+        self._needed = None
+
+    def _count(self) -> None:
+        """Count the slacks anew if versions were sent since: only then do they change."""
+        if self._revision == self._versions.revision:
+            return
+        self._revision = self._versions.revision
+        tickets, self._tickets = self._tickets, {}
+        self._num_by_slack.clear()
+        for ticket in tickets:
+            self._add(ticket)
+
+    def _is_feasible_with(self, slack: int) -> bool:
+        self._num_by_slack[slack] += 1
+        is_feasible = self._is_feasible()
+        self._num_by_slack[slack] -= 1
+        if not self._num_by_slack[slack]:
+            del self._num_by_slack[slack]
+        return is_feasible
+
+    def _is_feasible(self, first: int = 0) -> bool:
+        """Whether all slacks suffice if ``first`` other tickets are delivered before."""
+        before = first
+        for slack in sorted(self._num_by_slack):
+            count = self._num_by_slack[slack]
+            before += count
+            # Of the tickets with this slack the last one has to wait longest.
+            if count and slack < self._publications_within(before - 1):
+                return False
+        return True
 
     def _publications_within(self, deliveries: int) -> int:
         """The most publications to expect until so many deliveries are made and one more is due."""
@@ -210,12 +258,12 @@ class Pacer:
 def lagging(acknowledged: Mapping[int, int], current_version: int, more_than: int) -> list[int]:
     """The workers more than ``more_than`` versions behind, in the order of their ids.
 
-    All versions count, not only those sent to a worker: who gets few falls behind.
+    All versions count, not only those sent to a worker: a worker that gets few falls behind.
 
     Args:
         acknowledged: ``{worker_id: newest version it has}``.
         current_version: the newest there is.
-        more_than: so many versions behind are fine.
+        more_than: this many versions behind are allowed.
     """
     return sorted(
         worker_id

@@ -1,36 +1,41 @@
-"""What the pool knows of its workers and of what it has asked them for."""
+"""What the pool knows of its workers, and of each rollout that it requested from them.
+
+Pure: no clock, no thread, no socket.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
+from heapq import heapify, heappop, heappush
 
 from distcollect.rollout.header import Rollout
-from distcollect.trainer.staleness import StalenessTicket
+from distcollect.trainer.staleness import SentVersions, StalenessTicket
 from distcollect.transport.protocol import NUM_SLABS, Offer
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What the pool gathers.
+    """What the pool collects.
 
     Attributes:
-        sync: whether batches are asked for with :meth:`~.pool.Pool.gather_all` or
+        sync: True: the user takes batches with :meth:`~.pool.Pool.gather_all`; False: with
             :meth:`~.pool.Pool.gather_next`.
-        num_rollouts: in a sync batch.
+        num_rollouts: rollouts in a sync batch.
         num_envs: n, rows of every rollout.
         num_steps: T of every rollout.
-        random_frames: so many frames at the start have random actions (whole rollouts).
-        num_frames: ask for no more frames than this; None: endless.
-        waits_for_missing: in sync mode, a lost worker's share waits for who takes its place;
-            otherwise the others collect it.
-        preemptive_threshold: when this share of a sync batch's rollouts is there, the others are
-            ended early; None: never.
-        deadline_s: so long after it was asked for, too; None: never.
-        reserved: workers that are never asked for any.
-        first_env: the number of worker 0's first env among those of all trainers.
-        in_turn: in async mode, one rollout of each worker after the other; asked for at the next
-            batch, with the newest weights.
+        random_frames: this many frames at the start have random actions (whole rollouts).
+        num_frames: request no more frames than this; None: no limit.
+        waits_for_missing: in sync mode, True: the share of a lost worker waits for its
+            replacement; False: the other workers collect it.
+        preemptive_threshold: when this share of a sync batch's rollouts has arrived, the workers
+            that still collect for it are preempted; None: never.
+        deadline_s: the same, this many seconds after the batch was requested; None: never.
+        reserved: worker_ids of workers that collect no rollouts.
+        first_env: number of worker 0's first env among the envs of all trainers.
+        in_turn: in async mode, workers deliver one rollout each in a fixed order. A worker's next
+            rollout is requested when the user asks for the next batch.
     """
 
     sync: bool
@@ -48,160 +53,362 @@ class BatchPlan:
 
     @property
     def rollout_frames(self) -> int:
-        """N * T."""
+        """Frames of a rollout: n * T."""
         return self.num_envs * self.num_steps
+
+
+class SlotState(Enum):
+    """What a worker's process may be asked for.
+
+    Attributes:
+        SETTING_UP: nothing yet: it has not answered all setup calls.
+        SERVING: rollouts.
+        LEAVING: nothing more; the trainer still takes the rollouts that it has.
+        DRAINED: nothing more; the trainer has taken all its rollouts and has said so.
+        GONE: it answers nothing more.
+    """
+
+    SETTING_UP = "setting up"
+    SERVING = "serving"
+    LEAVING = "leaving"
+    DRAINED = "drained"
+    GONE = "gone"
+
+
+class RolloutState(Enum):
+    """What has become of a rollout that was requested.
+
+    Attributes:
+        COLLECTING: its worker collects it.
+        PREEMPTED: the same, and the worker was told to end it early.
+        READY: it lies on its worker.
+        FETCHING: it is on its way to the trainer.
+        UNREACHABLE: fetching it failed. It is given up when its worker is lost.
+        HERE: it is on the trainer.
+        KEEPING: its worker was told to keep it for another trainer.
+        KEPT: its worker keeps it for another trainer.
+        REFERRED: the same, and the user has the reference to it.
+        DELIVERED: the user, or another trainer, has it.
+        GIVEN_UP: nobody gets it.
+    """
+
+    COLLECTING = "collecting"
+    PREEMPTED = "preempted"
+    READY = "ready"
+    FETCHING = "fetching"
+    UNREACHABLE = "unreachable"
+    HERE = "here"
+    KEEPING = "keeping"
+    KEPT = "kept"
+    REFERRED = "referred"
+    DELIVERED = "delivered"
+    GIVEN_UP = "given up"
+
+
+_S, _R = SlotState, RolloutState
+_SLOT_TRANSITIONS: dict[SlotState, set[SlotState]] = {
+    _S.SETTING_UP: {_S.SERVING, _S.LEAVING, _S.GONE},
+    _S.SERVING: {_S.LEAVING, _S.GONE},
+    _S.LEAVING: {_S.DRAINED, _S.GONE},
+    _S.DRAINED: {_S.GONE},
+    _S.GONE: set(),
+}
+_ROLLOUT_TRANSITIONS: dict[RolloutState, set[RolloutState]] = {
+    _R.COLLECTING: {_R.PREEMPTED, _R.READY, _R.GIVEN_UP},
+    _R.PREEMPTED: {_R.READY, _R.GIVEN_UP},
+    _R.READY: {_R.FETCHING, _R.KEEPING, _R.GIVEN_UP},
+    _R.FETCHING: {_R.HERE, _R.UNREACHABLE, _R.GIVEN_UP},
+    _R.UNREACHABLE: {_R.GIVEN_UP},
+    _R.HERE: {_R.DELIVERED, _R.GIVEN_UP},
+    _R.KEEPING: {_R.KEPT, _R.GIVEN_UP},
+    _R.KEPT: {_R.REFERRED, _R.DELIVERED, _R.GIVEN_UP},
+    _R.REFERRED: {_R.DELIVERED, _R.GIVEN_UP},
+    _R.DELIVERED: set(),
+    _R.GIVEN_UP: set(),
+}
 
 
 @dataclass(eq=False)
 class WorkerSlot:
     """What the pool knows of a worker's process.
 
-    Its n-th rollout lies in slab n modulo NUM_SLABS, so it may be asked for the next one as soon as
+    Its n-th rollout lies in slab n modulo NUM_SLABS, so the next one may be requested as soon as
     the one before the last is settled, whatever has become of the last.
 
     Attributes:
         worker_id: its slot.
-        incarnation: which process in it.
-        peer: its id.
-        pending_setup_calls: what it has to know before it may be asked.
-        leaving: it is asked for nothing more.
-        drained: so was said, once it owed nothing any more.
-        gone: it will answer nothing more.
-        collecting: a request is open.
-        num_requests: rollouts asked for.
-        unsettled: of these, the numbers of those whose slab is still to be read.
-        open: what was asked of it and is neither here nor given up.
-        batch: the last sync batch that it has a share in.
-        last_asked: when, in requests of the pool.
-        turn: how many it has delivered, where that goes in turn.
+        incarnation: which process in that slot.
+        peer: the process's id on the wire.
+        joined: how many processes joined before it.
+        is_reserved: it collects no rollouts.
+        acknowledged: the newest policy_version that it has acknowledged.
+        is_up_to_date: that is the newest version that was sent to it.
+        pending_setup_calls: setup calls that it has not answered.
+        collecting: the request that it works on.
+        num_requests: rollouts requested from it.
+        unsettled: numbers of the requests whose slab is still to be read.
+        open: requests whose rollout is neither on the trainer nor given up.
+        arrived: requests whose rollout waits for delivery, in the order of their arrival.
+        batch: number of the last sync batch that it collects for.
+        last_request: number of its last request among those of the pool.
+        turn: with ``in_turn``, how many rollouts it has delivered.
     """
 
     worker_id: int
     incarnation: int
     peer: int
+    joined: int = 0
+    is_reserved: bool = False
+    acknowledged: int = 0
+    is_up_to_date: bool = True
+    state: SlotState = SlotState.SETTING_UP
     pending_setup_calls: int = 0
-    leaving: bool = False
-    drained: bool = False
-    gone: bool = False
-    collecting: bool = False
+    collecting: RolloutRequest | None = None
     num_requests: int = 0
     unsettled: set[int] = field(default_factory=set)
     open: set[RolloutRequest] = field(default_factory=set)
+    arrived: list[RolloutRequest] = field(default_factory=list)
     batch: int = -1
-    last_asked: int = 0
+    last_request: int = 0
     turn: int = 0
+
+    def become(self, state: SlotState) -> None:
+        """Change the state; RuntimeError if that is not possible from the present one."""
+        if state not in _SLOT_TRANSITIONS[self.state]:
+            raise RuntimeError(
+                f"worker {self.worker_id}, incarnation {self.incarnation}: it is "
+                f"{self.state.value} and can't become {state.value}"
+            )
+        self.state = state
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process answers nothing more."""
+        return self.state is SlotState.GONE
+
+    @property
+    def is_staying(self) -> bool:
+        """Whether it is there and was not told to leave."""
+        return self.state in (SlotState.SETTING_UP, SlotState.SERVING)
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether rollouts may be requested from it at all."""
+        return self.state is SlotState.SERVING and not self.is_reserved
 
     @property
     def has_a_slab(self) -> bool:
         """Whether there is memory for one more rollout."""
         return self.num_requests - min(self.unsettled, default=self.num_requests) < NUM_SLABS
 
-    def settle(self, request: RolloutRequest) -> None:
-        """This rollout is here, or given up: its slab may be written over."""
-        self.unsettled.discard(request.number)
-        self.open.discard(request)
+    @property
+    def is_idle(self) -> bool:
+        """Whether it collects nothing, and none of its rollouts waits for delivery."""
+        return not (self.unsettled or self.arrived)
+
+    @property
+    def owes_rollouts(self) -> bool:
+        """Whether it collects a rollout, or has one whose memory is still to be read."""
+        return self.collecting is not None or bool(self.unsettled)
 
 
 @dataclass(eq=False)
 class RolloutRequest:
-    """A rollout that was asked for.
+    """A rollout that was requested.
 
     Attributes:
-        slot: whose it is.
-        ticket: its lowest version as far as that is known.
-        number: which of that process's rollouts.
-        epoch: when it was asked for.
-        asked_at: the same by the clock, in nanoseconds.
-        offer: once it lies ready on its worker.
-        fetching: it is on its way here.
-        failed: it can't be fetched.
-        rollout: once it is here.
-        preempted: its worker was told to end it early.
-        kept: its worker keeps it for another trainer; it counts as being fetched.
-        referred: the user has its reference.
+        slot: the worker's process.
+        ticket: the lowest policy_version of its frames, as far as that is known.
+        number: which of that process's rollouts, counted from 0.
+        epoch: how often all requests had been given up before this one.
+        asked_at: when the request was sent, in nanoseconds.
+        offer: once it lies on its worker.
+        rollout: once it is on the trainer.
+        arrival: how many rollouts arrived before it; -1 until it does.
+        key: opens it for other trainers, if it is kept for them.
     """
 
     slot: WorkerSlot
     ticket: StalenessTicket
     number: int
     epoch: int
-    asked_at: int
+    asked_at: int = 0
+    state: RolloutState = RolloutState.COLLECTING
     offer: Offer | None = None
-    fetching: bool = False
-    failed: bool = False
     rollout: Rollout | None = None
-    preempted: bool = False
-    kept: bool = False
-    referred: bool = False
+    arrival: int = -1
+    key: str = ""
 
-    @property
-    def lies_there(self) -> bool:
-        """Whether it lies ready on its worker, and is not on its way here."""
-        return not (self.offer is None or self.fetching or self.failed or self.rollout is not None)
+    def become(self, state: RolloutState) -> None:
+        """Change the state; RuntimeError if that is not possible from the present one."""
+        if state not in _ROLLOUT_TRANSITIONS[self.state]:
+            raise RuntimeError(
+                f"rollout {self.number} of worker {self.slot.worker_id}, incarnation "
+                f"{self.slot.incarnation}: it is {self.state.value} and can't become {state.value}"
+            )
+        self.state = state
+
+
+class SlotQueue:
+    """Slots in the order of a key. Each operation takes time O(log n).
+
+    A slot's key may change while it is in the queue: :meth:`put` it again then.
+    """
+
+    def __init__(self, key: Callable[[WorkerSlot], tuple[int, int]]) -> None:
+        """Start empty; no two slots have the same ``key``."""
+        self._key = key
+        self._keys: dict[WorkerSlot, tuple[int, int]] = {}
+        # May hold entries of slots that were removed, or had another key.
+        self._heap: list[tuple[tuple[int, int], int, WorkerSlot]] = []
+
+    def __len__(self) -> int:
+        """How many slots are in it."""
+        return len(self._keys)
+
+    def __contains__(self, slot: WorkerSlot) -> bool:
+        """Whether a slot is in it."""
+        return slot in self._keys
+
+    def put(self, slot: WorkerSlot, *, present: bool = True) -> None:
+        """Have ``slot`` in the queue, or not."""
+        key = self._key(slot) if present else None
+        if self._keys.get(slot) == key:
+            return
+        if key is None:
+            del self._keys[slot]
+            return
+        self._keys[slot] = key
+        heappush(self._heap, (key, slot.joined, slot))
+        if len(self._heap) > 2 * len(self._keys) + 16:
+            self._heap = [(key, slot.joined, slot) for slot, key in self._keys.items()]
+            heapify(self._heap)
+
+    def first(self) -> WorkerSlot | None:
+        """The slot with the lowest key; None if the queue is empty."""
+        while self._heap:
+            key, _, slot = self._heap[0]
+            if self._keys.get(slot) == key:
+                return slot
+            heappop(self._heap)
+        return None
+
+
+def by_last_request(slot: WorkerSlot) -> tuple[int, int]:
+    """Order by the time of the last request: the slot that has waited longest comes first."""
+    return slot.last_request, slot.joined
+
+
+def by_turn(slot: WorkerSlot) -> tuple[int, int]:
+    """Order by deliveries: the slot that has delivered least comes first."""
+    return slot.turn, slot.worker_id
 
 
 class WorkerSlots:
-    """Who is there, and whose place is to be taken again. Nothing here locks; the caller does.
+    """The worker processes that are there, and the slots that wait for a replacement.
 
     Attributes:
-        coming: slots whose next process is on its way.
+        coming: worker_ids whose next process is on its way.
+        num_coming: of these, how many will collect.
+        num_collecting: processes that work on a rollout now.
+        behind: processes that collect and don't have the newest weights sent to them.
     """
 
-    def __init__(self, reserved: frozenset[int] = frozenset()) -> None:
-        """Nobody yet; those in the slots ``reserved`` don't collect."""
+    def __init__(self, versions: SentVersions, reserved: frozenset[int] = frozenset()) -> None:
+        """Start empty; the workers ``reserved`` collect nothing."""
         self.coming: set[int] = set()
-        self._set_aside = reserved
-        self._taken: dict[int, WorkerSlot] = {}
+        self.num_coming = 0
+        self.num_collecting = 0
+        self.behind: set[WorkerSlot] = set()
+        self._versions = versions
+        self._reserved = reserved
+        self._num_joined = 0
+        self._present: dict[int, WorkerSlot] = {}
+        self._worker_ids: tuple[int, ...] | None = ()
 
     def __iter__(self) -> Iterator[WorkerSlot]:
-        """All who are there."""
-        return iter(self._taken.values())
+        """All processes that are there."""
+        return iter(self._present.values())
+
+    def __contains__(self, worker_id: int) -> bool:
+        """Whether a process is in this slot, or on its way to it."""
+        return worker_id in self._present or worker_id in self.coming
 
     def get(self, worker_id: int) -> WorkerSlot | None:
-        """Who is in this slot; None if nobody is."""
-        return self._taken.get(worker_id)
+        """The process in a slot; None if there is none."""
+        return self._present.get(worker_id)
 
     def find(self, worker_id: int, incarnation: int) -> WorkerSlot | None:
-        """This process's, if it is there."""
-        slot = self._taken.get(worker_id)
+        """This very process; None if it is not there."""
+        slot = self._present.get(worker_id)
         return slot if slot is not None and slot.incarnation == incarnation else None
 
-    def take(self, worker_id: int, incarnation: int, peer: int) -> WorkerSlot:
-        """A process is there. Where it goes in turn it is as far as who has delivered least."""
-        turn = min((other.turn for other in self.collecting()), default=0)
-        self.coming.discard(worker_id)
-        slot = self._taken[worker_id] = WorkerSlot(worker_id, incarnation, peer, turn=turn)
+    def add(self, worker_id: int, incarnation: int, peer: int, acknowledged: int) -> WorkerSlot:
+        """A process has joined, with the weights of version ``acknowledged``."""
+        self._set_coming(worker_id, is_coming=False)
+        slot = WorkerSlot(
+            worker_id, incarnation, peer, self._num_joined, worker_id in self._reserved
+        )
+        self._num_joined += 1
+        self._present[worker_id] = slot
+        self._worker_ids = None
+        self.acknowledge(slot, acknowledged)
         return slot
 
-    def vacate(self, worker_id: int, incarnation: int, *, replaced: bool) -> WorkerSlot | None:
-        """A process is gone, ``replaced`` by one that is to come; its seat if it had one."""
-        if replaced:
-            self.coming.add(worker_id)
-        else:
-            self.coming.discard(worker_id)
+    def remove(self, worker_id: int, incarnation: int, *, replaced: bool) -> WorkerSlot | None:
+        """A process is gone; ``replaced``: another one is on its way. None if it wasn't there."""
+        self._worker_ids = None
+        self._set_coming(worker_id, is_coming=replaced)
         slot = self.find(worker_id, incarnation)
         if slot is not None:
-            del self._taken[worker_id]
-            slot.gone = True
+            del self._present[worker_id]
+            slot.become(SlotState.GONE)
+            self.behind.discard(slot)
+            self.num_collecting -= slot.collecting is not None
         return slot
+
+    def _set_coming(self, worker_id: int, *, is_coming: bool) -> None:
+        if is_coming == (worker_id in self.coming):
+            return
+        if is_coming:
+            self.coming.add(worker_id)
+        else:
+            self.coming.remove(worker_id)
+        if worker_id not in self._reserved:
+            self.num_coming += 1 if is_coming else -1
+
+    def acknowledge(self, slot: WorkerSlot, version: int) -> None:
+        """A process has the weights of this version."""
+        slot.acknowledged = version
+        self.compare_versions(slot)
+
+    def compare_versions(self, slot: WorkerSlot) -> None:
+        """Note whether a process has the newest weights sent to it; that may have changed."""
+        slot.is_up_to_date = slot.acknowledged >= self._versions.newest(slot.worker_id)
+        if slot.is_up_to_date or slot.is_reserved:
+            self.behind.discard(slot)
+        else:
+            self.behind.add(slot)
+
+    def begin_collecting(self, request: RolloutRequest) -> None:
+        """A process works on this request from now on."""
+        request.slot.collecting = request
+        self.num_collecting += 1
+
+    def end_collecting(self, slot: WorkerSlot) -> None:
+        """A process works on no request any more."""
+        slot.collecting = None
+        if not slot.is_gone:
+            self.num_collecting -= 1
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The slots in order, with those whose next process is on its way."""
-        return tuple(sorted(self._taken.keys() | self.coming))
+        if self._worker_ids is None:
+            self._worker_ids = tuple(sorted(self._present.keys() | self.coming))
+        return self._worker_ids
 
     @property
-    def num_coming(self) -> int:
-        """How many of those on their way will collect."""
-        return len(self.coming - self._set_aside)
-
-    def collecting(self) -> list[WorkerSlot]:
-        """Those who are there to collect."""
-        reserved = self._set_aside
-        return [slot for slot in self._taken.values() if slot.worker_id not in reserved]
-
-    def staying(self) -> list[WorkerSlot]:
-        """Of these, those that may be asked for more."""
-        return [
-            slot for slot in self.collecting() if not (slot.pending_setup_calls or slot.leaving)
-        ]
+    def able(self) -> Iterable[WorkerSlot]:
+        """The processes that are there and collect, or will."""
+        return (slot for slot in self._present.values() if not slot.is_reserved)

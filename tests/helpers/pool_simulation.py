@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from distcollect.common.threads import LOOK_UP_S
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout, DistCollectError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
@@ -53,6 +52,9 @@ class RolloutRequest:
     def fetch(self) -> Future[Tensors]:
         assert self.fetched is None, "fetched twice"
         assert not self.declined, "fetched after it was declined"
+        if self.process.peer == self.process.run.evicted:
+            self.fetched = self.process.run.lost()
+            return self.fetched
         self.fetched = Future()
         if self.process.run.rng.random() < self.process.run.inline:
             self.arrive()  # it was sent with its header
@@ -151,6 +153,8 @@ class Run:
         self.seeds_at_once = False
         self.deadline = 0.0
         self.notified = False
+        self.given_up: set[int] = set()
+        self.evicted = 0  # peer of the process that is being evicted
         self.present: dict[int, Process] = {}
         self.by_peer: dict[int, Process] = {}
         self.coming: dict[int, int] = {}  # worker_id to the next incarnation
@@ -166,8 +170,7 @@ class Run:
         self.has: dict[int, int] = {}
         self.on_acknowledged: Any = None
         self.on_left_out: Any = None
-        for module in ("pool", "pool_wait", "handover"):
-            monkeypatch.setattr(f"distcollect.trainer.{module}.time", self.clock)
+        monkeypatch.setattr("distcollect.trainer.pool.time", self.clock)
         self.pool = Pool(
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
@@ -175,13 +178,15 @@ class Run:
             failure_sink=self,
             staleness=staleness,
         )
-        self.pool._wait.changed = self  # type: ignore[assignment]
+        self.pool._changed = self  # type: ignore[assignment]
         for worker_id in range(num_workers):
             self.join(worker_id)
 
     # The transport.
 
     def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
+        if peer == self.evicted:
+            return self.lost()
         process = self.by_peer[peer]
         worker_id = process.key[0]
         about = f"{process.key}: {self.about}"
@@ -204,7 +209,15 @@ class Run:
         process.request.append(request)
         return request.answer
 
+    def lost(self) -> Future[Any]:
+        """The answer of a process that was evicted, and that the pool has yet to lose."""
+        answer: Future[Any] = Future()
+        answer.set_exception(WorkerLost("it is gone"))
+        return answer
+
     def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
+        if peer == self.evicted:
+            return self.lost()
         process = self.by_peer[peer]
         assert self.present.get(process.key[0]) is process, (
             f"{method.__name__} to who is gone: {self.about}"
@@ -290,7 +303,7 @@ class Run:
             assert self.happen(), f"stalls in batch {self.batch}: {self.about}"
             if self.clock.now >= self.deadline:
                 return
-            if timeout_s < LOOK_UP_S and self.clock.now >= begin + timeout_s:
+            if self.clock.now >= begin + timeout_s:
                 return
             if self.rng.random() < self.faults / 50:
                 self.counts["interrupted"] += 1
@@ -416,7 +429,9 @@ class Run:
         worker_id, _ = process.key
         del self.by_peer[process.peer]
         if self.rng.random() < 0.5:
+            self.evicted = process.peer
             self.evict(process)
+            self.evicted = 0
             del self.present[worker_id]
             self.pool.lose(*process.key, replaced=replaced)
         else:
@@ -585,10 +600,10 @@ class Run:
             try:
                 self.gather(self.rng.choice([0.5, 1e6, 1e6, 1e6]))
                 self.batches += 1
-            except BatchTimeout:
-                self.counts["timed out"] += 1
-            except KeyboardInterrupt:
-                pass
+            except (BatchTimeout, KeyboardInterrupt) as error:
+                self.counts["timed out"] += isinstance(error, BatchTimeout)
+                if self.plan.sync:
+                    self.given_up.add(self.batch)
             self.check_ledger()
         return self
 
@@ -616,7 +631,9 @@ class Run:
         if total_frames is not None:
             if not self.hands:
                 assert sum(self.delivered.values()) == total_frames, self.about
-            assert not any(p.collecting for p in self.present.values()), f"asked: {self.about}"
+            collecting = [p.collecting for p in self.present.values() if p.collecting]
+            # A worker may still be at a rollout of a sync batch that the user gave up.
+            assert all(r.batch in self.given_up for r in collecting), f"asked: {self.about}"
         self.faults = 0
         self.pool.close()
         for process in list(self.present.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -37,12 +38,11 @@ def workers_of(collector: dc.RPCDataCollector) -> LoopbackWorkers:
 
 def settled(collector: dc.RPCDataCollector, condition: Callable[[dc.Frames], bool]) -> dc.Frames:
     """The ledger's sum once it is so; what happens on other threads takes its time."""
-    pool = collector._pool
-    with pool._lock:
-        assert pool._wait.changed.wait_for(lambda: condition(pool.ledger.total), SOON_S), (
-            pool.ledger
-        )
-        return pool.ledger.total
+    deadline = time.monotonic() + SOON_S
+    while not condition(total := collector.ledger.total):
+        assert time.monotonic() < deadline, collector.ledger
+        time.sleep(0.01)
+    return total
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from concurrent.futures import Future
 from typing import Any
 
@@ -127,9 +128,13 @@ class FailureSink:
 
 
 def make(
-    *, sync: bool, num_workers: int = 1, staleness: Staleness | None = None
+    *,
+    sync: bool,
+    num_workers: int = 1,
+    staleness: Staleness | None = None,
+    transport: Transport | None = None,
 ) -> tuple[Pool, Transport, Sender]:
-    transport, sender = Transport(), Sender()
+    transport, sender = transport or Transport(), Sender()
     pool = Pool(
         transport,  # type: ignore[arg-type]
         sender,  # type: ignore[arg-type]
@@ -174,7 +179,7 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
         raise interruption
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool._wait, "wait", wait_and_be_interrupted)
+        patch.setattr(pool._changed, "wait", wait_and_be_interrupted)
         with pytest.raises(interruption):
             pool.gather_all(1)
     pool.push(FLAT)
@@ -182,14 +187,14 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
         sender.acknowledge(worker_id, 1)
         transport.versions[worker_id] = 1
 
-    def wait(ready: Any, timeout_s: float) -> None:
+    def wait(timeout_s: float) -> None:
         transport.answer(1)  # what is left from before
         for worker_id in (0, 1):
-            assert not ready()
+            assert not pool._core.user_is_due
             transport.answer(worker_id).arrive()
-        assert ready()
+        assert pool._core.user_is_due
 
-    monkeypatch.setattr(pool._wait, "wait", wait)
+    monkeypatch.setattr(pool._changed, "wait", wait)
     rollouts = pool.gather_all(1)
     assert [r.header.policy_version for r in rollouts] == [(1, 1), (1, 1)]
     assert [r.header.worker_id for r in rollouts] == [0, 1]
@@ -232,7 +237,7 @@ def test_several_stale_rollouts_are_given_up_at_once() -> None:
 
 def _next(pool: Pool) -> Rollout:
     for _ in range(5):
-        for request in list(pool._requests.arrived):
+        for request in list(pool._core.requests.arrived):
             offer = request.offer
             if isinstance(offer, Offer) and offer.fetched and not offer.fetched.done():
                 offer.arrive()
@@ -266,7 +271,7 @@ def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPat
         transport.answer(0)  # it is being fetched
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool._wait, "wait", wait)
+    monkeypatch.setattr(pool._changed, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
         pool.gather_all(1)
     pool.close()
@@ -276,3 +281,66 @@ def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPat
     assert [frames.open for frames in workers.values()] == [0, 0]
     assert workers[0].lost == {"shut_down": FRAMES}
     assert (workers[1].stepped, workers[1].at_most) == (0, FRAMES)
+
+
+class InstantOffer(Offer):
+    """A rollout that arrives before the call that fetches it returns."""
+
+    def fetch(self) -> Future[Tensors]:
+        fetched = super().fetch()
+        self.arrive()
+        return fetched
+
+
+class InstantTransport(Transport):
+    """Its workers answer before the call that asks them returns."""
+
+    def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
+        sequence = self.counts[peer] = self.counts.get(peer, -1) + 1
+        stepped = (sequence + 1) * FRAMES
+        header = Header(peer, 0, sequence, FRAMES, FRAMES, 0, (0, 0), stepped=stepped)
+        answer: Future[Offer] = Future()
+        answer.set_result(InstantOffer(header))
+        return answer
+
+
+def test_answers_that_come_at_once_do_not_nest() -> None:
+    num_workers = 3000
+    pool, _, _ = make(sync=True, num_workers=num_workers, transport=InstantTransport())
+    for _ in range(2):
+        rollouts = pool.gather_all(60)
+        assert [r.header.worker_id for r in rollouts] == list(range(num_workers))
+
+
+@pytest.mark.parametrize("staleness", [None, Staleness(0), Staleness(2, mode="drop")])
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_work_for_a_rollout_does_not_grow_with_the_workers(
+    sync: bool, staleness: Staleness | None
+) -> None:
+    def num_calls(num_workers: int) -> float:
+        """Calls of functions for each rollout."""
+        pool, _, _ = make(
+            sync=sync,
+            num_workers=num_workers,
+            staleness=staleness,
+            transport=InstantTransport(),
+        )
+        gather = pool.gather_all if sync else pool.gather_next
+        num_batches = 3 if sync else 300
+        for _ in range(num_batches):
+            gather(5)
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            for _ in range(num_batches):
+                gather(5)
+        finally:
+            sys.setprofile(None)
+        return calls / num_batches / (num_workers if sync else 1)
+
+    assert num_calls(400) < 1.2 * num_calls(20)

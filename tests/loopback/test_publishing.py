@@ -150,7 +150,7 @@ class TestToWhom:
         last = collector._publisher.last
         collector.next()
         assert collector.policy_version == 1
-        newest = [collector._pool._sent.newest(worker_id) for worker_id in (0, 1)]
+        newest = [collector._pool._core.versions.newest(worker_id) for worker_id in (0, 1)]
         assert newest == [1 if sync or worker_id in last else 0 for worker_id in (0, 1)]
         deadline = time.monotonic() + 20
         while told(collector.next())["wide"] != 1:
@@ -179,7 +179,9 @@ class TestToWhom:
         try:
             for _ in range(30):
                 collector.next()
-                newest = [collector._pool._sent.newest(worker_id) for worker_id in range(3)]
+                newest = [
+                    collector._pool._core.versions.newest(worker_id) for worker_id in range(3)
+                ]
                 assert collector.policy_version - min(newest) <= 5
             assert newest[2] > 0
         finally:

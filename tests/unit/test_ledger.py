@@ -227,7 +227,7 @@ class Simulation:
         assert total.stepped == self.really_stepped - self.hidden, self.about
         assert self.hidden <= total.at_most, self.about
         assert not self.ledger._processes, self.about
-        assert all(not over._above for over in self.ledger._over.values()), self.about
+        assert all(not settled._above for settled in self.ledger._settled.values()), self.about
         return self
 
     def step(self) -> None:
@@ -377,5 +377,5 @@ def test_memory_is_the_same_after_many_deaths() -> None:
         assert len(ledger._processes) == 1
         ledger.deliver(0, incarnation, 0)
         assert not ledger._processes
-        assert not ledger._over[0]._above
+        assert not ledger._settled[0]._above
     assert ledger.report().total == Frames(11_000, 10_000, {"worker_lost": 1000})

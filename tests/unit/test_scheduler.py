@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
+
+import pytest
 
 from distcollect.config import Staleness
 from distcollect.rollout.header import Header
+from distcollect.trainer.pool_commands import Command, Decline, ReportDrained
 from distcollect.trainer.requests import Requests
 from distcollect.trainer.scheduler import make_scheduler
 from distcollect.trainer.staleness import SentVersions
-from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot, WorkerSlots
+from distcollect.trainer.worker_slots import (
+    BatchPlan,
+    RolloutRequest,
+    RolloutState,
+    SlotState,
+    WorkerSlot,
+    WorkerSlots,
+)
 from distcollect.transport.protocol import NUM_SLABS
 
 FRAMES = 4
@@ -38,54 +47,80 @@ class Play:
     def __init__(
         self, plan: BatchPlan, num_workers: int, *, staleness: Staleness | None = None
     ) -> None:
-        self.has: Counter[int] = Counter()
         self.versions = SentVersions()
-        self.slots = WorkerSlots(plan.reserved)
-        self.scheduler = make_scheduler(
-            plan, staleness, self.slots, self.versions, lambda worker_id: self.has[worker_id]
-        )
+        self.slots = WorkerSlots(self.versions, plan.reserved)
+        self.scheduler = make_scheduler(plan, staleness, self.slots, self.versions)
         self.drained: list[tuple[int, int]] = []
         self.requests = Requests(
             plan,
             self.slots,
             self.scheduler,
             self.versions,
+            self.execute,
             max_lag=staleness.max_policy_lag if staleness else None,
-            drained=lambda *key: self.drained.append(key),
         )
         self.open: list[RolloutRequest] = []
         for worker_id in range(num_workers):
-            self.slots.take(worker_id, 0, worker_id)
-            self.requests.stale_frames[worker_id] = 0
+            self.join(worker_id, 0, worker_id)
+
+    def execute(self, command: Command) -> None:
+        if isinstance(command, Decline):
+            command.offer.decline()
+        elif isinstance(command, ReportDrained):
+            self.drained.append((command.slot.worker_id, command.slot.incarnation))
+
+    def join(self, worker_id: int, incarnation: int, peer: int) -> None:
+        slot = self.slots.add(worker_id, incarnation, peer, 0)
+        self.requests.stale_frames.setdefault(worker_id, 0)
+        slot.become(SlotState.SERVING)
+        self.scheduler.joined(slot)
 
     def slot(self, worker_id: int) -> WorkerSlot:
         slot = self.slots.get(worker_id)
         assert slot is not None
         return slot
 
+    def publish(self, version: int, worker_ids: list[int]) -> None:
+        self.versions.publish(version, worker_ids)
+        self.scheduler.published()
+        for worker_id in worker_ids:
+            self.slots.compare_versions(self.slot(worker_id))
+            self.scheduler.refresh(self.slot(worker_id))
+
+    def acknowledge(self, worker_id: int, version: int) -> None:
+        self.slots.acknowledge(self.slot(worker_id), version)
+        self.scheduler.refresh(self.slot(worker_id))
+
     def ask(self) -> list[int]:
         """Ask all that can be asked; who that is."""
-        request = [self.requests.ask(slot, 0)[0] for slot in self.requests.next_slots()]
-        self.open += request
-        return [one.slot.worker_id for one in request]
+        asked = []
+        while (slot := self.scheduler.next_slot()) is not None:
+            self.open.append(self.requests.request(slot)[0])
+            asked.append(slot.worker_id)
+        return asked
 
     def come(self, worker_id: int, version: int = 0) -> RolloutRequest:
         """Finish a worker's oldest rollout, and fetch it at once."""
         request = next(request for request in self.open if request.slot.worker_id == worker_id)
         self.open.remove(request)
         if self.requests.offered(request, Offer(request, version), 1):  # type: ignore[arg-type]
-            self.requests.fetched(request, [])
+            self.fetch(request)
         return request
+
+    def fetch(self, request: RolloutRequest) -> None:
+        self.requests.fetch(request)
+        self.requests.fetched(request, [])
 
     def lose(self, worker_id: int, *, replaced: bool) -> None:
         self.open = [request for request in self.open if request.slot.worker_id != worker_id]
-        slot = self.slots.vacate(worker_id, 0, replaced=replaced)
+        slot = self.slots.remove(worker_id, 0, replaced=replaced)
         assert slot is not None
         self.requests.vacate(slot)
+        self.scheduler.leaves(slot)
 
     def hand_on(self) -> int | None:
         """Whose rollout the user gets, if there is one for it."""
-        chosen = self.requests.next_delivery()
+        chosen = self.scheduler.choose()
         if chosen is None:
             return None
         self.requests.deliver(chosen)
@@ -122,7 +157,7 @@ def test_the_share_of_who_is_replaced_waits_where_that_is_wanted() -> None:
     play.come(0)
     play.lose(1, replaced=True)
     assert play.ask() == []
-    play.slots.take(1, 1, 2)
+    play.join(1, 1, 2)
     assert play.ask() == [1]
 
 
@@ -139,7 +174,7 @@ def test_what_is_collected_ahead_is_bounded_by_slabs_and_by_the_total() -> None:
     assert play.requests.offered(request, Offer(request, 0), 1)  # type: ignore[arg-type]
     assert play.slot(0).num_requests == NUM_SLABS
     assert play.ask() == [], "both slabs are to be read yet"
-    play.requests.fetched(unread, [])
+    play.fetch(unread)
     assert play.ask() == [0]
     play.come(1)
     assert play.ask() == [], "all frames are asked for"
@@ -157,11 +192,11 @@ def test_in_turn_is_in_turn_whoever_comes_first() -> None:
     play.come(0)
     assert play.hand_on() == 0
     play.scheduler.end()
-    play.versions.publish(1, [0])
+    play.publish(1, [0])
     play.scheduler.begin()
     assert play.ask() == [], "it has to have its weights before"
     assert play.hand_on() is None, "or it would be asked before the next, or not, as it happens"
-    play.has[0] = 1
+    play.acknowledge(0, 1)
     assert play.ask() == [0]
     assert [play.hand_on(), play.hand_on(), play.hand_on()] == [1, 2, None]
 
@@ -172,7 +207,7 @@ def test_in_turn_hands_on_what_is_left_of_who_is_gone() -> None:
     play.ask()
     play.come(1)
     play.lose(1, replaced=True)
-    play.slots.take(1, 1, 2)
+    play.join(1, 1, 2)
     assert play.hand_on() == 1
 
 
@@ -186,7 +221,7 @@ def test_in_turn_nobody_waits_for_who_is_asked_for_nothing_more() -> None:
     assert play.hand_on() == 1
     assert play.ask() == [1], "for what is missing"
     play.come(1)
-    play.slots.take(0, 1, 3)
+    play.join(0, 1, 3)
     assert play.ask() == [], "all frames are asked for"
     assert [play.hand_on(), play.hand_on()] == [2, 1]
 
@@ -198,14 +233,14 @@ def test_what_got_too_stale_is_given_up_and_in_sync_mode_asked_for_again() -> No
     request = play.open.pop(0)
     offer = Offer(request, 0)
     assert play.requests.offered(request, offer, 1)  # type: ignore[arg-type]
-    play.versions.publish(1, [0])
+    play.publish(1, [0])
     assert play.requests.give_up_stale()
     assert not play.requests.give_up_stale()
     assert offer.declined
     assert play.requests.stale_frames == {0: FRAMES, 1: 0}
     assert play.requests.ledger.total.lost == {"stale": FRAMES}
     assert play.ask() == [], "with which weights?"
-    play.has[0] = 1
+    play.acknowledge(0, 1)
     assert play.ask() == [0]
 
 
@@ -213,7 +248,8 @@ def test_who_leaves_is_drained_once_it_owes_nothing() -> None:
     play = Play(AHEAD, 1)
     play.ask()
     slot = play.slot(0)
-    slot.leaving = True
+    slot.become(SlotState.LEAVING)
+    play.scheduler.leaves(slot)
     play.requests.check_drained(slot)
     assert not play.drained
     play.come(0)
@@ -221,3 +257,15 @@ def test_who_leaves_is_drained_once_it_owes_nothing() -> None:
     assert play.drained == [(0, 0)]
     play.requests.check_drained(slot)
     assert play.drained == [(0, 0)]
+
+
+def test_a_state_that_does_not_follow_is_refused() -> None:
+    play = Play(AHEAD, 1)
+    play.ask()
+    request = play.come(0)
+    assert request.state is RolloutState.HERE
+    with pytest.raises(RuntimeError, match=r"rollout 0 of worker 0.*it is here and can't become"):
+        request.become(RolloutState.FETCHING)
+    play.lose(0, replaced=False)
+    with pytest.raises(RuntimeError, match=r"worker 0.*it is gone and can't become serving"):
+        request.slot.become(SlotState.SERVING)

@@ -1,0 +1,210 @@
+"""Handles the events of the pool one at a time, and executes what its core commands."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from distcollect.common.clock import clock_ns
+from distcollect.rollout.layout import Tensors
+from distcollect.supervision.interfaces import FailureSink
+from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.trainer.pool_commands import (
+    AwaitTaken,
+    Collect,
+    Command,
+    Decline,
+    Fetch,
+    Keep,
+    NoteActivity,
+    Preempt,
+    ReportDrained,
+    ReportFailure,
+    SetUp,
+    TakeBack,
+    WakeUser,
+)
+from distcollect.trainer.pool_core import PoolCore
+from distcollect.trainer.worker_slots import WorkerSlot
+from distcollect.transport.protocol import Offer, Transport
+from distcollect.transport.worker_service import WorkerService
+
+T = TypeVar("T")
+
+
+class EventLoop:
+    """The pool's only lock, and the queue of its events. It has no thread of its own.
+
+    Attributes:
+        lock: protects the core. It is reentrant, though no event enters the core while the core
+            handles another: garbage may be collected under the lock, and a collector that nobody
+            refers to closes its pool then.
+        is_draining: events are being handled, on the thread that holds the lock.
+    """
+
+    def __init__(
+        self,
+        core: PoolCore,
+        transport: Transport,
+        failure_sink: FailureSink,
+        stats_recorder: StatsRecorder,
+        *,
+        wake_user: Callable[[], None],
+    ) -> None:
+        """Start without events; for the arguments see :class:`~.pool.Pool`."""
+        self.lock = threading.RLock()
+        self.is_draining = False
+        self._core = core
+        self._transport = transport
+        self._failure_sink = failure_sink
+        self._stats_recorder = stats_recorder
+        self._events: deque[Callable[[], object]] = deque()
+        self._executors: dict[type[Command], Callable[[Any], object]] = {
+            Collect: self._collect,
+            Preempt: lambda it: self.call(
+                it.request.slot, WorkerService.preempt, it.request.number
+            ),
+            Fetch: self._fetch,
+            Decline: lambda it: it.offer.decline(),
+            Keep: self._keep,
+            AwaitTaken: self._await_taken,
+            TakeBack: lambda it: self.call(
+                it.request.slot, WorkerService.cancel_handover, it.request.key
+            ),
+            SetUp: self._set_up,
+            ReportFailure: self._report_failure,
+            ReportDrained: self._report_drained,
+            NoteActivity: lambda it: stats_recorder.does(it.activity),
+            WakeUser: lambda _: wake_user(),
+        }
+
+    def post(self, event: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Have the core handle an event, after those that came before."""
+        with self.lock:
+            self._events.append(partial(event, *args, **kwargs))
+            self._drain()
+
+    def do(self, event: Callable[..., T], *args: Any) -> T:
+        """As :meth:`post`, but give what the core returned. For the user's thread only."""
+        results: list[T] = []
+
+        def handle() -> None:
+            results.append(event(*args))
+
+        with self.lock:
+            self._events.append(handle)
+            try:
+                self._drain()
+            except BaseException:  # Ctrl-C as well
+                if handle in self._events:
+                    self._events.remove(handle)  # nobody would get its result
+                raise
+        return results[0]
+
+    def _drain(self) -> None:
+        """Execute all commands and handle all events, one after the other.
+
+        A transport may answer before its method returns: that answer is an event like any other,
+        and is handled when the commands before it are executed.
+        """
+        if self.is_draining:
+            return
+        self.is_draining = True
+        try:
+            while True:
+                if self._core.commands:
+                    command = self._core.commands.popleft()
+                    self._executors[type(command)](command)
+                elif self._events:
+                    self._events.popleft()()
+                else:
+                    return
+        finally:
+            self.is_draining = False
+
+    def _then(
+        self,
+        answer: Future[T],
+        answered: Callable[[T], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Post one of these events when a worker's answer is there."""
+
+        # Nothing here refers to ``answer``: that would be a cycle, which only the garbage collector
+        # could free.
+        def handle(done: Future[T]) -> None:
+            if self._core.closed:
+                return
+            error = done.exception()
+            if error is None:
+                answered(done.result())
+            else:
+                failed(error)
+
+        answer.add_done_callback(lambda done: self.post(handle, done))
+
+    def call(
+        self, slot: WorkerSlot, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        """Call a method of a worker's service."""
+        return self._transport.call(slot.peer, method, *args, **kwargs)
+
+    def _collect(self, command: Collect) -> None:
+        request = command.request
+        request.asked_at = clock_ns()
+
+        def offered(offer: Offer) -> None:
+            if not request.slot.is_gone:
+                self._stats_recorder.collected(offer.header, request.asked_at)
+            self._core.offered(request, offer, clock_ns())
+
+        answer = self._transport.collect(request.slot.peer, command.wire_request)
+        self._then(answer, offered, partial(self._core.not_collected, request))
+
+    def _fetch(self, command: Fetch) -> None:
+        request, header = command.request, command.offer.header
+        begin = clock_ns()
+
+        def fetched(tensors: Tensors) -> None:
+            took_ns = clock_ns() - begin
+            self._stats_recorder.fetched(header.worker_id, header.num_bytes, took_ns)
+            self._core.fetched(request, tensors)
+
+        self._then(command.offer.fetch(), fetched, partial(self._core.not_fetched, request))
+
+    def _keep(self, command: Keep) -> None:
+        request = command.request
+        answer = self.call(
+            request.slot, WorkerService.hand_over, request.number, request.key, command.keep_s
+        )
+        self._then(
+            answer,
+            lambda _: self._core.kept(request),
+            partial(self._core.not_kept, request),
+        )
+
+    def _await_taken(self, command: AwaitTaken) -> None:
+        request = command.request
+        self._then(
+            self.call(request.slot, WorkerService.handover_outcome, request.key),
+            lambda is_taken: self._core.taken(request, is_taken=is_taken),
+            partial(self._core.not_kept, request),
+        )
+
+    def _set_up(self, command: SetUp) -> None:
+        self._then(
+            self.call(command.slot, command.method, *command.args),
+            lambda _: self._core.set_up(command.slot),
+            partial(self._core.not_set_up, command.slot),
+        )
+
+    def _report_failure(self, command: ReportFailure) -> None:
+        slot = command.slot
+        self._failure_sink.report(slot.worker_id, slot.incarnation, command.error)
+
+    def _report_drained(self, command: ReportDrained) -> None:
+        self._failure_sink.drained(command.slot.worker_id, command.slot.incarnation)

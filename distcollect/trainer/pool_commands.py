@@ -1,0 +1,115 @@
+"""What the core of the pool commands its shell to do, see :mod:`.pool_core`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from distcollect.telemetry.recorder import Activity
+from distcollect.trainer.worker_slots import RolloutRequest, WorkerSlot
+from distcollect.transport.protocol import CollectRequest, Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Request a rollout; answered by ``offered`` or ``not_collected``."""
+
+    request: RolloutRequest
+    wire_request: CollectRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Tell a worker to end this rollout early."""
+
+    request: RolloutRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Move a rollout here; answered by ``fetched`` or ``not_fetched``."""
+
+    request: RolloutRequest
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """Tell a worker that a rollout is not fetched, or not used."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Have a worker keep a rollout for another trainer; answered by ``kept`` or ``not_kept``."""
+
+    request: RolloutRequest
+    keep_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitTaken:
+    """Learn whether another trainer took a rollout; answered by ``taken`` or ``not_kept``."""
+
+    request: RolloutRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """Tell a worker to keep a rollout no longer."""
+
+    request: RolloutRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """Call a method of a new worker's service; answered by ``set_up`` or ``not_set_up``."""
+
+    slot: WorkerSlot
+    method: Callable[..., Any]
+    args: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFailure:
+    """Tell the supervision that a worker failed at what it was asked for."""
+
+    slot: WorkerSlot
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class ReportDrained:
+    """Tell the supervision that a worker that is to leave owes nothing any more."""
+
+    slot: WorkerSlot
+
+
+@dataclass(frozen=True, slots=True)
+class NoteActivity:
+    """The user's thread waits for something else from now on."""
+
+    activity: Activity
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUser:
+    """Wake the user's thread."""
+
+
+Command: TypeAlias = (
+    Collect
+    | Preempt
+    | Fetch
+    | Decline
+    | Keep
+    | AwaitTaken
+    | TakeBack
+    | SetUp
+    | ReportFailure
+    | ReportDrained
+    | NoteActivity
+    | WakeUser
+)

@@ -1,0 +1,450 @@
+"""The decisions of the pool: each event becomes a list of commands.
+
+Pure: no clock, no thread, no socket. :class:`~.pool.Pool` calls one method of :class:`PoolCore` for
+each event and then executes the commands. Answers of workers come back as further events.
+
+What an event costs does not depend on the number of workers, but for a publication (which concerns
+all the workers that it is sent to) and what concerns all requests at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, TypeAlias
+
+from distcollect.config import Staleness
+from distcollect.rollout.layout import Tensors
+from distcollect.telemetry.recorder import Activity
+from distcollect.trainer.pool_commands import (
+    AwaitTaken,
+    Collect,
+    Command,
+    NoteActivity,
+    ReportFailure,
+    SetUp,
+    TakeBack,
+    WakeUser,
+)
+from distcollect.trainer.requests import Requests
+from distcollect.trainer.scheduler import make_scheduler
+from distcollect.trainer.staleness import SentVersions
+from distcollect.trainer.worker_slots import (
+    BatchPlan,
+    RolloutRequest,
+    RolloutState,
+    SlotState,
+    WorkerSlot,
+    WorkerSlots,
+)
+from distcollect.transport.protocol import Offer
+
+# From a worker's process to the arguments of a setup call for it.
+SetupArguments: TypeAlias = Callable[[WorkerSlot], Sequence[Any]]
+
+# Rollouts that are fetched before the user asks for them: one is on its way while the user works on
+# another. More would only make them older.
+_PREFETCH = 2
+
+
+class Wanted(Enum):
+    """What the user's thread waits for.
+
+    Attributes:
+        ALL: a sync batch.
+        NEXT: the next rollout.
+        REFERENCE: the next rollout, for another trainer to take.
+    """
+
+    ALL = "all"
+    NEXT = "next"
+    REFERENCE = "reference"
+
+
+class PoolCore:
+    """Requests rollouts from workers, fetches them, and says when the user's batch is there.
+
+    Attributes:
+        commands: what is to be done, in this order; whoever does it removes it.
+        closed: events are ignored, but for the accounts of processes that ended.
+        user_is_due: the user's thread should look again; see :meth:`take`.
+        slots: the worker processes.
+        versions: which weights were sent to which worker.
+        requests: what was requested from them.
+    """
+
+    def __init__(
+        self, plan: BatchPlan, staleness: Staleness | None, make_key: Callable[[], str]
+    ) -> None:
+        """Start without workers.
+
+        Args:
+            plan: what is to be collected.
+            staleness: which frames are too old, and what becomes of them.
+            make_key: makes keys for rollouts that other trainers may take; no two are the same.
+        """
+        self.commands: deque[Command] = deque()
+        self.closed = False
+        self.user_is_due = False
+        self.versions = SentVersions()
+        self.slots = WorkerSlots(self.versions, plan.reserved)
+        drops = staleness is not None and staleness.mode != "mask"
+        max_lag = staleness.max_policy_lag if staleness is not None and drops else None
+        self._scheduler = make_scheduler(plan, staleness, self.slots, self.versions)
+        self.requests = Requests(
+            plan,
+            self.slots,
+            self._scheduler,
+            self.versions,
+            self.commands.append,
+            max_lag=max_lag,
+        )
+        self._plan = plan
+        self._make_key = make_key
+        self._setup_calls: dict[Callable[..., Any], SetupArguments] = {}
+        self._is_paused = False
+        self._is_closing = False
+        # How many of the rollouts that arrived first are fetched. In async mode none before the
+        # user has asked for the first one: it may be for another trainer.
+        self._max_fetched = plan.num_rollouts if plan.sync else 0
+        self._refers = False  # the user wants references, so that nothing is fetched
+        self._wanted: Wanted | None = None
+        self._chosen: RolloutRequest | None = None  # the rollout of the next reference
+        self._keep_s = 0.0
+        self._activity: Activity | None = None
+        self._untaken = "not_taken"  # the cause for a rollout that no trainer took
+
+    # Events: workers come and go.
+
+    def worker_joined(
+        self, worker_id: int, incarnation: int, peer: int, newest: int, acknowledged: int
+    ) -> None:
+        """A worker is there. It has version ``acknowledged``, and is sent ``newest`` if not 0."""
+        if newest:
+            self.versions.publish(newest, [worker_id])
+        slot = self.slots.add(worker_id, incarnation, peer, acknowledged)
+        self.requests.stale_frames.setdefault(worker_id, 0)
+        slot.pending_setup_calls = len(self._setup_calls)
+        for method, arguments in self._setup_calls.items():
+            self.commands.append(SetUp(slot, method, arguments(slot)))
+        if not slot.pending_setup_calls:
+            slot.become(SlotState.SERVING)
+        self._scheduler.joined(slot)
+        self._advance()
+
+    def worker_leaving(self, worker_id: int, incarnation: int) -> None:
+        """A worker is to leave: nothing more is requested from it."""
+        slot = self.slots.find(worker_id, incarnation)
+        if slot is None:
+            return
+        if slot.is_staying:
+            slot.become(SlotState.LEAVING)
+            self._scheduler.leaves(slot)
+        self._fetch_ahead()
+        self._fetch_from(slot)
+        self.requests.check_drained(slot)
+        self._advance()
+
+    def worker_lost(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
+        """A worker is gone; what it was to collect is requested from others."""
+        slot = self.slots.remove(worker_id, incarnation, replaced=replaced)
+        if slot is not None:
+            self.requests.vacate(slot)
+            self._scheduler.leaves(slot)
+        # Also if it is only certain now that there is no replacement: its share waited for that.
+        self._advance()
+
+    # Events: weights.
+
+    def published(self, version: int, worker_ids: Sequence[int]) -> None:
+        """A new version goes to these workers."""
+        self.versions.publish(version, worker_ids)
+        self._scheduler.published()
+        for worker_id in worker_ids:
+            self._compare_versions(self.slots.get(worker_id))
+
+    def acknowledged(self, worker_id: int, version: int) -> None:
+        """A worker has this version."""
+        slot = self.slots.get(worker_id)
+        if slot is not None:
+            slot.acknowledged = version
+            self._compare_versions(slot)
+        self._advance()
+
+    def resumed(self, version: int, frames: int) -> None:
+        """The run goes on where another one was: all workers have ``version``.
+
+        Args:
+            version: its policy_version.
+            frames: that it delivered; they count as requested.
+        """
+        self._scheduler.frames_asked += frames
+        self.versions.publish(version, self.slots.worker_ids)
+        for slot in self.slots:
+            slot.acknowledged = version
+            self._compare_versions(slot)
+
+    def _compare_versions(self, slot: WorkerSlot | None) -> None:
+        if slot is not None:
+            self.slots.compare_versions(slot)
+            self._scheduler.refresh(slot)
+
+    # Events: setup calls.
+
+    def setup_call_begun(self, method: Callable[..., Any], arguments: SetupArguments) -> None:
+        """All workers are called now, and those that join later when they do.
+
+        Rollouts from before are given up. Nothing is requested until :meth:`setup_call_ended`.
+        """
+        self._is_paused = True
+        self._setup_calls[method] = arguments
+        self.requests.give_up_all()
+
+    def setup_call_ended(self) -> None:
+        """All workers have answered, or are not waited for any more."""
+        self._is_paused = False
+
+    def set_up(self, slot: WorkerSlot) -> None:
+        """A new worker has answered a setup call."""
+        slot.pending_setup_calls -= 1
+        if not slot.pending_setup_calls and slot.state is SlotState.SETTING_UP:
+            slot.become(SlotState.SERVING)
+            self._scheduler.refresh(slot)
+        self._advance()
+
+    def not_set_up(self, slot: WorkerSlot, error: BaseException) -> None:
+        """A new worker failed at a setup call."""
+        self._failed(slot, error)
+
+    # Events: answers about rollouts.
+
+    def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
+        """A rollout lies on its worker since ``now``, in nanoseconds."""
+        if self.requests.offered(request, offer, now):
+            self._fetch_ahead()
+            if self._plan.sync:
+                self.requests.fetch(request)
+            else:
+                self._fetch_from(request.slot)
+            if self._scheduler.may_end_early(len(self.requests.arrived)):
+                self.end_early()
+        self._advance()
+
+    def not_collected(self, request: RolloutRequest, error: BaseException) -> None:
+        """A worker failed to collect a rollout."""
+        self._failed(request.slot, error)
+
+    def fetched(self, request: RolloutRequest, tensors: Tensors) -> None:
+        """A rollout is here."""
+        self.requests.fetched(request, tensors)
+        self._advance()
+
+    def not_fetched(self, request: RolloutRequest, error: BaseException) -> None:
+        """A rollout can't be fetched."""
+        self.requests.not_fetched(request)
+        self._failed(request.slot, error)
+
+    def kept(self, request: RolloutRequest) -> None:
+        """A worker keeps a rollout for another trainer."""
+        request.become(RolloutState.KEPT)
+        self.commands.append(AwaitTaken(request))
+        self._advance()
+
+    def taken(self, request: RolloutRequest, *, is_taken: bool) -> None:
+        """Another trainer has taken a rollout, or no trainer will."""
+        self.requests.keep_no_longer(request, None if is_taken else self._untaken)
+        self._advance()
+
+    def not_kept(self, request: RolloutRequest, error: BaseException) -> None:
+        """A worker can't keep a rollout any more."""
+        self.requests.keep_no_longer(request, "worker_lost")
+        self._failed(request.slot, error)
+
+    def _failed(self, slot: WorkerSlot, error: BaseException) -> None:
+        if not slot.is_gone:
+            # It is lost, or will be: what it owes is given up then.
+            self.commands.append(ReportFailure(slot, error))
+        self._advance()
+
+    # Events: what the user wants.
+
+    def batch_wanted(self, wanted: Wanted, keep_s: float = 0.0) -> None:
+        """The user waits for a batch; ``keep_s``: for how long its worker keeps a rollout."""
+        self._wanted = wanted
+        self._keep_s = keep_s
+        self._chosen = None
+        self._activity = None
+        self._scheduler.begin()
+        if wanted is not Wanted.ALL:
+            referred, self._refers = self._refers, wanted is Wanted.REFERENCE
+            self._max_fetched = 0 if self._refers else _PREFETCH
+            if referred and not self._refers:
+                for slot in self.slots:
+                    self._fetch_from(slot)
+        self._advance()
+
+    def take(self) -> list[RolloutRequest] | None:
+        """What the user waits for, if it is there: then the user has it, and waits no longer.
+
+        The rollouts of a sync batch are in the order of their arrival.
+        """
+        self.user_is_due = False
+        if self._wanted is None or not self._is_there():
+            return None
+        wanted, self._wanted = self._wanted, None
+        if wanted is Wanted.ALL:
+            return self.requests.deliver_all()
+        chosen = self._chosen
+        assert chosen is not None
+        self._chosen = None
+        self._scheduler.end()
+        if chosen.state is RolloutState.HERE:
+            self.requests.deliver(chosen)
+        else:
+            chosen.become(RolloutState.REFERRED)
+        self._scheduler.delivered(chosen)
+        if wanted is Wanted.NEXT:
+            self._fetch_ahead()
+        self._ask()
+        return [chosen]
+
+    def batch_cancelled(self) -> None:
+        """The user waits no longer, though the batch is not there."""
+        if self._wanted is Wanted.ALL:
+            # If it came later it would be older than the request for the next batch.
+            self.requests.give_up_all()
+        self._scheduler.end()
+        self._wanted = self._chosen = None
+
+    def end_early(self) -> None:
+        """Have the workers that collect for this batch, now or later, deliver what they have."""
+        if not self._scheduler.ends_early:
+            self._scheduler.ends_early = True
+            self.requests.preempt_all()
+
+    # Events: the end.
+
+    def closing(self) -> None:
+        """Learn which of the rollouts that other trainers may still take were taken."""
+        self._is_closing = True
+        self.user_is_due = False
+        self._untaken = "shut_down"
+        self.commands.extend(TakeBack(request) for request in self.requests.kept)
+
+    def close(self) -> None:
+        """Nothing more is requested or delivered."""
+        if not self.closed:
+            self.closed = True
+            self.requests.close()
+            self._wake()
+
+    def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
+        """A process is gone for ``cause`` and had stepped this many frames; None: not known."""
+        self.requests.account(worker_id, incarnation, cause, stepped)
+
+    # Decisions.
+
+    def _advance(self) -> None:
+        """Do what an event has made possible."""
+        self._ask()
+        if self._is_closing and not self.requests.kept:
+            self._wake()
+        if self._wanted is None:
+            return
+        if self._is_there():
+            self._wake()
+        elif (activity := self._waits_for()) != self._activity:
+            self._activity = activity
+            self.commands.append(NoteActivity(activity))
+
+    def _wake(self) -> None:
+        if not self.user_is_due:
+            self.user_is_due = True
+            self.commands.append(WakeUser())
+
+    def _ask(self) -> None:
+        """Request rollouts from all workers that may be asked for one."""
+        if self._is_paused or self.closed:
+            return
+        while (slot := self._scheduler.next_slot()) is not None:
+            request, wire_request = self.requests.request(slot)
+            self.commands.append(Collect(request, wire_request))
+            if self._scheduler.ends_early:
+                self.requests.preempt_all()
+
+    def _give_up_stale(self) -> None:
+        if self.requests.give_up_stale():
+            self._ask()
+
+    def _fetch_ahead(self) -> None:
+        """Fetch what there is room for. In sync mode rollouts are fetched when they arrive."""
+        self._give_up_stale()
+        if not self._plan.sync:
+            for request in self.requests.arrived.first(self._max_fetched):
+                self.requests.fetch(request)
+
+    def _fetch_from(self, slot: WorkerSlot) -> None:
+        """Fetch what a worker would take along that is to leave."""
+        if slot.state is SlotState.LEAVING and not self._refers:
+            for request in list(slot.arrived):
+                self.requests.fetch(request)
+
+    def _is_there(self) -> bool:
+        """Whether what the user waits for is there."""
+        if self._wanted is Wanted.ALL:
+            self._give_up_stale()
+            return self.requests.arrived.num_here == self._plan.num_rollouts
+        if self._wanted is Wanted.NEXT:
+            self._fetch_ahead()
+            self._chosen = self._scheduler.choose()
+            if self._chosen is None:
+                return False
+            self.requests.fetch(self._chosen)
+            return self._chosen.state is RolloutState.HERE
+        return self._has_reference()
+
+    def _has_reference(self) -> bool:
+        """Whether a rollout can be handed over; if none is kept yet, have a worker keep one."""
+        chosen = self._chosen
+        if chosen is None or chosen.state not in (RolloutState.KEEPING, RolloutState.KEPT):
+            self._give_up_stale()
+            self._chosen = chosen = self._next_to_refer()
+            if chosen is not None and chosen.state is RolloutState.READY:
+                self.requests.keep(chosen, self._make_key(), self._keep_s)
+        return chosen is not None and chosen.state in (RolloutState.KEPT, RolloutState.HERE)
+
+    def _next_to_refer(self) -> RolloutRequest | None:
+        """The next rollout for another trainer; one that is here only if there is no other."""
+        arrived = self.requests.arrived
+        ready = arrived.first_ready()
+        if ready is not None:
+            return self._scheduler.choose_to_refer() or ready
+        return None if self.slots.num_collecting else arrived.first_here()
+
+    # What the user waits for, in words.
+
+    def _waits_for(self) -> Activity:
+        is_collecting = self.slots.num_collecting > 0
+        # In async mode the first rollout that arrives will do.
+        if self.requests.arrived.num_fetching and not (self._plan.sync and is_collecting):
+            return "transfer"
+        return "weights" if self.slots.behind and not is_collecting else "collect"
+
+    @property
+    def awaited(self) -> str:
+        """The workers that the user waits for, in words."""
+        slots = sorted(self.slots.able, key=lambda slot: slot.worker_id)
+        late = [slot.worker_id for slot in slots if slot.unsettled]
+        behind = [s.worker_id for s in slots if not s.unsettled and not s.is_up_to_date]
+        coming = sorted(self.slots.coming)
+        parts = []
+        if late or not (behind or coming):
+            parts.append(f"workers {late}")
+        if behind and (self._plan.sync or not late):
+            parts.append(f"workers {behind} to acknowledge the newest weights sent to them")
+        if kept := self.requests.kept:
+            parts.append(f"other trainers to take {len(kept)} rollout(s)")
+        if coming:
+            parts.append(f"workers {coming} to be replaced")
+        return " and for ".join(parts)
