@@ -392,8 +392,8 @@ class Pool:
             answers = {slot.worker_id: self._loop.call(slot, method, *args) for slot, args in calls}
             if late := missing(answers, timeout_s):
                 raise DeadlineError(
-                    f"workers {late} did not take the call {method.__name__!r} within {timeout_s:g} s: they "
-                    "finish the step that they are in first; Faults(batch_timeout_s=...) gives "
+                    f"workers {late} did not take the call {method.__name__!r} within "
+                    f"{timeout_s:g} s: they finish the step that they are in first; Faults(batch_timeout_s=...) gives "
                     "longer"
                 )
             for answer in answers.values():
