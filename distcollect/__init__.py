@@ -58,12 +58,10 @@ if TYPE_CHECKING:
         LedgerReport,
         Stats,
         TrainerTimes,
+        WorkerState,
         WorkerStats,
         WorkerThroughput,
         WorkerTimes,
-    )
-    from distcollect.results import (
-        State as WorkerState,
     )
     from distcollect.telemetry.bottleneck import Verdict
     from distcollect.trainer.handover import RolloutReference
@@ -137,7 +135,6 @@ _MODULES = {
     "num_workers": "distcollect.launch.run",
     "run": "distcollect.launch.run",
 }
-_NAMES = {"WorkerState": "State"}
 
 __all__ = [
     "ArgumentError",
@@ -204,7 +201,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'distcollect' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), _NAMES.get(name, name))
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

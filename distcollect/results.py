@@ -356,8 +356,8 @@ class WorkerThroughput(NamedTuple):
         return WorkerThroughput(count, mean_s, self.num_preempted + preempted)
 
 
-class State(enum.Enum):
-    """State of a worker, as the trainer sees it.
+class WorkerState(enum.Enum):
+    """What the trainer knows of a worker.
 
     Attributes:
         JOINING: its process is starting, the first one or a replacement.

@@ -46,7 +46,7 @@ from distcollect.launch.preemption import exit_if_requested
 from distcollect.launch.worker_hosts import current
 from distcollect.policy.base import Exploration
 from distcollect.policy.weight_layout import published
-from distcollect.results import Evaluation, LedgerReport, State, Stats, WorkerThroughput
+from distcollect.results import Evaluation, LedgerReport, Stats, WorkerState, WorkerThroughput
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
@@ -364,7 +364,7 @@ class RPCDataCollector(DataCollectorBase):
         return self._workers.num_present
 
     @property
-    def worker_states(self) -> dict[int, State]:
+    def worker_states(self) -> dict[int, WorkerState]:
         """State of each worker, by worker_id."""
         return self._workers.states
 
@@ -403,7 +403,7 @@ class RPCDataCollector(DataCollectorBase):
         workers = self._workers
         states = {worker_id: state.value for worker_id, state in workers.states.items()}
         if about.ended:
-            states = dict.fromkeys(states, State.LEFT.value)
+            states = dict.fromkeys(states, WorkerState.LEFT.value)
         return self._stats_recorder.snapshot(
             replace(about, sync=self._sync, num_cores=num_cores() if workers.are_near else 0),
             states=states,

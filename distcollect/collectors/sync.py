@@ -46,7 +46,7 @@ from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateE
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.base import Exploration
 from distcollect.policy.weight_layout import published
-from distcollect.results import Evaluation, Frames, LedgerReport, State, Stats
+from distcollect.results import Evaluation, Frames, LedgerReport, Stats, WorkerState
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
@@ -212,7 +212,7 @@ class SyncDataCollector(DataCollectorBase):
         frames = Frames(counts.stepped, lost=dict(counts.lost))
         return self._stats_recorder.snapshot(
             replace(about, sync=True, in_process=True, num_cores=num_cores()),
-            states={0: State.READY.value if not about.ended else State.LEFT.value},
+            states={0: WorkerState.READY.value if not about.ended else WorkerState.LEFT.value},
             ready={},
             ledger=LedgerReport({0: frames}, frames),
         )

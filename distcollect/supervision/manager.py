@@ -39,7 +39,7 @@ from distcollect.launch.preemption import exit_if_requested
 from distcollect.launch.worker_hosts import Cluster, ClusterEvents, open_cluster
 from distcollect.net.framing import Message
 from distcollect.net.server import Connection
-from distcollect.results import State
+from distcollect.results import WorkerState as State
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.membership import PRESENT, Command, Membership, Overdue, Ping, Start
 from distcollect.supervision.process import Process, cause_of, death_of, message_of

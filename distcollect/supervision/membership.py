@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from distcollect.common.backoff import backoff_s
-from distcollect.results import State
+from distcollect.results import WorkerState as State
 
 # A process that was ready for so long has shown that it can work: its slot's starts count anew.
 _SOUND_AFTER_S = 60.0

@@ -11,7 +11,7 @@ import distcollect as dc
 from distcollect.collectors import rpc as pooled
 from distcollect.config import Faults
 from distcollect.engine.build import Probe
-from distcollect.results import State
+from distcollect.results import WorkerState
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
@@ -52,7 +52,7 @@ class LoopbackWorkers:
             for worker_id, answer in request.items()
         }
         self.gpus = {worker_id: probe.gpu for worker_id, probe in self.probes.items()}
-        self.states = dict.fromkeys(self.probes, State.READY)
+        self.states = dict.fromkeys(self.probes, WorkerState.READY)
         self.num_present = num_workers
         self.are_near = False
         self.gathers = False

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distcollect.results import State
+from distcollect.results import WorkerState as State
 from distcollect.supervision.membership import Command, Membership, Overdue, Ping, Start
 
 SILENCE_S = 8.0
