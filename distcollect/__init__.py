@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distcollect.version import __version__
 
 if TYPE_CHECKING:
-    from distcollect.collectors.base import DataCollectorBase, LagStats
+    from distcollect.collectors.base import DataCollectorBase
     from distcollect.collectors.checkpoint import Checkpoint
     from distcollect.collectors.local import (
         MultiaSyncDataCollector,
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         Evaluation,
         Frames,
         Lags,
+        LagStats,
         LedgerReport,
         Stats,
         TrainerTimes,
@@ -95,7 +96,7 @@ _MODULES = {
     "Exploration": "distcollect.policy.base",
     "Faults": "distcollect.config",
     "Frames": "distcollect.results",
-    "LagStats": "distcollect.collectors.base",
+    "LagStats": "distcollect.results",
     "Lags": "distcollect.results",
     "LaunchError": "distcollect.errors",
     "LedgerReport": "distcollect.results",

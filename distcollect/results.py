@@ -90,6 +90,27 @@ class Lags:
         return self.max
 
 
+class LagStats(NamedTuple):
+    """Lags of one batch's frames, in versions.
+
+    Attributes:
+        min: the lowest lag.
+        mean: the mean over the frames.
+        max: the highest lag.
+    """
+
+    min: int
+    mean: float
+    max: int
+
+    @classmethod
+    def of(cls, counts: Sequence[tuple[int, int]]) -> LagStats:
+        """From (lag, number of frames with this lag), in any order."""
+        lags = [lag for lag, _ in counts]
+        mean = sum(lag * num for lag, num in counts) / sum(num for _, num in counts)
+        return cls(min(lags), mean, max(lags))
+
+
 @dataclass(frozen=True)
 class EpisodeStats:
     """Episodes that ended because the env, or ``max_frames_per_traj``, said so.

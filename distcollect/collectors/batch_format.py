@@ -34,7 +34,7 @@ class BatchFormat:
         postproc: called with the batch; what it returns is handed on.
     """
 
-    cat_results: int | str = 0
+    cat_results: int | str | None = 0
     squeeze: bool = False
     set_truncated: bool = False
     compact_obs: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import distcollect as dc
-from distcollect.collectors import rpc as pooled
+from distcollect.collectors import session
 from distcollect.config import Faults
 from distcollect.engine.build import Probe
 from distcollect.results import WorkerState
@@ -84,5 +84,5 @@ def loopback_collector(
     *args: Any, kind: Callable[..., dc.RPCDataCollector] = dc.RPCDataCollector, **kwargs: Any
 ) -> dc.RPCDataCollector:
     """An RPCDataCollector, or one derived from it, whose workers are threads."""
-    with patch.object(pooled, "Workers", LoopbackWorkers):
+    with patch.object(session, "Workers", LoopbackWorkers):
         return kind(*args, **kwargs)

@@ -355,7 +355,7 @@ def test_padding_counts_nowhere_as_frames() -> None:
             Slow.stepped.wait()
             Slow.stepped.clear()
             Slow.stepped.wait()
-            collector._pool._fetcher.preempt()
+            collector._session.pool._fetcher.preempt()
 
         thread = threading.Thread(target=publish_then_preempt)
         thread.start()

@@ -164,7 +164,7 @@ class TestWhatTravels:
         collector = collect(weight_sync=dc.WeightSync(changes_only=True))
         policy = Telling()
         collector.update_policy_weights_(policy.fill(1))
-        weights = collector._workers.services[1]._engine.weights
+        weights = collector._session.workers.services[1]._engine.weights
         weights.commit(weights.layout.empty(), 7)
         policy.body.bias.data.fill_(2)
         collector.update_policy_weights_(policy)
@@ -254,10 +254,10 @@ class TestToWhom:
         collector = collect(policy, sync=sync, update_at_each_batch=True)
         assert told(collector.next())["wide"] == 0
         policy.fill(1)
-        last = collector._publisher.last
+        last = collector._session.publisher.last
         collector.next()
         assert collector.policy_version == 1
-        newest = [collector._pool._sent.newest(worker_id) for worker_id in (0, 1)]
+        newest = [collector._session.pool._sent.newest(worker_id) for worker_id in (0, 1)]
         assert newest == [1 if sync or worker_id in last else 0 for worker_id in (0, 1)]
         deadline = time.monotonic() + 20
         while told(collector.next())["wide"] != 1:
@@ -286,7 +286,7 @@ class TestToWhom:
         try:
             for _ in range(30):
                 collector.next()
-                newest = [collector._pool._sent.newest(worker_id) for worker_id in range(3)]
+                newest = [collector._session.pool._sent.newest(worker_id) for worker_id in range(3)]
                 assert collector.policy_version - min(newest) <= 5
             assert newest[2] > 0
         finally:
@@ -457,7 +457,7 @@ class TestUpdaters:
             worker_id = version % 3
             collector.update_policy_weights_(Telling(version), worker_ids=worker_id)
             assert told(collector.next(), worker_id)["wide"] == version
-            assert len(collector._updater._groups.names) <= 2
+            assert len(collector._session.updater._groups.names) <= 2
             collector.update_policy_weights_(Telling(version), worker_ids=[0, 2])
 
     def test_groups_leave_nothing_in_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,17 +546,17 @@ class TestReceiversInTrouble:
             weight_updater=dc.BroadcastUpdater(),
         ) as collector:
             stopped = pids(collector)[1]
-            send = collector._updater.send
+            send = collector._session.updater.send
 
             def stop_first(payload: torch.Tensor) -> None:
                 os.kill(stopped, signal.SIGSTOP)
                 send(payload)
 
-            collector._updater.send = stop_first  # type: ignore[method-assign]
+            collector._session.updater.send = stop_first  # type: ignore[method-assign]
             try:
                 handle = collector.update_policy_weights_(policy.fill(1))
             finally:
-                collector._updater.send = send  # type: ignore[method-assign]
+                collector._session.updater.send = send  # type: ignore[method-assign]
                 os.kill(stopped, signal.SIGCONT)
             assert handle.acknowledged.keys() >= {0, 2}
             batch = collector.next()
@@ -577,13 +577,13 @@ class TestReceiversInTrouble:
         ) as collector:
             killed = pids(collector)[1]
             collector.update_policy_weights_(policy)  # now all are connected
-            send = collector._updater.send
+            send = collector._session.updater.send
 
             def kill_first(payload: torch.Tensor) -> None:
                 os.kill(killed, signal.SIGKILL)
                 send(payload)
 
-            collector._updater.send = kill_first  # type: ignore[method-assign]
+            collector._session.updater.send = kill_first  # type: ignore[method-assign]
             handle = collector.update_policy_weights_(policy.fill(1), wait=False)
             assert handle is not None
             handle.wait(20)
@@ -610,14 +610,14 @@ class TestReceiversInTrouble:
             weight_updater=dc.BroadcastUpdater(),
         ) as collector:
             killed = pids(collector)[victim]
-            send = collector._updater.send
+            send = collector._session.updater.send
 
             def kill_first(payload: torch.Tensor) -> None:
-                collector._updater.send = send  # type: ignore[method-assign]
+                collector._session.updater.send = send  # type: ignore[method-assign]
                 os.kill(killed, signal.SIGKILL)
                 send(payload)
 
-            collector._updater.send = kill_first  # type: ignore[method-assign]
+            collector._session.updater.send = kill_first  # type: ignore[method-assign]
             begin = time.monotonic()
             handle = collector.update_policy_weights_(policy.fill(1), wait=False)
             assert handle is not None
