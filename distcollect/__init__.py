@@ -10,7 +10,9 @@
             collector.update_policy_weights_(policy)
 """
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distcollect.version import __version__
@@ -75,68 +77,6 @@ if TYPE_CHECKING:
         WeightUpdaterBase,
     )
 
-# Where each public name is defined. It is imported at its first use: a worker process imports
-# single modules of this package, and is not to load the collectors and what they need.
-_MODULES = {
-    "ArgumentError": "distcollect.errors",
-    "ArgumentTypeError": "distcollect.errors",
-    "AutoUpdater": "distcollect.weights.broadcast",
-    "BatchTimeout": "distcollect.errors",
-    "BroadcastUpdater": "distcollect.weights.broadcast",
-    "Checkpoint": "distcollect.collectors.checkpoint",
-    "CollectorStateError": "distcollect.errors",
-    "DataCollectorBase": "distcollect.collectors.base",
-    "DeadlineError": "distcollect.errors",
-    "DistCollectError": "distcollect.errors",
-    "EnvContext": "distcollect.envs.make",
-    "EnvError": "distcollect.errors",
-    "EpisodeStats": "distcollect.results",
-    "Evaluation": "distcollect.results",
-    "EvaluationWorkers": "distcollect.config",
-    "Exploration": "distcollect.policy.base",
-    "Faults": "distcollect.config",
-    "Frames": "distcollect.results",
-    "LagStats": "distcollect.results",
-    "Lags": "distcollect.results",
-    "LaunchError": "distcollect.errors",
-    "LedgerReport": "distcollect.results",
-    "Monitor": "distcollect.config",
-    "MultiSyncDataCollector": "distcollect.collectors.local",
-    "MultiaSyncDataCollector": "distcollect.collectors.local",
-    "WorkerThroughput": "distcollect.results",
-    "PettingZooEnv": "distcollect.envs.pettingzoo",
-    "PolicyError": "distcollect.errors",
-    "PolicyNotSendable": "distcollect.errors",
-    "PushHandle": "distcollect.weights.push_handle",
-    "RPCDataCollector": "distcollect.collectors.rpc",
-    "RPCUpdater": "distcollect.weights.updaters",
-    "RateLimited": "distcollect.collectors.replay",
-    "ReplayBuffer": "distcollect.collectors.replay",
-    "RolloutGone": "distcollect.errors",
-    "RolloutReference": "distcollect.trainer.handover",
-    "SharedMemoryUpdater": "distcollect.weights.updaters",
-    "WeightSource": "distcollect.weights.updaters",
-    "SpaceError": "distcollect.errors",
-    "Staleness": "distcollect.config",
-    "Stats": "distcollect.results",
-    "SyncDataCollector": "distcollect.collectors.sync",
-    "TrainerTimes": "distcollect.results",
-    "Verdict": "distcollect.telemetry.bottleneck",
-    "WeightSync": "distcollect.config",
-    "WeightUpdaterBase": "distcollect.weights.updaters",
-    "WeightsError": "distcollect.errors",
-    "WeightsTimeout": "distcollect.errors",
-    "WorkerError": "distcollect.errors",
-    "WorkerLost": "distcollect.errors",
-    "WorkerMismatch": "distcollect.errors",
-    "WorkerState": "distcollect.results",
-    "WorkerStats": "distcollect.results",
-    "WorkerTimes": "distcollect.results",
-    "aSyncDataCollector": "distcollect.collectors.local",
-    "num_workers": "distcollect.launch.run",
-    "run": "distcollect.launch.run",
-}
-
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
@@ -197,6 +137,17 @@ __all__ = [
     "num_workers",
     "run",
 ]
+
+
+# Where each public name is defined, read from the imports above, which only type checkers run: a
+# worker process, which imports single modules of this package, does not load the collectors.
+_MODULES = {
+    alias.name: node.module
+    for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8")))
+    if isinstance(node, ast.ImportFrom) and node.module
+    for alias in node.names
+    if alias.name in __all__ and alias.name not in globals()
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -138,7 +138,6 @@ class CollectorOptions:
             cat_results=self._cat_results,
             squeeze=self.squeeze,
             set_truncated=self.set_truncated,
-            compact_obs=self.compact_obs,
             split_trajs=bool(self.split_trajs),
             trajs_per_batch=self.trajs_per_batch,
             postproc=self.postproc,
@@ -333,7 +332,8 @@ class WorkerOptions(CollectorOptions):
             self.preemptive_threshold, self.batch_deadline_s, sync=self.sync
         )
         self.num_steps(self.envs_per_worker)
-        _ = self.updater, self.makers  # these check what they are made from
+        # These check what they are made from.
+        _ = self.num_collecting, self.updater, self.makers
 
     @property
     def _cat_results(self) -> int | str | None:
