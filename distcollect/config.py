@@ -167,9 +167,9 @@ class Faults:
 class EvaluationWorkers:
     """Workers that collect nothing, but evaluate the policy in the background.
 
-    Each plays whole episodes in envs of its own with the newest weights that it has. Of the versions
-    that it receives meanwhile, it evaluates only the last. The results are in the collector's
-    ``evaluations``.
+    Each plays whole episodes in envs of its own with the newest weights that it has. Of the
+    versions that it receives meanwhile, it evaluates only the last. The results are in the
+    collector's ``evaluations``.
 
     Attributes:
         num_workers: how many of the collector's workers evaluate: those with the highest ids.

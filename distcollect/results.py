@@ -226,7 +226,7 @@ class Stats:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until ``total_frames`` at the recent rate; None if there is no total or no rate."""
+        """Seconds until ``total_frames`` at the recent rate; None without a total or a rate."""
         if self.total_frames == -1 or not self.frames_per_s:
             return None
         collected = self.frames - self.resumed_frames
@@ -241,7 +241,7 @@ class Stats:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Stats:
-        """The inverse of :meth:`as_dict`; unknown entries are ignored, missing ones get defaults."""
+        """The inverse of :meth:`as_dict`: ignores unknown entries; missing ones get defaults."""
         parts: dict[str, Callable[[Any], Any]] = {
             "lag": _lags,
             "episodes": lambda value: _known(EpisodeStats, value),
