@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distcollect.collectors.options import CollectorOptions
-from distcollect.collectors.stream import BatchStream
+from distcollect.collectors.stream import BatchStream, CollectorState
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
@@ -36,12 +36,11 @@ class DataCollectorBase(BatchStream):
 
     A batch is yours: it is never rewritten and shares no memory with another.
 
-    With a ``replay_buffer`` batches go there instead: iterating yields None for each, or
-    :meth:`start` fills it in the background.
+    With a ``replay_buffer`` batches are added to the buffer instead: a loop over the collector
+    yields None for each, or :meth:`start` fills the buffer in the background.
 
-    :meth:`stats` says at any time what was done and where the time went, :meth:`verdict` what the
-    run is bound by. A :class:`~distcollect.Monitor` shows this while the run goes on, and writes it
-    to files.
+    :meth:`stats` gives counts, rates and shares of time, :meth:`verdict` what limits the run. A
+    :class:`~distcollect.Monitor` shows these while the run goes on, and writes them to files.
 
     Attributes:
         frames_per_batch: frames in each batch.
@@ -105,7 +104,7 @@ class DataCollectorBase(BatchStream):
             resumed_frames=self._resumed_frames,
             total_frames=self.total_frames,
             policy_version=self.policy_version,
-            ended=self.is_shut_down,
+            ended=self._state is CollectorState.SHUT_DOWN,
         )
         return self._snapshot(known)
 
@@ -124,18 +123,20 @@ class DataCollectorBase(BatchStream):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs and the policies' randomness; the next batch starts with a reset.
 
-        Env i gets a seed derived from (``seed``, i), however the envs are spread over workers. What
-        the policy draws for env i with torch's functions comes from a stream derived in the same
-        way. So trajectories don't depend on the number of workers, as long as the policy's result
-        for one env doesn't depend, by rounding, on how many envs it is called with.
+        Env i gets a seed derived from (``seed``, i), however the envs are spread over workers. The
+        random numbers that the policy draws for env i with torch's functions come from a stream
+        derived in the same way. So trajectories don't depend on the number of workers, as long as
+        the policy's result for one env doesn't depend, by rounding, on the number of envs that it
+        is called with.
 
-        What the policy draws in other ways comes from one generator per worker, and so depends on
-        the number of workers: in compiled or scripted code, within ``nn.LSTM``, ``nn.GRU`` and
-        ``nn.RReLU``, with numpy, or in tensors whose first dimension is not that of the envs (or a
-        multiple of it, as for several agents).
+        Random numbers that the policy draws in other ways come from one generator per worker, and
+        so depend on the number of workers: in compiled or scripted code, within ``nn.LSTM``,
+        ``nn.GRU`` and ``nn.RReLU``, with numpy, or in tensors whose first dimension is not that of
+        the envs (or a multiple of it, as for several agents).
 
         Seeding costs time in the policy: with 16 CartPole envs and a small network a frame takes
-        1.6 times as long; the larger envs and network, the less. Without a seed it costs nothing.
+        1.6 times as long; with larger envs and networks the factor is smaller. Without a seed there
+        is no cost.
 
         Args:
             seed: a whole number, 0 or more.
@@ -145,8 +146,8 @@ class DataCollectorBase(BatchStream):
             A seed that none of the envs uses, for another collector.
 
         Raises:
-            CollectorStateError: it was shut down.
-            DeadlineError, WorkerError: the workers did not accept it.
+            CollectorStateError: the collector was shut down.
+            DeadlineError, WorkerError: the workers did not accept the seed.
         """
 
     def call(
@@ -157,15 +158,15 @@ class DataCollectorBase(BatchStream):
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> dict[int, list[Any]]:
-        """Call a method of the envs between two of their steps, or read an attribute of theirs.
+        """Call a method of the envs between two of their steps, or read an attribute of them.
 
-        A rollout that is being collected goes on afterwards. (A collector that steps envs in this
-        process, in the background, finishes it first.) A worker that replaces a lost one has new
-        envs, which know nothing of earlier calls.
+        A rollout that is being collected is continued afterwards. (A collector that steps envs in
+        this process, in the background, finishes it first.) A worker that replaces a lost one has
+        new envs, without the effect of earlier calls.
 
         Args:
-            method: the name of the method or attribute; it is also looked for inside wrappers.
-            args: arguments for the method; they are pickled, as is what it returns.
+            method: the name of the method or attribute; it is also searched for inside wrappers.
+            args: arguments for the method; they and its result are pickled.
             worker_ids: the workers whose envs are called: an int, a list, a slice; None: all.
             timeout_s: seconds for the whole call; None: ``Faults.batch_timeout_s``.
             kwargs: keyword arguments for the method.
@@ -202,13 +203,13 @@ class DataCollectorBase(BatchStream):
         seed: int | None = None,
         timeout_s: float | None = None,
     ) -> Evaluation:
-        """Play whole episodes with the newest weights, in envs made for the purpose.
+        """Play whole episodes with the newest weights, in separate envs.
 
         ``max_frames_per_traj`` ends these episodes as well. :meth:`call` doesn't reach these envs.
-        Collection continues afterwards as if nothing had happened; these frames are not counted.
+        Collection continues afterwards where it was; these frames are not counted.
 
         Args:
-            num_episodes: episodes in all, shared among all envs of these workers.
+            num_episodes: number of episodes in total, shared among all envs of these workers.
             worker_ids: the workers that play: an int, a list, a slice; None: all.
             deterministic: take the most likely action, where the policy has a distribution.
             seed: seeds envs and actions, for the same episodes each time; None: a random seed.
@@ -220,7 +221,7 @@ class DataCollectorBase(BatchStream):
         Raises:
             EnvError, PolicyError: an env or the policy failed.
             ArgumentError, ArgumentTypeError: there is no such worker, or the collector was given an
-                env itself instead of what makes one.
+                env itself instead of an env maker.
             DeadlineError: not all episodes ended in time.
             WorkerLost: a worker that was named is lost, or all are.
         """
@@ -240,7 +241,7 @@ class DataCollectorBase(BatchStream):
     ) -> Evaluation: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """StepCounter, versions, seeds and ids for :meth:`load_state_dict`: plain numbers.
+        """Counts, versions, seeds and ids for :meth:`load_state_dict`, as plain numbers.
 
         Weights and the envs' state are not included: save the weights with it.
         """
@@ -254,13 +255,13 @@ class DataCollectorBase(BatchStream):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another collector was, of whatever class and number of workers.
+        """Continue where another collector ended; its class and number of workers may differ.
 
-        Frames and versions are counted on from there, and no traj_id comes twice. The policy that
+        Frames and versions are counted from there, and no traj_id is used twice. The policy that
         this collector was made with is taken to be that of the state's ``policy_version``: load its
-        weights before you make the collector, or send them afterwards. Trajectories that were under
-        way are over. If there was a seed, the envs are seeded anew, so that they don't repeat what
-        they did.
+        weights before you make the collector, or send them afterwards. Unfinished trajectories are
+        not continued. If there was a seed, the envs get new seeds derived from it, so that they
+        don't repeat earlier episodes.
 
         Args:
             state: from :meth:`state_dict`.
@@ -268,7 +269,7 @@ class DataCollectorBase(BatchStream):
         Raises:
             CollectorStateError: this collector has delivered frames already.
             ArgumentError: ``state`` is not from :meth:`state_dict`, or is behind this collector.
-            DeadlineError, WorkerError: the workers did not accept it.
+            DeadlineError, WorkerError: the workers did not accept the state.
         """
         self._check_open()
         if self._batches:
@@ -296,7 +297,8 @@ class DataCollectorBase(BatchStream):
 
     @abstractmethod
     def _next_traj_id(self) -> int:
-        """No traj_id of this collector is as high."""
+        """All traj_ids of this collector are below."""
 
     @abstractmethod
-    def _resume(self, version: int, first_traj_id: int, frames: int) -> None: ...
+    def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
+        """Continue with this policy_version and traj_id; ``frames`` were collected before."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from distcollect.collectors.base import DataCollectorBase
-from distcollect.collectors.options import AsyncOptions, MultiAsyncOptions, MultiSyncOptions
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.collectors.signature import takes
+from distcollect.collectors.worker_options import AsyncOptions, MultiAsyncOptions, MultiSyncOptions
 
 
 class MultiSyncDataCollector(RPCDataCollector):

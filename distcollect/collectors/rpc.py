@@ -11,10 +11,10 @@ from typing import Any
 from tensordict import TensorDict
 
 from distcollect.collectors.base import DataCollectorBase
-from distcollect.collectors.options import RPCOptions, WorkerOptions
 from distcollect.collectors.session import Session
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import timed
+from distcollect.collectors.worker_options import RPCOptions, WorkerOptions
 from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.launch.cpu_placement import num_cores
@@ -85,14 +85,14 @@ class RPCDataCollector(DataCollectorBase):
 
     @property
     def worker_paces(self) -> dict[int, WorkerThroughput]:
-        """How fast each worker is, by worker_id: shows which ones hold up the others."""
+        """How fast each worker is, by worker_id: shows which workers delay the others."""
         return self._session.pool.paces
 
     @property
     def ledger(self) -> LedgerReport:
         """What became of all frames that workers stepped: delivered, or lost and why.
 
-        What a worker stepped becomes known with its next rollout, or at its end.
+        The count of a worker is updated with each of its rollouts, and at its end.
         """
         return self._session.pool.ledger
 
@@ -108,7 +108,7 @@ class RPCDataCollector(DataCollectorBase):
 
         Raises:
             ArgumentError, ArgumentTypeError: there are no such workers.
-            DeadlineError: they did not end in time.
+            DeadlineError: the workers did not leave in time.
         """
         self._check_open()
         selected = checks.worker_ids(worker_ids, self._session.pool.worker_ids)
@@ -129,7 +129,7 @@ class RPCDataCollector(DataCollectorBase):
 
     @property
     def stale_frames(self) -> dict[int, int]:
-        """How many frames were dropped or masked as too stale, by worker_id."""
+        """Number of frames that were dropped or masked as too stale, by worker_id."""
         return dict(self._session.pool.stale_frames)
 
     @property
@@ -187,20 +187,20 @@ class RPCDataCollector(DataCollectorBase):
         """Give the next rollout to another trainer of the launch, without fetching it.
 
         Send the reference as you like (a queue, ``torch.distributed.send_object_list``); the other
-        trainer's :meth:`take_over` gets the frames straight from the worker. In the :attr:`ledger`
-        they are delivered once that trainer has them, and otherwise lost: by "not_taken" after
-        ``keep_s``, "worker_lost", or "shut_down" if this collector ends before. They count towards
-        ``total_frames`` here, whatever becomes of them, and :class:`Staleness` bounds their lag
-        now, not when they are taken. Until then they occupy one of the worker's two rollout
-        buffers, so at most one rollout of a worker can wait while it keeps collecting.
+        trainer's :meth:`take_over` fetches the frames directly from the worker. The :attr:`ledger`
+        counts them as delivered once that trainer has them, and otherwise as lost: by "not_taken"
+        after ``keep_s``, "worker_lost", or "shut_down" if this collector ends before. They count
+        towards ``total_frames`` here in any case, and :class:`Staleness` limits their lag now, not
+        when they are taken. Until then they occupy one of the worker's two rollout buffers, so at
+        most one rollout of a worker can wait while it keeps collecting.
 
-        If you also call :meth:`next`, rollouts may have been fetched ahead for it. These are left
-        for it, unless no other is being collected: then the frames travel with the reference, and
-        are delivered when it is made.
+        If you also call :meth:`next`, rollouts may have been fetched in advance for it. These are
+        kept for it, unless no other rollout is being collected: then the frames travel with the
+        reference, and count as delivered when it is made.
 
         Args:
             timeout_s: seconds to wait for the rollout, instead of ``Faults.batch_timeout_s``.
-            keep_s: seconds for which the worker keeps it, from now on.
+            keep_s: seconds for which the worker keeps the rollout, counted from now.
 
         Returns:
             A reference to be pickled and sent to the other trainer.
@@ -230,13 +230,13 @@ class RPCDataCollector(DataCollectorBase):
 
     @timed
     def take_over(self, reference: RolloutReference, timeout_s: float | None = None) -> TensorDict:
-        """Fetch a rollout that another trainer handed over, straight from its worker.
+        """Fetch a rollout that another trainer handed over, directly from its worker.
 
-        This process has to be able to reach the worker at the address on the worker's route to its
+        This process must be able to reach the worker at the address by which the worker reaches its
         own trainer. The frames keep their ids and versions; ``("collector", "worker_id")`` is the
-        worker's id with the other trainer. Their lag is measured against all versions of this
+        worker's id at the other trainer. Their lag is measured against all versions of this
         trainer. They don't count towards ``total_frames`` here, and are in the other trainer's
-        ledger. A reference can be used once, also if that fails.
+        ledger. A reference can be used once, even if that fails.
 
         Args:
             reference: what :meth:`hand_over` returned.
@@ -246,8 +246,8 @@ class RPCDataCollector(DataCollectorBase):
             The batch ``[n, T]``, as :meth:`next` gives it.
 
         Raises:
-            RolloutGone: it was taken already, or it is too late, or its worker is gone; names the
-                worker.
+            RolloutGone: it was taken already, ``keep_s`` has passed, or its worker is gone; names
+                the worker.
             DeadlineError: the worker didn't answer in time; names it.
             ArgumentError, ArgumentTypeError: this is not a reference of this launch.
             CollectorStateError: as :meth:`hand_over`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from distcollect.collectors.options import WorkerOptions
+from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.engine.build import Probe
 from distcollect.errors import BatchTimeout, WorkerLost

@@ -25,7 +25,7 @@ def takes(
     TorchRL's names for the arguments are accepted too.
 
     Args:
-        options: one of the classes in :mod:`.options`.
+        options: one of the classes in :mod:`.options` or :mod:`.worker_options`.
     """
     kind = cast("type[_Options]", options)
     signature = inspect.signature(kind)

@@ -141,19 +141,19 @@ class BatchStream(ABC):
             yield batch
 
     def next(self, timeout_s: float | None = None) -> TensorDict:
-        """Block until the next batch is there.
+        """Wait for the next batch.
 
         Args:
-            timeout_s: seconds, instead of ``Faults.batch_timeout_s``; with ``trajs_per_batch`` for
-                each of the rollouts that a batch takes.
+            timeout_s: seconds to wait, instead of ``Faults.batch_timeout_s``; with
+                ``trajs_per_batch`` for each of the rollouts that a batch needs.
 
         Returns:
             The batch; None if it went to the ``replay_buffer``.
 
         Raises:
             StopIteration: ``total_frames`` are collected.
-            BatchTimeout: no batch in time; names the workers waited for.
-            EnvError: envs raised again and again; names the worker.
+            BatchTimeout: there was no batch in time; names the workers that it waited for.
+            EnvError: an env raised too often; names the worker.
             PolicyError: the policy raised; names the worker.
             WorkerLost: fewer workers are left than ``Faults.min_workers``; says why.
             CollectorStateError: after :meth:`shutdown`, or after :meth:`start`.
@@ -249,11 +249,6 @@ class BatchStream(ABC):
         except StopIteration:
             return False
         return True
-
-    @property
-    def is_shut_down(self) -> bool:
-        """Whether :meth:`shutdown` or :meth:`async_shutdown` was called."""
-        return self._state is CollectorState.SHUT_DOWN
 
     @property
     def is_running(self) -> bool:
