@@ -235,7 +235,7 @@ class Background:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._is_collecting = False
-        # What other threads have asked for.
+        # What other threads have requested.
         self._stop_requested = False
         self._num_pauses = 0
         if limit is not None:

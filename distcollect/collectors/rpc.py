@@ -301,16 +301,16 @@ class RPCDataCollector(DataCollectorBase):
                 ``models``, a dict of these by name. None: the collector's own policy and models;
                 if the weight updater gets weights from a server, these are loaded into them first.
                 A copy is taken, so training may continue at once.
-            worker_ids: the workers to send them to: an int, a list, a slice; a ``torch.device`` or
-                several, for workers whose policy is there; "all" or None for all; "last_batch" for
-                those whose frames are in the batch that was taken last; "lagging" for those more
-                than ``max_weight_update_interval`` versions behind this one.
-            wait: return only when it is known of every worker whether it has them. Otherwise return
-                at once; if several versions wait to be sent, only the newest is. In sync mode a
-                worker collects only when it has the newest version sent to it.
+            worker_ids: the workers to send the weights to: an int, a list, a slice; a
+                ``torch.device`` or several, for workers whose policy is there; "all" or None for
+                all; "last_batch" for the workers whose frames are in the last batch; "lagging" for
+                workers more than ``max_weight_update_interval`` versions behind this one.
+            wait: return only when it is known of every worker whether it has the weights. Otherwise
+                return at once; if several versions wait to be sent, only the newest is sent. In
+                sync mode a worker collects only when it has the newest version sent to it.
 
         Returns:
-            A handle that says which workers have them: ``done()``, ``wait()``, ``acknowledged``,
+            A handle that says which workers have the weights: ``done()``, ``wait()``, ``acknowledged``,
             ``left_out``. None if nothing is published, as the policy has no parameters or no worker
             is lagging.
 
@@ -321,7 +321,7 @@ class RPCDataCollector(DataCollectorBase):
                 was sent.
             WeightsTimeout: no worker acknowledged in time; names them.
             WorkerLost: a worker had died before.
-            WorkerError: no worker could receive them.
+            WorkerError: no worker could receive the weights.
         """
         self._check_open()
         # A version that is sent to no worker would be unknown to workers that join later.

@@ -236,8 +236,9 @@ class BatchStream(ABC):
             found = fill()
             return found is not None and found()
 
-        self._background = Background(collect, buffer if isinstance(buffer, RateLimited) else None)
-        self._state = CollectorState.FILLING
+        limit = buffer if isinstance(buffer, RateLimited) else None
+        self._state = CollectorState.FILLING  # first: the thread may shut the collector down
+        self._background = Background(collect, limit)
 
     def _before_start(self) -> None:  # noqa: B027 - most have nothing to do
         """Make sure that collecting on another thread is safe."""

@@ -37,7 +37,7 @@ _traj_ids = itertools.count()
 
 
 class SyncDataCollector(DataCollectorBase):
-    """Steps envs in the calling process; a batch is collected when it is asked for.
+    """Steps envs in the calling process; a batch is collected when it is requested.
 
     The policy is shared, not copied: training it in place shows in the next batch. In the
     background, after ``start()``, it is copied. Batches are ``[T]`` for one env, ``[n, T]`` for n.
