@@ -310,9 +310,9 @@ class RPCDataCollector(DataCollectorBase):
                 sync mode a worker collects only when it has the newest version sent to it.
 
         Returns:
-            A handle that says which workers have the weights: ``done()``, ``wait()``, ``acknowledged``,
-            ``left_out``. None if nothing is published, as the policy has no parameters or no worker
-            is lagging.
+            A handle that says which workers have the weights: ``done()``, ``wait()``,
+            ``acknowledged``, ``left_out``. None if nothing is published, as the policy has no
+            parameters or no worker is lagging.
 
         Raises:
             WeightsError: a key is missing or unknown, has another shape or dtype, or a value that
