@@ -1,4 +1,4 @@
-"""What is ours among a collector's settings, validated once."""
+"""Settings of a collector that TorchRL doesn't have; each checks itself when it is made."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class WeightSync:
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
-        """``wire_dtype`` as torch has it."""
+        """``wire_dtype`` as torch's dtype."""
         return None if self.wire_dtype is None else _NARROW[self.wire_dtype]
 
 
@@ -76,11 +76,11 @@ class Staleness:
 
     Attributes:
         max_policy_lag: the highest lag that is delivered, 0 or more.
-        mode: "pace": workers are asked for no more than can be delivered in time, judged by how
-            many batches were lately taken between two publications; if that fails, as "drop".
-            "drop": rollouts with a frame that is too old are given up as a whole, before their data
-            is moved. "mask": everything is delivered, and ``("collector", "mask")`` is False for
-            frames that are too old.
+        mode: "pace": no more rollouts are requested than can be delivered in time, judged by the
+            number of batches that were recently taken between two publications; if a frame is too
+            old nevertheless, as "drop". "drop": rollouts with a frame that is too old are dropped
+            as a whole, before their data is moved. "mask": everything is delivered, and
+            ``("collector", "mask")`` is False for frames that are too old.
     """
 
     max_policy_lag: int
@@ -96,7 +96,7 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Faults:
-    """What counts as a failure, and what is done about it. Times are in seconds.
+    """What counts as a failure, and how it is handled. Times are in seconds.
 
     Attributes:
         start_timeout_s: limit for all workers to start and join, and for each to try out its envs.
@@ -104,27 +104,27 @@ class Faults:
         weights_timeout_s: limit for workers to receive weights, and again to acknowledge them.
         stop_timeout_s: limit for workers to end by themselves at shutdown; then they are killed.
         leave_timeout_s: limit for a worker that leaves (released, or it got SIGTERM) to finish the
-            rollout that it is collecting; frames of an unfinished one are lost.
+            rollout that it is collecting; frames of an unfinished rollout are lost.
         silence_timeout_s: a worker that gives no sign of life for this long (it was stopped, its
-            host is unplugged or down) is lost. The end of a process is seen at once.
+            host is unplugged or down) is lost. The end of a process is noticed at once.
         step_timeout_s: a worker that finishes no env step for this long, while it should collect,
-            is killed and replaced; None: never.
-        max_restarts: how often in a row a worker's process is replaced; a process that has worked
-            for a minute starts the count anew. The first replacement comes at once, further ones
-            after growing pauses.
+            is killed and replaced; None: no limit.
+        max_restarts: how often in a row a worker's process is replaced; the count starts again
+            after a process has worked for a minute. The first replacement comes at once, further
+            ones after growing pauses.
         restart_pause_s: the longest of these pauses.
-        min_workers: with fewer workers, including those on their way, the run ends with an error.
-            If workers are in separate jobs (``distcollect submit --worker-jobs``), it waits for
-            them instead, also at the start.
-        missing_share: what becomes of a lost worker's share of a sync batch. "survivors": the other
-            workers collect it as further rollouts. "replacement": the batch waits for the worker's
+        min_workers: with fewer workers, including those that are joining, the run ends with an
+            error. If workers are in separate jobs (``distcollect submit --worker-jobs``), it waits
+            for them instead, also at the start.
+        missing_share: who collects a lost worker's share of a sync batch. "survivors": the other
+            workers, as additional rollouts. "replacement": the batch waits for the worker's
             replacement.
         max_worker_bytes: a worker that uses more memory than this finishes its rollout and is
             replaced; None: no limit.
-        max_env_faults: an env that raises is closed and made anew, and its trajectory ends at its
+        max_env_faults: an env that raises is closed and made again, and its trajectory ends at its
             last real frame, where ``("collector", "faulted")`` is True. After this many rebuilds in
-            a row, without a whole episode or 1000 frames in between, it is given up with an
-            :class:`~distcollect.EnvError`. 0: at the first exception.
+            a row, without a whole episode or 1,000 frames in between, the next exception raises an
+            :class:`~distcollect.EnvError`. 0: the first exception does.
     """
 
     start_timeout_s: float = 180.0
@@ -167,12 +167,13 @@ class Faults:
 class EvaluationWorkers:
     """Workers that collect nothing, but evaluate the policy in the background.
 
-    Each plays whole episodes in envs of its own with the newest weights it has; versions that come
-    in meanwhile are skipped but for the last. The results are in the collector's ``evaluations``.
+    Each plays whole episodes in envs of its own with the newest weights that it has. Of the
+    versions that it receives meanwhile, it evaluates only the last. The results are in the
+    collector's ``evaluations``.
 
     Attributes:
-        num_workers: how many of the collector's workers evaluate; it is the last ones.
-        num_episodes: episodes that each plays with a version.
+        num_workers: how many of the collector's workers evaluate: those with the highest ids.
+        num_episodes: number of episodes that each plays with a version.
         deterministic: whether to take the most likely action, where the policy has a distribution.
         timeout_s: seconds for these episodes.
     """
@@ -206,7 +207,7 @@ class Monitor:
         run_dir: a folder, made if needed. Every ``every_s`` a line of JSON is appended to
             ``stats.jsonl`` there, for ``distcollect top``, ``distcollect report`` and
             ``Stats.from_dict``; less often with hundreds of workers, whose lines are long. While
-            another collector writes there, ``stats-2.jsonl`` is taken, and so on.
+            another collector writes there, ``stats-2.jsonl`` is used, and so on.
         tensorboard: write TensorBoard events to ``run_dir`` as well: scalars by frames, in the
             groups collector, trainer_share and worker_share; needs tensorboard.
         prometheus_port: serve the newest figures to Prometheus at this port of 127.0.0.1, under
@@ -215,7 +216,7 @@ class Monitor:
             thread of its own. If it raises, that is logged, and it isn't called again.
         every_s: seconds between two lines, events or calls.
         trace: a file, overwritten, that records what every process does: Chrome trace events, for
-            ui.perfetto.dev or chrome://tracing. It ends after a million events (some 100 MB). With
+            ui.perfetto.dev or chrome://tracing. It ends after a million events (about 100 MB). With
             several trainers each needs a file of its own.
     """
 

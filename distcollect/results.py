@@ -1,4 +1,4 @@
-"""Statistics: a snapshot of what a collector has done, and what worker processes report."""
+"""What users are given beside batches: statistics, evaluations, and what became of the frames."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """How one worker, or all of them together, spent their time: shares from 0 to 1.
+    """How one worker, or all workers together, spent their time: shares from 0 to 1.
 
-    The first five add up to 1; until the first rollout has come, all are 0.
+    The first five add up to 1; before the first rollout, all are 0.
 
     Attributes:
         env: stepping and resetting envs.
@@ -25,8 +25,8 @@ class WorkerTimes:
         wait: waiting for a request between two rollouts.
         transfer: the share of time in which a rollout was on its way to the trainer; it overlaps
             with the others.
-        cpu: of the time spent collecting, the share in which the stepping thread used a CPU. It is
-            low if envs sleep or wait, or if other processes take the CPU.
+        cpu: of the time spent collecting, the share in which the thread that steps the envs used a
+            CPU. It is low if envs sleep or wait, or if other processes take the CPU.
     """
 
     env: float = 0.0
@@ -40,16 +40,16 @@ class WorkerTimes:
 
 @dataclass(frozen=True)
 class TrainerTimes:
-    """How the thread that takes batches spent its time, as shares that add up to 1.
+    """How the thread that takes batches spent its time: shares from 0 to 1 that add up to 1.
 
     Attributes:
-        train: between two batches, in your code; after ``start()``, held up by a rate limit or a
-            pause.
+        train: between two batches, in your code; after ``start()``, waiting because of a rate
+            limit or a pause.
         collect: waiting for rollouts that are being collected; in collectors that step envs
             themselves, stepping them.
         weights: packing and sending weights, and waiting until workers have them.
-        transfer: waiting for rollouts that are ready to arrive.
-        assemble: making batches of them.
+        transfer: waiting for the arrival of rollouts that are ready.
+        assemble: making batches out of rollouts.
     """
 
     train: float = 0.0
@@ -61,10 +61,10 @@ class TrainerTimes:
 
 @dataclass(frozen=True)
 class Lags:
-    """How many versions behind the policy of delivered frames was.
+    """Policy lags of delivered frames: how many newer versions had been sent to their worker.
 
     Attributes:
-        frames: maps a lag, in versions, to the number of delivered frames that have it; in order
+        frames: maps a lag, in versions, to the number of delivered frames with this lag; in order
             of lag.
     """
 
@@ -81,7 +81,7 @@ class Lags:
         return max(self.frames, default=0)
 
     def quantile(self, share: float) -> int:
-        """The smallest lag that at least this share (0 to 1) of the frames does not exceed."""
+        """The smallest lag, in versions, that this share (0 to 1) of the frames does not exceed."""
         missing = share * sum(self.frames.values())
         for lag, count in self.frames.items():
             missing -= count
@@ -90,17 +90,39 @@ class Lags:
         return self.max
 
 
-@dataclass(frozen=True)
-class EpisodeStats:
-    """Episodes that ended because the env, or ``max_frames_per_traj``, said so.
+class LagStats(NamedTuple):
+    """Lags of one batch's frames, in versions.
 
     Attributes:
-        count: how many have ended.
-        mean_return: mean sum of rewards of the last hundred; NaN before the first has ended, as
-            the next three are.
-        mean_length: their mean length, in frames.
-        min_return: their lowest sum of rewards.
-        max_return: their highest.
+        min: the lowest lag.
+        mean: the mean over the frames.
+        max: the highest lag.
+    """
+
+    min: int
+    mean: float
+    max: int
+
+    @classmethod
+    def of(cls, counts: Sequence[tuple[int, int]]) -> LagStats:
+        """From (lag, number of frames with this lag), in any order."""
+        lags = [lag for lag, _ in counts]
+        mean = sum(lag * num for lag, num in counts) / sum(num for _, num in counts)
+        return cls(min(lags), mean, max(lags))
+
+
+@dataclass(frozen=True)
+class EpisodeStats:
+    """Episodes that were ended by their env or by ``max_frames_per_traj``.
+
+    The last four are of the last hundred episodes, and NaN before the first has ended.
+
+    Attributes:
+        count: number of episodes that have ended.
+        mean_return: mean sum of rewards.
+        mean_length: mean length, in frames.
+        min_return: lowest sum of rewards.
+        max_return: highest sum of rewards.
     """
 
     count: int = 0
@@ -112,22 +134,22 @@ class EpisodeStats:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """Statistics of one worker, that is, of all processes that had its worker_id.
+    """Statistics of one worker: of all processes that have had its worker_id.
 
     Attributes:
         state: "joining", "ready", "suspected", "lost" or "left".
-        frames: frames delivered.
+        frames: number of frames delivered.
         frames_per_s: recent rate, see :class:`Stats`.
-        mean_frames_per_s: mean rate since the first batch was asked for.
-        lag: policy lag of its delivered frames.
+        mean_frames_per_s: mean rate since the first batch was requested.
+        lag: policy lags of its delivered frames.
         times: how it spent its time.
-        num_bytes: size of its rollouts that were fetched.
-        num_ready: its rollouts that are ready and not delivered yet.
-        num_restarts: how often its process was replaced.
-        num_env_faults: how often an env raised in the present process.
-        num_episodes: episodes that ended.
-        lost: frames that were stepped and not delivered, by cause.
-        may_be_lost: how many more may be lost, at most, if its host vanished along with the count.
+        num_bytes: size in bytes of its rollouts that were fetched.
+        num_ready: number of its rollouts that are ready and not delivered yet.
+        num_restarts: number of times its process was replaced.
+        num_env_faults: number of times an env raised in the present process.
+        num_episodes: number of episodes that ended.
+        lost: number of frames that were stepped and not delivered, by cause.
+        may_be_lost: at most this many more frames are lost, if its host vanished with the count.
     """
 
     state: str = "ready"
@@ -151,27 +173,28 @@ class Stats:
 
     Attributes:
         collector: name of its class.
-        elapsed_s: seconds since the first batch was asked for.
-        frames: frames collected, with padding and with those of the run that was resumed.
+        elapsed_s: seconds since the first batch was requested.
+        frames: number of frames collected, with padding and with those of the run that was resumed.
         resumed_frames: how many of these are from the run that was resumed.
-        total_frames: frames until it ends; -1: endless.
-        delivered: real frames that this collector delivered, or handed over to another trainer.
+        total_frames: number of frames after which it ends; -1: it never ends.
+        delivered: number of frames, without padding, that this collector delivered, or handed over
+            to another trainer.
         frames_per_s: recent rate: over ten seconds, or over the last batch if that took longer.
         mean_frames_per_s: mean rate over ``elapsed_s``.
         policy_version: version of the weights that were published last.
-        lag: policy lag of the delivered frames.
+        lag: policy lags of the delivered frames.
         episodes: episodes that ended.
         trainer: how the thread that takes batches spent its time.
-        times: how all workers together spent theirs.
-        num_bytes: size of all rollouts fetched from workers.
-        num_ready: rollouts that are ready and not delivered yet.
-        mean_ready: their mean number at the moments when a batch was asked for.
-        num_restarts: how often worker processes were replaced.
-        lost: frames that were stepped and not delivered, by cause.
-        may_be_lost: how many more may be lost, at most, on hosts that vanished.
-        sync: whether a batch is collected when it is asked for.
+        times: how all workers together spent their time.
+        num_bytes: size in bytes of all rollouts fetched from workers.
+        num_ready: number of rollouts that are ready and not delivered yet.
+        mean_ready: the mean of this number over the moments when a batch was requested.
+        num_restarts: number of times that worker processes were replaced.
+        lost: number of frames that were stepped and not delivered, by cause.
+        may_be_lost: at most this many more frames are lost, on hosts that vanished.
+        sync: whether a batch is collected when it is requested.
         in_process: whether the collector steps its envs itself.
-        num_cores: cores of this host, if all workers are on it; otherwise 0.
+        num_cores: number of cores of this host, if all workers are on it; otherwise 0.
         ended: whether it was shut down.
         workers: statistics of each worker, by worker_id.
     """
@@ -203,22 +226,22 @@ class Stats:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until ``total_frames`` at the recent rate; None if that can't be told."""
+        """Seconds until ``total_frames`` at the recent rate; None without a total or a rate."""
         if self.total_frames == -1 or not self.frames_per_s:
             return None
         collected = self.frames - self.resumed_frames
-        # Padding counts towards the total, and not for the rate.
+        # Padding counts towards the total, but not in the rate.
         real = min(1.0, self.delivered / collected) if self.delivered and collected else 1.0
         return max(0, self.total_frames - self.frames) * real / self.frames_per_s
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as a dict that JSON can hold; NaN and infinity become None."""
+        """All fields as a dict that JSON can hold; NaN and infinity become None."""
         plain: dict[str, Any] = _plain(self)
         return plain
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Stats:
-        """Reads :meth:`as_dict`; unknown entries are ignored, and missing ones get defaults."""
+        """The inverse of :meth:`as_dict`: ignores unknown entries; missing ones get defaults."""
         parts: dict[str, Callable[[Any], Any]] = {
             "lag": _lags,
             "episodes": lambda value: _known(EpisodeStats, value),
@@ -243,13 +266,13 @@ def _lags(given: Mapping[str, Any]) -> Lags:
 
 
 def _known(kind: Any, given: Mapping[str, Any]) -> Any:
-    """``kind`` from those entries that it has; JSON has no NaN, so that is null."""
+    """A ``kind`` from the entries that are its fields. JSON has no NaN: null stands for it."""
     fields = kind.__dataclass_fields__
     return kind(**{k: math.nan if v is None else v for k, v in given.items() if k in fields})
 
 
 def _plain(value: Any) -> Any:
-    """By hand, as there may be a thousand workers: asdict() copies all of it first."""
+    """``value`` for JSON; asdict() would copy everything first, and there may be 1,000 workers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, int | str):
@@ -261,12 +284,12 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy achieved in E whole episodes, in no particular order.
+    """The results of a policy in E whole episodes, in no particular order.
 
     Attributes:
-        returns: float64 ``[E]``, the sum of each episode's rewards.
-        lengths: int64 ``[E]``, in frames.
-        policy_version: int64 ``[E]``, the version that played the episode.
+        returns: float64 ``[E]``, the sum of rewards of each episode.
+        lengths: int64 ``[E]``, the length of each episode in frames.
+        policy_version: int64 ``[E]``, the version of the policy that played the episode.
     """
 
     returns: torch.Tensor
@@ -275,7 +298,7 @@ class Evaluation:
 
     @classmethod
     def joined(cls, parts: Sequence[Evaluation]) -> Evaluation:
-        """All episodes of ``parts``."""
+        """The episodes of all ``parts``."""
         return cls(
             torch.cat([part.returns for part in parts]),
             torch.cat([part.lengths for part in parts]),
@@ -284,20 +307,20 @@ class Evaluation:
 
     @property
     def mean_return(self) -> float:
-        """Mean of the returns."""
+        """Mean of the returns, NaN without episodes."""
         return self.returns.mean().item()
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Frames of one worker, or of all.
+    """Numbers of frames of one worker, or of all workers.
 
     Attributes:
-        stepped: frames that the envs stepped, as far as is known.
-        delivered: frames that you got.
+        stepped: frames that the envs stepped, as far as the trainer knows.
+        delivered: frames that were delivered.
         lost: frames that will never be delivered, by cause.
         open: frames that were stepped, and are neither delivered nor lost yet.
-        at_most: frames that may have been stepped and lost besides, on hosts that vanished.
+        at_most: at most this many more frames were stepped and lost, on hosts that vanished.
     """
 
     stepped: int = 0
@@ -312,7 +335,7 @@ class LedgerReport:
     """What became of all frames; ``str()`` of it is a table.
 
     Attributes:
-        workers: the frames of each worker, by worker_id; all processes that had this id together.
+        workers: the frames of each worker, by worker_id; of all processes that have had this id.
         total: the frames of all workers together.
     """
 
@@ -340,9 +363,9 @@ class WorkerThroughput(NamedTuple):
     """How fast a worker is.
 
     Attributes:
-        num_rollouts: that it has collected, in all its processes.
-        mean_s: seconds from the request for a rollout until it lay ready, on average.
-        num_preempted: of the rollouts, those that were ended early for its slowness.
+        num_rollouts: number of rollouts that it has collected, in all its processes.
+        mean_s: mean number of seconds from the request for a rollout until it was ready.
+        num_preempted: how many of the rollouts were ended early because the worker was slow.
     """
 
     num_rollouts: int = 0
@@ -350,21 +373,21 @@ class WorkerThroughput(NamedTuple):
     num_preempted: int = 0
 
     def after(self, took_s: float, *, preempted: bool) -> WorkerThroughput:
-        """With one more rollout."""
+        """These figures with one more rollout, which took ``took_s`` seconds."""
         count = self.num_rollouts + 1
         mean_s = self.mean_s + (took_s - self.mean_s) / count
         return WorkerThroughput(count, mean_s, self.num_preempted + preempted)
 
 
-class State(enum.Enum):
-    """State of a worker, as the trainer sees it.
+class WorkerState(enum.Enum):
+    """What the trainer knows of a worker.
 
     Attributes:
         JOINING: its process is starting, the first one or a replacement.
         READY: it is present.
         SUSPECTED: it has given no sign of life for a while, but still counts as present.
         LOST: it is gone, and won't be replaced.
-        LEFT: it was told to leave, and did.
+        LEFT: it was told to leave, and has left.
     """
 
     JOINING = "joining"

@@ -1,4 +1,4 @@
-"""The shape in which batches are handed on: joined, split by trajectory, compacted, processed."""
+"""Gives batches their shape: rollouts joined, or one row for each trajectory."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ class BatchFormat:
 
     Attributes:
         cat_results: how the rollouts of a sync batch are joined: 0 along their first dimension,
-            -1 along time, "stack" along a new first one.
+            -1 along time, "stack" along a new first dimension.
         squeeze: rollouts of a single env have no row dimension.
         set_truncated: mark the last frame of each row truncated, unless its episode ended there.
-        compact_obs: the observations under "next" are left out, by whoever makes the batch.
         split_trajs: one row for each trajectory, padded.
-        trajs_per_batch: hand on so many whole trajectories at a time; None: whatever was collected.
-        postproc: called with the batch; what it returns is handed on.
+        trajs_per_batch: number of whole trajectories in a batch; None: a batch holds the rollouts
+            as they were collected.
+        postproc: called with the batch; what it returns is delivered.
     """
 
-    cat_results: int | str = 0
+    cat_results: int | str | None = 0
     squeeze: bool = False
     set_truncated: bool = False
-    compact_obs: bool = False
     split_trajs: bool = False
     trajs_per_batch: int | None = None
     postproc: PostProcess | None = None
@@ -53,7 +52,7 @@ class BatchFormat:
         if self.trajs_per_batch is not None and self.set_truncated:
             raise ArgumentError(
                 "set_truncated ends trajectories at the end of each row, and trajs_per_batch asks "
-                "for whole ones: drop one of them"
+                "for whole trajectories: drop one of them"
             )
         if self.trajs_per_batch is not None and self.split_trajs:
             raise ArgumentError(
@@ -62,11 +61,11 @@ class BatchFormat:
             )
 
     def shaped(self, rows: TensorDict, layout: Layout) -> TensorDict:
-        """The batch from its rows.
+        """A batch made of rollouts, in its shape.
 
         Args:
             rows: ``[W * n, T]``, the rollouts of W workers one after the other.
-            layout: of each rollout.
+            layout: the layout of each rollout.
         """
         if self.set_truncated:
             _truncate_last(rows)
@@ -89,10 +88,10 @@ class BatchFormat:
         return rows
 
     def processed(self, batch: TensorDict) -> TensorDict:
-        """What ``postproc`` makes of a batch.
+        """The batch as it is delivered: with ``split_trajs`` and ``postproc`` applied.
 
         Raises:
-            Whatever it raises, and ArgumentTypeError if it returns no TensorDict.
+            ArgumentTypeError: ``postproc`` returned no TensorDict. Its own errors pass through.
         """
         if self.split_trajs:
             batch = split(batch)
@@ -107,63 +106,63 @@ class BatchFormat:
 
 
 class WholeTrajectories:
-    """Puts trajectories together that span several batches, in the order in which they end.
+    """Joins the parts of trajectories that span several rollouts; orders them by their end.
 
     Attributes:
         abandoned_frames: frames of trajectories that will never be whole: their env or worker
-            failed, or a rollout in between was given up.
+            failed, or a rollout in between was dropped.
     """
 
     def __init__(self, num_per_batch: int) -> None:
         self.abandoned_frames = 0
         self._num_per_batch = num_per_batch
-        self._begun: dict[int, dict[int, list[TensorDict]]] = {}  # by worker_id and traj_id
-        self._spoiled: dict[int, set[int]] = {}  # traj_ids whose beginning is missing
-        self._newest: dict[int, tuple[int, int]] = {}  # rollout of each worker
+        self._parts: dict[int, dict[int, list[TensorDict]]] = {}  # by worker_id and traj_id
+        self._incomplete: dict[int, set[int]] = {}  # traj_ids whose beginning is missing
+        self._newest: dict[int, tuple[int, int]] = {}  # (incarnation, sequence) by worker_id
         self._whole: deque[list[TensorDict]] = deque()
 
     @property
     def ready(self) -> bool:
-        """Whether there are enough for a batch."""
+        """Whether there are enough whole trajectories for a batch."""
         return len(self._whole) >= self._num_per_batch
 
     def add(self, rows: TensorDict, headers: Sequence[Header]) -> None:
-        """Take the parts of trajectories in ``rows``, ``[W * n, T]``, of these W rollouts."""
+        """Add the trajectories in ``rows``, ``[W * n, T]``: W rollouts, and the header of each."""
         num_envs = len(rows) // len(headers)
         for index, header in enumerate(headers):
             self._add(rows[index * num_envs : (index + 1) * num_envs], header)
 
     def _add(self, rows: TensorDict, header: Header) -> None:
-        begun = self._begun.setdefault(header.worker_id, {})
-        spoiled = self._spoiled.setdefault(header.worker_id, set())
+        parts = self._parts.setdefault(header.worker_id, {})
+        incomplete = self._incomplete.setdefault(header.worker_id, set())
         incarnation, sequence = self._newest.get(header.worker_id, (header.incarnation, -1))
-        follows = (header.incarnation, header.sequence) == (incarnation, sequence + 1)
-        if not follows and header.sequence:
-            spoiled |= set(rows[TRAJ_IDS][:, 0].tolist())
+        is_next = (header.incarnation, header.sequence) == (incarnation, sequence + 1)
+        if not is_next and header.sequence:
+            incomplete |= set(rows[TRAJ_IDS][:, 0].tolist())
         self._newest[header.worker_id] = (header.incarnation, header.sequence)
-        going_on: set[int] = set()
+        unfinished: set[int] = set()
         frames, lengths = _by_trajectory(rows)
         for part in frames.split(lengths.tolist()):
             traj_id = int(part[TRAJ_IDS][0])
             ends = bool(part["next", "done"][-1])
             if not ends:
-                going_on.add(traj_id)
-            if traj_id in spoiled:
+                unfinished.add(traj_id)
+            if traj_id in incomplete:
                 self.abandoned_frames += len(part)
             elif ends:
-                self._whole.append([*begun.pop(traj_id, ()), part])
+                self._whole.append([*parts.pop(traj_id, ()), part])
             else:
-                # A copy, lest it keeps all others of this batch in memory until it ends.
-                begun.setdefault(traj_id, []).append(part.clone())
+                # A copy: a view would keep the whole rollout in memory until the trajectory ends.
+                parts.setdefault(traj_id, []).append(part.clone())
         if (rows[TRAJ_IDS][:, 0] < 0).any():
-            return  # preempted before every row had a frame
-        # All envs have shown what they are in, so nothing else of this worker will ever end.
-        spoiled &= going_on
-        for traj_id in begun.keys() - (going_on - spoiled):
-            self.abandoned_frames += sum(len(part) for part in begun.pop(traj_id))
+            return  # the rollout was preempted before every env had a frame
+        # Every env's present trajectory is known now, so no other one of this worker will ever end.
+        incomplete &= unfinished
+        for traj_id in parts.keys() - (unfinished - incomplete):
+            self.abandoned_frames += sum(len(part) for part in parts.pop(traj_id))
 
     def take(self) -> TensorDict | None:
-        """The next batch, ``[trajs_per_batch, T]``, T the longest of them; or the few there are."""
+        """The next batch ``[trajectories, longest]``; None if no trajectory is whole."""
         count = min(len(self._whole), self._num_per_batch)
         if not count:
             return None
@@ -176,14 +175,14 @@ class WholeTrajectories:
 def split(rows: TensorDict) -> TensorDict:
     """One row for each trajectory, or part of one, in ``rows`` ``[n, T]``, in their order.
 
-    What follows its last frame is zero, with -1 for the trajectory's id, and False in
+    A row is padded after its last frame: with zeros, -1 as the trajectory's id, and False in
     ``("collector", "mask")``.
     """
     return _padded(*_by_trajectory(rows))
 
 
 def _by_trajectory(rows: TensorDict) -> tuple[TensorDict, torch.Tensor]:
-    """The frames of ``rows`` ``[n, T]`` one after the other, without padding; how many each has."""
+    """The frames ``[F]`` of ``rows`` ``[n, T]`` without padding, and each trajectory's length."""
     ids = rows[TRAJ_IDS]
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -197,7 +196,7 @@ def _by_trajectory(rows: TensorDict) -> tuple[TensorDict, torch.Tensor]:
 
 
 def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
-    """Rows of these lengths, ``[len(lengths), longest]``."""
+    """``frames`` as rows of these lengths, padded to the longest."""
     lengths = lengths.to(frames[TRAJ_IDS].device)
     is_real = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
 
@@ -213,10 +212,10 @@ def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
 
 
 def _truncate_last(rows: TensorDict) -> None:
-    following = rows["next"]
+    step = rows["next"]
     is_real = rows[TRAJ_IDS] >= 0
     last = is_real.sum(-1) - 1
     any_real = last >= 0
     at = (any_real.nonzero().flatten(), last[any_real])
-    following["truncated"][at] |= ~following["terminated"][at]
-    following["done"][at] = True
+    step["truncated"][at] |= ~step["terminated"][at]
+    step["done"][at] = True

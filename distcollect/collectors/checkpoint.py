@@ -1,4 +1,4 @@
-"""Saves training, so that a job which is ended goes on where it was."""
+"""Saves the state of training, so that a job that is ended can continue when it is restarted."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FORMAT = 1
 
 
 class Stateful(Protocol):
-    """Whatever can be saved: modules, optimisers, schedulers, collectors, replay buffers."""
+    """An object with a state: module, optimiser, scheduler, collector, replay buffer."""
 
     def state_dict(self) -> Any:
-        """All that is to be saved, of tensors and plain Python values."""
+        """The state, made of tensors and plain Python values."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Go on from there."""
+        """Continue from that state."""
 
 
 class Checkpoint:
@@ -41,7 +41,7 @@ class Checkpoint:
     ::
 
         checkpoint = dc.Checkpoint(policy=policy, optimizer=optimizer, collector=collector)
-        checkpoint.load()  # where there is none, nothing happens
+        checkpoint.load()  # does nothing if there is no file
         for batch in collector:
             learn(batch)
             checkpoint.step()
@@ -56,7 +56,7 @@ class Checkpoint:
     With several trainers, the first one saves and all of them load.
 
     Attributes:
-        path: the file that is written.
+        path: the file.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Checkpoint:
         every_s: float = 600.0,
         **parts: Stateful,
     ) -> None:
-        """Say what to save; nothing is saved or loaded yet.
+        """Name what to save; nothing is saved or loaded yet.
 
         Args:
             path: a file; None: ``checkpoint.pt``, under ``distcollect submit`` in the run folder,
                 otherwise in the working folder.
             every_s: seconds between two saves.
-            parts: what to save, by name: anything with ``state_dict`` and ``load_state_dict``.
+            parts: what to save, by name: objects with ``state_dict`` and ``load_state_dict``.
 
         Raises:
             ArgumentError, ArgumentTypeError: there is nothing to save, a part lacks one of these
@@ -86,7 +86,7 @@ class Checkpoint:
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise ArgumentTypeError(
                     f"{name}={type(part).__name__}: has no state_dict() and load_state_dict(); "
-                    "name only what has both"
+                    "name only objects that have both"
                 )
         if isinstance(every_s, str) or not every_s > 0:
             raise ArgumentError(f"every_s={every_s!r}: must be a number above 0, of seconds")
@@ -95,15 +95,15 @@ class Checkpoint:
         folder = RunFolder.here()
         default = Path("checkpoint.pt") if folder is None else folder.path / "checkpoint.pt"
         self.path = default if path is None else Path(path)
-        # Before there is something to lose.
+        # Now, before hours of training depend on it.
         if why := "is a folder" if self.path.is_dir() else obstacle(self.path.parent):
             raise ArgumentError(f"Checkpoint({str(self.path)!r}): {why}; name another file")
         self._every_s = every_s
         self._parts = parts
         self._saved_at = time.monotonic()
-        self._looked = False  # whether a file from before was taken into account
-        self._proven = False  # whether what is saved can be loaded
-        preemption.watch(self._leave)
+        self._file_checked = False  # whether an earlier run's file was loaded, or is known to miss
+        self._is_loadable = False  # whether a saved file was loaded once
+        preemption.watch(self._save_and_exit)
 
     def load(self) -> bool:
         """Load the file, if there is one.
@@ -117,7 +117,7 @@ class Checkpoint:
         Raises:
             ArgumentError: the file can't be read, has other parts, or doesn't fit them.
         """
-        self._looked = True
+        self._file_checked = True
         if not self.path.exists():
             return False
         states = self._read()
@@ -128,12 +128,12 @@ class Checkpoint:
             )
         for name, part in self._parts.items():
             self._load_part(name, part, states[name])
-        self._proven = True
+        self._is_loadable = True
         for part in self._parts.values():
             publish = getattr(part, "update_policy_weights_", None)
             if publish is not None:
                 _publish(publish)
-        log.info("going on from %s", self.path)
+        log.info("continuing from %s", self.path)
         return True
 
     def _load_part(self, name: str, part: Stateful, state: Any) -> None:
@@ -143,7 +143,7 @@ class Checkpoint:
             raise
         except Exception as error:
             raise ArgumentError(
-                f"{self.path}: what was saved of {name!r} doesn't fit it ({type(error).__name__}: "
+                f"{self.path}: the saved state of {name!r} doesn't fit it ({type(error).__name__}: "
                 f"{error}); make it as it was then, or give another path"
             ) from error
 
@@ -167,43 +167,43 @@ class Checkpoint:
                 torch.save({"format": _FORMAT, "parts": states}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if not self._proven:
-                self._prove(draft)
+            if not self._is_loadable:
+                self._check_loadable(draft)
             draft.replace(self.path)
         finally:
             draft.unlink(missing_ok=True)
         self._saved_at = time.monotonic()
 
     def step(self) -> bool:
-        """Save if it is time; if this process was told to end, save and end it.
+        """Save if the interval has passed; if this process was told to end, save and exit.
 
-        Call it once per batch, where all parts belong together: after the optimizer's step, and
-        before the new weights are published.
+        Call it once per batch, when the states of all parts belong together: after the optimizer's
+        step, and before the new weights are published.
 
         Returns:
             Whether it saved.
 
         Raises:
             SystemExit: the process was told to end; with exit code 75.
-            Whatever :meth:`save` raises.
+            CollectorStateError, ArgumentTypeError, OSError: as :meth:`save`.
         """
         self._check()
         if preemption.requested_signal():
-            self._leave()
+            self._save_and_exit()
         is_due = time.monotonic() - self._saved_at >= self._every_s
         if is_due:
             self.save()
         return is_due
 
     def _check(self) -> None:
-        if not self._looked and self.path.exists():
+        if not self._file_checked and self.path.exists():
             raise CollectorStateError(
-                f"{self.path} is there from before: call load() to go on from it, or remove it to "
-                "begin anew"
+                f"{self.path} is from an earlier run: call load() to continue from it, or remove "
+                "it to start again"
             )
-        self._looked = True
+        self._file_checked = True
 
-    def _leave(self) -> None:
+    def _save_and_exit(self) -> None:
         self.save()
         log.warning(
             "%s told this process to end: saved %s", preemption.requested_signal(), self.path
@@ -219,10 +219,10 @@ class Checkpoint:
                 f"{self.path} can't be read as a checkpoint: {error.strerror}; give another path"
             ) from error
         except Exception as error:
-            # What torch says of it is about settings that nobody here has.
+            # Torch's own message is about settings that users can't make here.
             raise ArgumentError(
                 f"{self.path} can't be read as a checkpoint: distcollect.Checkpoint didn't write "
-                "it, or it is damaged; give another path, or remove it to begin anew"
+                "it, or it is damaged; give another path, or remove it to start again"
             ) from error
         if kind != _FORMAT:
             raise ArgumentError(
@@ -231,8 +231,8 @@ class Checkpoint:
             )
         return states
 
-    def _prove(self, draft: Path) -> None:
-        """Find out before it is needed whether a state can be loaded."""
+    def _check_loadable(self, draft: Path) -> None:
+        """Load the first file at once: later it would be too late to find that it can't be."""
         try:
             torch.load(draft, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -240,12 +240,12 @@ class Checkpoint:
                 f"the state of one of {sorted(self._parts)} could not be loaded again: {error}; "
                 "state_dict() has to give tensors and plain Python values"
             ) from error
-        self._proven = True
+        self._is_loadable = True
 
 
 def _publish(publish: Any) -> None:
     try:
         publish()
     except ArgumentTypeError:
-        # A collector with a policy_factory has no policy here; its user knows what to publish.
+        # A collector with a policy_factory has no policy here; only the user can publish weights.
         log.warning("the collector has no policy of its own: publish the loaded weights yourself")

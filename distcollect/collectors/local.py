@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from distcollect.collectors.base import EnvMaker
+from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.rpc import RPCDataCollector
-from distcollect.errors import ArgumentError
+from distcollect.collectors.signature import takes
+from distcollect.collectors.worker_options import AsyncOptions, MultiAsyncOptions, MultiSyncOptions
 
 
 class MultiSyncDataCollector(RPCDataCollector):
-    """Steps envs in local worker processes; a batch is one rollout from each, collected when asked.
+    """Steps envs in local worker processes; a batch is one rollout from each, collected on request.
 
     Its shape, with W workers of n envs and T steps each:
 
@@ -23,41 +21,14 @@ class MultiSyncDataCollector(RPCDataCollector):
     ===============  ==========  ===================  =============
     """
 
-    _squeezes = True
-    _is_local = True
+    @takes(MultiSyncOptions)
+    def __init__(self, options: MultiSyncOptions) -> None:
+        """Start the workers, and have each try its envs and the policy.
 
-    def __init__(
-        self,
-        create_env_fn: EnvMaker | Sequence[EnvMaker],
-        policy: Callable[..., Any] | None = None,
-        *,
-        frames_per_batch: int,
-        num_workers: int | None = None,
-        cat_results: int | str | None = "stack",
-        **options: Any,
-    ) -> None:
-        """Start the workers, and have each try out its envs and the policy.
-
-        Args:
-            create_env_fn: as for :class:`RPCDataCollector`; a list has one maker for each worker.
-            policy: as there.
-            frames_per_batch: frames in each batch; a multiple of all envs of all workers.
-            num_workers: None: one for each maker in a list, or for each core of this host.
-            cat_results: how the workers' rollouts are joined; None: "stack".
-            options: all others of :class:`RPCDataCollector` but ``sync`` and ``listen``.
-
-        Raises: as :class:`RPCDataCollector`.
+        Raises:
+            DistCollectError: the errors of :class:`RPCDataCollector`.
         """
-        _refuse(self, options)
-        super().__init__(
-            create_env_fn,
-            policy,
-            frames_per_batch=frames_per_batch,
-            num_workers=num_workers,
-            cat_results="stack" if cat_results is None else cat_results,
-            sync=True,
-            **options,
-        )
+        DataCollectorBase.__init__(self, options)
 
 
 class MultiaSyncDataCollector(RPCDataCollector):
@@ -67,39 +38,14 @@ class MultiaSyncDataCollector(RPCDataCollector):
     ``[n, T]`` with n.
     """
 
-    _squeezes = True
-    _is_local = True
+    @takes(MultiAsyncOptions)
+    def __init__(self, options: MultiAsyncOptions) -> None:
+        """Start the workers, and have each try its envs and the policy.
 
-    def __init__(
-        self,
-        create_env_fn: EnvMaker | Sequence[EnvMaker],
-        policy: Callable[..., Any] | None = None,
-        *,
-        frames_per_batch: int,
-        num_workers: int | None = None,
-        **options: Any,
-    ) -> None:
-        """Start the workers, and have each try out its envs and the policy.
-
-        Args:
-            create_env_fn: as for :class:`RPCDataCollector`; a list has one maker for each worker.
-            policy: as there.
-            frames_per_batch: frames in each batch; a multiple of one worker's envs.
-            num_workers: None: one for each maker in a list, or for each core of this host.
-            options: all others of :class:`RPCDataCollector` but ``sync``, ``cat_results``,
-                ``preemptive_threshold``, ``batch_deadline_s`` and ``listen``.
-
-        Raises: as :class:`RPCDataCollector`.
+        Raises:
+            DistCollectError: the errors of :class:`RPCDataCollector`.
         """
-        _refuse(self, options)
-        super().__init__(
-            create_env_fn,
-            policy,
-            frames_per_batch=frames_per_batch,
-            num_workers=num_workers,
-            sync=False,
-            **options,
-        )
+        DataCollectorBase.__init__(self, options)
 
 
 class aSyncDataCollector(MultiaSyncDataCollector):  # noqa: N801 - TorchRL's name for it
@@ -108,34 +54,11 @@ class aSyncDataCollector(MultiaSyncDataCollector):  # noqa: N801 - TorchRL's nam
     A batch is ``[T]`` for one env, ``[n, T]`` for n.
     """
 
-    def __init__(
-        self,
-        create_env_fn: EnvMaker,
-        policy: Callable[..., Any] | None = None,
-        *,
-        frames_per_batch: int,
-        **options: Any,
-    ) -> None:
-        """Start the worker, and have it try out its envs and the policy.
+    @takes(AsyncOptions)
+    def __init__(self, options: AsyncOptions) -> None:
+        """Start the worker, and have it try its envs and the policy.
 
-        Args:
-            create_env_fn: as for :class:`RPCDataCollector`, but no list.
-            policy: as there.
-            frames_per_batch: frames in each batch; a multiple of the envs.
-            options: as for :class:`MultiaSyncDataCollector`, without ``num_workers``.
-
-        Raises: as :class:`RPCDataCollector`.
+        Raises:
+            DistCollectError: the errors of :class:`RPCDataCollector`.
         """
-        _refuse(self, options, "num_workers")
-        super().__init__(
-            create_env_fn, policy, frames_per_batch=frames_per_batch, num_workers=1, **options
-        )
-
-
-def _refuse(collector: RPCDataCollector, options: dict[str, Any], *names: str) -> None:
-    """Raise ArgumentError for what makes this collector what it is."""
-    for name in ("sync", "listen", *names):
-        if name in options:
-            raise ArgumentError(
-                f"{type(collector).__name__} has no {name}: use RPCDataCollector to choose"
-            )
+        DataCollectorBase.__init__(self, options)

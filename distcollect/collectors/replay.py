@@ -1,8 +1,9 @@
-"""Collecting in the background, into a replay buffer."""
+"""Replay buffers: adding batches to them, in the background, at a limited rate."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import threading
 import time
@@ -20,14 +21,18 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class ReplayBuffer(Protocol):
-    """What takes frames: TorchRL's replay buffers, :class:`RateLimited`, or your own."""
+    """Stores frames: TorchRL's replay buffers, :class:`RateLimited`, or your own class."""
 
     def extend(self, data: TensorDict) -> Any:
-        """Take frames ``[F]``; a TorchRL buffer whose storage has several dimensions ``[n, T]``."""
+        """Add frames ``[F]``, or ``[n, T]`` to a TorchRL buffer with ``ndim`` above 1."""
 
 
 def check_replay_buffer(given: object) -> ReplayBuffer | None:
-    """Raise ArgumentTypeError if it has no ``extend``."""
+    """``given``, if it is a replay buffer or None.
+
+    Raises:
+        ArgumentTypeError: it has no method ``extend``.
+    """
     if given is None or isinstance(given, ReplayBuffer):
         return given
     raise ArgumentTypeError(
@@ -36,7 +41,7 @@ def check_replay_buffer(given: object) -> ReplayBuffer | None:
 
 
 def put(batch: TensorDict, buffer: ReplayBuffer) -> int:
-    """Extend ``buffer`` with the frames of a batch, padding left out; how many they are."""
+    """Add the frames of a batch to ``buffer``, without padding; returns their number."""
     if MASK in batch.keys(include_nested=True):
         frames = batch[batch[MASK]]
     else:
@@ -46,12 +51,26 @@ def put(batch: TensorDict, buffer: ReplayBuffer) -> int:
     return int(frames.numel())
 
 
+class FillState(enum.Enum):
+    """Whether a collector adds frames to a buffer in the background.
+
+    Attributes:
+        NOT_STARTED: none ever did.
+        FILLING: one does.
+        ENDED: one did; no more frames will come.
+    """
+
+    NOT_STARTED = "not started"
+    FILLING = "filling"
+    ENDED = "ended"
+
+
 class RateLimited:
-    """A replay buffer that keeps collection and training in step.
+    """A replay buffer that keeps a fixed ratio of sampled to collected frames.
 
     Collection waits while fewer than ``samples_per_insert`` samples per frame were drawn, and
     sampling waits while more were; either may be ahead by ``slack`` samples. Sampling also waits
-    until there are ``min_size`` frames. It is for the threads of one process (the collector's
+    until the buffer has ``min_size`` frames. It is for the threads of one process (the collector's
     ``start()``). Every attribute of the wrapped buffer can be used through this one.
 
     The scheme is that of Reverb's SampleToInsertRatio (Cassirer et al. 2021, arXiv:2102.04736).
@@ -70,10 +89,10 @@ class RateLimited:
 
         Args:
             buffer: anything with ``extend`` and ``sample``.
-            samples_per_insert: samples to be drawn for each frame that is added, above 0.
-            min_size: frames that have to be there before the first sample.
-            slack: samples by which either side may be ahead, beside one batch; None: a tenth of
-                ``samples_per_insert * min_size``.
+            samples_per_insert: samples to draw for each frame that is added, above 0.
+            min_size: frames that the buffer must have before the first sample.
+            slack: samples by which either side may be ahead, in addition to one batch; None: a
+                tenth of ``samples_per_insert * min_size``.
             timeout_s: seconds for which :meth:`sample` waits at most.
 
         Raises:
@@ -96,9 +115,8 @@ class RateLimited:
         self._timeout_s = timeout_s
         self._inserted = 0
         self._sampled = 0
-        self._begun = False  # somebody fills it in the background
-        self._ended = False  # nothing more comes in
-        self._error: BaseException | None = None  # why
+        self._fill_state = FillState.NOT_STARTED
+        self._error: BaseException | None = None  # that ended the filling
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
@@ -109,7 +127,7 @@ class RateLimited:
         return len(self._buffer)
 
     def extend(self, data: TensorDict) -> Any:
-        """Put frames in, at once: who fills it in the background waits before."""
+        """Add frames at once; the thread that fills the buffer waits before it collects them."""
         with self._lock:
             result = self._buffer.extend(data)
             self._inserted += data.numel()
@@ -117,26 +135,26 @@ class RateLimited:
         return result
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """As the buffer's, once there is enough.
+        """Sample from the buffer, once enough frames were added.
 
         Raises:
-            DeadlineError: there wasn't within ``timeout_s``.
-            CollectorStateError: nothing more comes in: collecting failed, or ended with fewer
-                than ``min_size`` frames.
+            DeadlineError: too few frames were added within ``timeout_s``.
+            CollectorStateError: no more frames come: collection failed, or ended with fewer than
+                ``min_size`` frames.
         """
         with self._lock:
             deadline = time.monotonic() + self._timeout_s
             while not self._may_sample():
-                if not self._begun:
+                if self._fill_state is FillState.NOT_STARTED:
                     raise CollectorStateError(
-                        "there is too little in this buffer to be sampled, and no collector's "
+                        "this buffer has too few frames to be sampled, and no collector's "
                         "start() fills it in the background, so waiting would not help"
                     )
                 if self._error is not None:
                     raise CollectorStateError(
                         f"no more frames come in: {self._error}"
                     ) from self._error
-                if self._ended:
+                if self._fill_state is FillState.ENDED:
                     raise CollectorStateError(
                         f"no more frames come in, and of min_size={self._min_size} there are only "
                         f"{self._inserted}: collect more frames, or lower min_size"
@@ -156,39 +174,40 @@ class RateLimited:
         return samples
 
     def wait_to_insert(self, wanted: Callable[[], bool]) -> None:
-        """Block until a batch may come in, or is no longer ``wanted``."""
+        """Block until a batch may be added, or ``wanted()`` is False."""
         with self._lock:
             while wanted() and not self._may_insert():
                 self._changed.wait(LOOK_UP_S)
 
     def begin(self) -> None:
-        """Frames will come in from now on."""
+        """A collector adds frames from now on."""
         with self._lock:
-            self._begun, self._ended, self._error = True, False, None
+            self._fill_state, self._error = FillState.FILLING, None
 
     def end(self, error: BaseException | None) -> None:
-        """No more frames come in: what is there may be sampled without a limit.
+        """No more frames come: those in the buffer may be sampled without a limit.
 
         Args:
-            error: why, if that is no good reason; :meth:`sample` says so.
+            error: the error that ended collection, which :meth:`sample` then reports; None: it
+                ended as planned.
         """
         with self._lock:
-            self._ended, self._error = True, error
+            self._fill_state, self._error = FillState.ENDED, error
             self._changed.notify_all()
 
-    def _owed(self) -> float:
-        """Samples that are still to be drawn for the frames that are there."""
-        # The first min_size frames come before all sampling.
+    def _num_owed(self) -> float:
+        """Number of samples still to be drawn for the frames in the buffer."""
+        # The first min_size frames are added before any sample is drawn.
         return (self._inserted - self._min_size) * self._samples_per_insert - self._sampled
 
     def _may_insert(self) -> bool:
-        # One insert is always allowed when nothing is owed, however large it is.
-        return self._inserted < self._min_size or self._owed() <= self._slack
+        # While no samples are owed, a batch of any size may be added.
+        return self._inserted < self._min_size or self._num_owed() <= self._slack
 
     def _may_sample(self) -> bool:
         if self._error is not None or self._inserted < self._min_size:
             return False
-        return self._ended or self._owed() + self._slack >= 0
+        return self._fill_state is FillState.ENDED or self._num_owed() + self._slack >= 0
 
 
 def _num_samples(samples: Any) -> int:
@@ -197,23 +216,28 @@ def _num_samples(samples: Any) -> int:
 
 
 class Background:
-    """A thread that calls ``collect`` again and again, until it is stopped or that is over."""
+    """A thread that calls ``collect`` repeatedly, until it is stopped or there are no more batches.
+
+    Attributes:
+        error: the error that ended it; None: none did.
+    """
 
     def __init__(self, collect: Callable[[], bool], limit: RateLimited | None) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
-            collect: takes one batch; False: there are no more.
-            limit: what is filled, if it wants to be asked before.
+            collect: collects one batch; returns False if there are no more.
+            limit: the buffer, if it limits when a batch may be added.
         """
         self.error: BaseException | None = None
         self._collect = collect
         self._limit = limit
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._busy = False
-        self._pauses = 0
-        self._stopped = False
+        self._is_collecting = False
+        # What other threads have requested.
+        self._stop_requested = False
+        self._num_pauses = 0
         if limit is not None:
             limit.begin()
         self._thread = threading.Thread(target=self._run, name="distcollect-collect", daemon=True)
@@ -221,11 +245,8 @@ class Background:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is still collecting, or paused."""
+        """Whether the thread runs, be it that it collects, waits or is paused."""
         return self._thread.is_alive()
-
-    def _wanted(self) -> bool:
-        return not self._stopped and not self._pauses
 
     def _run(self) -> None:
         try:
@@ -237,7 +258,8 @@ class Background:
                 if not more:
                     break
         except CollectorStateError as error:
-            log.debug("collecting in the background ended: %s", error)  # it was shut down
+            # It was shut down, which is no failure.
+            log.debug("collecting in the background ended: %s", error)
         except BaseException as error:
             log.exception("collecting in the background ended")
             self.error = error
@@ -246,58 +268,61 @@ class Background:
                 self._limit.end(self.error)
 
     def _begin(self) -> bool:
-        """Wait until a batch is wanted; False if none ever is again."""
+        """Wait until a batch may be collected; False if the thread is to end."""
         while True:
             with self._lock:
-                while self._pauses and not self._stopped:
+                while self._num_pauses and not self._stop_requested:
                     self._changed.wait(LOOK_UP_S)
-                if self._stopped:
-                    return False
             if self._limit is not None:
-                self._limit.wait_to_insert(self._wanted)
+                self._limit.wait_to_insert(self._may_collect)
             with self._lock:
-                if self._wanted():
-                    self._busy = True
+                if self._stop_requested:
+                    return False
+                if not self._num_pauses:
+                    self._is_collecting = True
                     return True
+
+    def _may_collect(self) -> bool:
+        return not self._stop_requested and not self._num_pauses
 
     def _end(self) -> None:
         with self._lock:
-            self._busy = False
+            self._is_collecting = False
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def paused(self, timeout_s: float) -> Iterator[None]:
-        """Collect nothing within; the batch under way is finished first.
+        """Collect nothing within; a batch that is being collected is finished first.
 
         Raises:
-            DeadlineError: it was not, within ``timeout_s``.
+            DeadlineError: it was not finished within ``timeout_s``.
         """
         with self._lock:
-            self._pauses += 1
+            self._num_pauses += 1
         try:
             deadline = time.monotonic() + timeout_s
             with self._lock:
-                while self._busy and self._thread.is_alive():
+                while self._is_collecting and self._thread.is_alive():
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         raise DeadlineError(
-                            f"pause() waited {timeout_s:g} s for the batch under way to be "
-                            "finished; give it a longer timeout_s"
+                            f"pause() waited {timeout_s:g} s for the batch that is being "
+                            "collected; give it a longer timeout_s"
                         )
                     self._changed.wait(min(remaining, LOOK_UP_S))
             yield
         finally:
             with self._lock:
-                self._pauses -= 1
+                self._num_pauses -= 1
                 self._changed.notify_all()
 
     def stop(self) -> None:
         """Begin no other batch."""
         with self._lock:
-            self._stopped = True
+            self._stop_requested = True
             self._changed.notify_all()
 
     def join(self, timeout_s: float | None) -> bool:
-        """Wait for the thread's end; whether it came."""
+        """Wait for the thread's end; returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -1,35 +1,37 @@
-"""Arguments by the names that TorchRL's collectors have for them."""
+"""Translates the arguments of TorchRL's collectors into those of ours.
+
+An argument that TorchRL and we have under one name needs nothing here. Each other one stands in
+one of three tables: :data:`NO_EFFECT`, :data:`REFUSED`, or :data:`TRANSLATIONS`.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
+import difflib
 from collections.abc import Callable, Mapping, Set
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from distcollect.collectors.validation import kinds
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
-_NO_EFFECT = frozenset(
+# Accepted, and ignored: the comment says why nothing is lost.
+NO_EFFECT = frozenset(
     {
         "auto_register_policy_transforms",  # recurrent policies need none
-        "extend_buffer",  # whole batches always
+        "extend_buffer",  # a buffer always gets whole batches
         "no_cuda_sync",
         "replay_buffer_chunk",
         "return_same_td",
-        "tcp_port",  # ports are the system's to choose
+        "tcp_port",  # the system chooses the ports
         "track_traj_ids",  # always
-        "trust_policy",  # the policy is always tried out
+        "trust_policy",  # a worker always tries the policy once
         "use_buffers",  # a delivered batch is never written to again
         "use_env_creator",
     }
 )
-_Init = TypeVar("_Init", bound=Callable[..., None])
 
-_WITHOUT_COLLECTOR = "one collector with several workers does what nested ones did"
-_REFUSED: dict[str, str] = {
+# Accepted only as None or False: the text says what to do instead.
+REFUSED: dict[str, str] = {
     "backend_options": "pass these to the collector itself",
     "compile_policy": "compile the policy yourself: policy_factory=lambda: torch.compile(...)",
     "cudagraph_policy": "wrap the policy yourself, with tensordict.nn.CudaGraphModule",
@@ -56,75 +58,49 @@ _REFUSED: dict[str, str] = {
 }
 
 
-def takes_torchrl_names(init: _Init) -> _Init:
-    """Have a collector's ``__init__`` take TorchRL's names for its arguments as well."""
-    signature = inspect.signature(init)
-    own_names = signature.parameters.keys() - {"self"}
-    flags = {p.name for p in signature.parameters.values() if str(p.annotation).startswith("bool")}
-
-    @functools.wraps(init)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        others = {name: value for name, value in kwargs.items() if name not in own_names}
-        own = {name: value for name, value in kwargs.items() if name in own_names}
-        given = signature.bind_partial(self, *args, **own).arguments
-        del given["self"]
-        arguments = _translated(others, given, own_names)
-        kinds(arguments, flags)
-        init(self, **arguments)
-
-    return cast("_Init", wrapper)
+# Arguments of ours for which TorchRL's -1 means "none".
+_NONE_IF_MINUS_ONE = ("max_frames_per_traj", "init_random_frames", "max_weight_update_interval")
 
 
-def _translated(
+def translated(
     given: Mapping[str, Any], options: Mapping[str, Any], own_names: Set[str]
 ) -> dict[str, Any]:
-    """``options`` with what ``given`` says in TorchRL's words.
+    """``options``, changed as the arguments in ``given`` ask for.
 
     Args:
-        given: further arguments of a collector.
-        options: its own, by name.
-        own_names: all that it has.
+        given: arguments that the collector doesn't have under these names.
+        options: the collector's own arguments, by name.
+        own_names: the names of all arguments that the collector has.
 
     Raises:
-        ArgumentError: one of them makes no sense here; says why.
-        ArgumentTypeError: there is no such argument.
+        ArgumentError: the collector can't do what an argument asks for; says what to do instead.
+        ArgumentTypeError: there is no such argument, here or in TorchRL.
     """
-    merged = dict(options)
+    arguments = dict(options)
     names = dict(given)
     for name, value in _collector_kwargs(names.pop("collector_kwargs", None)).items():
-        if name in own_names:
-            merged[name] = value
-        else:
-            names[name] = value
-    if names.pop("update_after_each_batch", False):
-        merged["update_at_each_batch"] = True
-    if not names.pop("reset_when_done", True):
-        raise ArgumentError("reset_when_done=False: envs are always reset when their episode ends")
-    if names.get("traj_format") == "padded":
-        del names["traj_format"]
-    _read_launcher(names)
-    _read_backend(names, merged)
-    _read_nested(names, merged)
-    if (kwargs := names.pop("create_env_kwargs", None)) is not None:
-        merged["create_env_fn"] = _with_kwargs(merged["create_env_fn"], kwargs)
-    _refuse(names, own_names)
-    for name in ("max_frames_per_traj", "init_random_frames", "max_weight_update_interval"):
-        value = merged.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value == -1:
-            merged[name] = None
-    return merged
-
-
-def _refuse(names: Mapping[str, Any], own_names: Set[str]) -> None:
+        (arguments if name in own_names else names)[name] = value
+    for name, translate in TRANSLATIONS.items():
+        if name in names:
+            translate(names.pop(name), arguments)
     for name, value in names.items():
-        if name in _NO_EFFECT:
+        if name in NO_EFFECT:
             continue
-        if name not in _REFUSED:
-            raise ArgumentTypeError(
-                f"there is no argument {name!r}; there are: {', '.join(sorted(own_names))}"
-            )
+        if name not in REFUSED:
+            raise ArgumentTypeError(_unknown(name, own_names))
         if value is not None and value is not False:
-            raise ArgumentError(f"{name}={value!r} makes no sense here: {_REFUSED[name]}")
+            raise ArgumentError(f"{name}={value!r} makes no sense here: {REFUSED[name]}")
+    for name in _NONE_IF_MINUS_ONE:
+        value = arguments.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value == -1:
+            arguments[name] = None
+    return arguments
+
+
+def _unknown(name: str, own_names: Set[str]) -> str:
+    near = difflib.get_close_matches(name, own_names, n=1, cutoff=0.7)
+    suggestion = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"no argument {name!r}{suggestion}; there are: {', '.join(sorted(own_names))}"
 
 
 def _collector_kwargs(given: Any) -> Mapping[str, Any]:
@@ -135,63 +111,110 @@ def _collector_kwargs(given: Any) -> Mapping[str, Any]:
         raise ArgumentTypeError(f"collector_kwargs={given!r}: must be a dict")
     if any(kwargs != each[0] for kwargs in each):
         raise ArgumentError(
-            "collector_kwargs differ from worker to worker: here all have the same. Let the env "
-            "makers differ, by a list of them or by their parameter 'context'"
+            "collector_kwargs differ from worker to worker: here all workers have the same. Let "
+            "the env makers differ, by a list of them or by their parameter 'context'"
         )
     return dict(each[0])
 
 
-def _read_launcher(names: dict[str, Any]) -> None:
-    launcher = names.pop("launcher", None)
-    if launcher not in (None, "mp"):
-        raise ArgumentError(
-            f"launcher={launcher!r}: a collector starts local workers ('mp'), or uses the ranks of "
-            "the launch that it is in: start those by torchrun or SLURM, with distcollect.run(main)"
-        )
+# Each takes the value, and changes the collector's arguments if the value asks for it.
 
 
-def _read_backend(names: dict[str, Any], merged: dict[str, Any]) -> None:
-    backend = names.pop("backend", None)
-    if backend is None:
+def _update_after_each_batch(value: Any, arguments: dict[str, Any]) -> None:
+    if value:
+        arguments["update_at_each_batch"] = True
+
+
+def _backend(value: Any, arguments: dict[str, Any]) -> None:
+    if value not in (None, "gloo", "nccl"):
+        raise ArgumentError(f"backend={value!r}: use 'gloo' or 'nccl'")
+    if value is not None and arguments.get("weight_sync") is None:
+        arguments["weight_sync"] = WeightSync(backend=value)
+
+
+def _num_workers_per_collector(value: Any, arguments: dict[str, Any]) -> None:
+    if value is None:
         return
-    if backend not in ("gloo", "nccl"):
-        raise ArgumentError(f"backend={backend!r}: use 'gloo' or 'nccl'")
-    if merged.get("weight_sync") is None:
-        merged["weight_sync"] = WeightSync(backend=backend)
-
-
-def _read_nested(names: dict[str, Any], merged: dict[str, Any]) -> None:
-    """A collector within each worker: its kind, and how many workers that one had."""
-    kind = names.pop("collector_class", None)
-    known = {
-        "single", "sync", "async", "Collector", "SyncDataCollector", "MultiSyncCollector",
-        "MultiSyncDataCollector", "MultiAsyncCollector", "MultiaSyncDataCollector",
-    }  # fmt: skip
-    if kind is not None and (kind if isinstance(kind, str) else kind.__name__) not in known:
-        raise ArgumentError(f"collector_class={kind!r} makes no sense here: {_WITHOUT_COLLECTOR}")
-    per_collector = names.pop("num_workers_per_collector", None)
-    if per_collector in (None, 1):
-        return
-    if isinstance(per_collector, bool) or not isinstance(per_collector, int) or per_collector < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ArgumentError(
-            f"num_workers_per_collector={per_collector!r}: must be a whole number, 1 or more"
+            f"num_workers_per_collector={value!r}: must be a whole number, 1 or more"
         )
-    makers = merged["create_env_fn"]
+    makers = arguments.get("create_env_fn")
     if isinstance(makers, list | tuple):
-        merged["create_env_fn"] = [maker for maker in makers for _ in range(per_collector)]
-    elif merged.get("num_workers") is not None:
-        merged["num_workers"] *= per_collector
+        arguments["create_env_fn"] = [maker for maker in makers for _ in range(value)]
+    elif arguments.get("num_workers") is not None:
+        arguments["num_workers"] *= value
 
 
-def _with_kwargs(makers: Any, kwargs: Any) -> Any:
-    each = list(makers) if isinstance(makers, list | tuple) else None
-    if isinstance(kwargs, Mapping):
-        if each is None:
-            return partial(makers, **kwargs)
-        return [partial(maker, **kwargs) for maker in each]
-    if each is None or len(kwargs) != len(each):
+def _create_env_kwargs(value: Any, arguments: dict[str, Any]) -> None:
+    makers: Any = arguments.get("create_env_fn")
+    if value is None:
+        return
+    if not isinstance(makers, list | tuple):
+        if not isinstance(value, Mapping):
+            raise _unequal_lists(value)
+        arguments["create_env_fn"] = partial(makers, **value)
+        return
+    each = [value] * len(makers) if isinstance(value, Mapping) else list(value)
+    if len(each) != len(makers):
+        raise _unequal_lists(value)
+    arguments["create_env_fn"] = [
+        partial(maker, **kwargs) for maker, kwargs in zip(makers, each, strict=True)
+    ]
+
+
+def _unequal_lists(value: Any) -> ArgumentError:
+    return ArgumentError(
+        f"create_env_kwargs={value!r}: a list needs one dict for each maker, and create_env_fn "
+        "must be a list of makers then"
+    )
+
+
+# The next ones change nothing: they only refuse values.
+
+
+def _reset_when_done(value: Any, _: dict[str, Any]) -> None:
+    if not value:
+        raise ArgumentError("reset_when_done=False: envs are always reset when their episode ends")
+
+
+def _traj_format(value: Any, _: dict[str, Any]) -> None:
+    if value not in (None, False, "padded"):
+        raise ArgumentError(f"traj_format={value!r} makes no sense here: {REFUSED['traj_format']}")
+
+
+def _launcher(value: Any, _: dict[str, Any]) -> None:
+    if value not in (None, "mp"):
         raise ArgumentError(
-            f"create_env_kwargs={kwargs!r}: a list needs one dict for each maker in the list that "
-            "create_env_fn is then"
+            f"launcher={value!r}: a collector starts local workers ('mp'), or uses the ranks of "
+            "its launch: start those by torchrun or SLURM, with distcollect.run(main)"
         )
-    return [partial(maker, **own) for maker, own in zip(each, kwargs, strict=True)]
+
+
+# The collectors inside of a worker that TorchRL needs, and ours do without.
+_INNER_CLASSES = {
+    "single", "sync", "async", "Collector", "SyncDataCollector", "MultiSyncCollector",
+    "MultiSyncDataCollector", "MultiAsyncCollector", "MultiaSyncDataCollector",
+}  # fmt: skip
+
+
+def _collector_class(value: Any, _: dict[str, Any]) -> None:
+    name = value if isinstance(value, str | None) else value.__name__
+    if name is not None and name not in _INNER_CLASSES:
+        raise ArgumentError(
+            f"collector_class={value!r} makes no sense here: one collector with several workers "
+            "does what nested ones did"
+        )
+
+
+TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
+    "update_after_each_batch": _update_after_each_batch,
+    "reset_when_done": _reset_when_done,
+    "traj_format": _traj_format,
+    "launcher": _launcher,
+    "backend": _backend,
+    "collector_class": _collector_class,
+    # The env makers are repeated before each gets its own arguments.
+    "num_workers_per_collector": _num_workers_per_collector,
+    "create_env_kwargs": _create_env_kwargs,
+}

@@ -1,19 +1,18 @@
-"""Checks of what users hand to a collector, all made before any process is started."""
+"""Checks of a collector's arguments; all are made before any process is started."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping, Set
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import torch
 from torch import nn
 
-from distcollect.collectors.pickling import (
-    short_repr,
-    users_stack_level,
-)
+from distcollect.collectors.pickling import short_repr
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from distcollect.envs.make import check_env_id, is_env
 from distcollect.errors import ArgumentError, ArgumentTypeError
@@ -22,62 +21,65 @@ from distcollect.rollout.spaces import leaves_of
 from distcollect.weights.updaters import WeightUpdaterBase
 
 
-def num_steps(frames_per_batch: int, num_workers: int, envs_per_worker: int) -> int:
-    """T, the steps of each env in a batch.
+def num_steps(frames_per_batch: int, num_rollouts: int, num_envs: int) -> int:
+    """T, the number of steps of each env in a batch of rollouts ``[num_envs, T]``.
 
     Raises:
-        ArgumentError: the frames don't divide; says which numbers would.
+        ArgumentError: ``frames_per_batch`` is no multiple of the rows; names the nearest multiples.
     """
-    rows = num_workers * envs_per_worker
+    rows = num_rollouts * num_envs
     steps, rest = divmod(frames_per_batch, rows)
     if rest:
         lower, upper = steps * rows, (steps + 1) * rows
         would_do = f"{lower} or {upper} would do" if steps else f"{upper} would do"
-        split = (
-            f"{num_workers} worker(s) x {envs_per_worker} env(s)"
-            if num_workers > 1
-            else (f"{envs_per_worker} env(s)")
-        )
+        workers = f"{num_rollouts} worker(s) x " if num_rollouts > 1 else ""
         raise ArgumentError(
-            f"frames_per_batch={frames_per_batch} can't be split evenly over {split}: {would_do}"
+            f"frames_per_batch={frames_per_batch} can't be split evenly over "
+            f"{workers}{num_envs} env(s): {would_do}"
         )
     return steps
 
 
-def total_batches(total_frames: int, frames_per_batch: int) -> int | None:
-    """How many batches ``total_frames`` are; None: endless.
-
-    A total that is no multiple is rounded up, with a warning.
+def check_total_frames(total_frames: int, frames_per_batch: int) -> None:
+    """Check ``total_frames``; warn if it is no multiple, as it is rounded up then.
 
     Raises:
         ArgumentError: it is neither positive nor -1.
+        ArgumentTypeError: it is not an int.
     """
-    if total_frames == -1:
-        return None
     if isinstance(total_frames, bool) or not isinstance(total_frames, int):
         raise ArgumentTypeError(f"total_frames={total_frames!r}: must be a whole number")
-    if total_frames < 1:
+    if total_frames < 1 and total_frames != -1:
         raise ArgumentError(f"total_frames={total_frames}: must be at least 1, or -1 for endless")
-    batches = -(-total_frames // frames_per_batch)
-    if batches * frames_per_batch != total_frames:
+    if total_frames % frames_per_batch and total_frames != -1:
+        rounded = -(-total_frames // frames_per_batch) * frames_per_batch
         warnings.warn(
             f"total_frames={total_frames} is no multiple of frames_per_batch={frames_per_batch}: "
-            f"{batches * frames_per_batch} frames will be collected",
-            stacklevel=users_stack_level(),
+            f"{rounded} frames will be collected",
+            stacklevel=_users_stack_level(),
         )
-    return batches
 
 
-def env_maker(maker: object, *, instances: bool) -> None:
-    """Check what is to make an env, as far as that goes without making one.
+def _users_stack_level() -> int:
+    """The ``stacklevel`` with which the calling function warns about the user's own line."""
+    level, frame = 0, inspect.currentframe()
+    # By module: the code of a dataclass's __init__ has no file.
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("distcollect."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def check_env_maker(maker: object, *, instances: bool) -> None:
+    """Check one env maker. Only the env of a known id is made for this, and closed again.
 
     Args:
-        maker: env id or callable; an env where ``instances`` are allowed.
-        instances: whether an env itself will do.
+        maker: env id or callable; with ``instances`` also an env.
+        instances: whether an env itself is accepted.
 
     Raises:
-        ArgumentError: unknown env id, an env where none will do, or spaces no batch can carry.
-        ArgumentTypeError: nothing that makes an env.
+        ArgumentError: the env id is unknown, an env is not accepted here, or a batch can't hold the
+            env's spaces.
+        ArgumentTypeError: it can't make an env.
     """
     if isinstance(maker, str):
         check_env_id(maker)
@@ -86,8 +88,8 @@ def env_maker(maker: object, *, instances: bool) -> None:
         except Exception as error:
             raise ArgumentError(
                 f"the env {maker!r} can't be made here ({type(error).__name__}: {error}): install "
-                "what it needs; if it is only to be made on workers' hosts, pass a callable that "
-                "makes it"
+                "what it needs; if only the workers' hosts can make it, pass a callable that makes "
+                "it"
             ) from error
         try:
             leaves_of(env.observation_space, "observation")
@@ -107,10 +109,10 @@ def env_maker(maker: object, *, instances: bool) -> None:
 
 
 def env_makers(create_env_fn: object, num_workers: int) -> list[object]:
-    """One maker for each worker, in the order of their ids.
+    """One maker for each worker, in the order of worker_id.
 
     Raises:
-        ArgumentError, ArgumentTypeError: as :func:`env_maker`, or a list of another length.
+        ArgumentError, ArgumentTypeError: as :func:`check_env_maker`, or a list has another length.
     """
     if isinstance(create_env_fn, list | tuple):
         if len(create_env_fn) != num_workers:
@@ -122,7 +124,7 @@ def env_makers(create_env_fn: object, num_workers: int) -> list[object]:
     else:
         makers = [create_env_fn]
     for maker in makers:
-        env_maker(maker, instances=False)
+        check_env_maker(maker, instances=False)
     return makers if len(makers) > 1 else makers * num_workers
 
 
@@ -135,41 +137,51 @@ _SETTINGS: dict[str, type] = {
 }
 
 
-def kinds(given: Mapping[str, object], flags: Set[str]) -> None:
-    """Check what a collector is given for its settings and flags.
+def check_kinds(options: Any) -> None:
+    """Check that settings and flags have the right type.
 
     Args:
-        given: its arguments, by name.
-        flags: those of them that are to be True, False, or None where they are optional.
+        options: a dataclass of a collector's arguments.
 
     Raises:
-        ArgumentTypeError: one is of another kind.
+        ArgumentTypeError: one has another type; says which it must have.
     """
-    for name, value in given.items():
+    for argument in fields(options):
+        name, value = argument.name, getattr(options, argument.name)
         kind = _SETTINGS.get(name)
         if kind is not None and value is not None and not isinstance(value, kind):
             raise ArgumentTypeError(
                 f"{name}={value!r}: must be a distcollect.{kind.__name__}, as in "
                 f"{name}=distcollect.{kind.__name__}(...)"
             )
-        if name in flags and isinstance(value, str):
+        if str(argument.type).startswith("bool") and isinstance(value, str):
             raise ArgumentTypeError(f"{name}={value!r}: must be True or False")
 
 
-def policy(given: object, factory: object) -> None:
-    """Check the policy arguments.
+def check_random_frames(value: object) -> None:
+    """Check ``init_random_frames``.
+
+    Raises:
+        ArgumentError: it is neither None nor a whole number, 0 or more.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ArgumentError(f"init_random_frames={value!r}: must be a whole number, 0 or more")
+
+
+def check_policy(policy: object, factory: object) -> None:
+    """Check ``policy`` and ``policy_factory``.
 
     Raises:
         ArgumentError: both are given.
         ArgumentTypeError: one can't be called.
     """
-    if given is not None and factory is not None:
+    if policy is not None and factory is not None:
         raise ArgumentError(
-            f"policy={short_repr(given)} and policy_factory={short_repr(factory)} are both "
+            f"policy={short_repr(policy)} and policy_factory={short_repr(factory)} are both "
             "given: leave one out"
         )
     for name, value, wanted in (
-        ("policy", given, "a module or function from observations to actions, or None: random"),
+        ("policy", policy, "a module or function from observations to actions, or None: random"),
         ("policy_factory", factory, "a callable without parameters that makes the policy"),
     ):
         if value is not None and not callable(value):
@@ -177,7 +189,13 @@ def policy(given: object, factory: object) -> None:
 
 
 class Devices(NamedTuple):
-    """What is where; None: where it comes from."""
+    """A collector's devices; None: no choice was made.
+
+    Attributes:
+        storing: where batches are delivered.
+        env: where TorchRL envs compute.
+        policy: where the policy computes.
+    """
 
     storing: torch.device | None
     env: torch.device | None
@@ -185,13 +203,12 @@ class Devices(NamedTuple):
 
 
 def devices(device: object, storing_device: object, env: object, policy: object) -> Devices:
-    """A collector's devices: ``device`` for each of the others that is None.
+    """A collector's devices; ``device`` replaces each of the others that is None.
 
     Raises:
-        ArgumentError: torch knows no such device, or this process has none, and is the one that
-            needs it.
+        ArgumentError: torch knows no such device, or this process needs it and doesn't have it.
     """
-    # Workers of a launch may be on hosts that have what this one lacks.
+    # Workers of a launch may be on hosts with devices that this host lacks.
     elsewhere = current() is not None
 
     def found(name: str, value: object, *, here: bool) -> torch.device | None:
@@ -221,12 +238,12 @@ def _device(name: str, value: object, here: bool) -> torch.device | None:
     return device
 
 
-def models(given: object) -> dict[str, nn.Module]:
-    """Check further modules.
+def named_models(given: object) -> dict[str, nn.Module]:
+    """``models`` as a dict; empty for None.
 
     Raises:
-        ArgumentTypeError: no dict of modules.
-        ArgumentError: a name that can't be one.
+        ArgumentTypeError: it is not a dict of modules.
+        ArgumentError: a name is not allowed.
     """
     if given is None:
         return {}
@@ -241,11 +258,11 @@ def models(given: object) -> dict[str, nn.Module]:
     return dict(given)
 
 
-def updater(given: object) -> WeightUpdaterBase | None:
-    """Check a weight updater, or make it where what makes it is given.
+def made_updater(given: object) -> WeightUpdaterBase | None:
+    """The weight updater, made here if a callable that makes one is given; None for None.
 
     Raises:
-        ArgumentTypeError: it is none.
+        ArgumentTypeError: it is not a :class:`WeightUpdaterBase`.
     """
     if callable(given):
         given = given()
@@ -256,14 +273,14 @@ def updater(given: object) -> WeightUpdaterBase | None:
     )
 
 
-def stragglers(
+def check_stragglers(
     preemptive_threshold: float | None, batch_deadline_s: float | None, *, sync: bool
 ) -> None:
-    """Refuse what can't say for whom a batch doesn't wait.
+    """Check the limits after which a batch is delivered without the slowest workers.
 
     Raises:
-        ArgumentError: it is out of bounds, or batches don't wait for anybody.
-        ArgumentTypeError: it is no number.
+        ArgumentError: a limit is out of bounds, or it is given in async mode.
+        ArgumentTypeError: a limit is not a number.
     """
     for name, value, most in (
         ("preemptive_threshold", preemptive_threshold, 1.0),
@@ -278,15 +295,15 @@ def stragglers(
             raise ArgumentError(f"{name}={value!r}: must be {bounds}")
         if not sync:
             raise ArgumentError(
-                f"{name}={value!r} is for sync=True: without it nobody waits for the slowest"
+                f"{name}={value!r} is for sync=True: without it no batch waits for a slow worker"
             )
 
 
 def num_collecting(num_workers: int, evaluation: EvaluationWorkers | None) -> int:
-    """Workers that don't evaluate.
+    """Number of workers that don't evaluate.
 
     Raises:
-        ArgumentError: there are none.
+        ArgumentError: it would be 0.
     """
     num_evaluating = evaluation.num_workers if evaluation else 0
     if evaluation and num_evaluating >= num_workers:

@@ -37,7 +37,7 @@ from distcollect.net.messages import (
     WorkerHello,
     WorkerSettings,
 )
-from distcollect.results import State
+from distcollect.results import WorkerState
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.membership import PRESENT, Command, Membership, Ping, Start
 from distcollect.supervision.process import Key, Process, ProcessState, message_of
@@ -221,7 +221,7 @@ class Lifecycle:
         if self._status.failure is not None:
             observer.fail(self._status.failure)
         for worker_id, state in self._membership.states.items():
-            if state is State.JOINING:
+            if state is WorkerState.JOINING:
                 observer.lose(worker_id, -1, replaced=True)
         for process in list(self.processes.values()):
             if process.probe is not None and not process.is_over:
@@ -319,7 +319,7 @@ class Lifecycle:
 
     def _check_vacant(self, worker_id: int, reason: str) -> None:
         """A slot has no process; if none is going to be started, report that."""
-        if self._membership.state(worker_id) not in (State.LOST, State.LEFT):
+        if self._membership.state(worker_id) not in (WorkerState.LOST, WorkerState.LEFT):
             return
         if self._observer is not None:
             self._observer.lose(worker_id, -1, replaced=False)
@@ -347,7 +347,7 @@ class Lifecycle:
             process.connection.close()
         self._transport.disconnect(process.peer)
         if self._observer is not None:
-            joins = self._membership.state(worker_id) is State.JOINING
+            joins = self._membership.state(worker_id) is WorkerState.JOINING
             self._observer.lose(*process.key, replaced=joins and not self._status.is_stopping)
         if process.exit is not None:
             self._account(process)
@@ -367,7 +367,7 @@ class Lifecycle:
         process.enter(ProcessState.ACCOUNTED)
         del self.processes[process.key]
         worker_id = process.worker_id
-        left = self._membership.state(worker_id) is State.LEFT
+        left = self._membership.state(worker_id) is WorkerState.LEFT
         failure = process.failure or process.death
         self._deaths[worker_id] = "it left" if left else message_of(failure)
         stopping = self._status.is_stopping
@@ -389,7 +389,7 @@ class Lifecycle:
 
     def _outlook(self, worker_id: int) -> str:
         delay_s = self._membership.delay(worker_id, time.monotonic())
-        if self._membership.state(worker_id) is not State.JOINING:
+        if self._membership.state(worker_id) is not WorkerState.JOINING:
             return "it is not replaced"
         return "it is replaced" + (f" in {delay_s:.1f} s" if delay_s else "")
 

@@ -16,7 +16,7 @@ from distcollect.config import Faults
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.launch.worker_hosts import open_hosts
-from distcollect.results import State
+from distcollect.results import WorkerState
 from distcollect.supervision.host_events import PostedHostEvents
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.lifecycle import EXIT_TIMEOUT_S, Lifecycle
@@ -109,7 +109,7 @@ class Workers:
             raise
 
     @property
-    def states(self) -> dict[int, State]:
+    def states(self) -> dict[int, WorkerState]:
         """What is known of each slot's worker, by worker_id."""
         return dict(self._status.states)
 
@@ -169,7 +169,7 @@ class Workers:
 
         def staying() -> list[int]:
             states = self._status.states
-            return [w for w in worker_ids if states.get(w) is not State.LEFT]
+            return [w for w in worker_ids if states.get(w) is not WorkerState.LEFT]
 
         deadline = time.monotonic() + limit_s
         with self._status.lock:

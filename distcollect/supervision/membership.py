@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from distcollect.common.backoff import backoff_s
-from distcollect.results import State
+from distcollect.results import WorkerState
 
 # After a process was ready for this long, it counts as the first start in its slot.
 _SOUND_AFTER_S = 60.0
@@ -34,7 +34,7 @@ _FIRST_DELAY_S = 0.5
 _PINGS_PER_SILENCE = 4
 
 
-PRESENT = (State.READY, State.SUSPECTED)
+PRESENT = (WorkerState.READY, WorkerState.SUSPECTED)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Slot:
         overdue: its end was requested.
     """
 
-    state: State = State.JOINING
+    state: WorkerState = WorkerState.JOINING
     incarnation: int = 0
     running: bool = False
     start_at: float | None = None
@@ -126,19 +126,21 @@ class Membership:
     _called_at: float = math.inf
 
     @property
-    def states(self) -> dict[int, State]:
+    def states(self) -> dict[int, WorkerState]:
         """The state of every slot, by worker_id."""
         return {worker_id: slot.state for worker_id, slot in sorted(self._slots.items())}
 
-    def state(self, worker_id: int) -> State:
+    def state(self, worker_id: int) -> WorkerState:
         """The state of one slot; LEFT if there is no such slot."""
         slot = self._slots.get(worker_id)
-        return State.LEFT if slot is None else slot.state
+        return WorkerState.LEFT if slot is None else slot.state
 
     @property
     def num_hopeful(self) -> int:
         """How many slots have a worker, or will have one."""
-        return sum(slot.state not in (State.LOST, State.LEFT) for slot in self._slots.values())
+        return sum(
+            slot.state not in (WorkerState.LOST, WorkerState.LEFT) for slot in self._slots.values()
+        )
 
     def has_process(self, worker_id: int, incarnation: int) -> bool:
         """Whether this process is the one that runs in the slot, as far as is known."""
@@ -149,8 +151,8 @@ class Membership:
         """Processes can be started in this slot; start one if it is new, LOST or LEFT."""
         slot = self._slots.setdefault(worker_id, _Slot(start_at=now))
         slot.is_open = True
-        if slot.state in (State.LOST, State.LEFT):
-            slot.state = State.JOINING
+        if slot.state in (WorkerState.LOST, WorkerState.LEFT):
+            slot.state = WorkerState.JOINING
             slot.leaving = False
             slot.starts = 0
             slot.start_at = now
@@ -161,8 +163,8 @@ class Membership:
         if slot is None:
             return
         slot.is_open = False
-        if not slot.running and slot.state is State.JOINING:
-            slot.state = State.LOST
+        if not slot.running and slot.state is WorkerState.JOINING:
+            slot.state = WorkerState.LOST
             slot.start_at = None
 
     def ready(self, worker_id: int, incarnation: int, now: float) -> None:
@@ -171,7 +173,7 @@ class Membership:
             return
         slot = self._slots[worker_id]
         self._excuse_absence(now)
-        slot.state = State.READY
+        slot.state = WorkerState.READY
         slot.ready_at = now
         slot.heard_at = now
         self._plan_ping(slot, now)
@@ -183,8 +185,8 @@ class Membership:
         slot = self._slots[worker_id]
         self._excuse_absence(now)
         slot.heard_at = now
-        if slot.state is State.SUSPECTED:
-            slot.state = State.READY
+        if slot.state is WorkerState.SUSPECTED:
+            slot.state = WorkerState.READY
 
     def leave(self, worker_id: int, within_s: float, now: float) -> None:
         """The worker leaves on purpose, and is not replaced.
@@ -198,7 +200,7 @@ class Membership:
         slot.leaving = True
         slot.join_by = now + within_s
         if not slot.running:
-            slot.state = State.LEFT
+            slot.state = WorkerState.LEFT
             slot.start_at = None
 
     def ended(self, worker_id: int, incarnation: int, now: float) -> bool:
@@ -212,11 +214,11 @@ class Membership:
         slot.ready_at = None
         slot.incarnation += 1
         if slot.leaving:
-            slot.state = State.LEFT
+            slot.state = WorkerState.LEFT
         elif not slot.is_open or slot.starts > self.max_restarts:
-            slot.state = State.LOST
+            slot.state = WorkerState.LOST
         else:
-            slot.state = State.JOINING
+            slot.state = WorkerState.JOINING
             slot.start_at = now + self._delay(slot.starts)
         return True
 
@@ -243,7 +245,7 @@ class Membership:
                 times.append(math.inf if slot.start_at is None else slot.start_at)
             elif not slot.overdue:
                 times.append(now + self._ping_period_s)
-                if slot.state is State.JOINING or slot.leaving:
+                if slot.state is WorkerState.JOINING or slot.leaving:
                     times.append(slot.join_by)
                 if slot.state in PRESENT:
                     times += [slot.ping_at, self._silent_from(slot)]
@@ -273,13 +275,13 @@ class Membership:
         """Why the process is to be ended; "" if it is not. May suspect it."""
         if slot.leaving and now >= slot.join_by:
             return "it took too long to leave"
-        if slot.state is State.JOINING and now >= slot.join_by:
+        if slot.state is WorkerState.JOINING and now >= slot.join_by:
             return f"it was not ready within {self.start_timeout_s:g} s of its start"
         if slot.state in PRESENT:
             if now >= slot.heard_at + self.silence_timeout_s:
                 return f"no sign of life for {now - slot.heard_at:.1f} s"
             if now >= slot.heard_at + self.silence_timeout_s / 2:
-                slot.state = State.SUSPECTED
+                slot.state = WorkerState.SUSPECTED
         return ""
 
     @property
@@ -287,7 +289,7 @@ class Membership:
         return self.silence_timeout_s / _PINGS_PER_SILENCE
 
     def _silent_from(self, slot: _Slot) -> float:
-        share = 1 if slot.state is State.SUSPECTED else 0.5
+        share = 1 if slot.state is WorkerState.SUSPECTED else 0.5
         return slot.heard_at + share * self.silence_timeout_s
 
     def _plan_ping(self, slot: _Slot, now: float) -> None:

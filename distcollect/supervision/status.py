@@ -6,7 +6,7 @@ import enum
 import threading
 
 from distcollect.errors import DistCollectError
-from distcollect.results import State
+from distcollect.results import WorkerState
 from distcollect.supervision.membership import PRESENT
 from distcollect.supervision.process import check_transition
 from distcollect.transport.worker_service import Probe
@@ -49,7 +49,7 @@ class Status:
         self.changed = threading.Condition(self.lock)
         self.phase = Phase.STARTING
         self.failure: DistCollectError | None = None
-        self.states: dict[int, State] = {}
+        self.states: dict[int, WorkerState] = {}
         self.probes: dict[int, Probe] = {}
 
     @property

@@ -393,8 +393,8 @@ class Pool:
             if late := missing(answers, timeout_s):
                 raise DeadlineError(
                     f"workers {late} did not take the call {method.__name__!r} within "
-                    f"{timeout_s:g} s: they finish the step that they are in first; Faults(batch_timeout_s=...) gives "
-                    "longer"
+                    f"{timeout_s:g} s: they finish the step that they are in first; "
+                    "Faults(batch_timeout_s=...) gives longer"
                 )
             for answer in answers.values():
                 error = answer.exception()

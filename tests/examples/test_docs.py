@@ -19,7 +19,7 @@ from helpers.marked import Marked
 from helpers.paths import ROOT
 
 import distcollect as dc
-from distcollect.collectors.torchrl_compat import _NO_EFFECT, _REFUSED, _translated
+from distcollect.collectors.torchrl_compat import NO_EFFECT, REFUSED, translated
 from distcollect.launch import preemption
 
 DOCS = resources.files("distcollect") / "docs"
@@ -153,20 +153,20 @@ def own_names() -> set[str]:
 
 def test_migrating_says_what_is_done() -> None:
     assert rows("Same name, same meaning") <= own_names()
-    assert rows("Taken, without effect") == _NO_EFFECT
-    assert rows("Refused") == _REFUSED.keys()
+    assert rows("Taken, without effect") == NO_EFFECT
+    assert rows("Refused") == REFUSED.keys()
     given = {"create_env_fn": "CartPole-v1", "num_workers": 2}
-    for name in _NO_EFFECT:
-        assert _translated({name: True}, given, own_names()) == given
-    for name in _REFUSED:
-        assert _translated({name: None}, given, own_names()) == given
+    for name in NO_EFFECT:
+        assert translated({name: True}, given, own_names()) == given
+    for name in REFUSED:
+        assert translated({name: None}, given, own_names()) == given
         with pytest.raises(dc.ArgumentError, match=f"^{name}=True makes no sense here: "):
-            _translated({name: True}, given, own_names())
-    assert _translated({"traj_format": "padded"}, given, own_names()) == given
+            translated({name: True}, given, own_names())
+    assert translated({"traj_format": "padded"}, given, own_names()) == given
     for name in rows("Another name here") - {"kwargs", "args"}:
         assert name not in own_names()
         harmless = True if name == "reset_when_done" else None
-        assert _translated({name: harmless}, given, own_names()) == given
+        assert translated({name: harmless}, given, own_names()) == given
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

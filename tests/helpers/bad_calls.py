@@ -191,7 +191,7 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.RateLimited(Extends(), 0.0), ARGUMENT, "samples_per_insert=0.0", "above 0"),
     (lambda: dc.RateLimited(Extends(), 1, min_size=0), ARGUMENT, "min_size=0", ">= 1"),
     (lambda: dc.RateLimited(Extends(), 1, slack=-1), ARGUMENT, "slack=-1", "0 or more"),
-    (lambda: dc.RateLimited(Extends(), 1).sample(), STATE, "too little", r"start\(\)"),
+    (lambda: dc.RateLimited(Extends(), 1).sample(), STATE, "too few frames", r"start\(\)"),
     (lambda: sync(info_keys="success"), KIND, "info_keys='success'", r"\['success'\]"),
     (lambda: sync(info_keys=["success"]), ARGUMENT, "'success'", "declare it: info_keys="),
     (

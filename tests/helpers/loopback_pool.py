@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 import distcollect as dc
-from distcollect.collectors import rpc as pooled
+from distcollect.collectors import session
 from distcollect.config import Faults
-from distcollect.results import State
+from distcollect.results import WorkerState
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
@@ -54,7 +54,7 @@ class LoopbackWorkers:
             for worker_id, answer in request.items()
         }
         self.gpus = {worker_id: probe.gpu for worker_id, probe in self.probes.items()}
-        self.states = dict.fromkeys(self.probes, State.READY)
+        self.states = dict.fromkeys(self.probes, WorkerState.READY)
         self.num_present = num_workers
         self.are_near = False
         self.is_elastic = False
@@ -86,5 +86,5 @@ def loopback_collector(
     *args: Any, kind: Callable[..., dc.RPCDataCollector] = dc.RPCDataCollector, **kwargs: Any
 ) -> dc.RPCDataCollector:
     """An RPCDataCollector, or one derived from it, whose workers are threads."""
-    with patch.object(pooled, "Workers", LoopbackWorkers):
+    with patch.object(session, "Workers", LoopbackWorkers):
         return kind(*args, **kwargs)

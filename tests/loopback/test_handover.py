@@ -31,7 +31,7 @@ def make(**options: Any) -> dc.RPCDataCollector:
 
 
 def workers_of(collector: dc.RPCDataCollector) -> LoopbackWorkers:
-    workers = collector._workers
+    workers = collector._session.workers
     assert isinstance(workers, LoopbackWorkers)
     return workers
 
@@ -127,7 +127,7 @@ def test_one_whose_worker_dies_is_lost(collector: dc.RPCDataCollector) -> None:
     reference = collector.hand_over(SOON_S)
     workers = workers_of(collector)
     workers.transport.disconnect(workers.peers[0])
-    collector._pool.lose(0, 0, replaced=True)
+    collector._session.pool.lose(0, 0, replaced=True)
     assert settled(collector, lambda total: bool(total.lost)).lost["worker_lost"] >= 2 * STEPS
     with pytest.raises(dc.RolloutGone, match=r"worker 0: .*process has ended"):
         collector.take_over(reference, SOON_S)
@@ -179,7 +179,7 @@ def test_the_lag_and_the_shape_are_the_takers() -> None:
         split_trajs=True,
     ) as collector:
         reference = collector.hand_over(SOON_S)
-        collector._pool.push(torch.zeros(0, dtype=torch.uint8))
+        collector._session.pool.push(torch.zeros(0, dtype=torch.uint8))
         batch = collector.take_over(reference, SOON_S)
         assert not batch["collector", "mask"].any()
         assert batch.shape[0] > 1, "one row for each trajectory"
@@ -234,7 +234,7 @@ def test_only_one_of_many_gets_it(collector: dc.RPCDataCollector) -> None:
 
     def take() -> None:
         try:
-            outcomes.append(collector._taker.take(reference, SOON_S))
+            outcomes.append(collector._session.handover_receiver.take(reference, SOON_S))
         except dc.RolloutGone as error:
             outcomes.append(error)
 

@@ -358,7 +358,7 @@ def test_padding_counts_nowhere_as_frames() -> None:
             Slow.stepped.wait()
             Slow.stepped.clear()
             Slow.stepped.wait()
-            collector._pool._loop.post(collector._pool._core.end_early)
+            collector._session.pool._loop.post(collector._session.pool._core.end_early)
 
         thread = threading.Thread(target=publish_then_preempt)
         thread.start()

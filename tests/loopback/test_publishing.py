@@ -88,7 +88,7 @@ class TestWhatTravels:
         collector = collect(weight_sync=dc.WeightSync(changes_only=True))
         policy = Telling()
         collector.update_policy_weights_(policy.fill(1))
-        weights = collector._workers.services[1]._engine.weights
+        weights = collector._session.workers.services[1]._engine.weights
         weights.commit(weights.layout.empty(), 7)
         policy.body.bias.data.fill_(2)
         collector.update_policy_weights_(policy)
@@ -147,10 +147,10 @@ class TestToWhom:
         collector = collect(policy, sync=sync, update_at_each_batch=True)
         assert told(collector.next())["wide"] == 0
         policy.fill(1)
-        last = collector._publisher.last
+        last = collector._session.publisher.last
         collector.next()
         assert collector.policy_version == 1
-        newest = [collector._pool._core.versions.newest(worker_id) for worker_id in (0, 1)]
+        newest = [collector._session.pool._core.versions.newest(worker_id) for worker_id in (0, 1)]
         assert newest == [1 if sync or worker_id in last else 0 for worker_id in (0, 1)]
         deadline = time.monotonic() + 20
         while told(collector.next())["wide"] != 1:
@@ -180,7 +180,8 @@ class TestToWhom:
             for _ in range(30):
                 collector.next()
                 newest = [
-                    collector._pool._core.versions.newest(worker_id) for worker_id in range(3)
+                    collector._session.pool._core.versions.newest(worker_id)
+                    for worker_id in range(3)
                 ]
                 assert collector.policy_version - min(newest) <= 5
             assert newest[2] > 0

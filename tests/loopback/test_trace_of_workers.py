@@ -102,4 +102,4 @@ def test_without_a_trace_nothing_is_noted() -> None:
 
 
 def workers(collector: dc.RPCDataCollector) -> list[Any]:
-    return list(collector._workers.services.values())
+    return list(collector._session.workers.services.values())

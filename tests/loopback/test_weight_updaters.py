@@ -128,7 +128,7 @@ class TestUpdaters:
             worker_id = version % 3
             collector.update_policy_weights_(Telling(version), worker_ids=worker_id)
             assert told(collector.next(), worker_id)["wide"] == version
-            assert len(collector._updater._groups.names) <= 2
+            assert len(collector._session.updater._groups.names) <= 2
             collector.update_policy_weights_(Telling(version), worker_ids=[0, 2])
 
     def test_groups_leave_nothing_in_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:

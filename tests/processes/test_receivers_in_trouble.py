@@ -77,17 +77,17 @@ class TestReceiversInTrouble:
             weight_updater=dc.BroadcastUpdater(),
         ) as collector:
             stopped = pids(collector)[1]
-            send = collector._updater.send
+            send = collector._session.updater.send
 
             def stop_first(payload: torch.Tensor) -> None:
                 os.kill(stopped, signal.SIGSTOP)
                 send(payload)
 
-            collector._updater.send = stop_first  # type: ignore[method-assign]
+            collector._session.updater.send = stop_first  # type: ignore[method-assign]
             try:
                 handle = collector.update_policy_weights_(policy.fill(1))
             finally:
-                collector._updater.send = send  # type: ignore[method-assign]
+                collector._session.updater.send = send  # type: ignore[method-assign]
                 os.kill(stopped, signal.SIGCONT)
             assert handle.acknowledged.keys() >= {0, 2}
             batch = collector.next()
@@ -108,13 +108,13 @@ class TestReceiversInTrouble:
         ) as collector:
             killed = pids(collector)[1]
             collector.update_policy_weights_(policy)  # now all are connected
-            send = collector._updater.send
+            send = collector._session.updater.send
 
             def kill_first(payload: torch.Tensor) -> None:
                 os.kill(killed, signal.SIGKILL)
                 send(payload)
 
-            collector._updater.send = kill_first  # type: ignore[method-assign]
+            collector._session.updater.send = kill_first  # type: ignore[method-assign]
             handle = collector.update_policy_weights_(policy.fill(1), wait=False)
             assert handle is not None
             handle.wait(20)
@@ -141,14 +141,14 @@ class TestReceiversInTrouble:
             weight_updater=dc.BroadcastUpdater(),
         ) as collector:
             killed = pids(collector)[victim]
-            send = collector._updater.send
+            send = collector._session.updater.send
 
             def kill_first(payload: torch.Tensor) -> None:
-                collector._updater.send = send  # type: ignore[method-assign]
+                collector._session.updater.send = send  # type: ignore[method-assign]
                 os.kill(killed, signal.SIGKILL)
                 send(payload)
 
-            collector._updater.send = kill_first  # type: ignore[method-assign]
+            collector._session.updater.send = kill_first  # type: ignore[method-assign]
             begin = time.monotonic()
             handle = collector.update_policy_weights_(policy.fill(1), wait=False)
             assert handle is not None

@@ -20,7 +20,7 @@ def test_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, aft
 
 
 def pid_of(collector: dc.RPCDataCollector, worker_id: int) -> int:
-    processes = collector._workers._lifecycle.processes.values()
+    processes = collector._session.workers._lifecycle.processes.values()
     [connection] = [p.connection for p in processes if p.worker_id == worker_id]
     assert connection is not None
     return int(connection.hello.pid)

@@ -37,7 +37,7 @@ def test_the_token_shows_nowhere(token_file: Path, caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.DEBUG, "distcollect")
     with dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1) as collector:
         collector.next()
-        [process] = collector._workers._lifecycle.processes.values()
+        [process] = collector._session.workers._lifecycle.processes.values()
         assert process.connection is not None
         pid = process.connection.hello.pid
         assert "json.loads" in Path(f"/proc/{pid}/cmdline").read_text()  # it is that process

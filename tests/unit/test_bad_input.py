@@ -85,7 +85,11 @@ class Unsendable(nn.Module):
         ({"trajs_per_batch": 2, "split_trajs": True}, ValueError, "both given"),
         ({"trajs_per_batch": 2, "set_truncated": True}, ValueError, "drop one of them"),
         ({"replay_buffer": 5}, TypeError, "replay_buffer=5: must have a method extend"),
-        ({"frames_per_bach": 5}, TypeError, "no argument 'frames_per_bach'; there are: batch_d"),
+        (
+            {"frames_per_bach": 5},
+            TypeError,
+            r"'frames_per_bach' \(did you mean 'frames_per_batch'.*there are: batch_d",
+        ),
         ({"launcher": "submitit"}, ValueError, "launcher='submitit'.*torchrun or SLURM"),
         ({"compile_policy": True}, ValueError, "compile_policy=True makes no sense.*policy_fact"),
         ({"reset_when_done": False}, ValueError, "envs are always reset"),

@@ -58,7 +58,7 @@ def test_mistakes(tmp_path: Path) -> None:
         dc.Checkpoint(path, part=Odd()).save()
     assert not list(tmp_path.iterdir())
     dc.Checkpoint(path, part=nn.Linear(1, 1)).save()
-    with pytest.raises(dc.CollectorStateError, match=r"is there from before: call load\(\)"):
+    with pytest.raises(dc.CollectorStateError, match=r"is from an earlier run: call load\(\)"):
         dc.Checkpoint(path, part=nn.Linear(1, 1)).step()
     with pytest.raises(dc.ArgumentError, match=r"has the parts \['part'\], not \['other'\]"):
         dc.Checkpoint(path, other=nn.Linear(1, 1)).load()

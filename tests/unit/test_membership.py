@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.membership_cases import PAUSE_S, SILENCE_S, START_S, make
 
-from distcollect.results import State
+from distcollect.results import WorkerState
 from distcollect.supervision.membership import Command, Membership, Overdue, Ping, Start
 
 
@@ -45,7 +45,7 @@ def test_a_slot_is_filled_at_once_and_once() -> None:
     membership = make()
     assert membership.next_tick(3.0) == math.inf
     membership.open(4, 3.0)
-    assert membership.state(4) is State.JOINING
+    assert membership.state(4) is WorkerState.JOINING
     assert membership.next_tick(3.0) <= 3.0
     assert not membership.has_process(4, 0)
     assert membership.tick(3.0) == [Start(4, 0)]
@@ -53,12 +53,12 @@ def test_a_slot_is_filled_at_once_and_once() -> None:
     membership.open(4, 4.0)
     assert membership.tick(4.0) == []
     membership.ready(4, 0, 5.0)
-    assert membership.states == {4: State.READY}
+    assert membership.states == {4: WorkerState.READY}
 
 
 def test_who_is_unknown_has_left() -> None:
     membership = make()
-    assert membership.state(0) is State.LEFT
+    assert membership.state(0) is WorkerState.LEFT
     membership.leave(0, 1.0, 0.0)
     membership.close(0)
     membership.ready(0, 0, 0.0)
@@ -78,7 +78,7 @@ def test_a_process_has_to_be_ready_in_time() -> None:
     assert (overdue.worker_id, overdue.incarnation) == (0, 0)
     assert when == pytest.approx(START_S)
     assert "not ready within 100 s" in overdue.reason
-    assert membership.state(0) is State.JOINING
+    assert membership.state(0) is WorkerState.JOINING
     assert membership.ended(0, 0, START_S + 10)
     assert membership.tick(START_S + 10) == [Start(0, 1)]
 
@@ -95,33 +95,33 @@ def test_who_is_ready_is_asked_for_signs_of_life() -> None:
     pauses = [b - a for a, b in pairwise(pings)]
     assert PAUSE_S / 2 <= min(pauses) < 0.6 * PAUSE_S
     assert 0.9 * PAUSE_S < max(pauses) <= PAUSE_S * 1.001
-    assert membership.state(0) is State.READY
+    assert membership.state(0) is WorkerState.READY
 
 
 def test_silence_is_suspicious_and_then_a_loss() -> None:
     membership = working()
     said = watch(membership, 0.0, SILENCE_S / 2 - 0.001)
-    assert membership.state(0) is State.READY
+    assert membership.state(0) is WorkerState.READY
     assert {type(command) for _, command in said} == {Ping}
     watch(membership, SILENCE_S / 2 - 0.001, SILENCE_S / 2)
-    assert membership.state(0) is State.SUSPECTED
+    assert membership.state(0) is WorkerState.SUSPECTED
     said = watch(membership, SILENCE_S / 2, SILENCE_S + 10)
     ((when, overdue),) = only(Overdue, said)
     assert when == pytest.approx(SILENCE_S)
     assert "no sign of life for 8.0 s" in overdue.reason
     assert all(when < SILENCE_S for when, _ in only(Ping, said)), "nothing more is asked of it"
-    assert membership.state(0) is State.SUSPECTED
+    assert membership.state(0) is WorkerState.SUSPECTED
     assert membership.has_process(0, 0)
 
 
 def test_who_was_suspected_and_is_heard_is_ready() -> None:
     membership = working()
     watch(membership, 0.0, 7.0)
-    assert membership.state(0) is State.SUSPECTED
+    assert membership.state(0) is WorkerState.SUSPECTED
     membership.heard(0, 0, 7.0)
-    assert membership.state(0) is State.READY
+    assert membership.state(0) is WorkerState.READY
     assert only(Overdue, watch(membership, 7.0, 14.9)) == []
-    assert membership.state(0) is State.SUSPECTED
+    assert membership.state(0) is WorkerState.SUSPECTED
     assert len(only(Overdue, watch(membership, 14.9, 15.1))) == 1
 
 
@@ -131,17 +131,17 @@ def test_other_incarnations_are_not_heard() -> None:
     assert not membership.ended(0, 0, 1.0)
     membership.heard(0, 1, 1.0)
     membership.ready(0, 1, 1.0)
-    assert membership.state(0) is State.JOINING
+    assert membership.state(0) is WorkerState.JOINING
     assert membership.tick(1.0) == [Start(0, 1)]
     for stale in (0, 2):
         membership.ready(0, stale, 2.0)
         assert not membership.ended(0, stale, 2.0)
         assert not membership.has_process(0, stale)
-        assert membership.state(0) is State.JOINING
+        assert membership.state(0) is WorkerState.JOINING
     membership.ready(0, 1, 2.0)
     watch(membership, 2.0, 9.0)
     membership.heard(0, 0, 9.0)
-    assert membership.state(0) is State.SUSPECTED
+    assert membership.state(0) is WorkerState.SUSPECTED
 
 
 def restarts(membership: Membership, now: float) -> list[float]:
@@ -171,7 +171,7 @@ def test_replacements_come_after_growing_pauses() -> None:
     for pause, limit in zip(pauses, longest, strict=True):
         assert 0.75 * limit <= pause <= limit * 1.001
     assert len(set(pauses[-4:])) == 4, "who fails together would come back together"
-    assert membership.state(0) is State.LOST
+    assert membership.state(0) is WorkerState.LOST
     assert membership.num_hopeful == 0
 
 
@@ -179,7 +179,7 @@ def test_replacements_come_after_growing_pauses() -> None:
 def test_restarts_in_a_row_are_limited(max_restarts: int) -> None:
     membership = working(max_restarts=max_restarts)
     assert len(restarts(membership, 1.0)) == max_restarts
-    assert membership.state(0) is State.LOST
+    assert membership.state(0) is WorkerState.LOST
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1, 5])
@@ -196,14 +196,16 @@ def test_a_sound_minute_starts_the_count_anew(max_restarts: int, *, sound: bool)
     membership.ready(0, max_restarts, now)
     now += 60.0 if sound else 59.9
     membership.ended(0, max_restarts, now)
-    assert membership.state(0) is (State.JOINING if sound and max_restarts else State.LOST)
+    assert membership.state(0) is (
+        WorkerState.JOINING if sound and max_restarts else WorkerState.LOST
+    )
     if sound and max_restarts:
         assert membership.delay(0, now) == 0
         for further in range(1, max_restarts + 1):
             now = membership.next_tick(now)
             assert membership.tick(now) == [Start(0, max_restarts + further)]
             membership.ended(0, max_restarts + further, now)
-        assert membership.state(0) is State.LOST
+        assert membership.state(0) is WorkerState.LOST
 
 
 def test_a_long_time_in_joining_is_no_soundness() -> None:
@@ -211,15 +213,15 @@ def test_a_long_time_in_joining_is_no_soundness() -> None:
     membership.open(0, 0.0)
     membership.tick(0.0)
     membership.ended(0, 0, 90.0)
-    assert membership.state(0) is State.LOST
+    assert membership.state(0) is WorkerState.LOST
 
 
 def test_nobody_comes_for_who_leaves() -> None:
     membership = working()
     membership.leave(0, 5.0, 1.0)
-    assert membership.state(0) is State.READY
+    assert membership.state(0) is WorkerState.READY
     membership.ended(0, 0, 2.0)
-    assert membership.state(0) is State.LEFT
+    assert membership.state(0) is WorkerState.LEFT
     assert membership.delay(0, 2.0) is None
     assert membership.next_tick(2.0) == math.inf
     assert membership.tick(1000.0) == []
@@ -249,14 +251,14 @@ def test_who_leaves_while_joining_has_only_so_much_time() -> None:
     ((when, _),) = only(Overdue, watch(membership, 1.0, 20.0))
     assert when == pytest.approx(6.0)
     membership.ended(0, 0, 20.0)
-    assert membership.state(0) is State.LEFT
+    assert membership.state(0) is WorkerState.LEFT
 
 
 def test_a_slot_whose_next_process_is_awaited_can_be_left() -> None:
     membership = working()
     membership.ended(0, 0, 0.0)
     membership.leave(0, 5.0, 0.0)
-    assert membership.state(0) is State.LEFT
+    assert membership.state(0) is WorkerState.LEFT
     assert membership.tick(100.0) == []
 
 
@@ -266,24 +268,24 @@ def test_a_slot_can_be_opened_again(*, left: bool) -> None:
     if left:
         membership.leave(0, 5.0, 1.0)
     membership.ended(0, 0, 2.0)
-    assert membership.state(0) is (State.LEFT if left else State.LOST)
+    assert membership.state(0) is (WorkerState.LEFT if left else WorkerState.LOST)
     membership.open(0, 3.0)
-    assert membership.state(0) is State.JOINING
+    assert membership.state(0) is WorkerState.JOINING
     assert membership.tick(3.0) == [Start(0, 1)]
     membership.ready(0, 1, 4.0)
     membership.heard(0, 1, 9.0)
     # It is not the process that was told to leave.
     assert only(Overdue, watch(membership, 4.0, 12.0)) == []
     membership.ended(0, 1, 12.0)
-    assert membership.state(0) is State.LOST
+    assert membership.state(0) is WorkerState.LOST
 
 
 def test_without_a_place_nobody_is_started() -> None:
     membership = working()
     membership.close(0)
-    assert membership.state(0) is State.READY, "its process may live on"
+    assert membership.state(0) is WorkerState.READY, "its process may live on"
     membership.ended(0, 0, 1.0)
-    assert membership.state(0) is State.LOST
+    assert membership.state(0) is WorkerState.LOST
     assert membership.tick(1000.0) == []
     membership.open(0, 1000.0)
     assert membership.tick(1000.0) == [Start(0, 1)]
@@ -302,7 +304,7 @@ def test_a_place_may_go_before_a_process_was_started() -> None:
     membership = working()
     membership.ended(0, 0, 0.0)
     membership.close(0)
-    assert membership.state(0) is State.LOST
+    assert membership.state(0) is WorkerState.LOST
     assert membership.delay(0, 0.0) is None
     assert membership.tick(1000.0) == []
 
@@ -320,8 +322,13 @@ def test_hopeful_are_those_that_are_here_or_on_their_way() -> None:
     watch(membership, 0.0, 3.5)
     membership.heard(1, 0, 3.5)
     watch(membership, 3.5, 4.5)
-    J, R, S, X, L = State.JOINING, State.READY, State.SUSPECTED, State.LOST, State.LEFT  # noqa: N806
-    assert membership.states == {0: J, 1: R, 2: S, 3: L, 4: X}
+    assert membership.states == {
+        0: WorkerState.JOINING,
+        1: WorkerState.READY,
+        2: WorkerState.SUSPECTED,
+        3: WorkerState.LEFT,
+        4: WorkerState.LOST,
+    }
     assert membership.num_hopeful == 3
 
 

@@ -11,23 +11,27 @@ from heapq import heappop, heappush
 import pytest
 from helpers.membership_cases import PAUSE_S, SILENCE_S, START_S, make
 
-from distcollect.results import State
+from distcollect.results import WorkerState
 from distcollect.supervision.membership import Ping, Start
 
 # Allowed changes of a slot's state: see the module's docstring.
 ARROWS = {
-    (State.JOINING, State.READY),
-    (State.READY, State.SUSPECTED),
-    (State.SUSPECTED, State.READY),
-    *((old, new) for old in (State.READY, State.SUSPECTED) for new in (State.JOINING,)),
+    (WorkerState.JOINING, WorkerState.READY),
+    (WorkerState.READY, WorkerState.SUSPECTED),
+    (WorkerState.SUSPECTED, WorkerState.READY),
     *(
         (old, new)
-        for old in (State.JOINING, State.READY, State.SUSPECTED)
-        for new in (State.LOST, State.LEFT)
+        for old in (WorkerState.READY, WorkerState.SUSPECTED)
+        for new in (WorkerState.JOINING,)
     ),
-    (State.LOST, State.JOINING),
-    (State.LEFT, State.JOINING),
-    (State.LOST, State.LEFT),
+    *(
+        (old, new)
+        for old in (WorkerState.JOINING, WorkerState.READY, WorkerState.SUSPECTED)
+        for new in (WorkerState.LOST, WorkerState.LEFT)
+    ),
+    (WorkerState.LOST, WorkerState.JOINING),
+    (WorkerState.LEFT, WorkerState.JOINING),
+    (WorkerState.LOST, WorkerState.LEFT),
 }
 
 
@@ -62,7 +66,7 @@ class Simulation:
         self.processes: dict[int, Process] = {}
         self.past: list[tuple[int, int]] = []
         self.newest: dict[int, int] = defaultdict(lambda: -1)
-        self.states: dict[int, State] = {}
+        self.states: dict[int, WorkerState] = {}
         self.left: set[int] = set()  # told to leave, and not opened again
         self.closed: set[int] = set()
         self.starts: Counter[int] = Counter()
@@ -187,7 +191,7 @@ class Simulation:
                 silent_s = self.attended - process.heard_at
                 assert silent_s < SILENCE_S, f"silent for {silent_s} {about}"
                 if abs(silent_s - SILENCE_S / 2) > 1e-6:
-                    suspected = states[worker_id] is State.SUSPECTED
+                    suspected = states[worker_id] is WorkerState.SUSPECTED
                     assert suspected == (silent_s > SILENCE_S / 2), about
                 assert self.attended - process.pinged_at <= PAUSE_S + slack, f"not asked {about}"
             else:
@@ -196,9 +200,9 @@ class Simulation:
         for worker_id, by in self.awaited.items():
             assert self.now < by, f"{worker_id} is not replaced: {self.about}"
         for worker_id in self.left:
-            assert worker_id in self.processes or states[worker_id] is State.LEFT, self.about
+            assert worker_id in self.processes or states[worker_id] is WorkerState.LEFT, self.about
 
-    def arrow(self, worker_id: int, old: State, new: State) -> None:
+    def arrow(self, worker_id: int, old: WorkerState, new: WorkerState) -> None:
         """Check a change of state; between two ticks there may be several."""
         self.counts[f"{old.value} to {new.value}"] += 1
         steps = {old}
@@ -215,8 +219,8 @@ class Simulation:
         before = self.membership.state(worker_id)
         self.membership.ready(*process.key, self.now)
         if self.processes.get(worker_id) is process:
-            assert before is State.JOINING
-            assert self.membership.state(worker_id) is State.READY, self.about
+            assert before is WorkerState.JOINING
+            assert self.membership.state(worker_id) is WorkerState.READY, self.about
             process.joined = True
             self.heard(process)
             process.pinged_at = self.attended
@@ -227,7 +231,7 @@ class Simulation:
         self.membership.heard(*process.key, self.now)
         now = self.membership.state(process.key[0])
         if self.processes.get(process.key[0]) is process:
-            assert now is State.READY, self.about
+            assert now is WorkerState.READY, self.about
             self.heard(process)
         else:
             assert now is before, f"a stale answer of {process.key} counts: {self.about}"
@@ -256,11 +260,11 @@ class Simulation:
             self.counts["sound"] += 1
         state = self.membership.state(worker_id)
         if worker_id in self.left:
-            assert state is State.LEFT, self.about
+            assert state is WorkerState.LEFT, self.about
         elif worker_id in self.closed or self.starts[worker_id] > self.max_restarts:
-            assert state is State.LOST, self.about
+            assert state is WorkerState.LOST, self.about
         else:
-            assert state is State.JOINING, f"{process.key} is not replaced: {self.about}"
+            assert state is WorkerState.JOINING, f"{process.key} is not replaced: {self.about}"
             # The longest pause, and the longest time without a tick.
             self.awaited[worker_id] = self.now + 30.0 + 1100.0
             delay = self.membership.delay(worker_id, self.now)
@@ -268,11 +272,11 @@ class Simulation:
             assert delay <= 30.0
 
     def open(self, worker_id: int) -> None:
-        gone = self.membership.state(worker_id) in (State.LOST, State.LEFT)
+        gone = self.membership.state(worker_id) in (WorkerState.LOST, WorkerState.LEFT)
         self.membership.open(worker_id, self.now)
         self.closed.discard(worker_id)
         if gone and worker_id not in self.processes:
-            assert self.membership.state(worker_id) is State.JOINING, self.about
+            assert self.membership.state(worker_id) is WorkerState.JOINING, self.about
             self.left.discard(worker_id)
             self.starts[worker_id] = 0
             self.awaited[worker_id] = self.now + 1100.0
@@ -295,7 +299,9 @@ class Simulation:
         self.closed.add(worker_id)
         if worker_id not in self.processes:
             self.awaited.pop(worker_id, None)
-            assert self.membership.state(worker_id) in (State.LOST, State.LEFT), self.about
+            assert self.membership.state(worker_id) in (WorkerState.LOST, WorkerState.LEFT), (
+                self.about
+            )
         self.later(self.rng.uniform(0, 60), lambda: self.open(worker_id))
 
     def leave(self, worker_id: int) -> None:
@@ -339,9 +345,9 @@ def test_random_faults(seed: int, num_slots: int) -> None:
     if num_slots >= 10:
         for kind in ("deaths", "hangs", "silent", "absences", "leave too slowly", "sound"):
             assert run.counts[kind], f"no {kind}, {run.counts}: {run.about}"
-        assert {state for state in State if any(state.value in kind for kind in run.counts)} == {
-            *State
-        }
+        assert {
+            state for state in WorkerState if any(state.value in kind for kind in run.counts)
+        } == {*WorkerState}
     if num_slots >= 1000:
         # One tick, at most 0.4 s after the last, pings fewer than a third of all.
         assert run.most_pings < num_slots / 3, f"{run.most_pings} at once: {run.about}"

@@ -1,0 +1,242 @@
+"""The arguments of the collectors: their names, defaults, texts and checks, each written once.
+
+Each collector takes one of the classes here and in :mod:`.worker_options` (see :mod:`.signature`):
+the fields are the collector's arguments, and the text of each field is the text of the argument in
+``help()``. To add an argument, add a field and its text.
+
+A field that a class sets with ``init=False`` is fixed there, and can't be given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, TypeAlias
+
+import gymnasium as gym
+import torch
+from torch import nn
+
+from distcollect.collectors import validation
+from distcollect.collectors.batch_format import BatchFormat, PostProcess
+from distcollect.collectors.replay import ReplayBuffer, check_replay_buffer
+from distcollect.collectors.validation import Devices
+from distcollect.common import checks
+from distcollect.config import Faults, Monitor
+from distcollect.engine.plan import StepOptions, WorkerPlan
+from distcollect.envs.make import is_env
+from distcollect.policy.base import Exploration
+
+EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
+Env: TypeAlias = "gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]"
+InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
+
+
+@dataclass(frozen=True, eq=False)
+class CollectorOptions:
+    """Arguments of every collector.
+
+    Attributes:
+        policy: TensorDictModule, module or callable from observation to action, to
+            (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
+            random actions. It always sees a leading dimension of envs.
+        policy_factory: called to make the policy, instead of ``policy``.
+        frames_per_batch: frames in each batch; a multiple of the number of envs.
+        total_frames: the collector ends after this many frames, rounded up to whole batches; -1:
+            it never ends.
+        envs_per_worker: number of envs to make from one ``create_env_fn``.
+        device: the default of the following three.
+        storing_device: where batches are delivered; None: CPU.
+        env_device: where TorchRL envs compute; other envs have no choice.
+        policy_device: where the policy computes; None: where it is.
+        max_frames_per_traj: truncate trajectories after this many frames; None: never.
+        init_random_frames: the first frames, this many rounded up to whole rollouts, have
+            random actions.
+        reset_at_each_iter: start every rollout with a reset of all envs.
+        postproc: called with each batch, in this process; what it returns is delivered.
+        split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
+            batch, padded with zeros; padding is False in ``("collector", "mask")``.
+        trajs_per_batch: deliver this many whole trajectories at a time, in the order in which
+            they end, padded as with ``split_trajs``; the last batch may have fewer.
+        set_truncated: mark the last frame of each row of each rollout truncated and done,
+            unless the episode terminated there.
+        compact_obs: leave out the observations under "next", which halves the memory. They equal
+            the next frame's, except at the end of an episode or row, where they are lost.
+        replay_buffer: frames are added to it, ``[F]`` at a time, instead of being delivered to
+            the loop over the collector.
+        exploration_type: "random" or "deterministic" (or TorchRL's ``ExplorationType``), for
+            policies with a distribution.
+        info_keys: entries of ``info`` that the batch holds as if they were observations: a
+            list of names, or ``{name: space}`` where the first reset and step don't show them.
+        clip_actions: clip actions to the bounds of a Box space before the envs get them.
+        models: further modules, by name, whose weights are published with the policy's.
+        faults: what counts as a failure, and how it is handled.
+        monitor: how to show and record the run while it goes on.
+        trace: a file that records what every process does; see :class:`~distcollect.Monitor`.
+    """
+
+    create_env_fn: EnvMaker | Env | Sequence[Any]
+    policy: Callable[..., Any] | None = None
+    _: KW_ONLY
+    policy_factory: Callable[[], Callable[..., Any]] | None = None
+    frames_per_batch: int
+    total_frames: int = -1
+    envs_per_worker: int = 1
+    device: torch.device | str | None = None
+    storing_device: torch.device | str | None = None
+    env_device: torch.device | str | None = None
+    policy_device: torch.device | str | None = None
+    max_frames_per_traj: int | None = None
+    init_random_frames: int | None = None
+    reset_at_each_iter: bool = False
+    postproc: PostProcess | None = None
+    split_trajs: bool | None = None
+    trajs_per_batch: int | None = None
+    set_truncated: bool = False
+    compact_obs: bool = False
+    replay_buffer: ReplayBuffer | None = None
+    exploration_type: object = Exploration.RANDOM
+    info_keys: InfoKeys = None
+    clip_actions: bool = False
+    models: Mapping[str, nn.Module] | None = None
+    faults: Faults | None = None
+    monitor: Monitor | None = None
+    trace: str | os.PathLike[str] | None = None
+
+    # Rollouts of a single env have no row dimension in TorchRL's collectors for one host.
+    squeeze: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check everything that can be checked without an env.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an argument is wrong.
+        """
+        validation.check_kinds(self)
+        checks.positive("frames_per_batch", self.frames_per_batch)
+        validation.check_total_frames(self.total_frames, self.frames_per_batch)
+        check_replay_buffer(self.replay_buffer)
+        checks.positive("envs_per_worker", self.envs_per_worker)
+        validation.check_policy(self.policy, self.policy_factory)
+        validation.check_random_frames(self.init_random_frames)
+        checks.positive("max_frames_per_traj", self.max_frames_per_traj, optional=True)
+        # These check what they are made from.
+        _ = self.batch_format, self.devices, self.exploration, self.named_models
+
+    @cached_property
+    def batch_format(self) -> BatchFormat:
+        """How a batch looks."""
+        return BatchFormat(
+            cat_results=self._cat_results,
+            squeeze=self.squeeze,
+            set_truncated=self.set_truncated,
+            split_trajs=bool(self.split_trajs),
+            trajs_per_batch=self.trajs_per_batch,
+            postproc=self.postproc,
+        )
+
+    @property
+    def _cat_results(self) -> int | str | None:
+        return 0
+
+    @property
+    def rounded_total_frames(self) -> int:
+        """``total_frames`` rounded up to whole batches; -1: no limit."""
+        if self.total_frames == -1:
+            return -1
+        return -(-self.total_frames // self.frames_per_batch) * self.frames_per_batch
+
+    @cached_property
+    def exploration(self) -> Exploration:
+        """``exploration_type``, as the policy takes it."""
+        return Exploration.of(self.exploration_type)
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The three devices, with ``device`` as their default."""
+        return validation.devices(
+            self.device, self.storing_device, self.env_device, self.policy_device
+        )
+
+    @cached_property
+    def named_models(self) -> dict[str, nn.Module]:
+        """``models``; empty for None."""
+        return validation.named_models(self.models)
+
+    @property
+    def random_frames(self) -> int:
+        """``init_random_frames``; 0 for None."""
+        return self.init_random_frames or 0
+
+    @property
+    def fault_limits(self) -> Faults:
+        """``faults``, or its defaults."""
+        return self.faults or Faults()
+
+    @property
+    def step_options(self) -> StepOptions:
+        """How the engine steps the envs."""
+        return StepOptions(self.max_frames_per_traj, self.reset_at_each_iter, self.clip_actions)
+
+    def plan(self, *, num_envs: int, traces: bool) -> WorkerPlan:
+        """What the engine is built from, with the policy and the env makers as they were given.
+
+        Args:
+            num_envs: number of envs.
+            traces: whether the engine records what it does when.
+        """
+        return WorkerPlan(
+            create_env_fn=self.create_env_fn,
+            num_envs=num_envs,
+            policy=self.policy,
+            policy_factory=self.policy_factory,
+            device=self.devices.policy,
+            env_device=self.devices.env,
+            exploration=self.exploration,
+            info_keys=self.info_keys,
+            options=self.step_options,
+            models=self.named_models,
+            max_env_faults=self.fault_limits.max_env_faults,
+            traces=traces,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SyncOptions(CollectorOptions):
+    """Arguments of :class:`~distcollect.SyncDataCollector`.
+
+    Attributes:
+        create_env_fn: an env id; a callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
+            TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``; an env itself; or a list of
+            these, one env each. A callable with a parameter named ``context`` gets an
+            :class:`~distcollect.EnvContext`.
+        init_random_frames: this many frames at the start have random actions.
+        reset_at_each_iter: start every batch with a reset of all envs.
+        set_truncated: mark the last frame of each row truncated and done, unless the episode
+            terminated there.
+        faults: how often an env may raise; the timeouts concern workers only.
+        trace: a file that records what the process does; see :class:`~distcollect.Monitor`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for maker in self.makers:
+            validation.check_env_maker(maker, instances=True)
+
+    @property
+    def makers(self) -> list[Any]:
+        """What was given to make envs from, or as envs."""
+        given = self.create_env_fn
+        return given if isinstance(given, list) else [given]
+
+    @property
+    def has_env_instances(self) -> bool:
+        """Whether an env itself was given."""
+        return any(is_env(maker) for maker in self.makers)
+
+    @property
+    def num_envs(self) -> int:
+        """Number of envs; a vector env counts as one."""
+        return len(self.makers) if isinstance(self.create_env_fn, list) else self.envs_per_worker

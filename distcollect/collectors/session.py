@@ -1,0 +1,219 @@
+"""The workers of one collector, with everything that the trainer drives them by."""
+
+from __future__ import annotations
+
+import logging
+
+from distcollect.collectors.worker_options import WorkerOptions
+from distcollect.common.seeding import Stream, env_seed
+from distcollect.errors import BatchTimeout, WorkerLost
+from distcollect.launch.preemption import exit_if_requested
+from distcollect.policy.weight_layout import published
+from distcollect.rollout.header import Rollout
+from distcollect.rollout.layout import Layout
+from distcollect.supervision.manager import Workers
+from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.trainer.handover import HandoverReceiver, RolloutReference
+from distcollect.trainer.pool import Pool
+from distcollect.trainer.publisher import Publisher
+from distcollect.trainer.remote_calls import RemoteCalls, evaluators
+from distcollect.trainer.worker_slots import BatchPlan
+from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, identity
+from distcollect.transport.worker_service import Probe
+from distcollect.weights.push_handle import PushHandle
+from distcollect.weights.sender import WeightSender
+from distcollect.weights.updaters import UpdaterContext
+
+log = logging.getLogger(__name__)
+
+_ENVS_PER_TRAINER = 1 << 24
+
+
+class Session:
+    """The workers of one collector and all that drives them, from start to :meth:`close`.
+
+    Attributes:
+        workers: starts, watches and replaces the worker processes.
+        pool: requests rollouts from the workers, and sends them weights in the right order.
+        updater: moves weights to the workers.
+        publisher: makes new versions of the weights.
+        remote_calls: calls methods of the envs, and has workers evaluate.
+        evaluators: have some workers evaluate in the background; None: there are none.
+        handover_receiver: fetches rollouts that another trainer handed over.
+        layout: of a worker's rollouts.
+    """
+
+    def __init__(
+        self, options: WorkerOptions, stats_recorder: StatsRecorder, *, traces: bool
+    ) -> None:
+        """Start the workers, and wait until each has tried its envs and the policy.
+
+        Args:
+            options: the collector's arguments.
+            stats_recorder: counts what happens.
+            traces: whether the workers record what they do when.
+
+        Raises:
+            DistCollectError: a worker did not start, or failed. Nothing is left running.
+        """
+        plans = options.pickled_plans(traces=traces)
+        self._options = options
+        self.updater = options.updater
+        self.workers = Workers(
+            options.num_to_start,
+            options.fault_limits,
+            # A worker that joins later begins again at the start of the list of makers.
+            lambda worker_id: plans[worker_id % len(plans)],
+            listen=options.listen,
+            local=options.is_local,
+        )
+        try:
+            self._connect(stats_recorder)
+        except BaseException:
+            self.workers.close()
+            raise
+
+    def _connect(self, stats_recorder: StatsRecorder) -> None:
+        """Build what drives the workers, and have the workers' manager report to the pool."""
+        options, workers = self._options, self.workers
+        probe: Probe = next(iter(workers.probes.values()))
+        timeout_s = options.fault_limits.weights_timeout_s
+        self.layout: Layout = probe.layout
+        self._first_traj_id = workers.first_traj_id
+        self.updater.attach(
+            UpdaterContext(workers.address, timeout_s, workers.gpus, workers.transport.is_near)
+        )
+        sender = WeightSender(
+            workers.transport,
+            probe.weights,
+            self.updater,
+            options=options.weight_options,
+            timeout_s=timeout_s,
+        )
+        self.pool = Pool(
+            workers.transport,
+            sender,
+            self._batch_plan(),
+            staleness=options.staleness,
+            failure_sink=workers,
+            stats_recorder=stats_recorder,
+        )
+        self.publisher = Publisher(
+            self.pool,
+            probe.weights,
+            published(options.policy, options.named_models),
+            updater=self.updater,
+            options=options.weight_options,
+            max_interval=options.max_weight_update_interval,
+            gpus=workers.gpus,
+        )
+        self.remote_calls = RemoteCalls(self.pool, self.publisher.selected)
+        self.evaluators = evaluators(self.pool, options.evaluation, options.evaluating)
+        self.handover_receiver = HandoverReceiver(workers.transport)
+        workers.attach(self.pool)
+
+    def _batch_plan(self) -> BatchPlan:
+        options, num_envs = self._options, self.layout.num_envs
+        return BatchPlan(
+            sync=options.sync,
+            num_rollouts=options.rollouts_per_batch,
+            num_envs=num_envs,
+            num_steps=options.num_steps(num_envs),
+            random_frames=options.random_frames,
+            num_frames=None if options.total_frames == -1 else options.rounded_total_frames,
+            waits_for_missing=options.fault_limits.missing_share == "replacement",
+            preemptive_threshold=options.preemptive_threshold,
+            deadline_s=options.batch_deadline_s,
+            reserved=frozenset(options.evaluating),
+            in_turn=options.reproducible,
+            first_env=self.workers.first_traj_id // TRAJ_IDS_PER_TRAINER * _ENVS_PER_TRAINER,
+        )
+
+    # Run.
+
+    def gather(self, timeout_s: float) -> list[Rollout]:
+        """The rollouts of the next batch, in the order of worker_id.
+
+        Where workers come and go by themselves, it waits for others once all have left.
+
+        Raises:
+            BatchTimeout: not all rollouts came in time; names the workers waited for.
+            DistCollectError: the run can't go on.
+        """
+        while True:
+            self.workers.await_enough()
+            try:
+                if self._options.sync:
+                    return self.pool.gather_all(timeout_s)
+                return [self.pool.gather_next(timeout_s)]
+            except BatchTimeout:
+                if not self.workers.is_elastic or self.workers.num_present:
+                    raise
+
+    def wait_for(self, push: PushHandle) -> None:
+        """Wait until it is known of every worker whether it has the weights.
+
+        Raises:
+            WorkerLost: a worker had died before, and no other worker will come.
+            WeightsTimeout, WorkerError: see :meth:`PushHandle.wait`.
+        """
+        try:
+            push.wait()
+        except WorkerLost:
+            exit_if_requested()
+            # A worker that joins later starts with these weights.
+            if not self.workers.is_elastic:
+                raise
+
+    def hand_over(self, timeout_s: float, keep_s: float) -> RolloutReference:
+        """A reference to the next rollout, which its worker keeps for ``keep_s`` seconds.
+
+        Raises: as :meth:`gather`.
+        """
+        request, key = self.pool.hand_over(timeout_s, keep_s)
+        assert request.offer is not None
+        return RolloutReference(
+            identity().trainer,
+            identity().run_id,
+            request.offer.header,
+            self.layout,
+            request.slot.peer,
+            self.workers.transport.address_of(request.slot.peer),
+            key,
+            None if request.rollout is None else request.rollout.tensors,
+        )
+
+    def seed(self, seed: int, *, static_seed: bool) -> int:
+        """Seed all workers; returns a seed that none of their envs uses.
+
+        Raises:
+            DeadlineError, WorkerError: the workers did not accept it.
+        """
+        timeout_s = self._options.fault_limits.batch_timeout_s
+        self.pool.seed(seed, static_seed=static_seed, timeout_s=timeout_s)
+        num_slots = max(self.pool.worker_ids, default=-1) + 1
+        return env_seed(seed, self.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
+
+    @property
+    def next_traj_id(self) -> int:
+        """All traj_ids of this session are below."""
+        return self._first_traj_id + identity().next_peer * TRAJ_IDS_PER_PEER
+
+    def resume(self, version: int, first_traj_id: int, frames: int) -> None:
+        """Continue the counts of another run; see :meth:`.Pool.resume`."""
+        # All trainers can continue from the state of one: each keeps to its own range of ids.
+        self._first_traj_id = self.workers.first_traj_id + first_traj_id % TRAJ_IDS_PER_TRAINER
+        timeout_s = self._options.fault_limits.batch_timeout_s
+        self.pool.resume(version, self._first_traj_id, frames, timeout_s)
+
+    # Stop.
+
+    def close(self) -> None:
+        """End everything, in this order. To be called once."""
+        try:
+            # No more requests. What other trainers may still take is settled with the workers.
+            self.pool.close()
+        finally:
+            # Stops the workers, reaps their processes, and closes the transport.
+            self.workers.close()
+        log.info("where the frames went:\n%s", self.pool.ledger)

@@ -1,0 +1,363 @@
+"""Delivers batches: one by one to a loop, or in the background into a replay buffer."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from tensordict import TensorDict
+
+from distcollect.collectors.batch_format import WholeTrajectories
+from distcollect.collectors.options import CollectorOptions
+from distcollect.collectors.replay import Background, RateLimited, put
+from distcollect.common import tensor_cache
+from distcollect.errors import CollectorStateError
+from distcollect.results import Stats
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import Layout
+from distcollect.telemetry.monitor import MonitorThread
+from distcollect.telemetry.recorder import StatsRecorder
+
+# For a thread that was told to end, and whose workers are gone.
+JOIN_TIMEOUT_S = 10.0
+
+_Self = TypeVar("_Self", bound="BatchStream")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class CollectorState(enum.Enum):
+    """What a collector does; it goes from one to the next, or from the first to the last.
+
+    Attributes:
+        OPEN: it collects a batch when one is requested.
+        FILLING: it fills its replay buffer in the background, since ``start()``.
+        SHUT_DOWN: nothing more; it has released what it held.
+    """
+
+    OPEN = "open"
+    FILLING = "filling"
+    SHUT_DOWN = "shut down"
+
+
+def timed(method: _Method) -> _Method:
+    """Count the time of a collector's method as time in which the caller waits for a batch."""
+
+    @functools.wraps(method)
+    def wrapper(self: BatchStream, *args: Any, **kwargs: Any) -> Any:
+        recorder, monitor = self._stats_recorder, self._monitor_thread
+        recorder.does("assemble")
+        if not monitor.has_begun:
+            monitor.begin(_weakly(self.stats))
+        try:
+            return method(self, *args, **kwargs)
+        except StopIteration:
+            recorder.end()
+            raise
+        finally:
+            recorder.does("train")
+
+    return cast("_Method", wrapper)
+
+
+def _weakly(method: Callable[[], Stats]) -> Callable[[], Stats | None]:
+    """Calls ``method``; returns None once the method's object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> Stats | None:
+        found = reference()
+        return None if found is None else found()
+
+    return call
+
+
+class BatchStream(ABC):
+    """Collects one batch after the other, until ``total_frames`` are collected or it is shut down.
+
+    Attributes:
+        frames_per_batch: frames in each batch.
+        total_frames: frames after which it ends, a multiple of ``frames_per_batch``; -1: endless.
+    """
+
+    def __init__(self, options: CollectorOptions) -> None:
+        """Open what shows and records the run.
+
+        Args:
+            options: the arguments, checked.
+
+        Raises:
+            ArgumentError: a file or a port of the ``monitor`` can't be opened.
+        """
+        self.frames_per_batch = options.frames_per_batch
+        self.total_frames = options.rounded_total_frames
+        self._options = options
+        self._state = CollectorState.OPEN
+        self._frames = 0
+        self._resumed_frames = 0
+        self._batches = 0
+        self._trajectories: WholeTrajectories | None = None
+        if options.trajs_per_batch is not None:
+            self._trajectories = WholeTrajectories(options.trajs_per_batch)
+        self._background: Background | None = None
+        self._monitor_thread = MonitorThread(options.monitor, options.trace)
+        self._stats_recorder = StatsRecorder(trace=self._monitor_thread.trace)
+        # For a collector that is never shut down.
+        self._close_monitor = weakref.finalize(self, self._monitor_thread.close, None)
+        try:
+            self._open()
+        except BaseException:
+            # Now, since the error keeps the collector for as long as somebody holds the error, as
+            # notebooks do with the last one; a port of Prometheus would be taken until then.
+            self._close_monitor()
+            raise
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Make what steps the envs. If it raises, nothing is left open."""
+
+    @property
+    def frames(self) -> int:
+        """Frames collected so far, with padding and with those of the run that was resumed."""
+        return self._frames
+
+    @property
+    def abandoned_frames(self) -> int:
+        """With ``trajs_per_batch``: frames of trajectories that can no longer become whole."""
+        return 0 if self._trajectories is None else self._trajectories.abandoned_frames
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        """Yield batches until ``total_frames`` are collected; a second loop continues."""
+        while True:
+            try:
+                batch = self.next()
+            except StopIteration:
+                return
+            yield batch
+
+    def next(self, timeout_s: float | None = None) -> TensorDict:
+        """Wait for the next batch.
+
+        Args:
+            timeout_s: seconds to wait, instead of ``Faults.batch_timeout_s``; with
+                ``trajs_per_batch`` for each of the rollouts that a batch needs.
+
+        Returns:
+            The batch; None if it went to the ``replay_buffer``.
+
+        Raises:
+            StopIteration: ``total_frames`` are collected.
+            BatchTimeout: there was no batch in time; names the workers that it waited for.
+            EnvError: an env raised too often; names the worker.
+            PolicyError: the policy raised; names the worker.
+            WorkerLost: fewer workers are left than ``Faults.min_workers``; says why.
+            CollectorStateError: after :meth:`shutdown`, or after :meth:`start`.
+        """
+        self._check_delivers()
+        return self._take(timeout_s)
+
+    @timed
+    def _take(self, timeout_s: float | None) -> TensorDict:
+        """The next batch, with ``postproc``, or None if it went to the replay buffer."""
+        if self._trajectories is None:
+            return self._delivered(self._collect(timeout_s)[0])
+        return self._delivered(self._collect_trajectories(self._trajectories, timeout_s))
+
+    def _delivered(self, batch: TensorDict) -> TensorDict:
+        batch = self._options.batch_format.processed(batch)
+        if self._options.replay_buffer is None:
+            return batch
+        put(batch, self._options.replay_buffer)
+        return cast("TensorDict", None)
+
+    def _collect_trajectories(
+        self, trajectories: WholeTrajectories, timeout_s: float | None
+    ) -> TensorDict:
+        while not trajectories.ready:
+            try:
+                rows, headers = self._collect(timeout_s)
+            except StopIteration:
+                if (last := trajectories.take()) is None:
+                    raise
+                return last
+            trajectories.add(rows, headers)
+        batch = trajectories.take()
+        assert batch is not None
+        return batch
+
+    def _collect(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
+        """A batch in its shape, without ``postproc``, and the headers of its rollouts."""
+        self._check_not_over()
+        rows, headers = self._next(self._limit_s(timeout_s))
+        self._count_batch()
+        return self._options.batch_format.shaped(rows, self._layout), headers
+
+    def _check_not_over(self) -> None:
+        if self.total_frames != -1 and self._frames >= self.total_frames:
+            raise StopIteration
+
+    def _count_batch(self) -> None:
+        self._batches += 1
+        self._frames += self.frames_per_batch
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return self._options.fault_limits.batch_timeout_s if timeout_s is None else timeout_s
+
+    def start(self) -> None:
+        """Fill the replay buffer in the background, until ``total_frames`` are collected.
+
+        The policy that collects is a copy; :meth:`update_policy_weights_` sends it new weights. Use
+        :meth:`async_shutdown` to end. If collection fails, the next call to the collector raises
+        the reason, and so does ``sample()`` of a :class:`~distcollect.RateLimited` buffer.
+
+        Raises:
+            CollectorStateError: there is no ``replay_buffer``, or it was started already.
+        """
+        self._check_open()
+        buffer = self._options.replay_buffer
+        if buffer is None:
+            raise CollectorStateError(
+                "start() needs a replay_buffer to fill: pass replay_buffer= to the collector"
+            )
+        if self._state is CollectorState.FILLING:
+            raise CollectorStateError(
+                "the collector was started already: end that by async_shutdown(), or use pause()"
+            )
+        self._before_start()
+        # Weakly, as the workers must end when the user drops the collector.
+        fill = weakref.WeakMethod(self._fill)
+
+        def collect() -> bool:
+            found = fill()
+            return found is not None and found()
+
+        limit = buffer if isinstance(buffer, RateLimited) else None
+        self._state = CollectorState.FILLING  # first: the thread may shut the collector down
+        self._background = Background(collect, limit)
+
+    def _before_start(self) -> None:  # noqa: B027 - most have nothing to do
+        """Make sure that collecting on another thread is safe."""
+
+    def _fill(self) -> bool:
+        """Add one batch to the replay buffer; False if ``total_frames`` are collected."""
+        try:
+            self._take(None)
+        except StopIteration:
+            return False
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is collecting in the background, after :meth:`start`."""
+        return self._background is not None and self._background.is_alive
+
+    def pause(self, timeout_s: float = 600.0) -> AbstractContextManager[None]:
+        """A context within which nothing is added to the replay buffer.
+
+        A batch that is being collected when it is entered is added first.
+
+        Args:
+            timeout_s: seconds to wait for that batch.
+
+        Raises:
+            CollectorStateError: :meth:`start` was not called.
+            DeadlineError: that batch was not finished in time.
+        """
+        self._check_open()
+        if self._background is None:
+            raise CollectorStateError("pause() is for a collector that was started by start()")
+        return self._background.paused(timeout_s)
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Shut down a collector that was started by :meth:`start`.
+
+        Args:
+            timeout: seconds to wait for the batch that is being collected, which is then added to
+                the buffer; None: don't wait, and drop this batch.
+            close_env: whether to close the envs. False leaves an env of yours open that this
+                process steps; workers always close theirs.
+
+        Raises:
+            The error that ended collection in the background.
+        """
+        background = self._background
+        if background is not None:
+            background.stop()
+            if timeout is not None:
+                background.join(timeout)
+        self._shut_down(close_envs=close_env)
+        if background is not None:
+            background.join(JOIN_TIMEOUT_S)
+        self._raise_from_background()
+
+    def _raise_from_background(self) -> None:
+        """Raise the error that ended collection in the background, once."""
+        if self._background is not None and self._background.error is not None:
+            error, self._background.error = self._background.error, None
+            raise error
+
+    def _check_open(self) -> None:
+        if self._background is not None and self._background.error is not None:
+            raise copy.copy(self._background.error) from self._background.error
+        if self._state is CollectorState.SHUT_DOWN:
+            raise CollectorStateError("the collector was shut down: make a new one")
+
+    def _check_delivers(self) -> None:
+        self._check_open()
+        if self._state is CollectorState.FILLING:
+            raise CollectorStateError(
+                "the collector fills its replay buffer in the background since start(): sample "
+                "from that, or end it by async_shutdown()"
+            )
+
+    @property
+    @abstractmethod
+    def _layout(self) -> Layout: ...
+
+    @abstractmethod
+    def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
+        """The rows ``[W * n, T]`` of W rollouts, and the headers of these rollouts."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Counts, rates and shares of time so far."""
+
+    def shutdown(self) -> None:
+        """End what the collector started and release what it holds. May be called again."""
+        self._shut_down(close_envs=True)
+
+    def _shut_down(self, *, close_envs: bool) -> None:
+        """End everything, in this order; nothing if that was done before."""
+        if self._state is CollectorState.SHUT_DOWN:
+            return
+        if self._background is not None:
+            self._background.stop()
+        self._state = CollectorState.SHUT_DOWN
+        self._stats_recorder.end()
+        tensor_cache.forget()
+        try:
+            self._release(close_envs=close_envs)
+        finally:
+            self._monitor_thread.close(self.stats())
+
+    @abstractmethod
+    def _release(self, *, close_envs: bool) -> None:
+        """Close what :meth:`_open` made; called once."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+        if kind is None:
+            self._raise_from_background()

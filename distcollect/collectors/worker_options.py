@@ -1,0 +1,270 @@
+"""The arguments of the collectors that have workers; see :mod:`.options`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar
+
+from distcollect.collectors import pickling, validation
+from distcollect.collectors.options import CollectorOptions, EnvMaker
+from distcollect.common import checks
+from distcollect.config import EvaluationWorkers, Staleness, WeightSync
+from distcollect.engine.plan import StepOptions
+from distcollect.errors import ArgumentError
+from distcollect.launch.cpu_placement import num_cores
+from distcollect.launch.worker_hosts import current
+from distcollect.weights.broadcast import default_updater
+from distcollect.weights.updaters import WeightUpdaterBase
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerOptions(CollectorOptions):
+    """Arguments of every collector that has workers.
+
+    Attributes:
+        create_env_fn: an env id; a callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
+            TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``; or a list of these, one for
+            each worker (a worker that joins later gets the one at its worker_id modulo the
+            length of the list). A callable with a parameter named ``context`` gets an
+            :class:`~distcollect.EnvContext`.
+        policy: TensorDictModule, module or callable from observation to action, to
+            (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
+            random actions. It always sees a leading dimension of envs. It is copied to the
+            workers now; :meth:`update_policy_weights_` sends newer weights.
+        policy_factory: called on each worker to make the policy, instead of ``policy``.
+        frames_per_batch: frames in each batch; in sync mode a multiple of all envs of all
+            workers, in async mode of one worker's envs.
+        num_workers: number of workers; None: one for each maker in a list, else one for each core
+            of this host.
+        envs_per_worker: number of envs that each worker steps.
+        policy_device: where the workers' policies compute; None: where the policy is.
+        models: further modules, by name, that are published with the policy as one version: an
+            observation normalizer, an encoder inside the envs. Policy and env makers that
+            refer to them refer to the workers' copies there.
+        cat_results: shape of a sync batch: 0 for ``[W * n, T]``, "stack" for ``[W, n, T]``, -1
+            for ``[n, W * T]``.
+        preemptive_threshold: in sync mode, once this share of a batch's rollouts is there
+            (above 0, at most 1), the other workers are told to deliver what they have. The
+            missing frames are padding: False in ``("collector", "mask")``.
+        batch_deadline_s: in sync mode, the same, this many seconds after a batch was requested.
+        update_at_each_batch: publish the policy's weights automatically between two batches: in
+            sync mode to all workers, in async mode to the one that delivered the last batch.
+        max_weight_update_interval: ``update_at_each_batch`` also sends to workers that are more
+            than this many versions behind; ``worker_ids="lagging"`` means these.
+        weight_sync: what is sent, and when the workers use it.
+        weight_updater: how weights are sent; None: an :class:`AutoUpdater`, or if
+            ``weight_sync`` names a backend a :class:`BroadcastUpdater`.
+        staleness: how old the policy of a delivered frame may be; None: any age.
+        reproducible: in async mode, the same batches each time (after ``set_seed``). Workers
+            deliver in turn. Each begins a rollout when the batch after its previous one is
+            requested, with the weights published by then, and keeps these weights to the end. So a
+            frame's lag is the number of publications meanwhile: one less than there are
+            workers, if each batch is followed by one. Once a worker dies, batches differ.
+        evaluation: how many of the workers evaluate the policy instead of collecting.
+    """
+
+    create_env_fn: EnvMaker | Sequence[EnvMaker] = field(kw_only=False)
+    _: KW_ONLY
+    num_workers: int | None = None
+    sync: bool = field(default=False, init=False)
+    cat_results: int | str | None = 0
+    preemptive_threshold: float | None = None
+    batch_deadline_s: float | None = None
+    update_at_each_batch: bool = False
+    max_weight_update_interval: int | None = None
+    weight_sync: WeightSync | None = None
+    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None = None
+    staleness: Staleness | None = None
+    reproducible: bool = False
+    evaluation: EvaluationWorkers | None = None
+    listen: str | None = field(default=None, init=False)
+
+    # Whether the workers are on this host, whatever the launch provides.
+    is_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive("num_workers", self.num_workers, optional=True)
+        if self._cat_results != 0 and not self.sync:
+            raise ArgumentError(
+                f"cat_results={self.cat_results!r} is for sync=True: without it a batch is one "
+                "rollout"
+            )
+        if self.reproducible and self.staleness is not None and self.mask_above is None:
+            raise ArgumentError(
+                f"reproducible=True and {self.staleness}: the lag is fixed then; mode='mask' works"
+            )
+        checks.positive(
+            "max_weight_update_interval", self.max_weight_update_interval, optional=True
+        )
+        validation.check_stragglers(
+            self.preemptive_threshold, self.batch_deadline_s, sync=self.sync
+        )
+        self.num_steps(self.envs_per_worker)
+        # These check what they are made from.
+        _ = self.num_collecting, self.updater, self.makers
+
+    @property
+    def _cat_results(self) -> int | str | None:
+        return self.cat_results
+
+    @cached_property
+    def num_to_start(self) -> int:
+        """Number of workers to start with.
+
+        Raises:
+            ArgumentError: the launch has fewer.
+        """
+        launched = None if self.is_local else current()
+        if launched is not None:
+            return launched.num_workers(self.num_workers)
+        if self.num_workers is None and isinstance(self.create_env_fn, list | tuple):
+            return len(self.create_env_fn)
+        return self.num_workers or num_cores()
+
+    @cached_property
+    def num_collecting(self) -> int:
+        """Number of workers that collect; those with higher ids evaluate."""
+        return validation.num_collecting(self.num_to_start, self.evaluation)
+
+    @property
+    def evaluating(self) -> range:
+        """The ids of the workers that evaluate."""
+        return range(self.num_collecting, self.num_to_start)
+
+    @property
+    def rollouts_per_batch(self) -> int:
+        """Number of rollouts in a batch: one of each worker in sync mode, else one."""
+        return self.num_collecting if self.sync else 1
+
+    def num_steps(self, num_envs: int) -> int:
+        """T of each rollout, if each worker has ``num_envs`` envs.
+
+        Raises:
+            ArgumentError: ``frames_per_batch`` is no multiple; says which numbers are.
+        """
+        return validation.num_steps(self.frames_per_batch, self.rollouts_per_batch, num_envs)
+
+    @cached_property
+    def makers(self) -> list[object]:
+        """One env maker for each worker, by worker_id."""
+        return validation.env_makers(self.create_env_fn, self.num_to_start)
+
+    @property
+    def weight_options(self) -> WeightSync:
+        """``weight_sync``, or its defaults."""
+        return self.weight_sync or WeightSync()
+
+    @cached_property
+    def updater(self) -> WeightUpdaterBase:
+        """What moves the weights; the same object each time."""
+        given = validation.made_updater(self.weight_updater)
+        return given or default_updater(self.weight_options.backend)
+
+    @property
+    def mask_above(self) -> int | None:
+        """Frames with a higher lag, in versions, are masked; None: none are."""
+        masks = self.staleness is not None and self.staleness.mode == "mask"
+        return self.staleness.max_policy_lag if self.staleness is not None and masks else None
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether a batch can hold padding or masked frames."""
+        limits = (self.mask_above, self.preemptive_threshold, self.batch_deadline_s)
+        return any(limit is not None for limit in limits)
+
+    @property
+    def step_options(self) -> StepOptions:
+        """How the engine steps the envs."""
+        return StepOptions(
+            self.max_frames_per_traj,
+            self.reset_at_each_iter,
+            self.clip_actions,
+            swap_within_rollouts=self.weight_options.swap_within_rollouts and not self.reproducible,
+            exact_version=self.reproducible,
+        )
+
+    def pickled_plans(self, *, traces: bool) -> list[bytes]:
+        """The pickled :class:`WorkerPlan` of each worker, by worker_id.
+
+        Args:
+            traces: whether the workers record what they do when.
+
+        Raises:
+            PolicyNotSendable: the policy can't be pickled.
+            ArgumentError: another argument can't be pickled.
+        """
+        plan = self.plan(num_envs=self.envs_per_worker, traces=traces)
+        plan = replace(plan, exclude=tuple(self.weight_options.exclude))
+        return pickling.pickled_plans(plan, self.makers)
+
+
+@dataclass(frozen=True, eq=False)
+class MultiSyncOptions(WorkerOptions):
+    """Arguments of :class:`~distcollect.MultiSyncDataCollector`.
+
+    Attributes:
+        frames_per_batch: frames in each batch; a multiple of all envs of all workers.
+        cat_results: how the workers' rollouts are joined, see the table above; None: "stack".
+        update_at_each_batch: publish the policy's weights automatically between two batches.
+    """
+
+    _: KW_ONLY
+    sync: bool = field(default=True, init=False)
+    cat_results: int | str | None = "stack"
+
+    @property
+    def _cat_results(self) -> int | str | None:
+        return "stack" if self.cat_results is None else self.cat_results
+
+
+@dataclass(frozen=True, eq=False)
+class MultiAsyncOptions(WorkerOptions):
+    """Arguments of :class:`~distcollect.MultiaSyncDataCollector`.
+
+    Attributes:
+        frames_per_batch: frames in each batch; a multiple of one worker's envs.
+        update_at_each_batch: publish the policy's weights automatically between two batches, to
+            the worker that delivered the last one.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class AsyncOptions(MultiAsyncOptions):
+    """Arguments of :class:`~distcollect.aSyncDataCollector`.
+
+    Attributes:
+        create_env_fn: an env id, or a callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
+            TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``. A callable with a parameter named
+            ``context`` gets an :class:`~distcollect.EnvContext`.
+        frames_per_batch: frames in each batch; a multiple of the number of envs.
+    """
+
+    create_env_fn: EnvMaker = field(kw_only=False)
+    _: KW_ONLY
+    num_workers: int | None = field(default=1, init=False)
+
+
+@dataclass(frozen=True, eq=False)
+class RPCOptions(WorkerOptions):
+    """Arguments of :class:`~distcollect.RPCDataCollector`.
+
+    Attributes:
+        num_workers: number of workers; None: all that the launch provides; without a launch, one
+            for each maker in a list, else one for each core of this host.
+        sync: True: a batch ``[W * n, T]`` is one rollout from each worker, rows in the order of
+            worker_id; workers collect it when it is requested. False: a batch ``[n, T]`` is one
+            rollout from whichever worker is done first; the others keep collecting.
+        listen: "HOST:PORT" of this host, where ``distcollect worker --join`` can add workers
+            at any time; None: the value of DISTCOLLECT_LISTEN, else nowhere. Under a launcher, set
+            DISTCOLLECT_LISTEN instead.
+    """
+
+    _: KW_ONLY
+    sync: bool = False
+    listen: str | None = None
+
+    squeeze: ClassVar[bool] = False
+    is_local: ClassVar[bool] = False
