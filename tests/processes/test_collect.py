@@ -144,7 +144,11 @@ def test_a_saved_policy_and_a_seed_give_the_same_frames_each_time(
     policy = scripted(tmp_path / "policy.pt")
     runs = []
     for name in ("one", "two"):
-        given = {"env": "helpers.scripts.counted_env:Counted-v0", "frames": 250, "envs_per_worker": 2}
+        given = {
+            "env": "helpers.scripts.counted_env:Counted-v0",
+            "frames": 250,
+            "envs_per_worker": 2,
+        }
         given |= {"frames_per_batch": 40, "policy": policy, "seed": 3}
         assert cli.main(arguments(tmp_path / name, **given)) == 0
         runs.append(TensorDict.load_memmap(tmp_path / name))
@@ -285,7 +289,7 @@ def test_a_disk_that_is_full_is_told_of_in_words(tmp_path: Path) -> None:
     with pytest.raises(dc.ArgumentError, match=r"No space left.*goes on from"):
         saved.close()
     # All is given back: another process may go on.
-    (tmp_path / ".collect.json").unlink()
+    (tmp_path / ".collect.json").unlink(missing_ok=True)
     with SavedFrames(tmp_path, 10, {}) as saved:
         assert saved.frames == 0
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from distcollect.commands.bench.items import ITEMS
 from distcollect.commands.bench.peers import Unfit
+from distcollect.common.files import replacing
 
 
 def main() -> None:
@@ -37,10 +38,8 @@ def main() -> None:
         outcome = {"skipped": str(reason)}
     except Exception as error:  # noqa: BLE001 - whatever a peer raises is what came of it
         outcome = {"failed": f"{type(error).__name__}: {error}"}
-    # Appears whole or not at all.
-    partial = given.result.with_suffix(".partial")
-    partial.write_text(json.dumps(outcome))
-    partial.replace(given.result)
+    with replacing(given.result) as file:
+        file.write(json.dumps(outcome).encode())
     # Peers may have threads and processes that end never, or late.
     os._exit(0)
 

@@ -20,6 +20,7 @@ import gymnasium as gym
 import torch
 from tensordict import TensorDict
 
+from distcollect.common.files import replacing
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.rollout.spaces import leaves_of
 
@@ -248,13 +249,9 @@ class SavedFrames:
         self._recorded_at = time.monotonic()
 
     def _write_record(self) -> None:
-        draft = self.folder / _DRAFT
         try:
-            with draft.open("w") as file:
-                json.dump(self._record, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self.folder / RECORD)
+            with replacing(self.folder / RECORD, self.folder / _DRAFT) as file:
+                file.write(json.dumps(self._record, indent=1).encode())
         except OSError as error:
             raise self._unwritable(error) from error
 
