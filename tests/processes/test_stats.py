@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
+from prometheus_client import CollectorRegistry, generate_latest
 
 import distcollect as dc
 from distcollect.results import (
@@ -31,7 +32,7 @@ from distcollect.rollout.header import Header, Work
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.display import log_line
-from distcollect.telemetry.prometheus import exposition
+from distcollect.telemetry.prometheus import StatsCollector
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.telemetry.step_timer import Episodes
 
@@ -276,7 +277,7 @@ def test_stats_of_a_collector(kind: bool | None, tmp_path: Path) -> None:
         )
     with collector:
         assert collector.stats().elapsed_s == 0
-        assert "nothing" in str(collector.verdict()).lower()
+        assert "nothing" in str(collector.bottleneck()).lower()
         for _ in collector:
             collector.update_policy_weights_(policy)
     stats = collector.stats()
@@ -301,7 +302,7 @@ def test_stats_of_a_collector(kind: bool | None, tmp_path: Path) -> None:
     assert [s.ended for s in told] == [True]
     (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
     assert Stats.from_dict(json.loads(line)) == told[0] == stats
-    assert json.loads(line)["verdict"] == str(collector.verdict())
+    assert json.loads(line)["bottleneck"] == str(collector.bottleneck())
 
 
 def test_prometheus_and_what_a_callback_breaks(caplog: pytest.LogCaptureFixture) -> None:
@@ -318,8 +319,8 @@ def test_prometheus_and_what_a_callback_breaks(caplog: pytest.LogCaptureFixture)
         url = f"http://127.0.0.1:{address}/metrics"
         with urllib.request.urlopen(url, timeout=10) as answer:
             text = answer.read().decode()
-    assert "distcollect_frames_total 30\n" in text
-    assert 'distcollect_worker_up{worker="0"} 1\n' in text
+    assert "distcollect_frames_total 30.0\n" in text
+    assert 'distcollect_worker_up{worker="0"} 1.0\n' in text
     assert sum("no room left" in str(record.exc_info) for record in caplog.records) == 1
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url, timeout=10)
@@ -348,8 +349,12 @@ def test_a_dropped_collector_ends_what_is_told() -> None:
 
 
 def test_exposition_has_a_number_in_each_line() -> None:
-    for line in exposition(Stats()).splitlines():
-        if not line.startswith("# TYPE "):
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(Stats))
+    lines = generate_latest(registry).decode().splitlines()
+    assert "distcollect_frames_total 0.0" in lines
+    for line in lines:
+        if not line.startswith(("# HELP ", "# TYPE ")):
             assert math.isfinite(float(line.split()[1]))
 
 
