@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from distcollect.results import (
         State as WorkerState,
     )
-    from distcollect.telemetry.bottleneck import Verdict
+    from distcollect.telemetry.bottleneck import Bottleneck
     from distcollect.trainer.handover import RolloutReference
     from distcollect.weights.broadcast import AutoUpdater, BroadcastUpdater
     from distcollect.weights.push_handle import PushHandle
@@ -83,6 +83,7 @@ _MODULES = {
     "ArgumentTypeError": "distcollect.errors",
     "AutoUpdater": "distcollect.weights.broadcast",
     "BatchTimeout": "distcollect.errors",
+    "Bottleneck": "distcollect.telemetry.bottleneck",
     "BroadcastUpdater": "distcollect.weights.broadcast",
     "Checkpoint": "distcollect.collectors.checkpoint",
     "CollectorStateError": "distcollect.errors",
@@ -122,7 +123,6 @@ _MODULES = {
     "Stats": "distcollect.results",
     "SyncDataCollector": "distcollect.collectors.sync",
     "TrainerTimes": "distcollect.results",
-    "Verdict": "distcollect.telemetry.bottleneck",
     "WeightSync": "distcollect.config",
     "WeightUpdaterBase": "distcollect.weights.updaters",
     "WeightsError": "distcollect.errors",
@@ -144,6 +144,7 @@ __all__ = [
     "ArgumentTypeError",
     "AutoUpdater",
     "BatchTimeout",
+    "Bottleneck",
     "BroadcastUpdater",
     "Checkpoint",
     "CollectorStateError",
@@ -181,7 +182,6 @@ __all__ = [
     "Stats",
     "SyncDataCollector",
     "TrainerTimes",
-    "Verdict",
     "WeightSource",
     "WeightSync",
     "WeightUpdaterBase",

@@ -27,7 +27,7 @@ from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.results import Evaluation, Stats
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout
-from distcollect.telemetry.bottleneck import Verdict, verdict
+from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.publisher import Weights, WorkerIds
@@ -106,8 +106,8 @@ class DataCollectorBase(ABC):
     With a ``replay_buffer`` batches go there instead: iterating yields None for each, or
     :meth:`start` fills it in the background.
 
-    :meth:`stats` says at any time what was done and where the time went, :meth:`verdict` what the
-    run is bound by. A :class:`~distcollect.Monitor` shows this while the run goes on, and writes it
+    :meth:`stats` says at any time what was done and where the time went, :meth:`bottleneck` what
+    the run is bound by. A :class:`~distcollect.Monitor` shows this while the run goes on, and writes it
     to files.
 
     Attributes:
@@ -414,9 +414,9 @@ class DataCollectorBase(ABC):
     def _snapshot(self, about: Stats) -> Stats:
         """``about``, and what is known beside it."""
 
-    def verdict(self) -> Verdict:
+    def bottleneck(self) -> Bottleneck:
         """What bounds the run so far, and what would help most; ``str()`` of it is a sentence."""
-        return verdict(self.stats())
+        return find_bottleneck(self.stats())
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - nothing to do
         """Pass arguments to the weight updater's ``init``; without an updater nothing happens."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distcollect.errors import ArgumentError
 from distcollect.results import Stats
-from distcollect.telemetry.bottleneck import verdict
+from distcollect.telemetry.bottleneck import find_bottleneck
 from distcollect.telemetry.display import log_line, rendered
 from distcollect.telemetry.stats_file import newest, stats_file
 
@@ -27,7 +27,7 @@ def run(given: argparse.Namespace) -> int:
     """Show the run until it has ended, or until Ctrl-C; 0."""
     news = news_of(given.run_dir)
     if given.once or not sys.stdout.isatty():
-        print(f"{news.age()}{log_line(news.stats)}\n{verdict(news.stats)}")
+        print(f"{news.age()}{log_line(news.stats)}\n{find_bottleneck(news.stats)}")
         return 0
     try:
         _follow(given.run_dir, news)

@@ -23,7 +23,7 @@ _BRIEF_S = 2.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     """What a run is bound by.
 
     Attributes:
@@ -44,10 +44,10 @@ class Verdict:
         return self.sentence
 
 
-def verdict(stats: Stats) -> Verdict:
+def find_bottleneck(stats: Stats) -> Bottleneck:
     """What ``stats`` says of the whole run until then."""
     if not stats.delivered or not stats.elapsed_s:
-        return Verdict("unknown", {}, 0, "Nothing was delivered yet: nothing can be said.")
+        return Bottleneck("unknown", {}, 0, "Nothing was delivered yet: nothing can be said.")
     shares = _shares(stats)
     bound: Bound = max(shares, key=lambda name: shares[name])  # type: ignore[arg-type]
     more = _more_workers(stats, shares["env"] + shares["policy"])
@@ -61,7 +61,7 @@ def verdict(stats: Stats) -> Verdict:
     sentence += _on_workers(more, stats)
     if stats.elapsed_s < _BRIEF_S:
         sentence += f" That is from {stats.elapsed_s:.2g} s only."
-    return Verdict(bound, shares, more, sentence)
+    return Bottleneck(bound, shares, more, sentence)
 
 
 _BOUND_BY = {

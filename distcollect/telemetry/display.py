@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from distcollect.results import Stats, WorkerStats
-from distcollect.telemetry.bottleneck import verdict
+from distcollect.telemetry.bottleneck import find_bottleneck
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -60,7 +60,7 @@ def rendered(stats: Stats, height: int) -> RenderableType:
         *(Text(line, overflow="ellipsis", no_wrap=True) for line in lines),
         _table(shown),
         *([Text(f"and {left}")] if left else []),
-        Text(str(verdict(stats))),
+        Text(str(find_bottleneck(stats))),
     )
 
 

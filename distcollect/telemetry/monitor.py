@@ -15,7 +15,7 @@ from typing import Protocol
 from distcollect.config import Monitor
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
-from distcollect.telemetry.bottleneck import verdict
+from distcollect.telemetry.bottleneck import find_bottleneck
 from distcollect.telemetry.display import Display, is_terminal, log_line
 from distcollect.telemetry.prometheus import open_prometheus
 from distcollect.telemetry.stats_file import STATS_FILE, JsonLines
@@ -149,7 +149,7 @@ class MonitorThread:
                 )
         last = self._last if last is None else last
         if self._begun and last is not None and last.delivered:
-            log.info("%s", verdict(last))
+            log.info("%s", find_bottleneck(last))
         self._close_trace()
 
     def _close_trace(self) -> None:

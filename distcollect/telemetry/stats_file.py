@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from distcollect.errors import ArgumentError
 from distcollect.results import Stats
-from distcollect.telemetry.bottleneck import verdict
+from distcollect.telemetry.bottleneck import find_bottleneck
 
 log = logging.getLogger("distcollect")
 
@@ -40,7 +40,7 @@ class JsonLines:
     A line holds :meth:`Stats.as_dict`, and besides
 
     - "time": when, in seconds since 1970;
-    - "verdict": :func:`~.verdict.verdict` of it, in words;
+    - "bottleneck": :func:`~.bottleneck.find_bottleneck` of it, in words;
     - "collector_id": the same in all lines of a collector, and only in these.
     """
 
@@ -54,7 +54,7 @@ class JsonLines:
     def write(self, stats: Stats) -> None:
         """A line, visible to others at once."""
         about = {"time": time.time(), "collector_id": self._id}
-        line = {**about, **stats.as_dict(), "verdict": str(verdict(stats))}
+        line = {**about, **stats.as_dict(), "bottleneck": str(find_bottleneck(stats))}
         text = json.dumps(line, separators=(",", ":"), allow_nan=False)
         data = f"{text}\n".encode()
         self.every_s = self._shortest_s * max(1.0, len(data) / _LINE_BYTES)

@@ -15,7 +15,7 @@ from distcollect.commands.bench.alternating import ratio_of_pairs
 from distcollect.commands.bench.contenders import Values, make_sync
 from distcollect.commands.bench.workloads import WORKLOADS, Workload
 from distcollect.rollout.slab import Slab
-from distcollect.telemetry.bottleneck import verdict
+from distcollect.telemetry.bottleneck import find_bottleneck
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.telemetry.step_timer import StepTimer
 
@@ -82,6 +82,6 @@ def run_telling(seconds: float) -> Values:
             begin = time.thread_time()
             stats = collector.stats()
             console.print(rendered(stats, 40))
-            json.dumps({**stats.as_dict(), "verdict": str(verdict(stats))})
+            json.dumps({**stats.as_dict(), "bottleneck": str(find_bottleneck(stats))})
             costs.append(time.thread_time() - begin)
     return {"core_share": statistics.median(costs) / _DISPLAY_EVERY_S}

@@ -77,8 +77,8 @@ def topics(findings: Sequence[Finding], looked_at: Mapping[str, str]) -> list[st
     rows = []
     for topic, about in looked_at.items():
         wrong = sum(finding.topic == topic for finding in findings)
-        verdict = "ok" if not wrong else f"{wrong} PROBLEM{'S' if wrong > 1 else ''}"
-        rows.append((topic, verdict, about))
+        state = "ok" if not wrong else f"{wrong} PROBLEM{'S' if wrong > 1 else ''}"
+        rows.append((topic, state, about))
     return columns(rows)
 
 

@@ -68,7 +68,7 @@ class History:
         restarts: processes that were replaced.
         episodes: that ended.
         elapsed_s: of all collectors together.
-        verdict: the last one.
+        bottleneck: what it was bound by at last, in words.
         ended: whether the last collector was shut down.
     """
 
@@ -84,7 +84,7 @@ class History:
     restarts: int = 0
     episodes: int = 0
     elapsed_s: float = 0.0
-    verdict: str = ""
+    bottleneck: str = ""
     ended: bool = False
 
     @property
@@ -144,7 +144,7 @@ def history_of(told: Iterable[Snapshot], *, per_point: int = 1) -> History:
     if last is not None:
         _settle(history, last)
         history.collector = last.get("collector", "")
-        history.verdict = str(last.get("verdict", ""))
+        history.bottleneck = str(last.get("bottleneck", ""))
         history.ended = bool(last.get("ended"))
     return history
 

@@ -30,7 +30,7 @@ p { margin: 4px 0; } .soft, .none { color: var(--soft); }
 .tile { background: var(--card); border-radius: 8px; padding: 10px 12px; }
 .tile b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: 13px; }
-.verdict { background: var(--card); border-left: 4px solid var(--a); border-radius: 4px;
+.bottleneck { background: var(--card); border-left: 4px solid var(--a); border-radius: 4px;
   padding: 10px 14px; white-space: pre-wrap; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
 .grid { stroke: var(--grid); } .axis { stroke: var(--soft); }
@@ -60,8 +60,8 @@ def page(history: History, name: str) -> str:
         f'<p class="soft">{escape(history.collector)}, begun {begun}{state}</p>',
         _tiles(history),
     ]
-    if history.verdict:
-        parts.append(f'<p class="verdict">{escape(history.verdict)}</p>')
+    if history.bottleneck:
+        parts.append(f'<p class="bottleneck">{escape(history.bottleneck)}</p>')
     parts += _curves(history)
     parts += _workers(history)
     parts += _lags(history)
