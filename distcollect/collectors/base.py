@@ -107,8 +107,8 @@ class DataCollectorBase(ABC):
     :meth:`start` fills it in the background.
 
     :meth:`stats` says at any time what was done and where the time went, :meth:`bottleneck` what
-    the run is bound by. A :class:`~distcollect.Monitor` shows this while the run goes on, and writes it
-    to files.
+    the run is bound by. A :class:`~distcollect.Monitor` shows this while the run goes on, and
+    writes it to files.
 
     Attributes:
         frames_per_batch: frames in each batch.
