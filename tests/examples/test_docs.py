@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch.utils.data
+from helpers.marked import Marked
 from helpers.paths import ROOT
-from helpers.scripts.marked import Marked
 
 import distcollect as dc
 from distcollect.collectors.torchrl_compat import _NO_EFFECT, _REFUSED, _translated

@@ -15,14 +15,14 @@ import cloudpickle
 import pytest
 from helpers.paths import SCRIPTS
 
-import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.commands.slurm import disks, states
 from distcollect.commands.slurm.jobs import Job, Resources, Submitter
 from distcollect.commands.slurm.submit import minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
+from distcollect.launch.worker_hosts import Cluster
 
-SCRIPT = SCRIPTS / "submitted.py"
+SCRIPT = SCRIPTS / "train_submitted.py"
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_dry_run_prints_the_sbatch_files(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ([], "which script?"),
-        (["no-such-file.py"], "no-such-file.py is no file"),
+        ([], "no script given"),
+        (["no-such-file.py"], "no-such-file.py is not a file"),
         (["--time", 5, "--notice", 300, SCRIPT], "--notice 300 s is all of the 5 minute(s)"),
         (["--add-workers", "/no/such", "--worker-jobs", 1], "holds no run"),
         (["--add-workers", "/no/such"], "needs --worker-jobs"),
@@ -114,7 +114,7 @@ def test_no_slurm_here(
 def test_a_folder_that_others_can_t_see(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "--run-folder", where, str(SCRIPT)]) == 2
     said = capsys.readouterr().err
-    assert f"{where} is in {Path(where).parent}, which each host has for itself" in said
+    assert f"{where} is in {Path(where).parent}, of which each host has its own" in said
     assert "--trust-folder" in said
     assert not Path(where).exists()
 
@@ -224,7 +224,7 @@ def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:
 def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder) -> None:
     """Both are told what is wrong, each within its deadline."""
     command = [sys.executable, "-m", "distcollect", "worker", "--run", str(run.path)]
-    cluster = dc.cluster.Cluster("127.0.0.1", "another", num_expected=1)
+    cluster = Cluster("127.0.0.1", "another", num_expected=1)
     try:
         run.tell(LISTENING, host="127.0.0.1", port=cluster.gate.port)
         wrong = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
