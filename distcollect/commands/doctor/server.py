@@ -1,4 +1,4 @@
-"""Where the ranks come together: the trainer's side, and that of the others."""
+"""How the ranks meet: the trainer's side, and that of the other ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import asdict
 
-from distcollect.commands.doctor.host_report import HostReport, look
+from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Rank
 from distcollect.common.shared_memory import Segment, sample_of_memory
 from distcollect.net.client import ControlConnection
@@ -19,17 +19,17 @@ ROLE = "rank of the doctor"
 
 
 class DoctorServer(JoinServerEvents):
-    """The ranks that have come.
+    """The ranks that have joined.
 
     Attributes:
-        surveys: rank to what it found.
-        peers: rank to its id in RPC.
-        turned_away: host and reason of each that wasn't let in.
+        reports: maps a rank to its report.
+        peers: maps a rank to its id in RPC.
+        turned_away: host and reason of each process that was refused.
     """
 
     def __init__(self, transport: RpcTransport, num_ranks: int) -> None:
-        """Admit all but this one of ``num_ranks``, and connect them to ``transport``."""
-        self.surveys: dict[int, HostReport] = {}
+        """Admit ranks 1 to ``num_ranks - 1``, and connect them to ``transport``."""
+        self.reports: dict[int, HostReport] = {}
         self.peers: dict[int, int] = {}
         self.turned_away: list[tuple[str, str]] = []
         self._transport = transport
@@ -38,10 +38,10 @@ class DoctorServer(JoinServerEvents):
         self._changed = threading.Condition()
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Wait for all; those that are missing after ``timeout_s``."""
+        """Wait for all ranks; return those that are still missing after ``timeout_s``."""
 
         def missing() -> list[int]:
-            return [rank for rank in range(1, self._num_ranks) if rank not in self.surveys]
+            return [rank for rank in range(1, self._num_ranks) if rank not in self.reports]
 
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -49,15 +49,15 @@ class DoctorServer(JoinServerEvents):
                 self._changed.wait(deadline - time.monotonic())
             return missing()
 
-    def dismiss(self) -> None:
-        """Send all home."""
+    def end(self) -> None:
+        """Tell all ranks to end."""
         for connection in list(self._connections):
             connection.send({"bye": True})
 
     def admit(self, connection: Connection) -> Message:
         """See :class:`~distcollect.net.server.JoinServerEvents`."""
         if connection.hello.get("role") != ROLE:
-            return {"refused": "this is distcollect doctor, which has no work for it"}
+            return {"refused": "this is distcollect doctor, which takes no workers"}
         peer = identity().new_peer()
         self._connections[connection] = peer
         return {
@@ -74,14 +74,14 @@ class DoctorServer(JoinServerEvents):
 
     def received(self, connection: Connection, message: Message) -> None:
         """See :class:`~distcollect.net.server.JoinServerEvents`."""
-        survey = HostReport(**message["survey"])
+        report = HostReport(**message["report"])
         peer = self._connections[connection]
         segment = message["segment"]
         sample = None if segment is None else Segment(**segment)
         self._transport.connect(peer, message["endpoint"], sample)
         with self._changed:
-            self.peers[survey.rank] = peer
-            self.surveys[survey.rank] = survey
+            self.peers[report.rank] = peer
+            self.reports[report.rank] = report
             self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
@@ -91,9 +91,9 @@ class DoctorServer(JoinServerEvents):
             self._transport.evict(peer)
 
 
-def take_part(lifeline: ControlConnection, rank: int) -> bool:
-    """Be a rank that is looked at, until the trainer is done; whether it said so."""
-    address, welcome = lifeline.local_address, lifeline.welcome
+def take_part(control: ControlConnection, rank: int) -> bool:
+    """Answer the trainer until it has finished; return whether it said so."""
+    address, welcome = control.local_address, control.welcome
     transport = RpcTransport(
         welcome["peer"],
         address=address,
@@ -101,17 +101,17 @@ def take_part(lifeline: ControlConnection, rank: int) -> bool:
     )
     try:
         transport.connect(welcome["trainer_peer"], welcome["trainer_endpoint"])
-        lifeline.send(
+        control.send(
             {
                 "endpoint": transport.endpoint,
-                "survey": asdict(look(rank, address)),
+                "report": asdict(inspect_host(rank, address)),
                 "segment": sample_of_memory(),
             }
         )
-        while (message := lifeline.receive()) is not None:
+        while (message := control.receive()) is not None:
             if "bye" in message:
                 return True
         return False
     finally:
         transport.close()
-        lifeline.close()
+        control.close()
