@@ -72,7 +72,7 @@ def timed(take: _Method) -> _Method:
     @functools.wraps(take)
     def wrapper(self: DataCollectorBase, *args: Any, **kwargs: Any) -> Any:
         stats_recorder, watch = self._stats_recorder, self._monitor_thread
-        stats_recorder.does("assemble")
+        stats_recorder.switch_to("assemble")
         if not watch.has_begun:
             watch.begin(_weakly(self.stats))
         try:
@@ -81,7 +81,7 @@ def timed(take: _Method) -> _Method:
             stats_recorder.end()
             raise
         finally:
-            stats_recorder.does("train")
+            stats_recorder.switch_to("train")
 
     return cast("_Method", wrapper)
 

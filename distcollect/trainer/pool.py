@@ -311,7 +311,7 @@ class Pool:
 
     def _begin(self) -> None:
         self._wait.check()
-        self._stats_recorder.found(len(self._requests.arrived))
+        self._stats_recorder.batch_requested(len(self._requests.arrived))
         self._scheduler.begin()
 
     # Weights.

@@ -99,9 +99,9 @@ class PoolWait:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return None
-            self._stats_recorder.does(self._activity())
+            self._stats_recorder.switch_to(self._activity())
             self.changed.wait(min(remaining, LOOK_UP_S))
-        self._stats_recorder.does("assemble")
+        self._stats_recorder.switch_to("assemble")
         return result
 
     def _activity(self) -> Activity:

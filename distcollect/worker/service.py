@@ -273,7 +273,7 @@ class Worker:
                 timeout_s=timeout_s,
             )
         finally:
-            engine.step_timer.excuse()
+            engine.step_timer.restart_wait()
 
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._configured.seed(env_seeds, policy_seeds)

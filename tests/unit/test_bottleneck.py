@@ -69,7 +69,7 @@ def test_what_has_no_workers_is_bound_by_no_network() -> None:
     idle = WorkerTimes(env=0.2, policy=0.2, other=0.6)
     found = find_bottleneck(run(TrainerTimes(collect=1.0), idle, num=1, in_process=True))
     assert found.bound == "network"
-    assert str(found).startswith("Bound by writing frames down")
+    assert str(found).startswith("Bound by writing frames to memory")
     assert "envs_per_worker" in str(found)
     sends = find_bottleneck(
         run(TrainerTimes(weights=0.8, collect=0.2), idle, num=1, in_process=True)

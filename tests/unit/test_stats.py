@@ -128,7 +128,7 @@ def test_the_trainers_time_is_split_by_what_it_did() -> None:
         ("assemble", 1),
         ("train", 2),
     ):
-        stats_recorder.does(activity)
+        stats_recorder.switch_to(activity)
         clock.now += seconds * S
     with stats_recorder.publishing():
         clock.now += S
@@ -143,7 +143,7 @@ def test_the_trainers_time_is_split_by_what_it_did() -> None:
 def test_rates_are_of_late_and_on_average() -> None:
     clock = Clock()
     stats_recorder = StatsRecorder(clock)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     for second in range(100):
         clock.now += S
         stats_recorder.delivered([(0, [(0, 10 if second < 50 else 20)])])
@@ -158,7 +158,7 @@ def test_rates_are_of_late_and_on_average() -> None:
 def test_the_first_batch_has_a_rate_whenever_it_came() -> None:
     clock = Clock()
     stats_recorder = StatsRecorder(clock)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     clock.now += S // 10
     stats_recorder.delivered([(0, [(0, 10)])])
     for seconds in (1, 2, 5):
@@ -170,7 +170,7 @@ def test_the_first_batch_has_a_rate_whenever_it_came() -> None:
 def test_batches_that_take_long_have_a_rate_too() -> None:
     clock = Clock()
     stats_recorder = StatsRecorder(clock)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     for _ in range(4):
         clock.now += 60 * S
         stats_recorder.delivered([(0, [(0, 600)])])
@@ -180,7 +180,7 @@ def test_batches_that_take_long_have_a_rate_too() -> None:
 def test_the_rate_of_a_batch_is_that_of_all_its_rollouts() -> None:
     clock = Clock()
     stats_recorder = StatsRecorder(clock)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     clock.now += 2 * S
     stats_recorder.delivered((worker_id, [(0, 10)]) for worker_id in range(64))
     stats = snapshot(stats_recorder)
@@ -218,7 +218,7 @@ def test_lags() -> None:
 def test_a_snapshot_survives_json() -> None:
     stats_recorder = StatsRecorder(Clock())
     stats_recorder.joined(3, 0)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     stats_recorder.delivered([(3, [(0, 5), (2, 5)])])
     stats = snapshot(stats_recorder)
     assert math.isnan(stats.episodes.mean_return)

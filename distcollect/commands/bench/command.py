@@ -136,7 +136,7 @@ def _check_files(json_file: Path | None, png_file: Path | None) -> None:
             file.open("ab").close()
         except OSError as error:
             raise ArgumentError(
-                f"{option} {file}: {error.strerror}; name a file in a folder that is there"
+                f"{option} {file}: {error.strerror}; name a file in a folder that exists"
             ) from error
     if png_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise ArgumentError(

@@ -34,7 +34,7 @@ class _NoStepTimer(StepTimer):
 class _NoStatsRecorder(StatsRecorder):
     """Records nothing."""
 
-    def does(self, activity: object) -> None:
+    def switch_to(self, activity: object) -> None:
         """Do nothing."""
 
     def collected(self, header: object, asked_at: int | None = None) -> None:
