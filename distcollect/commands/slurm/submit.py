@@ -216,9 +216,9 @@ def _check_folder(folder: RunFolder, *, trusted: bool) -> None:
     if certain:
         raise ArgumentError(
             f"{problem}: the jobs could not find each other there. Name a --run-folder on the "
-            "cluster's shared disk, or say --trust-folder if all hosts do see it"
+            "cluster's shared disk, or add --trust-folder if all hosts do see it"
         )
-    print(f"distcollect: {problem}; --trust-folder if they do", file=sys.stderr)
+    print(f"distcollect: {problem}; add --trust-folder if they do", file=sys.stderr)
 
 
 def _check_jobs(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]) -> None:
@@ -236,8 +236,8 @@ def _check_jobs(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]
             have = "\n".join(f"  {name}: {about}" for name, about in known.items())
             raise LaunchError(
                 f"SLURM would not run the {'trainer' if job.trains else 'workers'}: {problem}\n"
-                f"asked for: {job.resources}\nthere are\n{have}\n"
-                "(--no-check submits nevertheless)"
+                f"requested: {job.resources}\nthe cluster has\n{have}\n"
+                "(--no-check submits anyway)"
             )
 
 
@@ -294,16 +294,20 @@ def _further(
     for option in options:
         name, _, value = option.partition("=")
         if not name.strip("-"):
-            raise ArgumentError(f"--slurm {option!r}: must be NAME or NAME=VALUE, as sbatch has it")
+            raise ArgumentError(
+                f"--slurm {option!r}: must be NAME or NAME=VALUE, an option of sbatch"
+            )
         found[name.lstrip("-")] = value
     return found
 
 
 def minutes(text: str) -> int:
-    """SLURM's times, in minutes, rounded up: "90", "30:00", "12:00:00", "2-12", "2-12:30"."""
+    """Parse SLURM's times, such as "90", "30:00", "2-12" or "2-12:30"; minutes, rounded up."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: say 90 (minutes), 12:00:00 or 2-00:00:00")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be like 90 (minutes), 12:00:00 or 2-00:00:00"
+        )
     days, *parts = (None if part is None else int(part) for part in match.groups())
     first, second, third = parts
     assert first is not None
@@ -314,5 +318,5 @@ def minutes(text: str) -> int:
     else:
         seconds = first * 60 + (second or 0)
     if seconds == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be more than nothing, as in 90 (minutes)")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0, such as 90 (minutes)")
     return -(-seconds // 60)

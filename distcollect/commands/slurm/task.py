@@ -44,7 +44,7 @@ _POLL_S = 0.05
 _LOST_POLL_S = 5.0
 _SAVED = 75  # the exit code of a script whose Checkpoint has saved
 _COMMAND_TIMEOUT_S = 20.0
-NOT_RUN = 127  # as shells say it
+NOT_RUN = 127  # the exit code by which shells report this
 
 
 class _Finished(BaseException):
@@ -85,10 +85,10 @@ class Task:
         self._child: subprocess.Popen[bytes] | None = None
         self._was_terminated = self._cancelled = False
         if self._is_trainer:
-            self._say_trainer(STARTING)
+            self._set_trainer_state(STARTING)
         self._failed = Path(self.run, "failed", f"{self._job.job_id}_{self._job.global_rank}.json")
         self._failed.unlink(missing_ok=True)  # of an earlier start of this job
-        self._arm()
+        self._install_handlers()
         try:
             self._start()
             self._wait()
@@ -97,11 +97,11 @@ class Task:
         except Exception as error:
             # Submitit will not requeue this job.
             if self._is_trainer:
-                self._say_trainer(ENDED, why=str(error))
+                self._set_trainer_state(ENDED, why=str(error))
             raise
         finally:
             code = self._reap()
-        self._settle(code)
+        self._write_result(code)
 
     def checkpoint(self) -> DelayedSubmission:
         """Have the script save and end; return what submitit runs when the job starts again."""
@@ -109,7 +109,7 @@ class Task:
             return DelayedSubmission(self)  # the script was not started yet
         for number in (self._notice, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        self._forward()
+        self._terminate_script()
         why = self._why()
         _log(f"this job {why}: its script was told to save and end")
         if self._ended_within(self.grace_s):
@@ -122,44 +122,46 @@ class Task:
         RunFolder(Path(self.run)).note(self._job.job_id, f"{why}: its script {how}; requeued")
         _log(f"the script {how}; the job is requeued")
         if self._is_trainer:
-            self._say_trainer(REQUEUED)
+            self._set_trainer_state(REQUEUED)
         return DelayedSubmission(self)
 
-    def _arm(self) -> None:
+    def _install_handlers(self) -> None:
         self._notice = getattr(signal, f"SIG{self._job.USR_SIG}")
         signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._job.global_rank > 0:
             # Submitit has nothing to do in this task. Workers in the trainer's job stay until the
             # trainer ends: it may need them to reach the point where it can save.
             is_worker_job = not self.trains
-            signal.signal(self._notice, lambda *_: self._forward() if is_worker_job else None)
+            signal.signal(
+                self._notice, lambda *_: self._terminate_script() if is_worker_job else None
+            )
 
     def _on_sigterm(self, *_: object) -> None:
         self._was_terminated = True
         if self._job.global_rank > 0:
             if not self.trains:
-                self._forward()
+                self._terminate_script()
             return
-        if self._about_job().get("JobState") == "RUNNING":
+        if self._job_info().get("JobState") == "RUNNING":
             os.kill(os.getpid(), self._notice)
             return
         self._cancelled = True
         if self._is_trainer:
-            self._say_trainer(ENDED, why="its job was cancelled, or out of time")
-        self._forward()
+            self._set_trainer_state(ENDED, why="its job was cancelled, or out of time")
+        self._terminate_script()
 
-    def _about_job(self) -> dict[str, str]:
+    def _job_info(self) -> dict[str, str]:
         command = ["scontrol", "show", "job", "--oneliner", self._job.raw_job_id]
         pairs = (word.partition("=") for word in _output_of(command).split())
         return {name: value for name, _, value in pairs}
 
     def _why(self) -> str:
         """Why the job has to end, in words."""
-        about = self._about_job()
+        info = self._job_info()
         # Both are like 2026-11-22T01:55:45. An earlier start may have been preempted too.
-        if about.get("StartTime", "~") <= about.get("PreemptTime", "") < "A":
+        if info.get("StartTime", "~") <= info.get("PreemptTime", "") < "A":
             return "is preempted"
-        ran = f"after {about.get('RunTime')} of {about.get('TimeLimit')}"
+        ran = f"after {info.get('RunTime')} of {info.get('TimeLimit')}"
         return f"was told to end {ran}"
 
     def _start(self) -> None:
@@ -199,7 +201,7 @@ class Task:
             time.sleep(_POLL_S)
         return True
 
-    def _forward(self) -> None:
+    def _terminate_script(self) -> None:
         self._was_terminated = True
         if self._child is not None and self._child.returncode is None:
             self._child.terminate()
@@ -214,7 +216,7 @@ class Task:
                 os.killpg(child.pid, signal.SIGKILL)
         return child.wait()
 
-    def _settle(self, code: int) -> None:
+    def _write_result(self, code: int) -> None:
         """Write down how the script ended, and end the job accordingly."""
         folder = RunFolder(Path(self.run))
         how = describe_exit(code)
@@ -222,7 +224,7 @@ class Task:
             about = {"how": how, "host": socket.gethostname(), "at": time.time()}
             folder.write(f"failed/{self._failed.name}", about)
         if self._is_trainer and not self._cancelled:
-            self._say_trainer(ENDED, why="it is done" if code == 0 else f"it failed: {how}")
+            self._set_trainer_state(ENDED, why="it is done" if code == 0 else f"it failed: {how}")
             self._cancel_waiting(folder)
         if code != 0:
             _log(f"the script ended: {how}")
@@ -237,11 +239,11 @@ class Task:
         """
         while not self._was_terminated:
             said = folder.read("trainer.json") or {}
-            about = self._about_job()
-            if said.get("state") in (ENDED, REQUEUED) or about.get("JobState") != "RUNNING":
+            info = self._job_info()
+            if said.get("state") in (ENDED, REQUEUED) or info.get("JobState") != "RUNNING":
                 return
-            nodes = _output_of(["scontrol", "show", "hostnames", about.get("NodeList", "")])
-            if nodes and about.get("BatchHost") not in nodes.split():
+            nodes = _output_of(["scontrol", "show", "hostnames", info.get("NodeList", "")])
+            if nodes and info.get("BatchHost") not in nodes.split():
                 folder.note(self._job.job_id, "lost the trainer's host; requeued")
                 _log("the trainer's host is lost; the job is requeued")
                 _output_of(["scontrol", "requeue", self._job.job_id])
@@ -254,7 +256,7 @@ class Task:
         if ids:
             _output_of(["scancel", "--quiet", "--state=PENDING", *ids])
 
-    def _say_trainer(self, state: str, **about: str) -> None:
+    def _set_trainer_state(self, state: str, **about: str) -> None:
         host = socket.gethostname()
         RunFolder(Path(self.run)).tell(state, job=self._job.job_id, on=host, **about)
 
