@@ -125,7 +125,7 @@ class Report:
         if said["state"] == LISTENING:
             words += f", at {said['host']}:{said['port']}"
             if self.trainer.state != "RUNNING":
-                words += "; but its job isn't running: that address is out of date"
+                words += "; but its job isn't running: that address is stale"
         return words + (f": {said['why']}" if "why" in said else "")
 
     def _failures(self) -> list[str]:
