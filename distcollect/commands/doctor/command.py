@@ -190,7 +190,7 @@ def _why(host_report: HostReport, num_hosts: int) -> str:
 def _about_missing(server: DoctorServer, missing: list[int], timeout_s: float) -> list[Finding]:
     found = [
         Finding("versions", f"a rank on {host}", f"it was refused: {reason}", remedy)
-        for host, reason in server.turned_away
+        for host, reason in server.refusals
         for remedy in ["all hosts need the same versions, and the same DISTCOLLECT_TOKEN_FILE"]
     ]
     if len(missing) > len(found):

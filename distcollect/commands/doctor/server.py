@@ -24,14 +24,14 @@ class DoctorServer(JoinServerEvents):
     Attributes:
         reports: maps a rank to its report.
         peers: maps a rank to its id in RPC.
-        turned_away: host and reason of each process that was refused.
+        refusals: host and reason of each process that was refused.
     """
 
     def __init__(self, transport: RpcTransport, num_ranks: int) -> None:
         """Admit ranks 1 to ``num_ranks - 1``, and connect them to ``transport``."""
         self.reports: dict[int, HostReport] = {}
         self.peers: dict[int, int] = {}
-        self.turned_away: list[tuple[str, str]] = []
+        self.refusals: list[tuple[str, str]] = []
         self._transport = transport
         self._num_ranks = num_ranks
         self._connections: dict[Connection, int] = {}
@@ -45,7 +45,7 @@ class DoctorServer(JoinServerEvents):
 
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while len(missing()) > len(self.turned_away) and time.monotonic() < deadline:
+            while len(missing()) > len(self.refusals) and time.monotonic() < deadline:
                 self._changed.wait(deadline - time.monotonic())
             return missing()
 
@@ -69,7 +69,7 @@ class DoctorServer(JoinServerEvents):
     def refused(self, hello: Message, reason: str) -> None:
         """See :class:`~distcollect.net.server.JoinServerEvents`."""
         with self._changed:
-            self.turned_away.append((str(hello.get("host", "an unknown host")), reason))
+            self.refusals.append((str(hello.get("host", "an unknown host")), reason))
             self._changed.notify_all()
 
     def received(self, connection: Connection, message: Message) -> None:
