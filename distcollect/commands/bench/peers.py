@@ -79,11 +79,9 @@ def _torchrl_counted(collector: Any) -> Iterator[Batch]:
 
 
 def run_torchrl(workload: Workload, seconds: float) -> dict[str, float]:
-    """``Collector`` (formerly SyncDataCollector), which steps in this process."""
+    """``Collector``, which steps in this process."""
     torch.set_num_threads(1)
-    collectors = importlib.import_module("torchrl.collectors")
-    kind = getattr(collectors, "Collector", None) or collectors.SyncDataCollector
-    collector = kind(
+    collector = importlib.import_module("torchrl.collectors").Collector(
         _TorchRLMaker(workload)(),
         _torchrl_policy(workload),
         frames_per_batch=workload.rollout_frames,
@@ -95,12 +93,7 @@ def run_torchrl(workload: Workload, seconds: float) -> dict[str, float]:
 def run_torchrl_multi(workload: Workload, seconds: float, *, sync: bool) -> dict[str, float]:
     """``MultiSyncCollector`` or ``MultiAsyncCollector`` with two workers."""
     collectors = importlib.import_module("torchrl.collectors")
-    if sync:
-        kind = getattr(collectors, "MultiSyncCollector", None) or collectors.MultiSyncDataCollector
-    else:
-        kind = (
-            getattr(collectors, "MultiAsyncCollector", None) or collectors.MultiaSyncDataCollector
-        )
+    kind = collectors.MultiSyncCollector if sync else collectors.MultiAsyncCollector
     collector = kind(
         [_TorchRLMaker(workload)] * _NUM_WORKERS,
         _torchrl_policy(workload),
@@ -113,9 +106,7 @@ def run_torchrl_multi(workload: Workload, seconds: float, *, sync: bool) -> dict
 
 def make_torchrl_rpc(workload: Workload) -> Any:
     """An endless asynchronous ``RPCCollector(launcher="mp")`` with two workers."""
-    distributed = importlib.import_module("torchrl.collectors.distributed")
-    kind = getattr(distributed, "RPCCollector", None) or distributed.RPCDataCollector
-    return kind(
+    return importlib.import_module("torchrl.collectors.distributed").RPCCollector(
         [_TorchRLMaker(workload)] * _NUM_WORKERS,
         _torchrl_policy(workload),
         frames_per_batch=workload.rollout_frames,
