@@ -78,27 +78,26 @@ class StatsCollector:
 
     def collect(self) -> Iterator[Metric]:
         """All metrics; none before the first batch was asked for."""
-        from prometheus_client import metrics_core  # noqa: PLC0415 - an extra
+        from prometheus_client import metrics_core as core  # noqa: PLC0415 - an extra
 
-        def family(name: str, labels: Iterable[str] = ()) -> Any:
-            is_counter = name.removeprefix("worker_") in _COUNTERS
-            kind = (
-                metrics_core.CounterMetricFamily if is_counter else metrics_core.GaugeMetricFamily
-            )
-            return kind(f"distcollect_{name}", "", labels=tuple(labels))
+        families: dict[str, Any] = {}
+
+        def add(name: str, labels: list[str], value: float) -> None:
+            if name not in families:
+                is_counter = name.removeprefix("worker_") in _COUNTERS
+                kind: Any = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
+                families[name] = kind(f"distcollect_{name}", "", labels=["worker"])
+            families[name].add_metric(labels, value)
 
         stats = self._latest()
         if stats is None:
             return
         for name, value in figures(stats).items():
-            metric = family(name)
-            metric.add_metric([], value)
-            yield metric
-        for name, of in _OF_WORKERS.items():
-            metric = family(f"worker_{name}", ["worker"])
-            for worker_id, worker in stats.workers.items():
-                metric.add_metric([str(worker_id)], of(worker))
-            yield metric
+            add(name, [], value)
+        for worker_id, worker in stats.workers.items():
+            for name, of in _OF_WORKERS.items():
+                add(f"worker_{name}", [str(worker_id)], of(worker))
+        yield from families.values()
 
 
 class Prometheus:
