@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         WorkerThroughput,
         WorkerTimes,
     )
-    from distcollect.telemetry.bottleneck import Verdict
+    from distcollect.telemetry.bottleneck import Bottleneck
     from distcollect.trainer.handover import RolloutReference
     from distcollect.transport.worker_service import WeightSource
     from distcollect.weights.broadcast import AutoUpdater, BroadcastUpdater
@@ -82,6 +82,7 @@ __all__ = [
     "ArgumentTypeError",
     "AutoUpdater",
     "BatchTimeout",
+    "Bottleneck",
     "BroadcastUpdater",
     "Checkpoint",
     "CollectorStateError",
@@ -119,7 +120,6 @@ __all__ = [
     "Stats",
     "SyncDataCollector",
     "TrainerTimes",
-    "Verdict",
     "WeightSource",
     "WeightSync",
     "WeightUpdaterBase",

@@ -211,7 +211,7 @@ class Monitor:
         tensorboard: write TensorBoard events to ``run_dir`` as well: scalars by frames, in the
             groups collector, trainer_share and worker_share; needs tensorboard.
         prometheus_port: serve the newest figures to Prometheus at this port of 127.0.0.1, under
-            ``/metrics``; 0: any free port, which is logged.
+            ``/metrics``; 0: any free port, which is logged. Needs prometheus_client.
         callback: called with a :class:`~distcollect.Stats` every ``every_s`` and at the end, on a
             thread of its own. If it raises, that is logged, and it isn't called again.
         every_s: seconds between two lines, events or calls.

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distcollect.common.tables import text_table
+
 
 @dataclass(frozen=True)
 class WorkerTimes:
@@ -354,9 +356,7 @@ class LedgerReport:
             rows.append([name, *(f"{n:,}" for n in [*numbers, frames.open])])
             if self.total.at_most:
                 rows[-1].append(f"{frames.at_most:,}")
-        widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-        lines = ("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join(lines)
+        return text_table(rows)
 
 
 class WorkerThroughput(NamedTuple):

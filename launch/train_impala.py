@@ -3,11 +3,11 @@
     python launch/train_impala.py                                       # starts its own workers
     torchrun --standalone --nproc-per-node=3 launch/train_impala.py     # one trainer, two workers
 
-It needs the package's extra "atari". Each batch is a rollout of whichever worker is done first, and
-new weights are sent while all of them collect on. So the policy that chose an action is a few
-versions older than the one that learns from it (Staleness says how many at most); V-trace makes up
-for that by the probabilities that the workers stored. In the --out folder are then metrics.jsonl,
-learning_curve.png and policy.pt.
+It needs the package's extra "atari". Each batch is a rollout of the worker that finishes first, and
+new weights are sent while all workers go on collecting. So the policy that chose an action is a few
+versions older than the one that learns from it (at most as many as Staleness allows). V-trace
+corrects for that, by the probabilities that the workers stored. At the end the --out folder has
+metrics.jsonl, learning_curve.png and policy.pt.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from typing import NamedTuple
 import torch
 from ale_py import AtariVectorEnv
 from gymnasium.spaces import Discrete
-from matplotlib.figure import Figure
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 from tqdm import tqdm
-from train_ppo import parser
+from train_ppo import parser, plot
 
 import distcollect as dc
 
 GAMMA = 0.99  # discount of future rewards
-RHO_MAX = 1.0  # bounds the importance weights of V-trace: what value is learnt ...
-C_MAX = 1.0  # ... and how far along a trajectory
-ENTROPY = 0.01  # reward for staying undecided
+RHO_MAX = 1.0  # bound of V-trace's importance weights, which decides which value is learned
+C_MAX = 1.0  # bound that decides how far corrections reach along a trajectory
+ENTROPY = 0.01  # bonus for the entropy of the policy
 VALUE_WEIGHT = 0.5  # of the critic's loss, next to the actor's
 LEARNING_RATE = 1e-3  # at the start; falls to 0 over --total-frames
 MAX_GRAD_NORM = 0.5
 MAX_POLICY_LAG = 2  # versions
-WINDOW = 20  # episodes that the average return is taken over
+WINDOW = 20  # number of episodes in the average return
 
 
 class ActorCritic(nn.Module):
-    """A small convolutional network with two heads: which action to choose, what to expect."""
+    """A small convolutional network with two heads: the policy and the value."""
 
     def __init__(self, actions: int) -> None:
         super().__init__()
@@ -67,14 +66,14 @@ class ActorCritic(nn.Module):
         return self.both(observation)[0]
 
     def both(self, observation: Tensor) -> tuple[Distribution, Tensor]:
-        """The policy for uint8 images ``[F, 4, 84, 84]``, and the return to expect, ``[F, 1]``."""
+        """The policy for uint8 images ``[F, 4, 84, 84]``, and the expected return ``[F, 1]``."""
         features = self.body(observation / 255)
         policy = Categorical(logits=self.actor(features), validate_args=False)
         return policy, self.critic(features)
 
 
 def layer(module: nn.Conv2d | nn.Linear, gain: float = 2**0.5) -> nn.Module:
-    """The same, with orthogonal weights scaled by ``gain``."""
+    """Give a layer orthogonal weights, scaled by ``gain``, and return it."""
     nn.init.orthogonal_(module.weight, gain)
     assert module.bias is not None
     nn.init.zeros_(module.bias)
@@ -82,22 +81,22 @@ def layer(module: nn.Conv2d | nn.Linear, gain: float = 2**0.5) -> nn.Module:
 
 
 class VTrace(NamedTuple):
-    """What V-trace says about frames, ``[rows, T, 1]``."""
+    """The result of V-trace, ``[rows, T, 1]``."""
 
-    target: Tensor  # what the critic should say
-    advantage: Tensor  # of the actions taken; their importance weights are in it
+    target: Tensor  # for the critic
+    advantage: Tensor  # of the actions, times their importance weights
 
 
 def vtrace(after: TensorDict, log_ratio: Tensor, value: Tensor, next_value: Tensor) -> VTrace:
     """V-trace (Espeholt et al. 2018, arXiv:1802.01561, section 4.1); all is ``[rows, T, 1]``.
 
     Args:
-        after: a batch's "next": what each step brought.
-        log_ratio: of an action's probability: that of the policy that learns, over that of the one
+        after: the batch's "next".
+        log_ratio: log of an action's probability in the learning policy over that in the policy
             that chose it.
-        value: of the states that the steps were taken in.
-        next_value: of the states that they led to, which at the end of an episode is its true
-            final state, not the first of the next episode.
+        value: values of the states in which the steps were taken.
+        next_value: values of the states after the steps; at the end of an episode that is its true
+            final state, not the first state of the next episode.
     """
     ratio = log_ratio.exp()
     rho, c = ratio.clamp(max=RHO_MAX), ratio.clamp(max=C_MAX)
@@ -105,8 +104,8 @@ def vtrace(after: TensorDict, log_ratio: Tensor, value: Tensor, next_value: Tens
     next_target = next_value * ~after["terminated"]
     delta = rho * (reward + GAMMA * next_target - value)
     target = torch.empty_like(value)
-    # How far the target is from the value, one step ahead. Where an episode or the rollout ends,
-    # nothing more is known than the value.
+    # The target minus the value, one step ahead. It is 0 at the end of an episode or of the
+    # rollout.
     ahead = torch.zeros_like(value[:, 0])
     for step in reversed(range(value.shape[1])):
         ahead = ahead * goes_on[:, step]
@@ -117,8 +116,8 @@ def vtrace(after: TensorDict, log_ratio: Tensor, value: Tensor, next_value: Tens
 
 
 def next_values(model: ActorCritic, batch: TensorDict, value: Tensor) -> Tensor:
-    """The critic's values of the states that the steps led to, ``[rows, T, 1]``."""
-    # They are those of the next step's, but where an episode or the rollout ends.
+    """The critic's values of the states after the steps, ``[rows, T, 1]``."""
+    # These are the values of the next row, except at the end of an episode or of the rollout.
     next_value = value.roll(-1, dims=1)
     ends = batch["next", "done"].squeeze(-1).clone()
     ends[:, -1] = True
@@ -129,14 +128,16 @@ def next_values(model: ActorCritic, batch: TensorDict, value: Tensor) -> Tensor:
 def learn(
     model: ActorCritic, optimizer: torch.optim.Optimizer, batch: TensorDict
 ) -> dict[str, float]:
-    """One update with a rollout; its losses, and the mean clipped importance weight."""
+    """One update with a rollout; returns its losses and the mean clipped importance weight."""
     policy, value = model.both(batch["observation"].flatten(0, 1))
     log_prob = policy.log_prob(batch["action"].flatten()).view(*batch.shape, 1)
     value = value.view(*batch.shape, 1)
     with torch.no_grad():
         log_ratio = log_prob - batch["action_log_prob"][..., None]
         after = batch["next"].clone(recurse=False)
-        after["reward"] = after["reward"].clamp(-1, 1)  # points differ much from game to game
+        after["reward"] = after["reward"].clamp(
+            -1, 1
+        )  # the size of rewards differs much between games
         target, advantage = vtrace(after, log_ratio, value, next_values(model, batch, value))
     actor_loss = -(log_prob * advantage).mean()
     critic_loss = (value - target).square().mean()
@@ -155,15 +156,15 @@ def learn(
 
 
 class Episodes:
-    """Returns of the finished episodes, whose rollouts come in between those of others."""
+    """Returns of finished episodes; rollouts of several workers arrive interleaved."""
 
     def __init__(self) -> None:
-        self.finished: list[tuple[int, float]] = []  # (frames until then, return)
+        self.finished: list[tuple[int, float]] = []  # (frames so far, return)
         self.latest: deque[float] = deque(maxlen=WINDOW)
         self._running: dict[int, float] = defaultdict(float)  # by traj_id
 
     def add(self, batch: TensorDict, frames: int) -> None:
-        """Count a batch's rewards; ``frames``: so many with these."""
+        """Add the rewards of a batch; ``frames``: number of frames with this batch."""
         traj_ids = batch["collector", "traj_ids"]
         for traj_id in traj_ids.unique().tolist():
             steps = batch["next"][traj_ids == traj_id]
@@ -184,46 +185,26 @@ class Episodes:
 
 
 def make_env(game: str, num_envs: int) -> AtariVectorEnv:
-    """The game, several times: 4 grey images of 84x84, each 4 of the game's frames later."""
+    """The game in several envs: 4 grey images of 84x84, 4 frames of the game apart."""
     return AtariVectorEnv(
         game,
         num_envs,
         num_threads=1,
-        reward_clipping=False,  # that is the learner's business
+        reward_clipping=False,  # the learner clips them
         autoreset_mode="SameStep",
     )
 
 
 def num_actions(game: str) -> int:
-    """How many actions the game knows."""
+    """How many actions the game has."""
     env = make_env(game, 1)
     env.close()
     assert isinstance(env.single_action_space, Discrete)
     return int(env.single_action_space.n)
 
 
-def plot(
-    path: Path, title: str, episodes: Episodes, averages: list[tuple[int, float]], target: float
-) -> None:
-    """Draw the learning curve."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.axhline(target, color="tab:green", linestyle="--", label=f"solved at {target:g}")
-    if episodes.finished:
-        axes.plot(*zip(*episodes.finished, strict=True), ".", color="0.75", ms=3, label="episodes")
-    if averages:
-        label = f"average of {WINDOW} episodes"
-        axes.plot(*zip(*averages, strict=True), color="tab:blue", lw=2, label=label)
-    axes.set(title=title, xlabel="frames", ylabel="return", xlim=(0, None))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
-    """Train; runs on the trainer alone."""
+    """Train; runs only on the trainer."""
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the trainer shares the cores with the workers
@@ -277,7 +258,9 @@ def main() -> None:
 
     torch.save(model.state_dict(), args.out / "policy.pt")
     title = f"IMPALA on {args.game.replace('_', ' ').title()}"
-    plot(args.out / "learning_curve.png", title, episodes, averages, args.solved_at)
+    label = f"average of {WINDOW} episodes"
+    path = args.out / "learning_curve.png"
+    plot(path, title, label, averages, target=args.solved_at, episodes=episodes.finished)
     print(
         f"{'solved' if solved else 'not solved'}: average return {episodes.average or 0:,.1f} over "
         f"{len(episodes.latest)} episodes after {collector.frames:,} frames and {seconds:.0f} s; "
@@ -292,7 +275,7 @@ def parse_args() -> argparse.Namespace:
     measure = f"average return over {WINDOW} episodes"
     command = parser(__doc__, split="a worker's envs", measure=measure)
     add = command.add_argument
-    add("--game", default="crazy_climber", help="as ale-py calls it (%(default)s)")
+    add("--game", default="crazy_climber", help="the game's name in ale-py (%(default)s)")
     command.set_defaults(
         total_frames=250_000,
         frames_per_batch=160,

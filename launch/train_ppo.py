@@ -4,9 +4,8 @@
     torchrun --standalone --nproc-per-node=3 launch/train_ppo.py        # one trainer, two workers
 
 Both do the same: collect a batch with the newest policy, learn from it, send the new weights to
-the workers, until the average return over 100 episodes is high enough. In the --out folder are then
-metrics.jsonl, learning_curve.png and policy.pt. train_recurrent_ppo.py and train_ddp.py build on
-this script.
+the workers, until the average return over 100 episodes is high enough. Then the --out folder has
+metrics.jsonl, learning_curve.png and policy.pt. The other examples use parts of this script.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ OBSERVATIONS, ACTIONS, HIDDEN = 4, 2, 64
 GAMMA = 0.98  # discount of future rewards
 LAMBDA = 0.95  # of the advantage estimate: 0 trusts the critic alone, 1 the sampled returns alone
 CLIP = 0.2  # how far an action's probability may move in one batch
-ENTROPY = 0.001  # reward for staying undecided
+ENTROPY = 0.001  # bonus for the entropy of the policy
 VALUE_WEIGHT = 0.5  # of the critic's loss, next to the actor's
 LEARNING_RATE = 1e-3  # at the start; falls to 0 over --total-frames
 MAX_GRAD_NORM = 0.5
 EPOCHS, MINIBATCHES = 10, 4
-WINDOW = 100  # episodes that the average return is taken over
+WINDOW = 100  # number of episodes in the average return
 
 
 class ActorCritic(nn.Module):
@@ -84,16 +83,16 @@ def linear(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
 
 
 def gae(after: TensorDict, value: Tensor, next_value: Tensor) -> Tensor:
-    """Generalised advantage estimates, ``[rows, T, 1]`` as everything here.
+    """Generalised advantage estimates. Arguments and result are ``[rows, T, 1]``.
 
     Args:
-        after: a batch's "next": what each step brought.
-        value: of the states that the steps were taken in.
-        next_value: of the states that they led to, which at the end of an episode is its true
-            final state, not the first of the next episode.
+        after: the batch's "next".
+        value: values of the states in which the steps were taken.
+        next_value: values of the states after the steps; at the end of an episode that is its true
+            final state, not the first state of the next episode.
     """
-    # An episode that terminated has no future. One that was truncated has, and next_value stands
-    # for it. No estimate reaches past either end.
+    # A terminated episode has no further rewards. A truncated one would have, and next_value
+    # estimates them. No advantage extends past the end of an episode.
     delta = after["reward"] + GAMMA * next_value * ~after["terminated"] - value
     advantage = torch.empty_like(delta)
     ahead = torch.zeros_like(delta[:, 0])
@@ -104,14 +103,14 @@ def gae(after: TensorDict, value: Tensor, next_value: Tensor) -> Tensor:
 
 
 class Losses(nn.Module):
-    """What PPO makes smaller."""
+    """The loss of PPO."""
 
     def __init__(self, model: Any, value_weight: float = VALUE_WEIGHT) -> None:
         super().__init__()
         self.model, self.value_weight = model, value_weight
 
     def forward(self, sequences: TensorDict) -> tuple[Tensor, Tensor]:
-        """For frames ``[n, t]`` the loss, and what it consists of: of actor, critic, entropy."""
+        """The loss for frames ``[n, t]``, and its parts: actor, critic, entropy."""
         policy, value = self.model.evaluate(sequences)
         ratio = (policy.log_prob(sequences["action"]) - sequences["action_log_prob"]).exp()
         gain = sequences["advantage"].squeeze(-1)
@@ -134,11 +133,11 @@ def learn(
     """Improve the model with a batch, many sequences at a time.
 
     Args:
-        model: to be improved.
-        losses: of the model.
-        optimizer: of the model's parameters.
+        model: the model to train.
+        losses: the loss of the model.
+        optimizer: an optimizer of the model's parameters.
         batch: ``[rows, T]``.
-        sequence_length: in frames; T is a multiple of it. Matters to recurrent models alone.
+        sequence_length: in frames; T is a multiple of it. Only recurrent models need it.
 
     Returns:
         The mean losses.
@@ -148,7 +147,7 @@ def learn(
         advantage = gae(batch["next"], value, next_value)
     frames = batch.exclude("next", "collector", "done", "terminated", "truncated")
     frames["advantage"], frames["target"] = advantage, advantage + value
-    # From here on it is only a heap of sequences.
+    # From here on the order of the sequences doesn't matter.
     num_sequences = batch.shape[1] // sequence_length
     sequences = frames.unflatten(1, (num_sequences, sequence_length)).flatten(0, 1)
     totals = torch.zeros(3)
@@ -165,17 +164,17 @@ def learn(
 
 
 class Episodes:
-    """Returns of the finished episodes. In sync mode a row of each batch continues the last's."""
+    """Returns of finished episodes; each row of a batch continues that row of the last batch."""
 
     def __init__(self) -> None:
         self.frames = 0
-        self.finished: list[tuple[int, float]] = []  # (frames until then, return)
+        self.finished: list[tuple[int, float]] = []  # (frames so far, return)
         self.latest: deque[float] = deque(maxlen=WINDOW)
-        self.averages: list[tuple[int, float]] = []  # (frames until then, average), by batch
+        self.averages: list[tuple[int, float]] = []  # (frames so far, average) after each batch
         self._running: Tensor | None = None
 
     def add(self, batch: TensorDict) -> None:
-        """Count a batch's rewards."""
+        """Add the rewards of a batch."""
         rewards, dones = batch["next", "reward"], batch["next", "done"]
         if self._running is None:
             self._running = torch.zeros_like(rewards[:, 0])
@@ -199,16 +198,32 @@ class Episodes:
         return len(self.latest) == WINDOW and fmean(self.latest) >= target
 
 
-def plot(path: Path, title: str, episodes: Episodes, target: float) -> None:
-    """Draw the learning curve."""
+def plot(
+    path: Path,
+    title: str,
+    label: str,
+    averages: list[tuple[int, float]],
+    *,
+    target: float,
+    episodes: list[tuple[int, float]] | None = None,
+) -> None:
+    """Draw the learning curve.
+
+    Args:
+        path: path of the image.
+        title: title of the plot.
+        label: name of the averages.
+        averages: (frames, average return).
+        target: the return at which the task counts as solved.
+        episodes: (frames, return) of single episodes.
+    """
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.axhline(target, color="tab:green", linestyle="--", label=f"solved at {target:g}")
-    if episodes.finished:
-        axes.plot(*zip(*episodes.finished, strict=True), ".", color="0.75", ms=3, label="episodes")
-    if episodes.averages:
-        label = f"average of {WINDOW} episodes"
-        axes.plot(*zip(*episodes.averages, strict=True), color="tab:blue", lw=2, label=label)
+    if episodes:
+        axes.plot(*zip(*episodes, strict=True), ".", color="0.75", ms=3, label="episodes")
+    if averages:
+        axes.plot(*zip(*averages, strict=True), color="tab:blue", lw=2, label=label)
     axes.set(title=title, xlabel="frames", ylabel="return", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
@@ -218,7 +233,7 @@ def plot(path: Path, title: str, episodes: Episodes, target: float) -> None:
 
 
 def main() -> None:
-    """Train; runs on the trainer alone."""
+    """Train; runs only on the trainer."""
     args = parser(__doc__).parse_args()
     torch.set_num_threads(1)  # the trainer shares the cores with the workers
     torch.manual_seed(args.seed)
@@ -238,11 +253,11 @@ def train(
 
     Args:
         args: the command line.
-        title: of the learning curve.
-        env: what the collector takes.
-        model: as :class:`ActorCritic`.
-        sequence_length: as :func:`learn` has it.
-        value_weight: of the critic's loss.
+        title: title of the learning curve.
+        env: the env, as the collector takes it.
+        model: a model with the methods of :class:`ActorCritic`.
+        sequence_length: see :func:`learn`.
+        value_weight: weight of the critic's loss.
     """
     args.out.mkdir(parents=True, exist_ok=True)
     losses = Losses(model, value_weight)
@@ -286,7 +301,7 @@ def train(
 def figures(
     episodes: Episodes, seconds: float, lag: float, means: dict[str, float]
 ) -> dict[str, Any]:
-    """A line of metrics.jsonl."""
+    """The values of a line of metrics.jsonl."""
     return {
         "frames": episodes.frames,
         "seconds": round(seconds, 3),
@@ -307,9 +322,11 @@ def finish(
     *,
     solved: bool,
 ) -> None:
-    """Save and say what came out; exits with 1 if that isn't what was asked for."""
+    """Save and print the results; exits with 1 if the task had to be solved and isn't."""
     torch.save(model.state_dict(), args.out / "policy.pt")
-    plot(args.out / "learning_curve.png", title, episodes, args.solved_at)
+    label = f"average of {WINDOW} episodes"
+    path = args.out / "learning_curve.png"
+    plot(path, title, label, episodes.averages, target=args.solved_at, episodes=episodes.finished)
     print(
         f"{'solved' if solved else 'not solved'}: average return {episodes.average or 0:.1f} over "
         f"{len(episodes.latest)} episodes after {episodes.frames:,} frames and {seconds:.0f} s; "
@@ -328,16 +345,21 @@ def parser(
     """The command line of this and the other examples, which set other defaults.
 
     Args:
-        description: of the script.
-        split: what a batch is split over.
-        measure: by what the task counts as solved.
+        description: description of the script.
+        split: what --frames-per-batch must be a multiple of.
+        measure: the measure that decides whether the task is solved.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--seed", type=int, default=0)
-    add("--total-frames", type=positive, default=500_000, help="at most so many (%(default)s)")
+    add(
+        "--total-frames",
+        type=positive,
+        default=500_000,
+        help="the most frames to collect (%(default)s)",
+    )
     add(
         "--frames-per-batch",
         type=positive,
@@ -358,8 +380,8 @@ def parser(
         default=475.0,
         help=f"{measure} at which to stop (%(default)s)",
     )
-    add("--keep-going", action="store_true", help="don't stop there")
-    add("--require-solved", action="store_true", help="exit with 1 if it isn't reached")
+    add("--keep-going", action="store_true", help="don't stop when that is reached")
+    add("--require-solved", action="store_true", help="exit with 1 if that isn't reached")
     return parser
 
 

@@ -3,10 +3,10 @@
     python launch/train_sac.py                                          # starts its own workers
     torchrun --standalone --nproc-per-node=3 launch/train_sac.py        # one trainer, two workers
 
-Nobody waits for a batch: workers collect with the newest actor they have, and the trainer samples
-from the frames of the last minutes. RateLimited keeps the two in step, so that it makes no
-difference to learning which of them is the faster. In the --out folder are then metrics.jsonl,
-learning_curve.png and policy.pt.
+The trainer waits for no batch: workers collect with the newest actor that they have, and the
+trainer samples from the replay buffer. RateLimited keeps the number of updates per frame constant,
+however fast either side is. At the end the --out folder has metrics.jsonl, learning_curve.png and
+policy.pt.
 """
 
 from __future__ import annotations
@@ -22,46 +22,45 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution
 from tqdm import tqdm
-from train_ppo import parser, positive
+from train_ppo import parser, plot, positive
 
 import distcollect as dc
 
 ENV = "Pendulum-v1"
 OBSERVATIONS, ACTIONS, HIDDEN = 3, 1, 128
 GAMMA = 0.99  # discount of future rewards
-TARGET_ENTROPY = -1.0 * ACTIONS  # how undecided the actor is to stay; sets the temperature
-TARGET_RATE = 0.005  # by which the target critics follow the critics at each update
+TARGET_ENTROPY = -1.0 * ACTIONS  # of the policy; the temperature is learned to reach it
+TARGET_RATE = 0.005  # of the target critics, in each update
 LEARNING_RATE = 1e-3
 CAPACITY = 100_000  # frames in the replay buffer
-RANDOM_FRAMES = 1000  # with random actions, before the first update
+RANDOM_FRAMES = 1000  # frames with random actions before the first update
 SAMPLES = 128  # frames that an update learns from
 UPDATES_PER_FRAME = 1.0
-UPDATES_PER_PUSH = 20  # updates from one publication of the actor to the next
-EPISODES = 10  # of an evaluation
+UPDATES_PER_PUSH = 20  # updates between two publications of the actor
+EPISODES = 10  # in an evaluation
 
 
 class SquashedNormal(TransformedDistribution):
-    """Draws from a normal distribution, and squeezes that by tanh between -1 and 1."""
+    """A normal distribution, squashed by tanh to values between -1 and 1."""
 
     def __init__(self, mean: Tensor, std: Tensor) -> None:
-        # The cache spares an inverse of tanh, which has none for what was rounded to 1.
+        # The cache avoids the inverse of tanh, which is infinite for a value rounded to 1.
         drawn = Independent(Normal(mean, std, validate_args=False), 1)
         super().__init__(drawn, [TanhTransform(cache_size=1)], validate_args=False)
 
     @property
     def mode(self) -> Tensor:
-        """The middle: what is done where nothing is to be explored."""
+        """The action without exploration."""
         middle: Tensor = self.transforms[0](self.base_dist.mean)
         return middle
 
 
 class Actor(nn.Module):
-    """The policy, all that the workers need."""
+    """The policy. Workers need nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ class Actor(nn.Module):
 
 
 class Critics(nn.Module):
-    """Two estimates of what return to expect after an action."""
+    """Two estimates of the expected return after an action."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Ring:
-    """The newest frames: a replay buffer is anything with ``extend``, and here ``sample``."""
+    """A replay buffer of the newest frames; the collector needs no method but ``extend``."""
 
     KEYS = (
         "observation",
@@ -117,7 +116,7 @@ class Ring:
         return min(self._added, self._capacity)
 
     def extend(self, frames: TensorDict) -> None:
-        """Take frames ``[F]``; the oldest make room for them."""
+        """Add frames ``[F]``; they replace the oldest ones."""
         frames = frames.select(*self.KEYS)
         if self._frames is None:
             self._frames = frames[:1].expand(self._capacity).clone()
@@ -125,7 +124,7 @@ class Ring:
         self._added += len(frames)
 
     def sample(self, num_frames: int) -> TensorDict:
-        """Any of the frames, ``[num_frames]``."""
+        """A random sample of the frames, ``[num_frames]``."""
         assert self._frames is not None
         return self._frames[torch.randint(len(self), (num_frames,))]
 
@@ -141,7 +140,7 @@ class Learner:
         self.optimizer = torch.optim.Adam(learned, LEARNING_RATE, fused=True)
 
     def learn(self, frames: TensorDict) -> dict[str, Tensor]:
-        """One update with some frames; its losses, and what the temperature is."""
+        """One update; returns its losses, the entropy and the temperature."""
         temperature = self.log_temperature.exp().detach()
         target = self.target(frames["next"], temperature)
         value = self.critics(frames["observation"], frames["action"])
@@ -150,7 +149,7 @@ class Learner:
         policy = self.actor(frames["observation"])
         action = policy.rsample()
         log_prob = policy.log_prob(action)[..., None]
-        self.critics.requires_grad_(False)  # they are not to please the actor
+        self.critics.requires_grad_(False)  # the actor's loss must not change them
         value = self.critics(frames["observation"], action).amin(0)
         self.critics.requires_grad_(True)
         actor_loss = (temperature * log_prob - value).mean()
@@ -170,12 +169,12 @@ class Learner:
 
     @torch.no_grad()
     def target(self, after: TensorDict, temperature: Tensor) -> Tensor:
-        """What the critics should say, ``[F, 1]``, by the frames' "next"."""
+        """Targets of the critics, ``[F, 1]``, from the frames' "next"."""
         policy = self.actor(after["observation"])
         action = policy.sample()
         log_prob = policy.log_prob(action)[..., None]
         value = self.target_critics(after["observation"], action).amin(0)
-        # An episode that was truncated has a future: its true final observation stands for it.
+        # A truncated episode would go on: its future is estimated at its true final observation.
         future = ~after["terminated"] * (value - temperature * log_prob)
         target: Tensor = after["reward"] + GAMMA * future
         return target
@@ -193,24 +192,8 @@ def make_env() -> gym.Env[Any, Any]:
     return gym.wrappers.RescaleAction(gym.make(ENV), np.float32(-1), np.float32(1))
 
 
-def plot(path: Path, returns: list[tuple[int, float]], target: float) -> None:
-    """Draw the learning curve."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.axhline(target, color="tab:green", linestyle="--", label=f"solved at {target:g}")
-    if returns:
-        label = f"mean of {EPISODES} evaluated episodes"
-        axes.plot(*zip(*returns, strict=True), ".-", color="tab:blue", lw=2, label=label)
-    axes.set(title=f"SAC on {ENV}", xlabel="frames", ylabel="return", xlim=(0, None))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
-    """Train; runs on the trainer alone."""
+    """Train; runs only on the trainer."""
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the trainer shares the cores with the workers
@@ -246,7 +229,7 @@ def main() -> None:
             if updates % args.updates_per_evaluation:
                 continue
 
-            collector.update_policy_weights_(learner.actor)  # what is to be evaluated
+            collector.update_policy_weights_(learner.actor)  # evaluations use the newest weights
             evaluation = collector.evaluate(EPISODES, seed=args.seed)
             frames, seconds = collector.frames, time.monotonic() - start
             row = {
@@ -264,7 +247,9 @@ def main() -> None:
             bar.update(frames - bar.n)
 
     torch.save(learner.actor.state_dict(), args.out / "policy.pt")
-    plot(args.out / "learning_curve.png", returns, args.solved_at)
+    label = f"mean of {EPISODES} evaluated episodes"
+    path = args.out / "learning_curve.png"
+    plot(path, f"SAC on {ENV}", label, returns, target=args.solved_at)
     last = f"{returns[-1][1]:.1f}" if returns else "unknown"
     print(
         f"{'solved' if solved else 'not solved'}: mean return of {EPISODES} episodes {last} after "

@@ -12,7 +12,7 @@ from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.results import Evaluation, LagStats, Stats
-from distcollect.telemetry.bottleneck import Verdict, verdict
+from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.trainer.publisher import Weights, WorkerIds
 from distcollect.weights.push_handle import PushHandle
 
@@ -39,7 +39,7 @@ class DataCollectorBase(BatchStream):
     With a ``replay_buffer`` batches are added to the buffer instead: a loop over the collector
     yields None for each, or :meth:`start` fills the buffer in the background.
 
-    :meth:`stats` gives counts, rates and shares of time, :meth:`verdict` what limits the run. A
+    :meth:`stats` gives counts, rates and shares of time, :meth:`bottleneck` what limits the run. A
     :class:`~distcollect.Monitor` shows these while the run goes on, and writes them to files.
 
     Attributes:
@@ -112,9 +112,9 @@ class DataCollectorBase(BatchStream):
     def _snapshot(self, known: Stats) -> Stats:
         """``known`` with all other fields filled in."""
 
-    def verdict(self) -> Verdict:
+    def bottleneck(self) -> Bottleneck:
         """What limits the run so far, and what would help most; ``str()`` of it is a sentence."""
-        return verdict(self.stats())
+        return find_bottleneck(self.stats())
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Pass arguments to the weight updater's ``init``; without an updater nothing happens."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from distcollect.common.files import replacing
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -161,17 +162,11 @@ class Checkpoint:
             return
         states = {name: part.state_dict() for name, part in self._parts.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            with draft.open("wb") as file:
-                torch.save({"format": _FORMAT, "parts": states}, file)
-                file.flush()
-                os.fsync(file.fileno())
+        with replacing(self.path) as file:
+            torch.save({"format": _FORMAT, "parts": states}, file)
             if not self._is_loadable:
-                self._check_loadable(draft)
-            draft.replace(self.path)
-        finally:
-            draft.unlink(missing_ok=True)
+                file.flush()
+                self._check_loadable(Path(file.name))
         self._saved_at = time.monotonic()
 
     def step(self) -> bool:

@@ -257,9 +257,9 @@ class RPCDataCollector(DataCollectorBase):
             raise ArgumentTypeError(
                 f"take_over({reference!r}): must be what another trainer's hand_over() gave"
             )
-        self._stats_recorder.does("transfer")
+        self._stats_recorder.switch_to("transfer")
         rollouts = [self._session.handover_receiver.take(reference, self._limit_s(timeout_s))]
-        self._stats_recorder.does("assemble")
+        self._stats_recorder.switch_to("assemble")
         batch = self._assembled(reference.layout, rollouts)
         newest = self._session.pool.version
         self._count_lags(batch, rollouts, lambda _, version: max(0, newest - version))

@@ -52,7 +52,7 @@ def timed(method: _Method) -> _Method:
     @functools.wraps(method)
     def wrapper(self: BatchStream, *args: Any, **kwargs: Any) -> Any:
         recorder, monitor = self._stats_recorder, self._monitor_thread
-        recorder.does("assemble")
+        recorder.switch_to("assemble")
         if not monitor.has_begun:
             monitor.begin(_weakly(self.stats))
         try:
@@ -61,7 +61,7 @@ def timed(method: _Method) -> _Method:
             recorder.end()
             raise
         finally:
-            recorder.does("train")
+            recorder.switch_to("train")
 
     return cast("_Method", wrapper)
 

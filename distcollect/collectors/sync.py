@@ -94,7 +94,7 @@ class SyncDataCollector(DataCollectorBase):
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
         # Each batch needs a slab of its own: the slab's memory becomes the batch.
         slab = Slab(self._engine.layout, self._num_steps)
-        self._stats_recorder.does("collect")
+        self._stats_recorder.switch_to("collect")
         try:
             self._engine.collect(slab, random=self.frames < self._options.random_frames, fresh=True)
         except Stopped:
@@ -111,7 +111,7 @@ class SyncDataCollector(DataCollectorBase):
             work=self._engine.step_timer.work(),
             spans=self._engine.step_timer.spans(),
         )
-        self._stats_recorder.does("assemble")
+        self._stats_recorder.switch_to("assemble")
         self._stats_recorder.collected(header)
         self._stats_recorder.delivered([(0, [(0, slab.num_frames)])])
         rollout = Rollout(header, slab.tensors())

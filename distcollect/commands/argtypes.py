@@ -1,4 +1,4 @@
-"""Numbers that are typed on a command line: each is a ``type=`` of argparse's."""
+"""Parsers of numbers on the command line, for the ``type=`` of argparse."""
 
 from __future__ import annotations
 

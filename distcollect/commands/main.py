@@ -1,7 +1,6 @@
 """The command line: ``python -m distcollect COMMAND``.
 
-A command's arguments and what it does live in a module of its own, which is imported only when the
-command is the one that was typed.
+Each command has a module of its own, which is imported only when that command is given.
 """
 
 from __future__ import annotations
@@ -14,19 +13,22 @@ from collections.abc import Sequence
 from distcollect.errors import DistCollectError
 from distcollect.version import __version__
 
-# name: (module with add_arguments(parser) and run(given) -> exit status, a line of help)
+# name: (module with add_arguments(parser) and run(arguments) -> exit status, a line of help)
 _COMMANDS = {
     "bench": (
         "distcollect.commands.bench.command",
         "compare speed with a bare loop and other collectors",
     ),
     "cancel": ("distcollect.commands.slurm.cancel", "cancel the jobs of a run on a SLURM cluster"),
-    "collect": ("distcollect.commands.collect.command", "collect frames of an env to disk"),
+    "collect": (
+        "distcollect.commands.collect.command",
+        "collect frames of an env and write them to disk",
+    ),
     "doctor": ("distcollect.commands.doctor.command", "find out why hosts don't connect"),
     "report": ("distcollect.commands.report.command", "make an HTML page about a run"),
     "status": ("distcollect.commands.slurm.status", "show the jobs of a run on a SLURM cluster"),
     "submit": ("distcollect.commands.slurm.submit", "submit a training script to a SLURM cluster"),
-    "top": ("distcollect.commands.top", "show how a run is going, from its run_dir"),
+    "top": ("distcollect.commands.top", "show the state of a run, from its run_dir"),
     "worker": ("distcollect.commands.worker", "start a worker that joins a running trainer"),
 }
 
@@ -34,10 +36,10 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status.
+    """Run a command and return its exit status.
 
     Args:
-        argv: without the program's name; None: this process's own.
+        argv: arguments without the program's name; None: those of this process.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="distcollect")

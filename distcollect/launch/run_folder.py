@@ -107,6 +107,7 @@ class RunFolder:
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Replace a file."""
         file = self.path / name
+        # Not by common.files: this module travels by value, and so may import nothing of ours.
         draft = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
         draft.write_text(json.dumps(content, indent=1) + "\n")
         draft.replace(file)

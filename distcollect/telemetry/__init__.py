@@ -1,1 +1,1 @@
-"""Counters, traces, and how they are shown: terminal, file, Prometheus, TensorBoard."""
+"""Counters and traces, and where they are shown: terminal, files, Prometheus, TensorBoard."""

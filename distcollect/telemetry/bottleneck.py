@@ -1,4 +1,4 @@
-"""What a run is bound by, and what would help most: one sentence from a snapshot."""
+"""Finds what a run is bound by, and what would help most, from a snapshot of its statistics."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from distcollect.results import Stats, WorkerStats
 
 Bound = Literal["trainer", "env", "policy", "network", "weights", "unknown"]
 
-# Further workers help as long as the trainer waits for rollouts for more of its time than this.
+# More workers help while the trainer waits for rollouts for more than this share of its time.
 _WORTHWHILE = 0.1
-_MANY = 10  # times as many workers as there are
-# A thread that steps with less of a CPU waits for something else, so that a core has room for more.
+_MANY = 10  # times the present number of workers
+# A stepping thread that uses less of a CPU waits for something else, and leaves room for others.
 _BUSY_CPU = 0.7
-_FULL = 0.8  # of the cores
-# A worker that is so much busier than all on average holds the others up.
+_FULL = 0.8  # share of the cores in use
+# A worker that is busier than the mean by this factor holds the others up.
 _STRAGGLER = 1.5
-# What was only begun is mostly warming up.
+# The beginning of a run is mostly warm-up.
 _BRIEF_S = 2.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     """What a run is bound by.
 
     Attributes:
         bound: what takes most of the time: "trainer" (your code between two batches), the workers'
-            "env" or "policy", "network" (writing frames down, moving rollouts, making batches,
-            round trips) or "weights"; "unknown" before the first batch.
-        shares: shares of the trainer's time by these names, which add up to 1.
+            "env" or "policy", "network" (writing frames to memory, moving rollouts, making
+            batches, round trips) or "weights"; "unknown" before the first batch.
+        shares: shares of the trainer's time by these names; they add up to 1.
         more_workers: how many more workers would still help; infinity: many.
         sentence: all of this in words, and what would help most.
     """
@@ -44,10 +44,12 @@ class Verdict:
         return self.sentence
 
 
-def verdict(stats: Stats) -> Verdict:
-    """What ``stats`` says of the whole run until then."""
+def find_bottleneck(stats: Stats) -> Bottleneck:
+    """The bottleneck of the whole run up to this snapshot."""
     if not stats.delivered or not stats.elapsed_s:
-        return Verdict("unknown", {}, 0, "Nothing was delivered yet: nothing can be said.")
+        return Bottleneck(
+            "unknown", {}, 0, "Nothing was delivered yet, so the bottleneck is unknown."
+        )
     shares = _shares(stats)
     bound: Bound = max(shares, key=lambda name: shares[name])  # type: ignore[arg-type]
     more = _more_workers(stats, shares["env"] + shares["policy"])
@@ -56,12 +58,12 @@ def verdict(stats: Stats) -> Verdict:
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= 0.005
     )
-    by = _BOUND_BY_ITSELF.get(bound) if stats.in_process else None
+    by = _BOUND_IN_PROCESS.get(bound) if stats.in_process else None
     sentence = f"{by or _BOUND_BY[bound]} (of the time: {parts}). {_advice(bound, stats)} "
     sentence += _on_workers(more, stats)
     if stats.elapsed_s < _BRIEF_S:
         sentence += f" That is from {stats.elapsed_s:.2g} s only."
-    return Verdict(bound, shares, more, sentence)
+    return Bottleneck(bound, shares, more, sentence)
 
 
 _BOUND_BY = {
@@ -71,17 +73,17 @@ _BOUND_BY = {
     "network": "Bound by moving rollouts to the trainer",
     "weights": "Bound by sending weights",
 }
-# Of a collector that steps its envs itself.
-_BOUND_BY_ITSELF = {
-    "network": "Bound by writing frames down and making batches of them",
-    "weights": "Bound by taking over weights",
+# For a collector that steps its envs itself.
+_BOUND_IN_PROCESS = {
+    "network": "Bound by writing frames to memory and making batches of them",
+    "weights": "Bound by copying weights",
 }
 
 
 def _shares(stats: Stats) -> dict[str, float]:
-    """The trainer's time; what it waits for collection is what the workers do meanwhile."""
+    """Shares of the trainer's time. While it waits for rollouts, what the workers do counts."""
     spent, work = stats.trainer, stats.times
-    # What is neither envs nor policy is round trips: a worker that waits though it is waited for.
+    # Round trips: a worker waits for a request while the trainer waits for rollouts.
     waits = 0.0 if stats.in_process else _idle_while_wanted(stats)
     parts = {
         "env": work.env,
@@ -101,9 +103,9 @@ def _idle_while_wanted(stats: Stats) -> float:
     """Share of the workers' time in which they waited while the trainer waited for rollouts."""
     wait = stats.times.wait
     if stats.sync:
-        # They wait in any case while the trainer does something else.
+        # Workers also wait while the trainer does something else.
         wait -= 1 - stats.trainer.collect
-        # Or for the slowest of them, which is the envs' or the policy's doing.
+        # They also wait for the slowest worker, which counts as time of envs or policy.
         busy = [1 - worker.times.wait for worker in _collecting(stats).values()]
         if busy:
             wait -= max(busy) - sum(busy) / len(busy)
@@ -111,26 +113,26 @@ def _idle_while_wanted(stats: Stats) -> float:
 
 
 def _collecting(stats: Stats) -> dict[int, WorkerStats]:
-    """Neither those set aside nor those that are gone; once the run is over, all that collected."""
-    did = {worker_id: each for worker_id, each in stats.workers.items() if each.frames}
-    do = {w: each for w, each in did.items() if each.state in ("ready", "suspected")}
-    return do or did
+    """Workers that collected and are present; after the end of the run, all that collected."""
+    collected = {w: worker for w, worker in stats.workers.items() if worker.frames}
+    present = {w: each for w, each in collected.items() if each.state in ("ready", "suspected")}
+    return present or collected
 
 
 def _more_workers(stats: Stats, waits: float) -> float:
-    """How many more would still help, if the trainer ``waits`` for envs and policies."""
+    """How many more workers would help, if the trainer waits for this share of its time."""
     num_workers = max(1, len(_collecting(stats)))
     if waits <= _WORTHWHILE:
         return 0
     others = 1 - waits
     if stats.sync and not stats.in_process:
-        # Collecting takes W / W' of its time with W' workers, and the rest as long as before.
+        # With W' workers, collecting takes W / W' of its present time; the rest stays as it is.
         wanted = num_workers * waits / max(others, 1e-9) * (1 - _WORTHWHILE) / _WORTHWHILE
     elif stats.in_process:
-        # Another process would collect while this one trains.
+        # Other processes would collect while this one trains.
         wanted = waits / max(others, 1e-9)
     else:
-        # They collect all the time; the trainer could take so many times as much.
+        # Workers collect all the time, and the trainer could take more rollouts.
         wanted = num_workers * (1 - stats.times.wait) / max(others, 1e-9)
     more = math.ceil(wanted) - (0 if stats.in_process else num_workers)
     return math.inf if more > _MANY * num_workers else max(0, more)
@@ -142,12 +144,12 @@ def _advice(bound: Bound, stats: Stats) -> str:
     if bound == "env":
         return _advice_on_envs(stats)
     if bound == "weights" and stats.in_process:
-        return "Publish less often, or train the collector's own policy, which takes no copy."
+        return "Publish less often, or train the collector's own policy, which needs no copy."
     return _ADVICE[bound]
 
 
 _ADVICE = {
-    "trainer": "A faster training step helps most, or less of it for each batch.",
+    "trainer": "A faster training step helps most, or fewer of them for each batch.",
     "policy": "A smaller or compiled policy helps, a GPU for it (policy_device), or more envs for "
     "each of its calls (envs_per_worker).",
     "weights": "Publish less often or with wait=False, or send less: "
@@ -204,6 +206,6 @@ def _on_workers(more: float, stats: Stats) -> str:
     if stats.num_cores and stats.times.cpu >= _BUSY_CPU and (taken or more > stats.num_cores):
         where = f", as far as there are cores for them (this host has {stats.num_cores})"
     if stats.in_process:
-        return f"Of a collector with workers, {count} would be of use{where}."
+        return f"A collector with workers could use {count} of them{where}."
     workers = "worker" if count == "about 1" else "workers"
     return f"{count.capitalize()} more {workers} would still help{where}."

@@ -1,4 +1,4 @@
-"""How a snapshot looks to a person: in one line, or as a display on a terminal."""
+"""Shows a snapshot in one line, or as a display on a terminal."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from distcollect.results import Stats, WorkerStats
-from distcollect.telemetry.bottleneck import verdict
+from distcollect.telemetry.bottleneck import find_bottleneck
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-# Before the first display: short runs need none.
-_FIRST_AFTER_S = 2.0
-# What drawing it takes, some 10 ms, is less than a hundredth of that.
-_EVERY_S = 2.0
+_FIRST_AFTER_S = 2.0  # shorter runs need no display
+_EVERY_S = 2.0  # drawing takes some 10 ms
 _YEARS_S = 2 * 365 * 86400.0
-# Lines of the display beside those of workers.
+# Lines of the display besides those of workers.
 _OTHER_LINES = 13
 
 _on_screen = threading.Lock()  # a terminal has room for one display
@@ -37,8 +35,8 @@ def log_line(stats: Stats) -> str:
 
 
 def rendered(stats: Stats, height: int) -> RenderableType:
-    """A snapshot for a terminal with so many lines."""
-    from rich.console import Group  # noqa: PLC0415 - takes a while, and most runs have no terminal
+    """A snapshot for a terminal of ``height`` lines."""
+    from rich.console import Group  # noqa: PLC0415 - slow to import, and most runs have no terminal
     from rich.text import Text  # noqa: PLC0415
 
     trainer = ", ".join(_shares(vars(stats.trainer)))
@@ -60,18 +58,18 @@ def rendered(stats: Stats, height: int) -> RenderableType:
         *(Text(line, overflow="ellipsis", no_wrap=True) for line in lines),
         _table(shown),
         *([Text(f"and {left}")] if left else []),
-        Text(str(verdict(stats))),
+        Text(str(find_bottleneck(stats))),
     )
 
 
 def _worth_showing(
     workers: Mapping[int, WorkerStats], most: int
 ) -> tuple[list[tuple[int, WorkerStats]], str]:
-    """So many workers by id, those that don't collect before others; and what the rest are."""
+    """At most ``most`` workers, first those that aren't ready; the states of the rest in words."""
     chosen = sorted(workers, key=lambda worker_id: workers[worker_id].state == "ready")
     rest = Counter(workers[worker_id].state for worker_id in chosen[most:])
-    told = ", ".join(f"{count:,} more {state}" for state, count in rest.items())
-    return [(worker_id, workers[worker_id]) for worker_id in sorted(chosen[:most])], told
+    others = ", ".join(f"{count:,} more {state}" for state, count in rest.items())
+    return [(worker_id, workers[worker_id]) for worker_id in sorted(chosen[:most])], others
 
 
 def _progress(stats: Stats) -> list[str]:
@@ -157,22 +155,22 @@ def _cells(worker: WorkerStats) -> list[str]:
 
 
 class Display:
-    """A display at the bottom of the terminal; what is printed meanwhile goes above it.
+    """A display at the bottom of the terminal; what is printed meanwhile appears above it.
 
-    It gives way to a progress bar of tqdm's, which would fight with it for the place.
+    It closes when a tqdm progress bar appears, which needs the same lines of the terminal.
     """
 
     about = "the display"
     every_s = _EVERY_S
 
     def __init__(self, console: Console | None = None) -> None:
-        """Show it on ``console``; None: on standard error, if that is free."""
+        """Show it on ``console``; None: on standard error, unless another display is there."""
         self._console = console
         self._live: Live | None = None
         self._gave_way = False
 
     def write(self, stats: Stats) -> None:
-        """Show a snapshot; the last one stays."""
+        """Show a snapshot; the last one stays on the terminal."""
         if self._gave_way or (stats.elapsed_s < _FIRST_AFTER_S and self._live is None):
             return
         if _has_progress_bar():
@@ -192,7 +190,7 @@ class Display:
         try:
             live.stop()
         finally:
-            # Also where the terminal is gone.
+            # Even if the terminal is gone.
             _streams.clear()
             _on_screen.release()
 
@@ -207,19 +205,19 @@ class Display:
             console=console,
             auto_refresh=False,
             transient=False,
-            # Standard output that goes elsewhere must go on doing so.
+            # Standard output that is redirected elsewhere must stay so.
             redirect_stdout=is_terminal(sys.stdout),
         )
         before = sys.stdout, sys.stderr
         self._live.start()
         _streams[:] = before
-        # So that a run that is killed leaves one.
+        # A killed run must not leave the terminal without a cursor.
         console.show_cursor(True)
         return True
 
 
 def is_terminal(stream: object) -> bool:
-    """Whether ``stream`` leads to one; it may be a stand-in for a stream, None or closed."""
+    """Whether ``stream`` is a terminal; it may be closed, None or any other object."""
     try:
         return bool(stream.isatty())  # type: ignore[attr-defined]
     except (AttributeError, ValueError):
@@ -231,11 +229,11 @@ def _has_progress_bar() -> bool:
     return tqdm is not None and bool(getattr(tqdm.tqdm, "_instances", ()))
 
 
-_streams: list[Any] = []  # standard output and error, as they were before a display
+_streams: list[Any] = []  # standard output and error before the display began
 
 
 def _in_child() -> None:
-    # The display's lock may have been held when this process was forked off, e.g. for an env.
+    # The display's lock may have been held when this process was forked, e.g. for an env.
     if _streams:
         sys.stdout, sys.stderr = _streams
 

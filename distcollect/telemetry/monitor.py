@@ -1,4 +1,4 @@
-"""Tells how a collector goes while it runs: a thread that hands snapshots to whoever wants them."""
+"""A thread that passes snapshots of a running collector to all places that show or write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Protocol
 from distcollect.config import Monitor
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
-from distcollect.telemetry.bottleneck import verdict
+from distcollect.telemetry.bottleneck import find_bottleneck
 from distcollect.telemetry.display import Display, is_terminal, log_line
 from distcollect.telemetry.prometheus import open_prometheus
 from distcollect.telemetry.stats_file import STATS_FILE, JsonLines
@@ -27,42 +27,42 @@ log = logging.getLogger("distcollect")
 VIEW_VARIABLE = "DISTCOLLECT_VIEW"
 _LOG_EVERY_S = 30.0
 _JOIN_TIMEOUT_S = 5.0
-_SHUTDOWN_S = 120.0  # longer than a collector takes for it
+_SHUTDOWN_S = 120.0  # longer than the shutdown of a collector takes
 
 
 class Writer(Protocol):
-    """Takes snapshots, from one thread at a time.
+    """Shows or writes snapshots; called from one thread at a time.
 
     Attributes:
-        about: what it is to the user.
-        every_s: how often it wants one.
+        about: its name in log messages.
+        every_s: seconds between two snapshots.
     """
 
     about: str
     every_s: float
 
     def write(self, stats: Stats) -> None:
-        """Take one; the last has ``stats.ended``."""
+        """Show or write a snapshot; the last one has ``stats.ended``."""
 
     def close(self) -> None:
-        """Give back what it holds; nothing more comes."""
+        """Release all resources; no more snapshots follow."""
 
 
 class MonitorThread:
-    """The thread of one collector that hands out snapshots; none while nobody wants any.
+    """The thread of one collector that passes snapshots to writers; without writers, no thread.
 
     Attributes:
-        trace: where spans go; None: nowhere.
+        trace: the trace that spans are written to; None: no trace.
     """
 
     def __init__(
         self, options: Monitor | None, trace: str | os.PathLike[str] | None = None
     ) -> None:
-        """Open what ``options`` name, and a ``trace``, which goes before theirs.
+        """Open all writers of ``options``, and a trace; ``trace`` overrides ``options.trace``.
 
         Raises:
             ArgumentError: a file or a port can't be opened, or a package is missing.
-            ArgumentTypeError: ``options`` are none.
+            ArgumentTypeError: ``options`` is no Monitor.
         """
         options = Monitor() if options is None else options
         if not isinstance(options, Monitor):
@@ -114,11 +114,11 @@ class MonitorThread:
 
     @property
     def has_begun(self) -> bool:
-        """See :meth:`begin`."""
+        """Whether :meth:`begin` was called."""
         return self._begun
 
     def begin(self, latest: Callable[[], Stats | None]) -> None:
-        """Batches are asked for from now on; ``latest`` gives snapshots, None if there are none."""
+        """The first batch is requested. ``latest`` gives snapshots, or None if there are none."""
         self._begun = True
         self._latest = latest
         if self._writers and not self._closed:
@@ -127,7 +127,7 @@ class MonitorThread:
             self._thread.start()
 
     def close(self, last: Stats | None) -> None:
-        """Hand out the last snapshot, if there is one, and end. Again is no error."""
+        """Pass on the last snapshot, if there is one, and end. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -135,38 +135,38 @@ class MonitorThread:
         self._final = last
         self._end.set()
         thread = self._thread
-        # A callback may shut its collector down, and one that nobody holds any more may be
-        # finalized on any thread.
+        # This may run on the thread itself: a callback may shut its collector down, and a collector
+        # without references may be finalized on any thread.
         if thread is None or thread is threading.current_thread():
             self._finish()
         else:
             thread.join(_JOIN_TIMEOUT_S)
             if thread.is_alive():
                 log.warning(
-                    "the end of the run is not told: what is told of it hangs for %g s: %s",
+                    "the last statistics of the run may be missing: a writer hangs for %g s: %s",
                     _JOIN_TIMEOUT_S,
                     ", ".join(writer.about for writer in self._writers),
                 )
         last = self._last if last is None else last
         if self._begun and last is not None and last.delivered:
-            log.info("%s", verdict(last))
+            log.info("%s", find_bottleneck(last))
         self._close_trace()
 
     def _close_trace(self) -> None:
         if self.trace is not None:
             self.trace.close()
 
-    # The thread that tells.
+    # What follows runs on the thread.
 
     def _run(self) -> None:
         try:
-            self._hand_out()
+            self._pass_on()
         except Exception:
-            log.exception("no more is told of the run, which goes on")
+            log.exception("statistics of the run end here; the run goes on")
         finally:
             self._finish()
 
-    def _hand_out(self) -> None:
+    def _pass_on(self) -> None:
         due = {id(writer): time.monotonic() + writer.every_s for writer in self._writers}
         while self._writers:
             pause_s = min(due[id(writer)] for writer in self._writers) - time.monotonic()
@@ -176,7 +176,7 @@ class MonitorThread:
             if stats is None:
                 return
             if stats.ended:
-                self._end.wait(_SHUTDOWN_S)  # the last is that of close, once all is settled
+                self._end.wait(_SHUTDOWN_S)  # close() passes on the last one, with final counts
                 return
             self._last = stats
             for writer in list(self._writers):
@@ -185,7 +185,7 @@ class MonitorThread:
                     due[id(writer)] = time.monotonic() + writer.every_s
 
     def _finish(self) -> None:
-        """Hand out the last snapshot, and close all."""
+        """Pass on the last snapshot, and close all writers."""
         last = self._last if self._final is None else self._final
         if last is not None and self._begun:
             for writer in list(self._writers):
@@ -196,8 +196,8 @@ class MonitorThread:
         try:
             writer.write(stats)
         except (Exception, SystemExit):
-            # What is told of a run must never end it.
-            log.exception("%s failed, and is told nothing more; the run goes on", writer.about)
+            # Statistics must never end a run.
+            log.exception("%s failed and gets no more statistics; the run goes on", writer.about)
             self._drop(writer)
 
     def _drop_all(self) -> None:
@@ -206,24 +206,24 @@ class MonitorThread:
 
     def _drop(self, writer: Writer) -> None:
         if writer not in self._writers:
-            return  # it shut the collector down, and then raised
+            return  # a callback shut the collector down, and then raised
         self._writers.remove(writer)
         try:
             writer.close()
         except Exception:
-            # As above: a terminal may be gone.
+            # For example because the terminal is gone.
             log.debug("closing %s failed", writer.about, exc_info=True)
 
 
 def wants_view(options: Monitor) -> bool:
-    """Whether to show how it goes."""
+    """Whether to show the run on the terminal or in the log."""
     if options.view is not None:
         return options.view
     return os.environ.get(VIEW_VARIABLE, "1").lower() not in ("0", "off", "false", "no")
 
 
 class _Callback:
-    """The user's function."""
+    """Calls the user's function."""
 
     about = "Monitor(callback=...)"
 
@@ -239,13 +239,13 @@ class _Callback:
 
 
 class LogLines:
-    """A line of the log every half minute."""
+    """Logs a line every half minute."""
 
     about = "the log"
     every_s = _LOG_EVERY_S
 
     def write(self, stats: Stats) -> None:
-        """One line."""
+        """Log a line."""
         log.info("%s", log_line(stats))
 
     def close(self) -> None:

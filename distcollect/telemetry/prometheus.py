@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from distcollect.errors import ArgumentError
-from distcollect.results import Stats
+from distcollect.results import Stats, WorkerStats
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 log = logging.getLogger("distcollect")
 
 _JOIN_TIMEOUT_S = 5.0
+_COUNTERS = {"frames", "episodes", "bytes", "restarts", "lost_frames", "policy_version"}
+_OF_WORKERS: dict[str, Callable[[WorkerStats], float]] = {
+    "frames": lambda worker: worker.frames,
+    "frames_per_s": lambda worker: worker.frames_per_s,
+    "lag_mean": lambda worker: worker.lag.mean,
+    "restarts": lambda worker: worker.num_restarts,
+    "up": lambda worker: worker.state == "ready",
+    "share_wait": lambda worker: worker.times.wait,
+}
 
 
 def open_prometheus(port: int, latest: Callable[[], Stats | None]) -> Prometheus:
     """Serve metrics at ``port``.
 
     Raises:
-        ArgumentError: the port is taken.
+        ArgumentError: the port is taken, or prometheus_client is not installed.
     """
     try:
         return Prometheus(port, latest)
+    except ImportError as error:
+        raise ArgumentError(
+            f"Monitor(prometheus_port={port}): {error}; install it with "
+            "pip install 'distcollect[prometheus]'"
+        ) from error
     except OSError as error:
         raise ArgumentError(
-            f"Monitor(prometheus_port={port}): can't be listened on ({error.strerror}); name "
+            f"Monitor(prometheus_port={port}): can't listen there ({error.strerror}); name "
             "another port, or 0 for any that is free"
         ) from error
 
 
 def figures(stats: Stats) -> dict[str, float]:
-    """The numbers of a snapshot that are drawn over time; those that are unknown left out."""
+    """The numbers of a snapshot that are plotted over time; unknown ones are left out."""
     values: dict[str, float] = {
         "frames": stats.frames,
         "frames_per_s": stats.frames_per_s,
@@ -47,91 +62,88 @@ def figures(stats: Stats) -> dict[str, float]:
         "restarts": stats.num_restarts,
         "lost_frames": sum(stats.lost.values()),
     }
-    if not stats.ended:  # all have left then, which is no news
+    if not stats.ended:  # at the end all workers have left: that is no loss
         values["workers"] = sum(w.state == "ready" for w in stats.workers.values())
     for who, times in (("trainer", stats.trainer), ("worker", stats.times)):
         values.update((f"{who}_share_{name}", value) for name, value in vars(times).items())
     return {name: value for name, value in values.items() if value == value}  # noqa: PLR0124 - NaN
 
 
-def exposition(stats: Stats) -> str:
-    """A snapshot in Prometheus's text format."""
-    counters = {"frames", "episodes", "bytes", "restarts", "lost_frames", "policy_version"}
-    lines: list[str] = []
-    for name, value in figures(stats).items():
-        metric = f"distcollect_{name}" + ("_total" if name in counters else "")
-        lines += [f"# TYPE {metric} {'counter' if name in counters else 'gauge'}"]
-        lines += [f"{metric} {value:.17g}"]
-    of_workers: dict[str, Callable[[Any], float]] = {
-        "frames_total": lambda w: w.frames,
-        "frames_per_s": lambda w: w.frames_per_s,
-        "lag_mean": lambda w: w.lag.mean,
-        "restarts_total": lambda w: w.num_restarts,
-        "up": lambda w: w.state == "ready",
-        "share_wait": lambda w: w.times.wait,
-    }
-    for name, of in of_workers.items():
-        metric = f"distcollect_worker_{name}"
-        lines.append(f"# TYPE {metric} {'counter' if name.endswith('_total') else 'gauge'}")
-        lines += [f'{metric}{{worker="{w}"}} {of(s):.17g}' for w, s in stats.workers.items()]
-    return "\n".join(lines) + "\n"
+class StatsCollector:
+    """Turns the newest snapshot into metrics whenever a registry asks for them."""
 
+    def __init__(self, latest: Callable[[], Stats | None]) -> None:
+        """``latest`` gives the newest snapshot, or None if there is none yet."""
+        self._latest = latest
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+    def collect(self) -> Iterator[Metric]:
+        """All metrics; none before the first batch was asked for."""
+        from prometheus_client import metrics_core as core  # noqa: PLC0415 - an extra
 
-    def handle_error(self, *_: Any) -> None:
-        """Whoever asked has gone away meanwhile: that is no news either."""
-        log.debug("a request for metrics failed", exc_info=True)
+        families: dict[str, Any] = {}
+
+        def add(name: str, labels: list[str], value: float) -> None:
+            if name not in families:
+                is_counter = name.removeprefix("worker_") in _COUNTERS
+                kind: Any = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
+                families[name] = kind(f"distcollect_{name}", "", labels=["worker"])
+            families[name].add_metric(labels, value)
+
+        stats = self._latest()
+        if stats is None:
+            return
+        for name, value in figures(stats).items():
+            add(name, [], value)
+        for worker_id, worker in stats.workers.items():
+            for name, of in _OF_WORKERS.items():
+                add(f"worker_{name}", [str(worker_id)], of(worker))
+        yield from families.values()
 
 
 class Prometheus:
-    """Serves the newest snapshot on 127.0.0.1, to whoever asks for ``/metrics``.
+    """Serves the newest snapshot under ``/metrics`` on 127.0.0.1.
 
     Attributes:
-        port: where.
+        port: the port it listens on.
     """
 
     about = "Monitor(prometheus_port=...)"
-    every_s = 3600.0  # it asks for them itself
+    every_s = 3600.0  # a request fetches the newest snapshot itself
 
     def __init__(self, port: int, latest: Callable[[], Stats | None]) -> None:
-        """Listen at ``port``; 0: a free one. Raises OSError if it is taken."""
+        """Listen at ``port``; 0: any that is free.
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 5.0
+        Raises:
+            ImportError: prometheus_client is not installed.
+            OSError: the port is taken.
+        """
+        from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
 
-            def do_GET(self) -> None:
-                if self.path.partition("?")[0] != "/metrics":
-                    self.send_error(404)
-                    return
-                stats = latest()
-                if stats is None:
-                    self.send_error(503, "no batch was asked for yet")
-                    return
-                body = exposition(stats).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "text/plain; version=0.0.4")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        # Not the default registry, which has metrics of the user's process.
+        registry = CollectorRegistry()
+        registry.register(StatsCollector(latest))
+        self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
+        serve_metrics: Any = self._server.get_app()
 
-            def log_message(self, *_: Any) -> None:
-                """Nothing: a scrape is no news."""
+        def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            if environ["PATH_INFO"] != "/metrics":
+                start_response("404 Not Found", [])
+                return []
+            if latest() is None:
+                start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
+                return [b"no batch was asked for yet\n"]
+            body: Iterable[bytes] = serve_metrics(environ, start_response)
+            return body
 
-        self._server = _Server(("127.0.0.1", port), Handler)
+        self._server.set_app(serve)
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="distcollect-prometheus", daemon=True
-        )
-        self._thread.start()
         log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self.port)
 
     def write(self, stats: Stats) -> None:
         """Nothing to do: see :attr:`every_s`."""
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_JOIN_TIMEOUT_S)

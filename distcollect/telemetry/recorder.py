@@ -1,4 +1,4 @@
-"""The trainer's counters: what came from whom, and what it waited for."""
+"""The trainer's statistics: what workers delivered, and how time was spent."""
 
 from __future__ import annotations
 
@@ -29,19 +29,26 @@ Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
 _NO_FRAMES = Frames()
 _RECENT_EPISODES = 100
-# "Lately": the rate since the oldest mark within so long.
+# The recent rate is the rate since the oldest mark in this period.
 _RECENT_NS = 10_000_000_000
 _MARK_EVERY_NS = 500_000_000
 
 
 @dataclass
 class _Tally:
-    """Of one worker.
+    """Counters of one worker.
 
     Attributes:
-        work: of its present process, as of its last rollout.
-        before: of its earlier ones.
-        transfer_ns: rollouts were on their way here.
+        incarnation: number of its present process.
+        work: work of the present process, up to its last rollout.
+        before: work of its earlier processes.
+        frames: frames delivered.
+        lags: maps a policy lag, in versions, to the number of delivered frames that have it.
+        num_bytes: size of its rollouts that were fetched.
+        transfer_ns: time in which its rollouts were being fetched.
+        num_restarts: how often its process was replaced.
+        num_env_faults: how often an env raised in the present process.
+        num_episodes: episodes that ended.
     """
 
     incarnation: int = 0
@@ -58,7 +65,7 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Mark:
-    """Frames delivered until then, in all and by worker_id."""
+    """Frames delivered up to the time ``at``, in total and by worker_id."""
 
     at: int
     frames: int
@@ -66,13 +73,13 @@ class _Mark:
 
 
 class StatsRecorder:
-    """StepCounter what a collector does; any thread may write and read."""
+    """Records what a collector does; every method may be called from any thread."""
 
     def __init__(self, clock: Callable[[], int] = clock_ns, *, trace: Trace | None = None) -> None:
-        """Count, by a clock in nanoseconds; ``trace`` is told of all that has a time."""
+        """``clock`` counts nanoseconds; ``trace`` gets everything that takes time."""
         self._clock = clock
         self._trace = trace
-        # Garbage may be collected under it, and with that a collector be closed.
+        # Reentrant: garbage collection while it is held may close a collector.
         self._lock = threading.RLock()
         self._tallies: dict[int, _Tally] = {}
         self._begun_at: int | None = None
@@ -89,33 +96,33 @@ class StatsRecorder:
 
     # What the thread that takes batches does.
 
-    def found(self, num_ready: int) -> None:
-        """When it asked for a batch, so many rollouts lay ready."""
+    def batch_requested(self, num_ready: int) -> None:
+        """A batch is requested while ``num_ready`` rollouts are ready."""
         with self._lock:
             self._num_asked += 1
             self._ready_when_asked += num_ready
 
-    def does(self, activity: Activity) -> None:
-        """It does this from now on."""
+    def switch_to(self, activity: Activity) -> None:
+        """The thread does this from now on."""
         with self._lock:
             self._switch(activity)
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
-        """Within, the calling thread sends weights: it may be another one than takes batches."""
+        """The calling thread sends weights in this context; it may be any thread."""
         with self._lock:
-            instead = self._activity if self._activity != "collect" else None
-            if instead is not None and self._begun_at is not None:
+            interrupted = self._activity if self._activity != "collect" else None
+            if interrupted is not None and self._begun_at is not None:
                 self._switch("weights")
         try:
             yield
         finally:
             with self._lock:
-                if instead is not None and self._activity == "weights":
-                    self._switch(instead)
+                if interrupted is not None and self._activity == "weights":
+                    self._switch(interrupted)
 
     def end(self) -> None:
-        """No batch is asked for any more. Again is no error."""
+        """No more batches are requested. A second call does nothing."""
         with self._lock:
             if self._ended_at is None:
                 self._switch("train")
@@ -131,13 +138,13 @@ class StatsRecorder:
         else:
             self._spent[self._activity] += now - self._since
             if self._trace is not None:
-                self._trace.does(self._activity, self._since, now)
+                self._trace.activity(self._activity, self._since, now)
         self._activity, self._since = activity, now
 
     # What comes from workers.
 
     def joined(self, worker_id: int, incarnation: int) -> None:
-        """A process is in a slot."""
+        """A process has joined a worker's slot."""
         with self._lock:
             tally = self._tallies.setdefault(worker_id, _Tally(incarnation))
             if incarnation != tally.incarnation:
@@ -148,14 +155,14 @@ class StatsRecorder:
                 tally.incarnation = incarnation
 
     def collected(self, header: Header, asked_at: int | None = None) -> None:
-        """A rollout lies ready that a worker was asked for then; None: it was collected here."""
+        """A rollout is ready; ``asked_at``: when it was requested; None: it was collected here."""
         if self._trace is not None:
             self._trace_rollout(self._trace, header, asked_at)
         work = header.work
         with self._lock:
             tally = self._tallies.setdefault(header.worker_id, _Tally(header.incarnation))
             if tally.incarnation != header.incarnation:
-                return  # of a process that is gone
+                return  # from a process that was replaced
             tally.work = work
             tally.num_env_faults = header.env_faults
             if work.returns:
@@ -176,7 +183,7 @@ class StatsRecorder:
             self._trace.pushed(push)
 
     def fetched(self, worker_id: int, num_bytes: int, took_ns: int) -> None:
-        """A rollout came here."""
+        """A rollout was fetched."""
         with self._lock:
             tally = self._tallies.setdefault(worker_id, _Tally())
             tally.num_bytes += num_bytes
@@ -186,7 +193,7 @@ class StatsRecorder:
             self._trace.fetched(worker_id, now - took_ns, now)
 
     def delivered(self, batch: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> None:
-        """A batch is there: of each rollout worker_id and its (lag, frames that have it)."""
+        """A batch was delivered; of each rollout the worker_id and pairs (lag, frames)."""
         with self._lock:
             for worker_id, lags in batch:
                 tally = self._tallies.setdefault(worker_id, _Tally())
@@ -212,13 +219,13 @@ class StatsRecorder:
         ready: Mapping[int, int],
         ledger: LedgerReport | None,
     ) -> Stats:
-        """All of it.
+        """Make a snapshot.
 
         Args:
-            about: what it can't know.
-            states: of the workers that there are.
-            ready: worker_id to rollouts that lie ready.
-            ledger: where their frames went.
+            about: the values that are not recorded here.
+            states: maps the worker_id of each present worker to its state.
+            ready: maps a worker_id to its number of ready rollouts.
+            ledger: what became of all frames; None: there is no ledger.
         """
         with self._lock:
             now = self._clock() if self._ended_at is None else self._ended_at
@@ -273,13 +280,13 @@ class StatsRecorder:
             )
 
     def _rates(self, now: int) -> Callable[[int | None], float]:
-        """Frames/s of late of a worker; of all for None."""
+        """A function that gives the recent frames/s of a worker, or for None of all workers."""
         if not self._marks:
             return lambda _: 0.0
         first = self._marks[0]
         last = self._marks[-1] if len(self._marks) > 1 else self._mark(now)
-        # Frames that come in large batches have come since the one before. When no batch has come
-        # for longer than usual, that counts.
+        # The rate is taken between two batches: up to now would be too low just before a batch. But
+        # when no batch arrives for longer than usual, that has to count.
         until = last.at
         usual = (last.at - first.at) / max(1, len(self._marks) - 1)
         if now - last.at > 2 * usual + _MARK_EVERY_NS:
@@ -291,14 +298,14 @@ class StatsRecorder:
                 return 0.0
             if worker_id is None:
                 return (last.frames - first.frames) / span_s
-            came = last.by_worker.get(worker_id, 0) - first.by_worker.get(worker_id, 0)
-            return came / span_s
+            delivered = last.by_worker.get(worker_id, 0) - first.by_worker.get(worker_id, 0)
+            return delivered / span_s
 
         return rate
 
 
 def _sum(one: WorkReport, other: WorkReport) -> WorkReport:
-    """Their times; episodes belong to a rollout."""
+    """The sum of their times; episodes are left out, as they belong to single rollouts."""
     return WorkReport(
         one.busy_ns + other.busy_ns,
         one.env_ns + other.env_ns,
@@ -313,7 +320,7 @@ def _times(work: WorkReport, transfer_ns: int) -> WorkerTimes:
     total = work.busy_ns + work.wait_ns
     if not total:
         return WorkerTimes()
-    # Most steps are not timed, so that what was found may come to more than all.
+    # Only some steps are timed, so the estimates may add up to more than the total.
     known = work.env_ns + work.policy_ns + work.swap_ns
     scale = min(1.0, work.busy_ns / known) / total if known else 0.0
     return WorkerTimes(

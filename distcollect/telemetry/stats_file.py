@@ -1,7 +1,7 @@
 """The file ``stats.jsonl`` that a run writes into its folder: one snapshot in each line.
 
-A run may be killed while it writes a line, and go on in the same folder later; and who reads may
-come while a line is being written. So a line that is no snapshot is passed over, wherever it is.
+A run may be killed while it writes a line, and be resumed in the same folder. A reader may read
+while a line is being written. So readers skip every line that is no snapshot.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, BinaryIO
 
 from distcollect.errors import ArgumentError
 from distcollect.results import Stats
-from distcollect.telemetry.bottleneck import verdict
+from distcollect.telemetry.bottleneck import find_bottleneck
 
 log = logging.getLogger("distcollect")
 
 STATS_FILE = "stats.jsonl"
 
-# Longer lines, as hundreds of workers make them, come less often: some 50 MB an hour are enough.
+# Longer lines, as with hundreds of workers, are written less often: at most some 50 MB an hour.
 _LINE_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 16
 
@@ -35,43 +35,43 @@ Snapshot = Mapping[str, Any]
 
 
 class JsonLines:
-    """Writes them.
+    """Writes the file.
 
-    A line holds :meth:`Stats.as_dict`, and besides
+    A line holds :meth:`Stats.as_dict`, and also
 
-    - "time": when, in seconds since 1970;
-    - "verdict": :func:`~.verdict.verdict` of it, in words;
-    - "collector_id": the same in all lines of a collector, and only in these.
+    - "time": the time of the snapshot, in seconds since 1970;
+    - "bottleneck": :func:`~.bottleneck.find_bottleneck` of it, in words;
+    - "collector_id": an id of the collector that wrote the line.
     """
 
     def __init__(self, path: Path, every_s: float) -> None:
-        """Append to ``path``, or where another collector does that just now, to one beside it."""
+        """Append to ``path``; or if another collector is writing to it, to a new file beside it."""
         self._file = _open_alone(path)
         self.about = str(self._file.name)
         self.every_s = self._shortest_s = every_s
         self._id = secrets.token_hex(6)
 
     def write(self, stats: Stats) -> None:
-        """A line, visible to others at once."""
+        """Write a line, which other processes see at once."""
         about = {"time": time.time(), "collector_id": self._id}
-        line = {**about, **stats.as_dict(), "verdict": str(verdict(stats))}
+        line = {**about, **stats.as_dict(), "bottleneck": str(find_bottleneck(stats))}
         text = json.dumps(line, separators=(",", ":"), allow_nan=False)
         data = f"{text}\n".encode()
         self.every_s = self._shortest_s * max(1.0, len(data) / _LINE_BYTES)
         _write_all(self._file, data)
 
     def close(self) -> None:
-        """Close the file, and leave it to others."""
+        """Close the file, so that another collector may write to it."""
         with contextlib.suppress(OSError):
-            # Processes that were forked off meanwhile have it open still.
+            # Processes that were forked meanwhile still have it open.
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
 
 def _open_alone(path: Path) -> FileIO:
-    """Open a file to append to, at the begin of a line.
+    """Open and lock a file to append to, at the start of a line.
 
-    Nothing of it is kept back in this process: neither a full disk nor a fork makes lines twice.
+    It has no buffer: a full disk or a fork would write a buffered line twice.
     """
     for number in itertools.count(1):
         name = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
@@ -82,27 +82,27 @@ def _open_alone(path: Path) -> FileIO:
             file.close()
             continue
         except OSError:
-            log.debug("%s can't be locked: this disk has no locks", name)
+            log.debug("%s can't be locked: this disk supports no locks", name)
         if number > 1:
             log.warning("another collector writes to %s: this one writes to %s", path, name)
         size = file.seek(0, os.SEEK_END)
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            _write_all(file, b"\n")  # the last run was killed as it wrote
+            _write_all(file, b"\n")  # the last run was killed while writing
         return file
     raise AssertionError
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
     while data:
-        # Fewer on a disk that is nearly full; the next call says so.
+        # A nearly full disk takes only a part; the next call then raises.
         data = data[file.write(data) or 0 :]
 
 
 def stats_file(run: Path) -> Path:
-    """The file of a run's folder; or ``run`` itself, if it is one.
+    """The statistics file in a run's folder, or ``run`` itself if it is a file.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: there is no such file.
     """
     file = run / STATS_FILE if run.is_dir() else run
     if not file.is_file():
@@ -115,7 +115,7 @@ def stats_file(run: Path) -> Path:
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[BinaryIO]:
-    """Open it to be read.
+    """Open a statistics file for reading.
 
     Raises:
         ArgumentError: it can't be read.
@@ -130,27 +130,28 @@ def opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def snapshots(lines: Iterable[bytes]) -> Iterator[Snapshot]:
-    """Those of ``lines`` that are snapshots."""
+    """The snapshots in ``lines``; other lines are skipped."""
     for line in lines:
         try:
-            told = json.loads(line)
+            snapshot = json.loads(line)
         except ValueError:
             continue
-        if isinstance(told, Mapping) and "time" in told and "frames_per_s" in told:
-            yield told
+        if isinstance(snapshot, Mapping) and snapshot.keys() >= {"time", "frames_per_s"}:
+            yield snapshot
 
 
 def newest(file: Path) -> Snapshot | None:
-    """The last snapshot in ``file``, of which only the end is read; None: there is none yet.
+    """The last snapshot in ``file``; None: there is none yet. Only the end of the file is read.
 
-    Raises: as :func:`opened`.
+    Raises:
+        ArgumentError: the file can't be read.
     """
     size = _BLOCK_BYTES
     with opened(file) as lines:
         end = lines.seek(0, os.SEEK_END)
         while True:
             start = lines.seek(max(0, end - size))
-            # The first may be the end of a line.
+            # The first line may be incomplete.
             tail = lines.read(end - start).splitlines()[start > 0 :]
             found = next(snapshots(reversed(tail)), None)
             if found is not None or start == 0:

@@ -1,6 +1,6 @@
-"""Counters of a process that steps envs: where its time went, and which episodes it finished.
+"""Counters of a process that steps envs: where its time went, and which episodes ended.
 
-They cost next to nothing: in the hot loop the clock is looked at for every few steps only.
+They cost very little: the clock is read only at every few steps.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from distcollect.rollout.header import Span, WorkReport
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.trace import ROLLOUT, STEPS, WEIGHTS
 
-# So many steps between two that are timed, where a step is short; each stands for all of them.
-# A prime, as envs may do something every so many steps themselves.
+# Of short steps one in so many is timed, and counts for all of them. It is a prime, since envs may
+# do something special every few steps.
 _STRIDE = 7
-# Where steps take longer each is timed: looking at the clock takes some 0.2 us.
+# Longer steps are all timed: reading the clock takes some 0.2 us.
 _SHORT_NS = 1_000_000
-# A trace has the steps of the first rollouts, each of them, and then of every so many rollouts.
+# A trace has every step of the first rollouts, and later the timed steps of one rollout in so many.
 _WHOLE_ROLLOUTS = 4
 _EVERY_ROLLOUT = 64
-_MOST_STEPS = 256  # of a rollout; from more than that every second is left out, and so on
+_MOST_STEPS = 256  # in a rollout; beyond that every second one is dropped, repeatedly
 _MOST_OTHERS = 64
 
 
 class StepTimer:
-    """What an engine counts in.
+    """Measures how long an engine spends on what.
 
     Attributes:
         env_ns, policy_ns, swap_ns: see :class:`WorkReport`.
-        due: the step of the rollout under way that is to be timed next.
-        stride: how many steps a timed one stands for.
+        due: index of the next step to be timed in the current rollout.
+        stride: how many steps a timed step counts for.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -54,30 +54,30 @@ class StepTimer:
     def begin(self) -> None:
         """A rollout begins."""
         if self.due > _STRIDE:
-            self.due = 0  # the last one was broken off
+            self.due = 0  # the last rollout was interrupted
         now = self._began_at = clock_ns()
         self._cpu_at = time.thread_time_ns()
         if self._ended_at is not None:
             self._wait_ns += now - self._ended_at
 
     def end(self) -> None:
-        """It is over, however it ended."""
+        """A rollout has ended, complete or not."""
         now = self._ended_at = clock_ns()
         self._busy_ns += now - self._began_at
         self._cpu_ns += time.thread_time_ns() - self._cpu_at
 
-    def excuse(self) -> None:
-        """What was done since the last rollout was no waiting for a request."""
+    def restart_wait(self) -> None:
+        """Count the wait for the next request from now: until now the worker did something else."""
         if self._ended_at is not None:
             self._ended_at = clock_ns()
 
     def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
-        """A step was timed, which stands for so many: the policy's part, then the envs'."""
+        """A step was timed: the policy up to ``middle``, then envs; it counts ``stride`` times."""
         self.policy_ns += (middle - begin) * stride
         self.env_ns += (end - middle) * stride
 
     def swapped(self, begin: int, end: int, version: int) -> None:
-        """The newest weights were asked for, which are these."""
+        """The newest weights were swapped in; they have this version."""
         self.swap_ns += end - begin
 
     def was_reset(self, begin: int, end: int) -> None:
@@ -85,22 +85,22 @@ class StepTimer:
         self.env_ns += end - begin
 
     def received(self, version: int, begin: int, end: int) -> None:
-        """Weights came here; told by the thread that receives them."""
+        """Weights were received; called by the thread that receives them."""
 
     def spans(self) -> tuple[Span, ...]:
-        """What was done when in the last rollout, as far as it is noted; its tensors are ready."""
+        """The spans of the last rollout, whose tensors are ready; empty without a trace."""
         return ()
 
     def collected(self, slab: Slab) -> None:
         """A rollout is complete."""
         self.due = max(0, self.due - slab.num_steps)
-        # Not by the last step: after a slow one, the next would count for less than it stands for.
+        # The mean of the rollout, not the last step: one slow step must not change the stride.
         took_ns = clock_ns() - self._began_at
         self.stride = 1 if took_ns > _SHORT_NS * slab.num_steps else _STRIDE
         self._finished = self._episodes.add(slab)
 
     def work(self) -> WorkReport:
-        """All of it, as of the last rollout."""
+        """All that was measured, up to the last rollout."""
         returns, lengths = self._finished
         return WorkReport(
             self._busy_ns,
@@ -115,13 +115,13 @@ class StepTimer:
 
 
 class TracingStepTimer(StepTimer):
-    """A meter that also notes what was done when, for a trace."""
+    """A StepTimer that also keeps spans for a trace."""
 
     def __init__(self, num_envs: int) -> None:
         super().__init__(num_envs)
         self._num_begun = 0
         self._version = 0
-        self._thinning = 0  # of the timed steps, one of so many is noted; 0: none
+        self._thinning = 0  # one in so many of the timed steps is kept; 0: none
         self._num_timed = 0
         self._steps: list[tuple[int, int, int]] = []
         self._others: deque[Span] = deque(maxlen=_MOST_OTHERS)
@@ -178,10 +178,10 @@ class TracingStepTimer(StepTimer):
 
 
 class Episodes:
-    """Returns and lengths of episodes that may span rollouts of n envs."""
+    """Returns and lengths of the episodes of n envs; an episode may span several rollouts."""
 
     def __init__(self, num_envs: int) -> None:
-        # Of the trajectory that each row's last frame belongs to.
+        # Id, and return and length so far, of the trajectory of each row's last frame.
         self._ids = np.full(num_envs, -1, np.int64)
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)
@@ -189,14 +189,14 @@ class Episodes:
     def add(self, slab: Slab) -> tuple[list[float], list[int]]:
         """Returns and lengths of the episodes that end in the next rollout.
 
-        Those that end because their env raised are left out, as those that are cut off by a reset.
+        Episodes that end because their env raised, or by a reset, are left out.
         """
         ids = slab.traj_ids.reshape(-1)
         num_steps = slab.num_steps
         ended = slab.terminated | slab.truncated
         if slab.faulted.any():
             ended &= ~slab.faulted
-        # Parts of trajectories, one row's after another's.
+        # Split the rows into parts of trajectories, one row after the other.
         begins = np.empty(len(ids), bool)
         np.not_equal(ids[1:], ids[:-1], out=begins[1:])
         begins[::num_steps] = True
@@ -219,9 +219,9 @@ class Episodes:
             rows, heads = np.unique(of, return_index=True)
             if not len(rows):
                 return [], []
-        # What began in an earlier rollout.
+        # Add what belongs to earlier rollouts.
         goes_on = parts[heads] == self._ids[rows]
-        # Not times goes_on: what is no number would be none in the next episode either.
+        # Not times goes_on: NaN times 0 is NaN, which would spoil the next episode.
         returns[heads] += np.where(goes_on, self._returns[rows], 0.0)
         lengths[heads] += self._lengths[rows] * goes_on
         tails = np.empty_like(heads)

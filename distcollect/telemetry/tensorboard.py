@@ -20,26 +20,27 @@ def open_tensorboard(folder: Path, every_s: float) -> TensorBoard:
         return TensorBoard(folder, every_s)
     except ImportError as error:
         raise ArgumentError(
-            f"Monitor(tensorboard=True): {error}; pip install 'distcollect[tensorboard]' brings it"
+            f"Monitor(tensorboard=True): {error}; install it with "
+            "pip install 'distcollect[tensorboard]'"
         ) from error
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, by frames."""
+    """Writes scalars for TensorBoard; their step is the number of frames."""
 
     about = "Monitor(tensorboard=True)"
 
     def __init__(self, folder: Path, every_s: float) -> None:
-        """Write events to ``folder``. Raises ModuleNotFoundError without tensorboard."""
+        """Write events to ``folder``; raises ImportError if tensorboard is not installed."""
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
         self.every_s = every_s
         self._events: Any = SummaryWriter(str(folder))
 
     def write(self, stats: Stats) -> None:
-        """All that changes with time, but for single workers."""
+        """Write all figures that change with time, but none of single workers."""
         for name, value in figures(stats).items():
-            # In groups: "trainer_share/train", and "collector/frames_per_s".
+            # TensorBoard groups by the part before "/": "trainer_share/train".
             group, share, part = name.partition("_share_")
             tag = f"{group}_share/{part}" if share else f"collector/{name}"
             self._events.add_scalar(tag, value, stats.frames)

@@ -1,10 +1,10 @@
-"""A trace: what every process did when, in one file for a viewer of time lines.
+"""A trace: what every process did and when, in one file for a timeline viewer.
 
 The file is a JSON array of Chrome's trace events, which ui.perfetto.dev and chrome://tracing load.
-Workers note spans by their own clocks; they travel with rollouts. How far a worker's clock is from
-the trainer's follows from the rollouts alone: each began after it was asked for, and had ended
-before it was heard of. That leaves an error of half the time that the quickest question and the
-quickest answer so far took together; rollouts of hosts with clocks of their own tell both.
+Workers record spans by their own clocks and send them with rollouts. The offset of a worker's clock
+follows from the rollouts alone: each began after its request was sent, and ended before its header
+arrived. The error is half the sum of the shortest request and the shortest answer so far. In the
+trace, rollouts from a host with another clock have the offset and the error among their arguments.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from distcollect.rollout.header import Span
 
 log = logging.getLogger(__name__)
 
-# The thread of a worker whose spans lie between question and answer.
+# The thread of a worker whose spans lie between a request and its answer.
 STEPS = "steps"
 WEIGHTS = "weights"
 BATCHES = "batches"
-# The span of a worker's that has a whole rollout in it.
+# The name of a worker's span for a whole rollout.
 ROLLOUT = "rollout"
 
-# Some 100 bytes each. Viewers become slow beyond.
+# Some 100 bytes each. With more, viewers become slow.
 MAX_EVENTS = 1_000_000
-# Times are multiples of this. An eighth of a microsecond is exact in floating point, in which
-# viewers compute: else what ends as another begins may overlap it, and they leave that out.
+# Times are multiples of this. Viewers compute in floating point, where an eighth of a microsecond
+# is exact. With rounding errors a span could overlap the next one, and viewers drop such spans.
 _TICK_NS = 125
 _TICKS_PER_US = 8
-# What comes within so long is written at once.
+# Events that arrive within this time are written together.
 _GATHER_S = 0.2
 _JOIN_TIMEOUT_S = 10.0
 _NOTHING: Mapping[str, Any] = {}
-_FULL = "the trace is full: nothing was kept from here on"
+_FULL = "the trace is full: nothing was recorded from here on"
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class PushTimes:
 
 
 class ClockOffset:
-    """How far the clock of another process is from ours.
+    """The offset between the clock of another process and this one's.
 
-    What it says is right about every rollout so far, until the clocks have drifted apart by more
-    than messages take: then it begins again with the newest.
+    The offset fits all rollouts so far. When clocks have drifted so far that none does, it starts
+    again with the newest rollout.
     """
 
     def __init__(self) -> None:
@@ -77,16 +77,17 @@ class ClockOffset:
         self._highest: int | None = None
 
     def narrow(self, asked_ns: int, begun_ns: int, ended_ns: int, heard_ns: int) -> int:
-        """Learn from a rollout; what is to be added to the other clock to have ours.
-
-        With it the rollout lies between question and answer, unless the clocks differ by more than
-        the messages took within this one rollout.
+        """Use a rollout to improve the offset.
 
         Args:
-            asked_ns: when it was asked for, by our clock.
-            begun_ns: when it was begun, by the other.
-            ended_ns: when it had ended, by the other.
-            heard_ns: when that was heard of, by our clock.
+            asked_ns: time of the rollout's request, by this process's clock.
+            begun_ns: time of its begin, by the other clock.
+            ended_ns: time of its end, by the other clock.
+            heard_ns: time at which its header arrived, by this process's clock.
+
+        Returns:
+            Nanoseconds to add to the other clock's time to get this one's. The rollout then lies
+            between request and answer, unless the clocks drifted by more than the messages took.
         """
         lowest, highest = asked_ns - begun_ns, heard_ns - ended_ns
         if self._lowest is not None and self._highest is not None:
@@ -99,17 +100,17 @@ class ClockOffset:
 
     @property
     def error_ns(self) -> int:
-        """By so much may the last offset be wrong, where the clock is not ours."""
+        """The largest possible error of the last offset, in nanoseconds."""
         if self._lowest is None or self._highest is None:
             return 0
         return max(0, self._highest - self._lowest + 1) // 2
 
 
 class Trace:
-    """Writes one file, on a thread of its own; any thread may tell it of something.
+    """Writes one file, on a thread of its own; every method may be called from any thread.
 
-    After :meth:`close` the file is a whole JSON array; if the process is killed, the end of the
-    array is missing, which viewers don't mind, and up to half a second of events.
+    After :meth:`close` the file is a complete JSON array. If the process is killed, the end of the
+    array is missing, which viewers accept, and up to half a second of events.
     """
 
     def __init__(
@@ -119,16 +120,16 @@ class Trace:
         max_events: int = MAX_EVENTS,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """Begin the file anew.
+        """Make the file, or overwrite it.
 
         Args:
-            path: of the file.
-            max_events: the last one says so if there were more.
-            clock: of this process, in nanoseconds.
+            path: path of the file.
+            max_events: the trace ends after so many events, and its last event says so.
+            clock: clock of this process, in nanoseconds.
 
         Raises:
-            ArgumentError: it can't be written.
-            ArgumentTypeError: ``path`` is none.
+            ArgumentError: the file can't be written.
+            ArgumentTypeError: ``path`` is no path.
         """
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"trace={path!r}: must be the path of a file")
@@ -137,16 +138,16 @@ class Trace:
         except OSError as error:
             raise ArgumentError(
                 f"trace={str(path)!r} can't be written ({error.strerror}): name a file in a folder "
-                "that is there and that you may write to"
+                "that exists and that you may write to"
             ) from error
         self._path = path
         self._left = max_events
         self._closed = False
-        # Garbage may be collected under it, and with that a collector be closed.
+        # Reentrant: garbage collection while it is held may close a collector.
         self._lock = threading.RLock()
         self._origin = clock()
         self._newest_us = 0.0
-        self._ids = itertools.count(1)  # of processes and threads: none is there twice
+        self._ids = itertools.count(1)  # of processes and threads, all different
         self._threads: dict[tuple[int, str], int] = {}
         self._processes: dict[tuple[int, int], int] = {}  # of (worker_id, incarnation)
         self._clocks: dict[int, ClockOffset] = {}  # by process
@@ -159,10 +160,10 @@ class Trace:
         self._thread = threading.Thread(target=self._run, name="distcollect-trace", daemon=True)
         self._thread.start()
 
-    # What is told of; times are nanoseconds of this process's clock.
+    # What is recorded. Times are nanoseconds of this process's clock.
 
-    def does(self, activity: str, begin: int, end: int) -> None:
-        """What the thread that takes batches did; in the order of time."""
+    def activity(self, activity: str, begin: int, end: int) -> None:
+        """The thread that takes batches did this; called in the order of time."""
         with self._lock:
             if self._doing is not None and self._doing[0] == activity and self._doing[2] == begin:
                 self._doing = activity, self._doing[1], end
@@ -173,10 +174,10 @@ class Trace:
     def rollout(
         self, worker_id: int, incarnation: int, spans: Sequence[Span], request: int, heard: int
     ) -> None:
-        """A rollout was asked for and lies ready; ``spans`` are what its worker did for it."""
+        """A worker's rollout is ready; ``spans`` are by the worker's clock."""
         with self._lock:
-            question = f"ask worker {worker_id}"  # of one worker there is one at a time
-            self._spans(self._trainer, [(question, ROLLOUT, request, heard)])
+            asking = f"ask worker {worker_id}"  # there is one request to a worker at a time
+            self._spans(self._trainer, [(asking, ROLLOUT, request, heard)])
             ours = [span for span in spans if span[0] == STEPS]
             if not ours:
                 return
@@ -185,8 +186,8 @@ class Trace:
             begun = min(begin for _, _, begin, _ in ours)
             ended = max(end for _, _, _, end in ours)
             offset = clock.narrow(request, begun, ended, heard)
-            # Viewers leave out what overlaps another span of its thread, as it could otherwise
-            # where the offset has changed.
+            # Viewers drop a span that overlaps another one of its thread, which could happen when
+            # the offset changes.
             earliest = {STEPS: request, WEIGHTS: self._received_until.get(process, 0)}
             placed: list[Span] = []
             for thread, name, begin, end in spans:
@@ -205,7 +206,7 @@ class Trace:
             self._spans(self._trainer, spans)
 
     def fetched(self, worker_id: int, begin: int, end: int) -> None:
-        """A rollout was moved here."""
+        """A rollout was fetched."""
         with self._lock:
             self._num_fetches += 1
             about = {
@@ -213,9 +214,11 @@ class Trace:
                 "name": f"fetch from worker {worker_id}",
                 "pid": self._trainer,
                 "tid": self._tid(self._trainer, BATCHES),
-                "id2": {"local": hex(self._num_fetches)},  # else viewers show it as no process's
+                "id2": {
+                    "local": hex(self._num_fetches)
+                },  # otherwise viewers show it outside of all processes
             }
-            # Not as others: two of one worker may overlap.
+            # Begin and end events: two fetches from one worker may overlap.
             self._put(
                 [
                     {"ph": "b", **about, "ts": self._us(begin)},
@@ -235,13 +238,13 @@ class Trace:
             self._spans(self._trainer, [(WEIGHTS, *step) for step in steps])
 
     def close(self) -> None:
-        """Write what is left, and end the array. Again is no error."""
+        """Write what is left, and end the array. A second call does nothing."""
         with self._lock:
             if not self._closed:
                 self._put_doing()
                 self._end("end of the trace")
         self._closing.set()
-        # A collector that nobody holds any more may be finalized on that very thread.
+        # A collector without references may be finalized on that very thread.
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
 
@@ -256,7 +259,7 @@ class Trace:
     def _spans(
         self, process: int, spans: Sequence[Span], about: Mapping[str, Any] = _NOTHING
     ) -> None:
-        """Put spans; ``about`` is what is told of those of a name."""
+        """Write spans; ``about`` maps a span's name to its arguments."""
         self._put(
             [
                 {
@@ -273,7 +276,7 @@ class Trace:
         )
 
     def _us(self, at: int) -> float:
-        """Small numbers, which a viewer that reads them as floats doesn't round."""
+        """Microseconds since the begin of the trace, so small that floats hold them exactly."""
         us = max(0, at - self._origin) // _TICK_NS / _TICKS_PER_US
         self._newest_us = max(self._newest_us, us)
         return us
@@ -288,7 +291,7 @@ class Trace:
         return self._processes[key]
 
     def _new_process(self, name: str, main_thread: str, *, sort_index: int) -> int:
-        """An id for it: the real ones of processes on several hosts could be the same."""
+        """A new id for a process; process ids of several hosts could be equal."""
         process = next(self._ids)
         self._threads[process, main_thread] = process
         self._put(
@@ -320,7 +323,7 @@ class Trace:
         self._closed = True
         about = {"ph": "i", "s": "g", "name": reason, "pid": self._trainer, "tid": self._trainer}
         self._queue.put([{**about, "ts": self._newest_us}])
-        self._queue.put([])  # nothing more comes
+        self._queue.put([])  # tells the thread to end
 
     # The thread that writes.
 
@@ -329,7 +332,7 @@ class Trace:
             with self._file:
                 self._write()
         except OSError:
-            # What is told of a run must never end it.
+            # A trace must never end a run.
             log.exception("the trace %s ends here; the run goes on", self._path)
             with self._lock:
                 self._closed = True
@@ -338,12 +341,12 @@ class Trace:
         between = "[\n"
         while True:
             gathered = [self._queue.get()]
-            # More may come at once, and goes to the disk in one go.
+            # More events may follow at once; they are written together.
             self._closing.wait(_GATHER_S)
             while not self._queue.empty():
                 gathered.append(self._queue.get())
             events = [event for some in gathered for event in some]
-            # A comma stands before an event, so that nothing is left open behind the last.
+            # Commas are written before events, so that none follows the last event.
             lines = [json.dumps(event, separators=(",", ":")) for event in events]
             if lines:
                 self._file.write(between + ",\n".join(lines))
@@ -357,5 +360,5 @@ class Trace:
 
 
 def _about(what: str, process: int, thread: int, **args: object) -> dict[str, Any]:
-    """The event that tells a viewer of a process or a thread."""
+    """An event that names or sorts a process or a thread for a viewer."""
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}

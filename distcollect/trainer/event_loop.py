@@ -78,7 +78,7 @@ class EventLoop:
             SetUp: self._set_up,
             ReportFailure: self._report_failure,
             ReportDrained: self._report_drained,
-            NoteActivity: lambda it: stats_recorder.does(it.activity),
+            NoteActivity: lambda it: stats_recorder.switch_to(it.activity),
             WakeUser: lambda _: wake_user(),
         }
 

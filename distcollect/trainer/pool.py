@@ -256,7 +256,7 @@ class Pool:
         with self._lock:
             self._check()
             if wanted is not Wanted.REFERENCE:
-                self._stats_recorder.found(len(self._core.requests.arrived))
+                self._stats_recorder.batch_requested(len(self._core.requests.arrived))
             end = time.monotonic() + timeout_s
             try:
                 self._loop.do(self._core.batch_wanted, wanted, keep_s)
@@ -276,7 +276,7 @@ class Pool:
                     f"no batch within {timeout_s:g} s; waited for {awaited}. "
                     "Faults(batch_timeout_s=...) gives them longer"
                 )
-            self._stats_recorder.does("assemble")
+            self._stats_recorder.switch_to("assemble")
         return requests
 
     def _wait(self, deadline: float) -> list[RolloutRequest] | None:

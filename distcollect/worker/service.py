@@ -256,7 +256,7 @@ class Worker(WorkerService):
                 timeout_s=request.timeout_s,
             )
         finally:
-            engine.step_timer.excuse()
+            engine.step_timer.restart_wait()
 
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._configured.seed(env_seeds, policy_seeds)

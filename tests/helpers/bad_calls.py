@@ -309,7 +309,7 @@ ARGUMENTS: list[Row] = [
         lambda: sync(trace="/no/such/trace.json"),
         ARGUMENT,
         "/no/such/trace.json",
-        "a folder that is",
+        "a folder that exists",
     ),
     (lambda: dc.Checkpoint("/"), ARGUMENT, "nothing to save", "policy=policy"),
     (lambda: saves(__file__ + "/c.pt"), ARGUMENT, "bad_calls.py is a file", "another file"),

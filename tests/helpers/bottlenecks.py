@@ -53,4 +53,4 @@ def collect(collector: Any, *, num_batches: int, train_s: float = 0.0, push: Any
             time.sleep(train_s)
             if push is not None:
                 collector.update_policy_weights_(push)
-    return collector.verdict().bound
+    return collector.bottleneck().bound

@@ -63,7 +63,7 @@ def test_a_rollout_is_handed_over_and_taken(collector: dc.RPCDataCollector) -> N
     assert collector.ledger.total.delivered == 0
     stats = collector.stats()
     assert stats.frames == stats.delivered == stats.workers[0].frames == 2 * STEPS
-    assert collector.verdict().bound != "unknown"
+    assert collector.bottleneck().bound != "unknown"
     assert collector._stats_recorder._activity == "train"
     batch = collector.take_over(reference, SOON_S)
     assert collector._stats_recorder._activity == "train"

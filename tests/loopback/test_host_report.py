@@ -10,7 +10,7 @@ import pytest
 import distcollect as dc
 from distcollect.commands.doctor import checks
 from distcollect.commands.doctor.checks import Finding
-from distcollect.commands.doctor.host_report import HostReport, look
+from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.transport.rpc import missing_symbols
 
 
@@ -22,26 +22,30 @@ def only(findings: list[Finding]) -> Finding:
 
 def test_a_survey_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    report = look(3, "127.0.0.1")
-    assert HostReport(**asdict(report)) == report  # as it is sent
+    report = inspect_host(3, "127.0.0.1")
+    assert HostReport(**asdict(report)) == report  # as it travels
     assert report.interface == "lo"
     assert "127.0.0.1" in report.interfaces["lo"]
     assert report.variables == {"GLOO_SOCKET_IFNAME": "lo"}
     assert report.pid == os.getpid()
     assert 3 < report.open_files < report.max_files
     assert not report.problems
-    assert look(3, "203.0.113.1").problems["ports"].startswith("can't listen on 203.0.113.1")
+    assert (
+        inspect_host(3, "203.0.113.1").problems["ports"].startswith("can't listen on 203.0.113.1")
+    )
 
 
 def test_torch_without_a_private_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_symbols() == []
     monkeypatch.delattr("torch.distributed.rpc.api._init_rpc_states")
-    assert "lacks _init_rpc_states" in only(checks.check_torch(look(0, "127.0.0.1"))).problem
+    assert (
+        "lacks _init_rpc_states" in only(checks.check_torch(inspect_host(0, "127.0.0.1"))).problem
+    )
     # A run says so too, before any process is started.
     with pytest.raises(dc.LaunchError, match="lacks _init_rpc_states"):
         dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1)
 
 
 def test_ports_that_are_taken_by_nobody_here() -> None:
-    report = look(0, "203.0.113.1")
+    report = inspect_host(0, "203.0.113.1")
     assert "203.0.113.1" in only(checks.check_ports(report)).problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import threading
 
 import pytest
@@ -55,3 +56,20 @@ def test_who_asks_for_metrics_and_goes_away_is_no_news(capfd: pytest.CaptureFixt
     finally:
         server.close()
     assert capfd.readouterr().err == ""
+
+
+def test_before_the_first_batch_there_are_no_metrics() -> None:
+    server = Prometheus(0, lambda: None)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert b" 503 " in client.recv(100)
+    finally:
+        server.close()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    options = dc.Monitor(prometheus_port=0, view=False)
+    with pytest.raises(dc.ArgumentError, match=r"pip install 'distcollect\[prometheus\]'"):
+        dc.SyncDataCollector("CartPole-v1", frames_per_batch=4, monitor=options)

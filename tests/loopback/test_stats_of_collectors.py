@@ -32,7 +32,7 @@ def test_stats_of_a_collector(kind: bool | None, tmp_path: Path) -> None:
         )
     with collector:
         assert collector.stats().elapsed_s == 0
-        assert "nothing" in str(collector.verdict()).lower()
+        assert "nothing" in str(collector.bottleneck()).lower()
         for _ in collector:
             collector.update_policy_weights_(policy)
     stats = collector.stats()
@@ -57,7 +57,7 @@ def test_stats_of_a_collector(kind: bool | None, tmp_path: Path) -> None:
     assert [s.ended for s in told] == [True]
     (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
     assert Stats.from_dict(json.loads(line)) == told[0] == stats
-    assert json.loads(line)["verdict"] == str(collector.verdict())
+    assert json.loads(line)["bottleneck"] == str(collector.bottleneck())
 
 
 def test_prometheus_and_what_a_callback_breaks(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,8 +74,8 @@ def test_prometheus_and_what_a_callback_breaks(caplog: pytest.LogCaptureFixture)
         url = f"http://127.0.0.1:{address}/metrics"
         with urllib.request.urlopen(url, timeout=10) as answer:
             text = answer.read().decode()
-    assert "distcollect_frames_total 30\n" in text
-    assert 'distcollect_worker_up{worker="0"} 1\n' in text
+    assert "distcollect_frames_total 30.0\n" in text
+    assert 'distcollect_worker_up{worker="0"} 1.0\n' in text
     assert sum("no room left" in str(record.exc_info) for record in caplog.records) == 1
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url, timeout=10)

@@ -51,11 +51,11 @@ def test_alone_with_few_files_and_a_wrong_interface() -> None:
     )
     said = done.stdout
     assert done.returncode == 1, said + done.stderr
-    for topic, verdict in (
+    for topic, state in (
         *(("versions", "ok"), ("torch", "ok"), ("ranks", "ok"), ("links", "ok"), ("ports", "ok")),
         *(("idle", "ok"), ("clocks", "ok"), ("interface", "2 PROBLEMS"), ("files", "2 PROBLEMS")),
     ):
-        assert re.search(rf"^{topic} +{verdict} ", said, re.M), said
+        assert re.search(rf"^{topic} +{state} ", said, re.M), said
     assert re.search(r"^ +1 +\S+ +[\d.]+ ms +[\d,]+ MB/s +[\d,]+ MB/s", said, re.M), said
     assert "it may have 250 files open" in said
     assert "what to do: unset NCCL_SOCKET_IFNAME" in said

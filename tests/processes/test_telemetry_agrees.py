@@ -49,7 +49,7 @@ class Run:
     told: list[Stats]
     stats: Stats
     ledger: LedgerReport
-    verdict: str
+    bottleneck: str
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                     if killed is None and of_one and len(told) > 3:
                         killed = len(told)
                         os.kill(int(batch["observation"][0, 0]), signal.SIGKILL)
-            yield Run(folder, told, collector.stats(), collector.ledger, str(collector.verdict()))
+            yield Run(
+                folder, told, collector.stats(), collector.ledger, str(collector.bottleneck())
+            )
         finally:
             mark.kill()
 
@@ -99,7 +101,7 @@ def test_the_last_line_is_the_collectors_own_account(run: Run) -> None:
     lines = [json.loads(line) for line in (run.folder / "stats.jsonl").read_text().splitlines()]
     assert len(lines) > 5
     assert Stats.from_dict(lines[-1]) == run.told[-1] == run.stats
-    assert lines[-1]["verdict"] == run.verdict
+    assert lines[-1]["bottleneck"] == run.bottleneck
     assert [line["ended"] for line in lines] == [False] * (len(lines) - 1) + [True]
     assert len({line["collector_id"] for line in lines}) == 1
     # No counter decreases, whatever happens to workers.
@@ -211,7 +213,7 @@ def test_the_reports_totals(run: Run, page: Page) -> None:
         [name, f"{f.delivered:,}", *(f"{f.lost.get(cause, 0):,}" for cause in causes)]
         for name, f in parties.items()
     ]
-    assert ("verdict", run.verdict) in page.texts
+    assert ("bottleneck", run.bottleneck) in page.texts
     histogram = Counter[int]()
     for title in page.titles["How old the policy of delivered frames was"]:
         lag, frames = re.match(r"lag (\d+): ([\d,]+) frames", title).groups()  # type: ignore[union-attr]
@@ -229,7 +231,7 @@ def test_the_reports_totals(run: Run, page: Page) -> None:
 def test_top_says_the_same(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     for where in (run.folder, run.folder / "stats.jsonl"):
         assert cli.main(["top", str(where), "--once"]) == 0
-        assert capsys.readouterr().out == f"{log_line(run.stats)}\n{run.verdict}\n"
+        assert capsys.readouterr().out == f"{log_line(run.stats)}\n{run.bottleneck}\n"
 
 
 def test_the_trace_has_each_process_of_the_run(run: Run) -> None:

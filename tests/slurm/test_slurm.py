@@ -255,7 +255,7 @@ def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--partition", "gpus"], "no partition gpus; it has main, low, high"),
         (["--nodes", 4], "would not run the trainer"),
-        (["--cpus-per-task", 400], "asked for: .*cpus_per_task=400"),
+        (["--cpus-per-task", 400], "requested: .*cpus_per_task=400"),
         (["--gpus-per-node", 3], "gpu:2"),
         (["--mem-gb", 900], "would not run the trainer"),
         (["--worker-jobs", 1, "--worker-partition", "none"], "no partition none"),

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import distcollect as dc
 from distcollect.commands.main import main
-from distcollect.commands.top import news_of
+from distcollect.commands.top import read_newest
 from distcollect.results import Stats
 from distcollect.telemetry.display import Display, rendered
 
@@ -72,14 +72,14 @@ def test_the_display_begins_late_and_gives_way_to_a_progress_bar(
 
 def test_top_reads_the_last_whole_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, *[replace(STATS, frames=n) for n in range(500)], rest='{"frames": 7, "col')
-    assert news_of(tmp_path).stats.frames == 499
+    assert read_newest(tmp_path).stats.frames == 499
     assert main(["top", str(tmp_path), "--once"]) == 0
     said = capsys.readouterr().out
     assert "499 of 4,000 frames" in said
     assert "s ago" in said
     assert "Bound by the envs" in said
     write(tmp_path, replace(STATS, workers=dict.fromkeys(range(3000), WORKER)))
-    assert len(news_of(tmp_path).stats.workers) == 3000
+    assert len(read_newest(tmp_path).stats.workers) == 3000
 
 
 def test_top_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,4 +87,4 @@ def test_top_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "Monitor(run_dir=...)" in capsys.readouterr().err
     write(tmp_path)
     with pytest.raises(dc.ArgumentError, match="only just begun"):
-        news_of(tmp_path)
+        read_newest(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from distcollect.commands.doctor import checks, report
 from distcollect.commands.doctor.checks import Finding
-from distcollect.commands.doctor.host_report import addresses_of, look
+from distcollect.commands.doctor.host_report import addresses_of, inspect_host
 from distcollect.commands.doctor.links import Link, idle_cores, skew
 
 
@@ -21,7 +21,7 @@ def only(findings: list[Finding]) -> Finding:
     return finding
 
 
-HERE = look(0, "127.0.0.1")
+HERE = inspect_host(0, "127.0.0.1")
 
 
 FAR = replace(
@@ -76,10 +76,10 @@ def test_interfaces() -> None:
 
 @pytest.mark.parametrize("own_name", [["127.0.1.1"], ["127.0.1.1", "::1"], []])
 def test_a_name_that_stands_for_the_host_alone(own_name: list[str]) -> None:
-    each = replace(FAR, own_name=own_name)
-    assert not checks.check_name(each, num_hosts=1)
-    finding = only(checks.check_name(each, num_hosts=2))
-    assert f"'node2' stands for {', '.join(own_name) or 'nothing'}" in finding.problem
+    report = replace(FAR, own_name=own_name)
+    assert not checks.check_name(report, num_hosts=1)
+    finding = only(checks.check_name(report, num_hosts=2))
+    assert f"'node2' resolves to {', '.join(own_name) or 'nothing'}" in finding.problem
     for part in ("--local-addr=10.1.0.2", "is_host=1", "GLOO_SOCKET_IFNAME=eth1", "/etc/hosts"):
         assert part in finding.remedy
 
@@ -90,8 +90,8 @@ def test_names_are_looked_up() -> None:
 
 
 def test_memory() -> None:
-    each = replace(FAR, problems={"memory": "no space"}, shm_bytes=64 << 20)
-    first, second = checks.check_memory(each)
+    report = replace(FAR, problems={"memory": "no space"}, shm_bytes=64 << 20)
+    first, second = checks.check_memory(report)
     assert first.problem.endswith("no space")
     assert second.problem.startswith("/dev/shm has 64 MB free")
     assert not checks.check_memory(replace(FAR, shm_bytes=-1))
@@ -137,7 +137,7 @@ def test_clocks() -> None:
 
 def test_a_report_is_aligned() -> None:
     link = Link(0.00031, 1.1e9, 3.2e6, -0.25, is_near=False)
-    lines = report.links({1: FAR, 10: HERE}, {1: link, 10: link})
+    lines = report.links({1: FAR, 10: HERE}, {1: link, 10: link}).splitlines()
     assert len({len(line) for line in lines[1:]}) == 1
     assert lines[1].split() == [
         "1",
@@ -159,5 +159,5 @@ def test_a_report_is_aligned() -> None:
         "2. names, rank 0, rank 1, rank 2: no name",
         "   what to do: give one",
     ]
-    said = report.topics(findings, {"names": "are there", "ports": "are open"})
+    said = report.topics(findings, {"names": "are there", "ports": "are open"}).splitlines()
     assert said == ["names  3 PROBLEMS  are there", "ports  ok          are open"]

@@ -148,7 +148,7 @@ def test_statistics_that_cannot_be_made_end_what_is_told(
     watch.begin(latest)
     assert watch._thread is not None
     watch._thread.join(20)
-    assert "no more is told of the run" in caplog.text
+    assert "statistics of the run end here" in caplog.text
     watch.close(None)
 
 

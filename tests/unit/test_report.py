@@ -30,7 +30,7 @@ def snapshot(elapsed_s: float, **given: Any) -> dict[str, Any]:
         "episodes": {"count": 0, "mean_return": None, "mean_length": None},
         "num_restarts": 0,
         "ended": False,
-        "verdict": "Bound by <nothing> & nobody.",
+        "bottleneck": "Bound by <nothing> & nobody.",
         **given,
         "workers": {w: {**worker, **each} for w, each in given.get("workers", {"0": {}}).items()},
     }

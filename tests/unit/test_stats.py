@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.envs import CountdownEnv
+from prometheus_client import CollectorRegistry, generate_latest
 
 import distcollect as dc
 from distcollect.results import (
@@ -28,7 +29,7 @@ from distcollect.rollout.header import NO_WORK, Header, WorkReport
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.display import log_line
-from distcollect.telemetry.prometheus import exposition
+from distcollect.telemetry.prometheus import StatsCollector
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.telemetry.step_timer import Episodes
 
@@ -129,7 +130,7 @@ def test_the_trainers_time_is_split_by_what_it_did() -> None:
         ("assemble", 1),
         ("train", 2),
     ):
-        stats_recorder.does(activity)
+        stats_recorder.switch_to(activity)
         clock.now += seconds * S
     with stats_recorder.publishing():
         clock.now += S
@@ -144,7 +145,7 @@ def test_the_trainers_time_is_split_by_what_it_did() -> None:
 def test_rates_are_of_late_and_on_average() -> None:
     clock = Clock()
     stats_recorder = StatsRecorder(clock)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     for second in range(100):
         clock.now += S
         stats_recorder.delivered([(0, [(0, 10 if second < 50 else 20)])])
@@ -159,7 +160,7 @@ def test_rates_are_of_late_and_on_average() -> None:
 def test_the_first_batch_has_a_rate_whenever_it_came() -> None:
     clock = Clock()
     stats_recorder = StatsRecorder(clock)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     clock.now += S // 10
     stats_recorder.delivered([(0, [(0, 10)])])
     for seconds in (1, 2, 5):
@@ -171,7 +172,7 @@ def test_the_first_batch_has_a_rate_whenever_it_came() -> None:
 def test_batches_that_take_long_have_a_rate_too() -> None:
     clock = Clock()
     stats_recorder = StatsRecorder(clock)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     for _ in range(4):
         clock.now += 60 * S
         stats_recorder.delivered([(0, [(0, 600)])])
@@ -181,7 +182,7 @@ def test_batches_that_take_long_have_a_rate_too() -> None:
 def test_the_rate_of_a_batch_is_that_of_all_its_rollouts() -> None:
     clock = Clock()
     stats_recorder = StatsRecorder(clock)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     clock.now += 2 * S
     stats_recorder.delivered((worker_id, [(0, 10)]) for worker_id in range(64))
     stats = snapshot(stats_recorder)
@@ -219,7 +220,7 @@ def test_lags() -> None:
 def test_a_snapshot_survives_json() -> None:
     stats_recorder = StatsRecorder(Clock())
     stats_recorder.joined(3, 0)
-    stats_recorder.does("collect")
+    stats_recorder.switch_to("collect")
     stats_recorder.delivered([(3, [(0, 5), (2, 5)])])
     stats = snapshot(stats_recorder)
     assert math.isnan(stats.episodes.mean_return)
@@ -260,8 +261,12 @@ def test_a_dropped_collector_ends_what_is_told() -> None:
 
 
 def test_exposition_has_a_number_in_each_line() -> None:
-    for line in exposition(Stats()).splitlines():
-        if not line.startswith("# TYPE "):
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(Stats))
+    lines = generate_latest(registry).decode().splitlines()
+    assert "distcollect_frames_total 0.0" in lines
+    for line in lines:
+        if not line.startswith(("# HELP ", "# TYPE ")):
             assert math.isfinite(float(line.split()[1]))
 
 

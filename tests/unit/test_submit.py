@@ -62,8 +62,8 @@ def test_dry_run_prints_the_sbatch_files(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ([], "which script?"),
-        (["no-such-file.py"], "no-such-file.py is no file"),
+        ([], "no script given"),
+        (["no-such-file.py"], "no-such-file.py is not a file"),
         (["--time", 5, "--notice", 300, SCRIPT], "--notice 300 s is all of the 5 minute(s)"),
         (["--add-workers", "/no/such", "--worker-jobs", 1], "holds no run"),
         (["--add-workers", "/no/such"], "needs --worker-jobs"),
@@ -107,7 +107,7 @@ def test_no_slurm_here(
 def test_a_folder_that_others_can_t_see(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "--run-folder", where, str(SCRIPT)]) == 2
     said = capsys.readouterr().err
-    assert f"{where} is in {Path(where).parent}, which each host has for itself" in said
+    assert f"{where} is in {Path(where).parent}, of which each host has its own" in said
     assert "--trust-folder" in said
     assert not Path(where).exists()
 

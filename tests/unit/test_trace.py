@@ -161,7 +161,7 @@ def test_a_long_rollout_is_noted_from_end_to_end_with_fewer_steps(
 def test_the_file_is_bounded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = Trace(tmp_path / "trace.json", max_events=50, clock=lambda: 0)
     for number in range(100):
-        trace.does("train" if number % 2 else "collect", number * US, (number + 1) * US)
+        trace.activity("train" if number % 2 else "collect", number * US, (number + 1) * US)
     # It is complete as soon as it is full.
     trace._thread.join(10)
     events = load(tmp_path / "trace.json")
@@ -177,9 +177,9 @@ def test_the_file_is_bounded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_a_disk_that_is_full_ends_the_trace_only(caplog: pytest.LogCaptureFixture) -> None:
     trace = Trace("/dev/full")
-    trace.does("train", 0, US)
+    trace.activity("train", 0, US)
     trace._thread.join(10)
-    trace.does("collect", US, 2 * US)
+    trace.activity("collect", US, 2 * US)
     trace.close()
     assert "ends here; the run goes on" in caplog.text
 
@@ -190,7 +190,7 @@ def test_a_disk_that_is_full_ends_the_trace_only(caplog: pytest.LogCaptureFixtur
         (
             "nowhere/trace.json",
             ValueError,
-            "nowhere/trace.json.*No such file.*folder that is there",
+            "nowhere/trace.json.*No such file.*folder that exists",
         ),
         (".", ValueError, r"trace='\.' can't be written \(Is a directory\)"),
         (5, TypeError, "trace=5: must be the path of a file"),

@@ -1,10 +1,10 @@
-"""The benchmark behind ``python -m distcollect bench``: distcollect next to a bare loop and peers.
+"""The benchmark behind ``distcollect bench``: distcollect beside a bare loop and other collectors.
 
-An *item* (:mod:`.items`) is a workload or another figure; it has *parts* (for a workload: the
-contenders) that are measured one after the other, each in a process of its own (:mod:`.runner`
-starts it, :mod:`.child` runs in it). Repeat r measures every part once, then comes repeat r + 1,
-and ratios are taken within a repeat (:mod:`.stats`), so that whatever else the machine does hits
-both sides alike. :mod:`.targets` holds what is to be reached, :mod:`.report` what a person sees.
+An *item* (:mod:`.items`) is a workload or another figure. It has *parts* (for a workload: the
+contenders), which are measured one after the other, each in a process of its own (:mod:`.runner`
+starts it, :mod:`.child` runs in it). Each repeat measures every part once, and ratios are taken
+within a repeat (:mod:`.stats`): other load on the machine then affects both sides alike.
+:mod:`.targets` holds the bounds, :mod:`.report` makes tables and charts.
 
-Nothing here is imported by the rest of the package, and no peer by the benchmark's own process.
+The rest of the package imports nothing of this, and the benchmark's own process imports no peer.
 """

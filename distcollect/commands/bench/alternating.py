@@ -1,7 +1,7 @@
-"""Two ways to collect, batch by batch in turn within one process.
+"""Compares two ways to collect: a batch of one, then a batch of the other, in one process.
 
-What else the machine does, and the clock rate it gives, change from one tenth of a second to the
-next by more than the difference that is looked for. Two batches that follow each other share it.
+The machine's load and clock rate change within tenths of a second by more than the difference that
+is to be measured. They are about the same for two batches that follow each other.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def ratio_of_pairs(
     seconds: float,
     clock: Callable[[], float],
 ) -> tuple[float, float]:
-    """What ``one`` takes over what ``other`` takes, by ``clock``: the median of pairs.
+    """The duration of ``one`` over that of ``other``, by ``clock``.
 
     Returns:
-        The median, and of how many pairs; the first quarter warmed up and is left out.
+        The median over pairs, and the number of pairs. The first quarter is a warm-up and is left
+        out.
     """
     ratios: list[float] = []
 

@@ -1,11 +1,11 @@
-"""The limit: a policy and plain envs in the leanest loop one can write by hand.
+"""The limit: a policy and plain envs in the leanest loop that can be written by hand.
 
 A process makes n envs and calls the policy once for all of them in each step, under inference mode.
 Observations are written once, into a preallocated tensor ``[T + 1, n, *obs]`` from which the policy
 reads with no copy; action, log-probability, reward, terminated and truncated into tensors
-``[T, n]``; true final observations go to a list. Nothing is delivered to anybody, no ``next``
-observations are made, no ids kept. With W workers, W such processes run side by side, started
-together by a barrier, and their rates are summed: what W workers with free communication would do.
+``[T, n]``; true final observations go to a list. Nothing is delivered, and neither ``next``
+observations nor ids are made. For W workers, W such processes run side by side, started together
+by a barrier, and their rates are summed: the rate of W workers whose communication costs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _JOIN_TIMEOUT_S = 60.0
 
 
 class BareLoop:
-    """n envs, a policy, and memory for one rollout that is written again and again."""
+    """n envs, a policy, and memory for one rollout, which is written over and over."""
 
     def __init__(self, workload: Workload) -> None:
         self._steps, rows = workload.num_steps, workload.num_envs
@@ -35,7 +35,7 @@ class BareLoop:
         assert action_space.shape is not None
         dtypes = [torch.from_numpy(np.empty(0, s.dtype)).dtype for s in (space, action_space)]
         observations = torch.zeros((self._steps + 1, rows, *space.shape), dtype=dtypes[0])
-        # Made once: slicing a tensor costs more than writing a small row.
+        # Slices are made once: slicing a tensor costs more than writing a small row.
         self._inputs = list(observations)
         self._observations = list(observations.numpy())
         self._actions = np.zeros((self._steps, rows, *action_space.shape), action_space.dtype)
@@ -48,7 +48,7 @@ class BareLoop:
             self._observations[-1][row] = env.reset()[0]
 
     def batches(self) -> Iterator[Batch]:
-        """One rollout after the other."""
+        """Collect rollouts without end."""
         while True:
             with torch.inference_mode():
                 self._fill()
@@ -78,7 +78,7 @@ class BareLoop:
 
 
 def run_bare(workload: Workload, seconds: float, num_processes: int) -> dict[str, float]:
-    """Measure ``num_processes`` bare loops side by side; "frames_per_s" of all together."""
+    """Measure ``num_processes`` bare loops side by side; "frames_per_s" is their sum."""
     if num_processes == 1:
         torch.set_num_threads(1)
         return {"frames_per_s": frames_per_s(BareLoop(workload).batches(), seconds)}
@@ -91,7 +91,7 @@ def run_bare(workload: Workload, seconds: float, num_processes: int) -> dict[str
     ]
     for process in processes:
         process.start()
-    # Whoever fails breaks the barrier, and its exit code tells.
+    # A process that fails breaks the barrier, and is found by its exit code.
     for process in processes:
         process.join(_JOIN_TIMEOUT_S + 4 * seconds)
     codes = [process.exitcode for process in processes]
@@ -109,5 +109,5 @@ def _side_by_side(name: str, seconds: float, barrier: Any, results: Any) -> None
 
     rate = frames_per_s(loop.batches(), seconds, start=together)
     results.put(rate)
-    # Who is done first would leave the others a machine of their own, but their windows end with
-    # its own, give or take a rollout.
+    # The first process to finish leaves the others more of the machine. That changes little: their
+    # windows end at the same time, give or take a rollout.

@@ -1,7 +1,7 @@
 """The process in which one part is measured: ``python -m distcollect.commands.bench.child``.
 
-Its standard input stays open as long as the benchmark lives; when that ends, so does everything
-here, also after a ``kill -9``.
+Its standard input stays open while the benchmark runs. When the benchmark ends, even by
+``kill -9``, this process ends itself and all that it started.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 
 from distcollect.commands.bench.items import ITEMS
 from distcollect.commands.bench.peers import Unfit
+from distcollect.common.files import replacing
 
 
 def main() -> None:
-    """Measure a part and write what came of it to a file as JSON; then end at once."""
+    """Measure a part, write the result to a file as JSON, and end at once."""
     parser = argparse.ArgumentParser()
     parser.add_argument("item")
     parser.add_argument("part")
@@ -35,22 +36,20 @@ def main() -> None:
         outcome = {"values": ITEMS[given.item].part(given.part).run(given.seconds)}
     except Unfit as reason:
         outcome = {"skipped": str(reason)}
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is what came of it
+    except Exception as error:  # noqa: BLE001 - a peer's error is its result
         outcome = {"failed": f"{type(error).__name__}: {error}"}
-    # Appears whole or not at all.
-    partial = given.result.with_suffix(".partial")
-    partial.write_text(json.dumps(outcome))
-    partial.replace(given.result)
-    # Peers may have threads and processes that end never, or late.
+    with replacing(given.result) as file:
+        file.write(json.dumps(outcome).encode())
+    # Peers may have threads and processes that end late, or never.
     os._exit(0)
 
 
 def _end_with_parent(folder: Path) -> None:
-    # Not through sys.stdin, whose lock a forked process would find taken.
+    # Not through sys.stdin: a process forked meanwhile would find its lock taken.
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
-    shutil.rmtree(folder, ignore_errors=True)  # its owner didn't live to do so
+    shutil.rmtree(folder, ignore_errors=True)  # the benchmark can't do it any more
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""The command ``bench``: its arguments, and what it does with them."""
+"""The command ``bench``: measures distcollect beside a bare loop and other collectors."""
 
 from __future__ import annotations
 
@@ -25,32 +25,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload",
         action="append",
         metavar="NAME",
-        help="what to measure, see --list; can be given several times (default: all)",
+        help="a workload or another figure, see --list; can be given several times (default: all)",
     )
     parser.add_argument(
         "--contender",
         action="append",
         metavar="NAME",
-        help="whom to measure on workloads; can be given several times (default: all)",
+        help="what to measure on workloads; can be given several times (default: all)",
     )
-    parser.add_argument("--repeats", type=count, help="how often to measure (default: 3)")
-    parser.add_argument("--seconds", type=above_0, help="length of each measurement (default: 3)")
+    parser.add_argument("--repeats", type=count, help="number of repeats (default: 3)")
+    parser.add_argument(
+        "--seconds", type=above_0, help="length of each measurement, in seconds (default: 3)"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="just see that it works: one repeat of 0.3 s, distcollect on one workload if none is "
-        "named; its figures mean nothing",
+        help="only check that it works: one repeat of 0.3 s, on one workload if none is named; the "
+        "figures mean nothing",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="plot the workloads there")
-    parser.add_argument("--list", action="store_true", help="show what there is to measure")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all measurements to this file"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot the workloads to this file")
+    parser.add_argument("--list", action="store_true", help="list all that can be measured")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure and report; 0 if everything asked for could be measured or was not installed.
+    """Measure and print tables.
+
+    Returns:
+        0; or 1 if a measurement failed. One that needs a missing package doesn't count as failed.
 
     Raises:
-        ArgumentError: there is nothing of that name, or what was measured couldn't be written.
+        ArgumentError: a name is unknown, or a file can't be written.
     """
     if given.list:
         _list()
@@ -83,10 +90,10 @@ def run(given: argparse.Namespace) -> int:
 def select(
     items: Sequence[str] | None, contenders: Sequence[str] | None, *, quick: bool = False
 ) -> list[tuple[Item, Sequence[Part]]]:
-    """What to measure.
+    """Choose what to measure.
 
     Raises:
-        ArgumentError: a name that there isn't, or nothing is left; says which names there are.
+        ArgumentError: a name is unknown, or no contender is measured on the chosen items.
     """
     if quick and items is None:
         items = _QUICK_ITEMS
@@ -102,13 +109,13 @@ def select(
             for part in item.parts
             if contenders is None or not item.is_workload or part.name in contenders
         ]
-        # Who picks contenders without naming workloads wants no other figures.
+        # Contenders without workloads mean all workloads, and no other figures.
         if parts and (item.is_workload or items is not None or contenders is None):
             selected.append((item, parts))
     if not selected:
         raise ArgumentError(
             f"none of --contender {', '.join(contenders or ())} is measured on --workload "
-            f"{', '.join(items or ())}: --list shows what there is"
+            f"{', '.join(items or ())}: --list shows what can be measured"
         )
     return selected
 
@@ -121,7 +128,7 @@ def _check(what: str, names: Sequence[str] | None, there: dict[str, object] | ob
 
 
 def _check_files(json_file: Path | None, png_file: Path | None) -> None:
-    """Find out before an hour of measuring whether its figures can be kept."""
+    """Check before an hour of measuring that its results can be written."""
     for option, file in (("--json", json_file), ("--png", png_file)):
         if file is None:
             continue
@@ -129,7 +136,7 @@ def _check_files(json_file: Path | None, png_file: Path | None) -> None:
             file.open("ab").close()
         except OSError as error:
             raise ArgumentError(
-                f"{option} {file}: {error.strerror}; name a file in a folder that is there"
+                f"{option} {file}: {error.strerror}; name a file in a folder that exists"
             ) from error
     if png_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise ArgumentError(

@@ -1,10 +1,10 @@
-"""Who is measured on a workload: the bare loop, distcollect, and its peers.
+"""The contenders on a workload: the bare loop, distcollect, and its peers.
 
-Each contender takes a workload and the length of the window in seconds, and gives
-``{"frames_per_s": ...}``. It runs in a process of its own, which ends right afterwards, so peers
-are not shut down: that may hang, and their processes are ended anyway.
+Each contender takes a workload and the length of the window in seconds, and returns
+``{"frames_per_s": ...}``. It runs in a process of its own that ends right afterwards. Peers are
+therefore not shut down, which may hang: their processes are killed anyway.
 
-Where one process steps the envs, torch computes on one thread there, as in each bare loop.
+A contender that steps envs in one process uses one thread of torch there, as each bare loop does.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from distcollect import (
 from distcollect.commands.bench import peers
 from distcollect.commands.bench.bare import run_bare
 from distcollect.commands.bench.windows import Batch, frames_per_s
-from distcollect.commands.bench.workloads import Workload, make_drowsy, make_sleeping, small_policy
+from distcollect.commands.bench.workloads import Workload, make_drowsy, small_policy
 from distcollect.commands.collect.saved import SavedFrames
 
 Values: TypeAlias = "dict[str, float]"
 
 NUM_WORKERS = 2
-# No guards are evaluated at each call: the policy always sees the same shapes, and the guards of a
-# network this small take as long as the network.
+# The policy always sees the same shapes, so it needs no guards. Those of a network this small take
+# as long as the network itself.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe
 }
@@ -46,12 +46,12 @@ class Contender:
     """One way to collect.
 
     Attributes:
-        name: as the command line has it; "x2": with two workers.
-        about: a line for a person.
+        name: its name on the command line; "x2" means two workers.
+        about: a description for the report.
         run: measures it.
         baseline: the contender that is its limit.
         needs: modules that must be installed.
-        only: names of the workloads it is measured on; None: all.
+        only: names of the workloads that it is measured on; None: all.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Contender:
 
 
 def run_sync(workload: Workload, seconds: float, *, compiled: bool = False) -> Values:
-    """SyncDataCollector; ``compiled``: its policy goes through ``torch.compile``."""
+    """SyncDataCollector; ``compiled``: with a policy compiled by ``torch.compile``."""
     torch.set_num_threads(1)
     policy: Any = workload.make_policy()
     if compiled:
@@ -97,11 +97,11 @@ def run_local(
         return {"frames_per_s": frames_per_s(batches, seconds)}
 
 
-_SAVED_ROLLOUTS = 50  # in a folder
+_SAVED_ROLLOUTS = 50  # in each folder
 
 
 def run_saved(workload: Workload, seconds: float) -> Values:
-    """RPCDataCollector(sync=False) as ``distcollect collect`` has it: frames go to disk."""
+    """RPCDataCollector(sync=False) that writes frames to disk, as ``distcollect collect`` does."""
     with make_rpc(workload, sync=False, num_workers=NUM_WORKERS) as collector:
         return {"frames_per_s": frames_per_s(_saved(collector, workload), seconds)}
 
@@ -152,7 +152,7 @@ def _counted(collector: Iterable[Any], *, by_worker: bool = False) -> Iterator[B
 
 
 _TORCHRL = ("torchrl",)
-# They are RPCDataCollector with batches of another shape: what differs shows on these.
+# They are RPCDataCollector with batches of another shape: these workloads show the difference.
 _LOCAL = ("cartpole-1", "cartpole-16", "atari")
 
 CONTENDERS: dict[str, Contender] = {
@@ -250,6 +250,5 @@ CONTENDERS: dict[str, Contender] = {
     )
 }
 
-# For figures beside the workloads.
-SLEEPING = Workload("sleep-5ms", "5 ms of sleep a step", make_sleeping, small_policy, 1, 32)
+# Not a workload of its own.
 DROWSY = Workload("sleep-20ms", "20 ms of sleep a step", make_drowsy, small_policy, 1, 32)

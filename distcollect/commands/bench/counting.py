@@ -1,10 +1,7 @@
-"""What it costs to count where the time goes, and to tell of it."""
+"""What it costs to collect statistics."""
 
 from __future__ import annotations
 
-import io
-import json
-import statistics
 import time
 
 import torch
@@ -15,73 +12,50 @@ from distcollect.commands.bench.alternating import ratio_of_pairs
 from distcollect.commands.bench.contenders import Values, make_sync
 from distcollect.commands.bench.workloads import WORKLOADS, Workload
 from distcollect.rollout.slab import Slab
-from distcollect.telemetry.bottleneck import verdict
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.telemetry.step_timer import StepTimer
 
 _NEVER = 1 << 62
-_DISPLAY_EVERY_S = 2.0
 
 
-class _NoMeter(StepTimer):
-    """StepCounter nothing."""
+class _NoStepTimer(StepTimer):
+    """Measures nothing."""
 
     def begin(self) -> None:
         self.due = _NEVER
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def collected(self, slab: Slab) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-class _NoBook(StatsRecorder):
-    """StepCounter nothing but what batches it was told of, which is next to nothing."""
+class _NoStatsRecorder(StatsRecorder):
+    """Records nothing."""
 
-    def does(self, activity: object) -> None:
-        """Nothing."""
+    def switch_to(self, activity: object) -> None:
+        """Do nothing."""
 
     def collected(self, header: object, asked_at: int | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def delivered(self, batch: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def run_counting(seconds: float, *, name: str) -> Values:
-    """CPU of a batch with all that is counted over that of one without."""
+    """CPU time of a batch with statistics over that of a batch without."""
     torch.set_num_threads(1)
     workload = WORKLOADS[name]
-    # Another one would choose other actions, and so have episodes of another length.
+    # Two policies would choose other actions, and their episodes would have other lengths.
     policy = workload.make_policy()
     with _collector(workload, policy) as counting, _collector(workload, policy) as other:
-        other._stats_recorder = _NoBook()  # noqa: SLF001 - users can't turn it off
-        other._engine.step_timer = _NoMeter(workload.num_envs)  # noqa: SLF001
+        other._stats_recorder = _NoStatsRecorder()  # noqa: SLF001 - users can't turn it off
+        other._engine.step_timer = _NoStepTimer(workload.num_envs)  # noqa: SLF001
         ratio, pairs = ratio_of_pairs(counting.next, other.next, seconds, clock=time.thread_time)
     return {"cpu_ratio": ratio, "pairs": pairs}
 
 
 def _collector(workload: Workload, policy: nn.Module) -> SyncDataCollector:
     return make_sync(workload, policy, monitor=Monitor(view=False))
-
-
-def run_telling(seconds: float) -> Values:
-    """CPU of the thread that draws the display and writes a line of JSON, as a share of a core."""
-    from rich.console import Console  # noqa: PLC0415 - not needed by others
-
-    from distcollect.telemetry.display import rendered  # noqa: PLC0415
-
-    workload = WORKLOADS["cartpole-16"]
-    with _collector(workload, workload.make_policy()) as collector:
-        collector.next()
-        console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
-        costs = []
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            begin = time.thread_time()
-            stats = collector.stats()
-            console.print(rendered(stats, 40))
-            json.dumps({**stats.as_dict(), "verdict": str(verdict(stats))})
-            costs.append(time.thread_time() - begin)
-    return {"core_share": statistics.median(costs) / _DISPLAY_EVERY_S}

@@ -1,6 +1,6 @@
-"""What failures cost: workers that are killed, stopped and slow, with envs that sleep.
+"""What failures cost: workers that are killed, stopped or slow. Their envs sleep in each step.
 
-Each function is measured in a process of its own, which is the trainer. All times are in seconds.
+Each function runs in a process of its own, which is the trainer. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KILLED_TOGETHER = 4
 
 
 class Sleeper(gym.Env[np.ndarray, np.int64]):
-    """Observes its process; a step takes ``pause_s`` in which it needs no core."""
+    """Its observation is the id of its process; a step sleeps for ``pause_s`` seconds."""
 
     observation_space = spaces.Box(0, np.inf, (1,), np.float64)
     action_space = spaces.Discrete(2)
@@ -53,12 +53,12 @@ class Sleeper(gym.Env[np.ndarray, np.int64]):
 
 
 def make_straggler(context: EnvContext) -> Sleeper:
-    """The last of eight workers is slower than the others."""
+    """Make an env that is slower in the last of eight workers."""
     return Sleeper(_STEP_S * (_SLOWER if context.worker_id == 7 else 1))
 
 
 class _Run:
-    """An asynchronous collector, and which process each worker was seen to be."""
+    """An asynchronous collector, and the process id of each worker."""
 
     def __init__(self, num_workers: int, **faults: Any) -> None:
         self.collector = RPCDataCollector(
@@ -68,12 +68,14 @@ class _Run:
         self.until(lambda: len(self.pids) == num_workers)
 
     def until(self, holds: Callable[[], bool]) -> float:
-        """Collect until something holds; the seconds that took."""
+        """Collect until ``holds()``; return the seconds that took."""
         begin = time.perf_counter()
         while not holds():
             self.next()
             if time.perf_counter() - begin > _LIMIT_S:
-                raise TimeoutError(f"waited {_LIMIT_S:g} s in vain: {self.collector.worker_states}")
+                raise TimeoutError(
+                    f"nothing changed for {_LIMIT_S:g} s: {self.collector.worker_states}"
+                )
         return time.perf_counter() - begin
 
     def next(self) -> None:
@@ -83,7 +85,7 @@ class _Run:
         self.pids[worker_id] = int(batch["observation"][0, -1, 0])
 
     def frames_per_s(self, seconds: float) -> float:
-        """Over a window."""
+        """Frames per second over a window of ``seconds``."""
         count, begin = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - begin) < seconds:
             self.next()
@@ -91,7 +93,7 @@ class _Run:
         return count / elapsed
 
     def injure(self, worker_id: int, number: signal.Signals) -> float:
-        """Send a signal to a worker; the seconds until it was seen to be lost."""
+        """Send a signal to a worker; return the seconds until it counted as lost."""
         os.kill(self.pids[worker_id], number)
         return self.until(
             lambda: (
@@ -102,7 +104,7 @@ class _Run:
 
 
 def run_survivors(seconds: float) -> Values:
-    """One of four is killed and not replaced: frames/s "before" and "after", "seen_s" within."""
+    """Kill one of four workers: frames/s "before" and "after", "seen_s" until it counts as lost."""
     run = _Run(4, max_restarts=0)
     with run.collector:
         before = run.frames_per_s(seconds)
@@ -112,21 +114,27 @@ def run_survivors(seconds: float) -> Values:
 
 
 def run_stopped(_seconds: float) -> Values:
-    """One of two is stopped by a signal: "seen_s" until it counts as lost."""
+    """Stop one of two workers by a signal: "seen_s" until it counts as lost."""
     run = _Run(2, max_restarts=0)
     with run.collector:
         return {"seen_s": run.injure(1, signal.SIGSTOP)}
 
 
 def run_recovery(_seconds: float) -> Values:
-    """As "recovery_s": from a kill to the replacement's first frames; "cold_s": a first start's.
+    """Kill a worker and wait for its replacement.
 
-    Both while three other workers step their envs: for the first start they are another trainer's.
+    "recovery_s": from the kill to the replacement's first frames. "cold_s": from the making of
+    another collector, with one worker, to its first batch. Three other workers step their envs
+    during both.
     """
     run = _Run(4)
     with run.collector:
         recoveries = []
-        for worker_id in (1, 2, 3):  # each for the first time: later ones are put off on purpose
+        for worker_id in (
+            1,
+            2,
+            3,
+        ):  # the first kill of each: replacing it again would be delayed on purpose
             killed = run.pids[worker_id]
             begin = time.perf_counter()
             run.injure(worker_id, signal.SIGKILL)
@@ -146,7 +154,7 @@ def run_recovery(_seconds: float) -> Values:
 
 
 def _start_one() -> float:
-    """Another trainer's: from the making of a collector with one worker to its first batch."""
+    """Start another trainer; seconds from making its collector to its first batch."""
     found = subprocess.run([sys.executable, "-c", _COLD], check=True, stdout=subprocess.PIPE)
     return float(found.stdout)
 
@@ -163,9 +171,10 @@ with RPCDataCollector(Sleeper, frames_per_batch=20, num_workers=1) as collector:
 
 
 def run_churn(_seconds: float) -> Values:
-    """Workers are killed and replaced 200 times, four at a time: what stays with the trainer.
+    """Kill and replace workers 200 times, four at a time, and see what the trainer keeps.
 
-    "mb_per_kill" of memory, "threads" and "descriptors" more than at the start.
+    "mb_per_kill": growth of its memory; "threads" and "descriptors": how many more it has at the
+    end.
     """
     run = _Run(_KILLED_TOGETHER, max_restarts=_KILLS, restart_pause_s=0.1)
     with run.collector:
@@ -176,7 +185,7 @@ def run_churn(_seconds: float) -> Values:
                 os.kill(pid, signal.SIGKILL)
             run.until(lambda: not {*killed.values()} & {*run.pids.values()})
 
-        kill_all()  # what is made once, and then used again
+        kill_all()  # makes what is made once and used again
         before = _holdings()
         for _ in range(_KILLS // _KILLED_TOGETHER):
             kill_all()
@@ -186,16 +195,16 @@ def run_churn(_seconds: float) -> Values:
 
 
 def _holdings() -> tuple[float, int, int]:
-    """Bytes, threads and descriptors of this process."""
+    """Bytes of memory, threads and open files of this process."""
     gc.collect()
     num_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     return num_bytes, threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
 def run_straggler(seconds: float, *, slow: bool) -> Values:
-    """Gives the "frames_per_s" of eight workers in sync mode that wait for three quarters of them.
+    """The "frames_per_s" of eight workers in sync mode with ``preemptive_threshold=0.75``.
 
-    Real frames, without padding; ``slow``: one of them takes five times as long for a step.
+    Padding doesn't count. ``slow``: one worker takes five times as long for a step.
     """
     with RPCDataCollector(
         make_straggler if slow else Sleeper,

@@ -1,8 +1,8 @@
-"""How fast a rollout of 64 MB gets from one process to another: ours, and what torch offers raw.
+"""How fast a rollout of 64 MB moves between two processes: by distcollect, and by torch alone.
 
-A second process holds the tensors; this one fetches them again and again into memory of its own
-(new memory each time, but for Gloo's), and nothing else happens meanwhile. All ways are free of
-idle polling: no ``shm`` transport. Values are GB/s.
+A second process holds the tensors. This one fetches them over and over into memory of its own (new
+memory each time, except for Gloo), and nothing else happens meanwhile. No way of transfer polls
+while idle, which excludes torch's ``shm`` transport. Values are GB/s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed
-import torch.distributed.rpc  # noqa: TID251 - what torch alone gives is the yardstick
+import torch.distributed.rpc  # noqa: TID251 - torch alone is measured too
 
 from distcollect.common.shared_memory import allocate
 from distcollect.rollout.header import Header
@@ -45,7 +45,7 @@ _ENOUGH = 5  # fetches, at least
 
 
 def rollout(*, shared: bool = False) -> Tensors:
-    """A rollout of Atari's size as a worker holds it; ``shared``: for a trainer on its host."""
+    """A rollout of Atari frames as a worker holds it; ``shared``: its host's trainer can map it."""
     layout = Layout(
         num_envs=_ROWS,
         carried=(Leaf(("observation",), (4, 84, 84), torch.uint8),),
@@ -58,13 +58,13 @@ def rollout(*, shared: bool = False) -> Tensors:
 
 
 def pieces() -> Tensors:
-    """As many bytes in 8 equal tensors, which the RPC layer moves side by side."""
+    """The same number of bytes in 8 equal tensors, which RPC moves side by side."""
     size = sum(tensor.nbytes for tensor in rollout()) // _PIECES
     return [torch.full((size,), 7, dtype=torch.uint8) for _ in range(_PIECES)]
 
 
 def run_distcollect(seconds: float, *, mapped: bool) -> Values:
-    """``Offer.fetch`` of our transport; ``mapped``: from memory that both map, else over RPC."""
+    """``Offer.fetch`` of distcollect; ``mapped``: from memory that both map, otherwise over RPC."""
     with other_process(_serve_distcollect) as pipe:
         transport = RpcTransport(0, address=LOOPBACK)
         pipe.send(transport.endpoint)
@@ -88,7 +88,7 @@ def run_distcollect(seconds: float, *, mapped: bool) -> Values:
 
 
 def run_rpc_channel(seconds: float, channel: str) -> Values:
-    """An RRef's ``to_here()`` over the ``uv`` transport and one channel: the best of two forms."""
+    """``RRef.to_here()`` over the ``uv`` transport and one channel, in whole and in 8 pieces."""
     with (
         tempfile.TemporaryDirectory() as folder,
         other_process(_serve_rpc, folder, channel) as pipe,
@@ -104,7 +104,7 @@ def run_rpc_channel(seconds: float, channel: str) -> Values:
 
 
 def run_gloo(seconds: float) -> Values:
-    """Gloo's ``recv`` into the same memory each time."""
+    """``recv`` of Gloo into the same memory each time."""
     target = torch.zeros(sum(tensor.nbytes for tensor in rollout()), dtype=torch.uint8)
     with tempfile.TemporaryDirectory() as folder, other_process(_serve_gloo, folder) as pipe:
         group = _join_gloo(0, folder)
@@ -119,7 +119,7 @@ def run_gloo(seconds: float) -> Values:
 
 
 def run_shared_memory(seconds: float) -> Values:
-    """Tensors in shared memory, as torch.multiprocessing sends them, copied to memory of ours."""
+    """Tensors in shared memory, sent by torch.multiprocessing and copied to private memory."""
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     with other_process(_serve_shared, queue) as pipe:
@@ -127,7 +127,7 @@ def run_shared_memory(seconds: float) -> Values:
         num_bytes = sum(tensor.nbytes for tensor in tensors)
 
         def fetch() -> None:
-            pipe.send("next")  # every other way has a round trip as well
+            pipe.send("next")  # every other way has a round trip too
             received(pipe)
             _ = [tensor.clone() for tensor in tensors]
 
@@ -137,7 +137,7 @@ def run_shared_memory(seconds: float) -> Values:
 
 
 def _repeat(fetch: Callable[[], object], seconds: float) -> tuple[int, float]:
-    """(how often, seconds) without the first few times."""
+    """(number of fetches, seconds they took), without the first few."""
     for _ in range(_WARM_UP):
         fetch()
     begin, count = time.perf_counter(), 0
@@ -154,7 +154,7 @@ def _gb_per_s(fetch: Callable[[], object], num_bytes: int, seconds: float) -> fl
 
 @contextmanager
 def other_process(serve: Callable[..., None], *args: Any) -> Iterator[Any]:
-    """Another process, at the end of a pipe that ``serve`` gets first; reaped afterwards."""
+    """Run ``serve(pipe, *args)`` in another process; yields the other end of the pipe."""
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = multiprocessing.Pipe()
     process = context.Process(target=serve, args=(theirs, *args), daemon=True)
@@ -170,14 +170,14 @@ def other_process(serve: Callable[..., None], *args: Any) -> Iterator[Any]:
 
 
 def received(pipe: Any) -> Any:
-    """What the other process says next; it gets a minute for it."""
+    """The other process's next message; raises TimeoutError after a minute."""
     if not pipe.poll(_TIMEOUT_S):
         raise TimeoutError(f"the other process said nothing for {_TIMEOUT_S:g} s")
     return pipe.recv()
 
 
 class _Source:
-    """A worker's service that always has the same rollout ready."""
+    """A worker's service that always offers the same rollout."""
 
     worker_id = 0
     service_methods = frozenset({"collect"})

@@ -1,6 +1,6 @@
-"""What a run costs beside frames/s: bytes on the wire, a waiting process's CPU, a worker's memory.
+"""Scaling, bytes on the wire, and the CPU time of processes that wait.
 
-Each function is measured in a process of its own, which is the trainer.
+Each function runs in a process of its own, which is the trainer.
 """
 
 from __future__ import annotations
@@ -14,34 +14,30 @@ from pathlib import Path
 from distcollect.commands.bench.contenders import (
     DROWSY,
     NUM_WORKERS,
-    SLEEPING,
     Values,
     make_rpc,
     run_rpc,
 )
-from distcollect.commands.bench.workloads import WORKLOADS, Workload
+from distcollect.commands.bench.workloads import WORKLOADS
 from distcollect.engine.build import build_engine
 from distcollect.engine.plan import WorkerPlan
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slab import Slab
-from distcollect.transport.protocol import NUM_SLABS
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_TICK_S = 0.05  # between two looks at a worker's memory
 
 
 def run_scaling(seconds: float, num_workers: int) -> Values:
-    """``num_workers`` workers that step a sleeping env: "frames_per_s" of all."""
-    return run_rpc(SLEEPING, seconds, sync=False, num_workers=num_workers)
+    """The "frames_per_s" of ``num_workers`` workers together; their envs sleep in each step."""
+    return run_rpc(WORKLOADS["sleep-5ms"], seconds, sync=False, num_workers=num_workers)
 
 
 def run_wire(seconds: float) -> Values:
-    """Bytes of an Atari rollout's tensors as they travel, and of one copy of what is in it.
+    """Bytes of an Atari rollout's tensors on the wire, and bytes of one copy of its data.
 
     One copy: for each frame the observation, the action, what the policy wrote, reward, terminated,
-    truncated, trajectory id and version, as the batch has them.
+    truncated, trajectory id and version, with the dtypes of the batch.
     """
     workload = WORKLOADS["atari"]
     engine = build_engine(
@@ -76,7 +72,7 @@ def run_wire(seconds: float) -> Values:
 
 
 def run_waiting_trainer(seconds: float) -> Values:
-    """CPU of a trainer that is blocked in ``next()``, as a share of a core."""
+    """CPU time of a trainer that waits in ``next()``, per second."""
     with make_rpc(DROWSY, sync=False, num_workers=NUM_WORKERS) as collector:
         for _ in range(2 * NUM_WORKERS):
             collector.next()
@@ -88,7 +84,7 @@ def run_waiting_trainer(seconds: float) -> Values:
 
 
 def run_idle_worker(seconds: float) -> Values:
-    """CPU of a worker that nothing is asked of, as a share of a core; the busiest of two."""
+    """CPU time of a worker without a request, per second; the busier one of two."""
     workload = WORKLOADS["cartpole-16"]
     with make_rpc(workload, sync=True, num_workers=NUM_WORKERS) as collector:
         collector.next()
@@ -101,45 +97,8 @@ def run_idle_worker(seconds: float) -> Values:
     return {"core_share": max(b - a for a, b in zip(before, after, strict=True)) / elapsed}
 
 
-def run_trainer(seconds: float) -> Values:
-    """CPU that a trainer spends on a batch of 4096 frames, and the time in which they arrive."""
-    workload: Workload = WORKLOADS["cartpole-16"]
-    assert workload.rollout_frames == 4096
-    with make_rpc(workload, sync=False, num_workers=NUM_WORKERS) as collector:
-        for _ in range(2 * NUM_WORKERS):
-            collector.next()
-        cpu, begin, batches = time.process_time(), time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds:
-            collector.next()
-            batches += 1
-        elapsed = time.perf_counter() - begin
-        cpu = time.process_time() - cpu
-    return {"cpu_s_per_batch": cpu / batches, "s_per_batch": elapsed / batches}
-
-
-def run_memory(seconds: float) -> Values:
-    """What a worker's memory grows by when the trainer takes one batch and asks no more.
-
-    The rollouts have 32 frames of 1 MiB. The worker's memory is watched for a window after the last
-    batch; the most counts. Its bound: slabs in flight times the rollout's size.
-    """
-    workload = WORKLOADS["big-obs"]
-    with make_rpc(workload, sync=False, num_workers=1) as collector:
-        (pid,) = worker_pids()
-        before = rss_bytes(pid)
-        batch = collector.next()
-        pause = threading.Event()
-        end = time.monotonic() + max(seconds, 1.0)
-        most = rss_bytes(pid)
-        while time.monotonic() < end:
-            pause.wait(_TICK_S)
-            most = max(most, rss_bytes(pid))
-        rollout = batch["observation"].nbytes
-    return {"growth_bytes": most - before, "bound_bytes": NUM_SLABS * rollout}
-
-
 def worker_pids() -> list[int]:
-    """The worker processes that this process has started."""
+    """Ids of the worker processes that this process has started."""
     pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -154,16 +113,11 @@ def worker_pids() -> list[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU that a process has used, in user and system mode, in seconds."""
+    """CPU time of a process in user and system mode, in seconds."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def rss_bytes(pid: int) -> int:
-    """Resident memory of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-
-
 def _stat(pid: int) -> list[str]:
-    """``/proc/PID/stat`` from the state on: the name before may hold spaces."""
+    """The fields of ``/proc/PID/stat`` after the process's name, which may hold spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""All that can be measured, by name: items, and the parts each of them has."""
+"""All that can be measured: items by name, and the parts of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distcollect.commands.bench.contenders import CONTENDERS, Contender, Values
 from distcollect.commands.bench.weights import MB
 from distcollect.commands.bench.workloads import WORKLOADS, Workload
 
-# Beside the windows themselves: imports, starting workers, compiling.
+# Time for imports, starting workers and compiling, on top of the windows.
 _LIMIT_S = 120.0
 BROADCAST = BroadcastUpdater
 
@@ -31,11 +31,11 @@ class Part:
 
     Attributes:
         name: unique within its item.
-        about: a line for a person.
-        run: from the window's length in seconds to named values.
-        baseline: the part whose "frames_per_s" is its limit, None where that makes no sense.
+        about: a description for the report.
+        run: takes the window's length in seconds and returns named values.
+        baseline: the part whose "frames_per_s" is its limit; None: it has no limit.
         needs: modules that must be installed.
-        limit_s: when it counts as hung, on top of ten windows.
+        limit_s: seconds, on top of ten windows, after which it counts as hung.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Item:
-    """What is measured together, interleaved.
+    """Parts that are measured together, interleaved.
 
     Attributes:
-        name: as the command line has it.
-        about: a line for a person.
+        name: its name on the command line.
+        about: a description for the report.
         parts: in the order in which each repeat measures them.
         is_workload: whether its parts are contenders.
     """
@@ -63,7 +63,7 @@ class Item:
     is_workload: bool = False
 
     def part(self, name: str) -> Part:
-        """The part of that name."""
+        """The part with this name."""
         return next(part for part in self.parts if part.name == name)
 
 
@@ -124,28 +124,20 @@ def _pushed_busy(name: str, about: str, num_bytes: int) -> Item:
         (
             Part("distcollect", "distcollect", ours),
             Part("broadcast", "distcollect.BroadcastUpdater", partial(ours, make=BROADCAST)),
-            Part("torchrl", about_torchrl, torchrl, needs=("torchrl",)),
+            Part("torchrl", about_torchrl, torchrl, needs=_TORCHRL),
         ),
     )
 
 
-def _one_of(num_workers: int) -> Part:
-    return Part(
-        str(num_workers),
-        f"to 1 of {num_workers} worker(s)",
-        partial(weights.run_one_of, num_bytes=16 * MB, num_workers=num_workers),
-        limit_s=_LIMIT_S + 10 * num_workers,
-    )
-
-
 _SEVERAL_LEAVES = 4
+_TORCHRL = ("torchrl",)
 _CARTPOLES = ("cartpole-1", "cartpole-16", "cartpole-64")
 
 _FIGURES = (
     Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
     Item(
         "fetch",
-        "a 64 MB rollout from process to process",
+        "fetching a 64 MB rollout from another process",
         (
             _ours("distcollect", "distcollect, on one host", mapped=True),
             _ours("distcollect-rpc", "distcollect, as between hosts", mapped=False),
@@ -163,28 +155,20 @@ _FIGURES = (
     ),
     Item(
         "idle",
-        "CPU of who has nothing to do",
+        "CPU time of processes that wait",
         (
             Part("trainer", "trainer in next(), slow envs", figures.run_waiting_trainer),
-            Part("worker", "worker, nothing asked", figures.run_idle_worker),
+            Part("worker", "worker without a request", figures.run_idle_worker),
         ),
-    ),
-    Item(
-        "trainer",
-        "the trainer's own cost",
-        (Part("cartpole-16", "batches of 4096 frames, 2 workers", figures.run_trainer),),
     ),
     Item(
         "replay",
-        "start() fills a replay buffer, CartPole-v1, 16 envs, 1 worker",
-        (
-            Part("idle", "while the trainer sleeps", replay.run_idle, needs=("torchrl",)),
-            Part("training", "while it trains", replay.run_training, needs=("torchrl",)),
-        ),
+        "start() fills a replay buffer",
+        (Part("cartpole-16", "CartPole-v1, 16 envs, 1 worker", replay.run_replay, needs=_TORCHRL),),
     ),
     Item(
         "alternating",
-        "SyncDataCollector and the bare loop, batch by batch in turn in one process",
+        "SyncDataCollector and the bare loop, in turns within one process",
         tuple(
             Part(name, name, partial(alternating.run_beside_bare, name=name)) for name in _CARTPOLES
         ),
@@ -192,21 +176,10 @@ _FIGURES = (
     Item(
         "counting",
         "what statistics cost",
-        (
-            *(Part(name, name, partial(counting.run_counting, name=name)) for name in _CARTPOLES),
-            Part("telling", "the display and the JSON lines", counting.run_telling),
-        ),
-    ),
-    Item(
-        "memory",
-        "a worker's memory when the trainer stops asking",
-        (Part("big-obs", "rollouts of 32 MiB", figures.run_memory),),
+        tuple(Part(name, name, partial(counting.run_counting, name=name)) for name in _CARTPOLES),
     ),
     _pushed(
         "push-64mb", "push of 64 MB to 3 idle workers", leaves=_SEVERAL_LEAVES, num_bytes=64 * MB
-    ),
-    _pushed(
-        "push-500", "push of 500 leaves, 2 MB, to 3 idle workers", leaves=500, num_bytes=2 * MB
     ),
     _pushed_busy("push-1mb", "push of 1 MB to 2 collecting workers", 1 * MB),
     _pushed_busy("push-100mb", "push of 100 MB to 2 collecting workers", 100 * MB),
@@ -222,12 +195,6 @@ _FIGURES = (
                 ),
             ),
         ),
-    ),
-    Item("one-of-8", "push of 16 MB to one idle worker", (_one_of(8), _one_of(1))),
-    Item(
-        "torn",
-        "frames collected with weights of two versions",
-        (Part("4mb", "4 MB pushed at full rate to 2 workers", weights.run_torn),),
     ),
     Item(
         "kill",

@@ -1,15 +1,15 @@
-"""The peers' loops and collectors, set up as their manuals have it, nothing costly left on.
+"""The loops and collectors of the peers, set up as their manuals say, without costly options.
 
 TorchRL: ``GymWrapper`` around the same env (categorical actions), ``SerialEnv`` for n > 1, the same
 policy as a ``TensorDictModule`` that writes "action" and "action_log_prob"; the collector stores
-``next`` observations and trajectory ids as it always does.
+``next`` observations and trajectory ids, as always.
 
-Gymnasium and Stable-Baselines3: the policy steps a vector env in a loop of the caller's, and
+Gymnasium and Stable-Baselines3: a loop calls the policy and steps a vector env, and
 observation, action, log-probability, reward, terminated (SB3: done) and truncated are written into
 preallocated arrays ``[T, n]``. ``AsyncVectorEnv`` and ``SubprocVecEnv`` have a process for each
-env, so 2n processes stand against two workers with n envs each.
+env, so 2n processes are compared with two workers of n envs each.
 
-The modules are imported by name when they are needed: none has to be installed.
+The modules are imported when they are needed: none has to be installed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from distcollect.commands.bench.windows import Batch, frames_per_s
 from distcollect.commands.bench.workloads import Workload
 
 _NUM_WORKERS = 2
-_ENDLESS = 10**12  # TorchRL's RPCCollector yields nothing with its own endless, -1
+_ENDLESS = 10**12  # TorchRL's RPCCollector yields nothing with -1, its own value for endless
 _MAX_PROCESSES = 64
 
 
 class Unfit(RuntimeError):
-    """A contender that makes no sense on this workload; says why."""
+    """A contender makes no sense on this workload; the message says why."""
 
 
 class _Acting(nn.Module):
-    """The policy's dict of extras as a second output, as a TensorDictModule wants it."""
+    """Returns the policy's log-probability as a second output, as a TensorDictModule needs it."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
@@ -79,11 +79,9 @@ def _torchrl_counted(collector: Any) -> Iterator[Batch]:
 
 
 def run_torchrl(workload: Workload, seconds: float) -> dict[str, float]:
-    """``Collector`` (once SyncDataCollector), stepping in this process."""
+    """``Collector``, which steps in this process."""
     torch.set_num_threads(1)
-    collectors = importlib.import_module("torchrl.collectors")
-    kind = getattr(collectors, "Collector", None) or collectors.SyncDataCollector
-    collector = kind(
+    collector = importlib.import_module("torchrl.collectors").Collector(
         _TorchRLMaker(workload)(),
         _torchrl_policy(workload),
         frames_per_batch=workload.rollout_frames,
@@ -95,12 +93,7 @@ def run_torchrl(workload: Workload, seconds: float) -> dict[str, float]:
 def run_torchrl_multi(workload: Workload, seconds: float, *, sync: bool) -> dict[str, float]:
     """``MultiSyncCollector`` or ``MultiAsyncCollector`` with two workers."""
     collectors = importlib.import_module("torchrl.collectors")
-    if sync:
-        kind = getattr(collectors, "MultiSyncCollector", None) or collectors.MultiSyncDataCollector
-    else:
-        kind = (
-            getattr(collectors, "MultiAsyncCollector", None) or collectors.MultiaSyncDataCollector
-        )
+    kind = collectors.MultiSyncCollector if sync else collectors.MultiAsyncCollector
     collector = kind(
         [_TorchRLMaker(workload)] * _NUM_WORKERS,
         _torchrl_policy(workload),
@@ -112,10 +105,8 @@ def run_torchrl_multi(workload: Workload, seconds: float, *, sync: bool) -> dict
 
 
 def make_torchrl_rpc(workload: Workload) -> Any:
-    """An endless ``RPCCollector(launcher="mp")``, first come first served, with two workers."""
-    distributed = importlib.import_module("torchrl.collectors.distributed")
-    kind = getattr(distributed, "RPCCollector", None) or distributed.RPCDataCollector
-    return kind(
+    """An endless asynchronous ``RPCCollector(launcher="mp")`` with two workers."""
+    return importlib.import_module("torchrl.collectors.distributed").RPCCollector(
         [_TorchRLMaker(workload)] * _NUM_WORKERS,
         _torchrl_policy(workload),
         frames_per_batch=workload.rollout_frames,
@@ -131,7 +122,7 @@ def run_torchrl_rpc(workload: Workload, seconds: float) -> dict[str, float]:
 
 
 class _Store:
-    """Preallocated arrays ``[T, n]`` for a vector env's frames."""
+    """Preallocated arrays ``[T, n]`` for the frames of a vector env."""
 
     def __init__(self, workload: Workload, env: Any, rows: int) -> None:
         self.steps = workload.num_steps
@@ -163,7 +154,7 @@ def _gym_batches(workload: Workload, envs: Any, rows: int) -> Iterator[Batch]:
                 store.observation[step] = observation
                 store.action[step] = chosen = action.numpy()
                 store.log_prob[step] = written["action_log_prob"].numpy()
-                # True final observations arrive in the infos, which hold on to them.
+                # True final observations are in the infos.
                 observation, reward, terminated, truncated, _ = envs.step(chosen)
                 store.reward[step] = reward
                 store.terminated[step] = terminated

@@ -1,4 +1,4 @@
-"""What a person looks at: tables, a JSON file, a bar chart."""
+"""Tables, a JSON file and a bar chart of what was measured."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from distcollect.commands.bench.items import ITEMS, Item
 from distcollect.commands.bench.runner import Outcome
 from distcollect.commands.bench.stats import Spread, paired
 from distcollect.commands.bench.targets import TARGETS, Results, Target
+from distcollect.common.tables import text_table
 
 Outcomes: TypeAlias = "Mapping[str, Outcome]"
 
@@ -27,7 +28,7 @@ _OURS, _PEER, _LIMIT = "#1f6fb2", "#b9bfc7", "#4d4d4d"
 
 
 def table(item: Item, outcomes: Outcomes) -> str:
-    """An item's parts as text: medians, and ratios to the limit within each repeat."""
+    """A table of an item's parts: medians, and ratios to the limit within each repeat."""
     rows: list[tuple[str, ...]] = [("", "median", "/ limit", "min .. max", "")]
     for name, outcome in outcomes.items():
         about = item.part(name).about
@@ -45,11 +46,11 @@ def table(item: Item, outcomes: Outcomes) -> str:
                     value,
                 )
             )
-    return f"\n{item.name}: {item.about}\n{_aligned(rows)}"
+    return f"\n{item.name}: {item.about}\n{text_table(rows, left=(0, 4))}"
 
 
 def targets_table(results: Results) -> str:
-    """Every target that was measured as text."""
+    """A table of the targets that were measured."""
     rows: list[tuple[str, ...]] = [("target", "", "median", "min .. max", "")]
     for target in TARGETS:
         ratio = target.ratios(results)
@@ -64,12 +65,14 @@ def targets_table(results: Results) -> str:
                 )
             )
     if len(rows) == 1:
-        return "\nNothing that a target speaks of was measured."
-    return f"\nTargets (paired within {_repeats(results)} repeat(s))\n{_aligned(rows)}"
+        return "\nNone of the targets was measured."
+    return (
+        f"\nTargets (paired within {_repeats(results)} repeat(s))\n{text_table(rows, left=(0, 4))}"
+    )
 
 
 def spreads(outcome: Outcome) -> dict[str, Spread]:
-    """What the repeats gave, by the values' names."""
+    """Median and range of each value, by name."""
     there = [values for values in outcome.values if values is not None]
     names = list(there[0]) if there else []
     found = {name: Spread.of([values[name] for values in there]) for name in names}
@@ -77,7 +80,7 @@ def spreads(outcome: Outcome) -> dict[str, Spread]:
 
 
 def ratio_to_limit(item: Item, outcomes: Outcomes, part: str) -> Spread | None:
-    """A contender's frames/s over its bare loop's; None if that was not measured."""
+    """A part's frames/s over those of its limit; None if the limit was not measured."""
     baseline = item.part(part).baseline
     if baseline is None or baseline not in outcomes:
         return None
@@ -93,23 +96,12 @@ def _repeats(results: Results) -> int:
 
 
 def _short(reason: str) -> str:
-    """The first line; the JSON file has all of it."""
+    """The first line of ``reason``, which the JSON file has in full."""
     return (reason.splitlines() or [""])[0][:_REASON_WIDTH]
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        first, *numbers, last = row
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
-        lines.append("  ".join([*cells, last]).rstrip())
-    return "\n".join(lines)
-
-
 def as_json(results: Results, options: Mapping[str, Any]) -> str:
-    """Everything measured, with the machine it was measured on."""
+    """All measurements, and the machine that made them, as JSON."""
     return json.dumps(
         {
             "machine": machine(),
@@ -136,7 +128,7 @@ def _as_dict(target: Target, results: Results) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs, and how busy it is with other things."""
+    """This machine, its load and its versions."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
@@ -149,7 +141,7 @@ def machine() -> dict[str, Any]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Frames/s over the bare loop's, a panel for each workload, a bar for each contender.
+    """Plot frames/s over those of the limit: a panel for each workload, a bar for each contender.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Runs the parts of items, each in a process of its own that is certain to end."""
+"""Runs the parts of items, each in a process of its own that is killed when it takes too long."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from distcollect.commands.bench.contenders import Values
 from distcollect.commands.bench.items import Item, Part
 
-_WINDOWS = 10  # a part may take as many windows, for warming up and coming late
+_WINDOWS = 10  # that a part may take, with its warm-up and its last batches
 _LOG_LINES = 5
 _REAP_TIMEOUT_S = 10.0
+
+Status: TypeAlias = Literal["ok", "not installed", "skipped", "failed"]
 
 
 @dataclass
 class Outcome:
-    """What came of a part.
+    """The result of a part.
 
     Attributes:
-        values: named values of each repeat in order, None where one gave none.
-        status: "ok", "not installed", "skipped" or "failed".
-        reason: why it isn't "ok".
+        values: named values of each repeat, in order; None for a repeat that gave none.
+        status: whether it could be measured.
+        reason: why not; "" if the status is "ok".
     """
 
     values: list[Values | None] = field(default_factory=list)
-    status: str = "ok"
+    status: Status = "ok"
     reason: str = ""
 
 
@@ -45,7 +48,7 @@ def run_item(
     seconds: float,
     progress: Callable[[str], None],
 ) -> dict[str, Outcome]:
-    """Measure ``parts`` once, then once more, ``repeats`` times in all.
+    """Measure all ``parts`` in each of ``repeats`` rounds.
 
     A part that failed is not tried again.
     """
@@ -66,7 +69,7 @@ def run_item(
 
 
 def _run_part(item: Item, part: Part, seconds: float, outcome: Outcome) -> None:
-    """Append a part's values to ``outcome``, or say there why there are none."""
+    """Append a part's values to ``outcome``, or the reason why there are none."""
     limit_s = part.limit_s + _WINDOWS * seconds
     with tempfile.TemporaryDirectory(prefix="distcollect-bench-") as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log.txt")
@@ -90,13 +93,13 @@ def _run_part(item: Item, part: Part, seconds: float, outcome: Outcome) -> None:
 
 
 def _run_process(args: Sequence[str], log: Path, limit_s: float) -> bool:
-    """Run the child and end all that it started; whether it ended by itself in time."""
+    """Run the child and kill all that it started; return whether it ended by itself in time."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "distcollect.commands.bench.child", *args],
             cwd=log.parent,  # MuJoCo logs to the working folder
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdin=subprocess.PIPE,  # closes when we end: the child watches it
+            stdin=subprocess.PIPE,  # the child watches it: it closes when this process ends
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

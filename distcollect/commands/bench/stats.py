@@ -9,13 +9,13 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Spread:
-    """What repeats gave.
+    """Median and range of repeated measurements.
 
     Attributes:
-        median: of the repeats.
-        low: the smallest.
-        high: the largest.
-        count: how many repeats there are.
+        median: the median.
+        low: the smallest value.
+        high: the largest value.
+        count: how many repeats gave a value.
     """
 
     median: float
@@ -25,7 +25,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        """Of the values that are there; None if none is."""
+        """Of the values that are not None; None if there are none."""
         there = [value for value in values if value is not None]
         if not there:
             return None
@@ -35,7 +35,7 @@ class Spread:
 def paired(
     numerators: Sequence[float | None], denominators: Sequence[float | None]
 ) -> list[float | None]:
-    """The ratio within each repeat; None where either side is missing, or the lower one is 0."""
+    """The ratio within each repeat; None where a side is missing or the denominator is 0."""
     return [
         None if above is None or not below else above / below
         for above, below in zip(numerators, denominators, strict=True)

@@ -1,4 +1,4 @@
-"""What is to be reached, as ratios of measured values; each line is a line of the report."""
+"""Bounds for ratios of measured values; each target is a line of the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distcollect.commands.bench.runner import Outcome
 from distcollect.commands.bench.stats import Spread, best, paired
 
 Results: TypeAlias = "Mapping[str, Mapping[str, Outcome]]"
-# The names of an item, of its part, and of one of the part's values.
+# The names of an item, of a part of it, and of one of the part's values.
 Source: TypeAlias = "tuple[str, str, str]"
 
 
@@ -19,13 +19,12 @@ class Target:
     """A ratio and its bound.
 
     Attributes:
-        what: a line for a person.
+        what: a description for the report.
         above: the numerator.
-        below: the denominator, the largest of these within a repeat; empty: 1.
-        bound: of the median ratio.
-        at_least: whether the bound is the least that will do, or the most.
+        below: the denominator: the largest of these within a repeat; empty: 1.
+        bound: for the median ratio.
+        at_least: whether the ratio must be at least the bound, or at most.
         times: factor of the denominator.
-        plus: what is added to the denominator.
     """
 
     what: str
@@ -34,7 +33,6 @@ class Target:
     bound: float
     at_least: bool = True
     times: float = 1.0
-    plus: float = 0.0
 
     def ratios(self, results: Results) -> Spread | None:
         """The ratio of each repeat; None if one side was not measured."""
@@ -45,9 +43,7 @@ class Target:
         there = [column for column in columns if column is not None]
         if not there:
             return None if self.below else Spread.of(above)
-        below = [
-            None if value is None else value * self.times + self.plus for value in best(*there)
-        ]
+        below = [None if value is None else value * self.times for value in best(*there)]
         return Spread.of(paired(above, below))
 
     def reached(self, ratio: float) -> bool:
@@ -85,20 +81,9 @@ def _at_most(what: str, bound: float, above: Source, *below: Source) -> Target:
     return Target(what, above, below, bound, at_least=False)
 
 
-def _pushed(what: str, bound: float, part: str, name: str) -> Target:
-    raw = ("push-64mb", "raw", "gb_per_s")
-    return Target(f"{what} / raw broadcast", ("push-64mb", part, name), (raw,), bound)
-
-
-def _pushed_500(part: str) -> Target:
-    return Target(
-        f"push of 500 leaves, {part} / (raw broadcast + 5 ms)",
-        ("push-500", part, "s"),
-        (("push-500", "raw", "s"),),
-        1.0,
-        at_least=False,
-        plus=0.005,
-    )
+def _pushed(what: str, part: str) -> Target:
+    above, raw = ("push-64mb", part, "gb_per_s"), ("push-64mb", "raw", "gb_per_s")
+    return Target(f"{what} / raw broadcast", above, (raw,), 0.75)
 
 
 def _peers_push(size: str, item: str, bound: float, ours: str = "distcollect") -> Target:
@@ -126,7 +111,7 @@ TARGETS: tuple[Target, ...] = (
     _scaling(8, 0.95),
     _scaling(24, 0.90),
     Target(
-        "64 MB fetch / best raw way",
+        "64 MB fetch / the best of torch's own ways",
         ("fetch", "distcollect", "gb_per_s"),
         tuple(("fetch", way, "gb_per_s") for way in _RAW_WAYS),
         0.90,
@@ -137,74 +122,49 @@ TARGETS: tuple[Target, ...] = (
         ("wire", "atari", "bytes_on_wire"),
         ("wire", "atari", "bytes_of_one_copy"),
     ),
-    _at_most("CPU of a waiting trainer / a core", 0.02, ("idle", "trainer", "core_share")),
-    _at_most("CPU of start()'s thread / a core", 0.05, ("replay", "training", "core_share")),
-    Target(
-        "frames/s into a replay buffer, while training / without",
-        _rate("replay", "training"),
-        (_rate("replay", "idle"),),
-        0.85,
-    ),
-    _at_most("CPU of an idle worker / a core", 0.02, ("idle", "worker", "core_share")),
+    _at_most("CPU time of a waiting trainer / a core", 0.02, ("idle", "trainer", "core_share")),
     _at_most(
-        "trainer's CPU / time, 4096 CartPole frames",
-        0.05,
-        ("trainer", "cartpole-16", "cpu_s_per_batch"),
-        ("trainer", "cartpole-16", "s_per_batch"),
+        "CPU time of the thread of start() / a core", 0.05, ("replay", "cartpole-16", "core_share")
     ),
+    _at_most("CPU time of an idle worker / a core", 0.02, ("idle", "worker", "core_share")),
     *(
-        _at_most(f"CPU with statistics / without, {name}", 1.01, ("counting", name, "cpu_ratio"))
+        _at_most(
+            f"CPU time with statistics / without, {name}", 1.01, ("counting", name, "cpu_ratio")
+        )
         for name in ("cartpole-1", "cartpole-16", "cartpole-64")
     ),
-    _at_most("CPU of the display / a core", 0.01, ("counting", "telling", "core_share")),
-    _at_most(
-        "worker's memory / slabs x rollout, idle trainer",
-        1.10,
-        ("memory", "big-obs", "growth_bytes"),
-        ("memory", "big-obs", "bound_bytes"),
-    ),
-    _pushed("64 MB broadcast", 0.90, "broadcast", "broadcast_gb_per_s"),
-    _pushed("64 MB push", 0.75, "distcollect", "gb_per_s"),
-    _pushed("64 MB push by BroadcastUpdater", 0.75, "broadcast", "gb_per_s"),
-    _pushed_500("distcollect"),
-    _pushed_500("broadcast"),
+    _pushed("64 MB push", "distcollect"),
+    _pushed("64 MB push by BroadcastUpdater", "broadcast"),
     _peers_push("1 MB", "push-1mb", 3),
     _peers_push("1 MB", "push-1mb", 3, "broadcast"),
     _peers_push("100 MB", "push-100mb", 1.5),
     _peers_push("100 MB", "push-100mb", 1.5, "broadcast"),
     _at_most(
-        "engine's pause / 64 MB push",
+        "pause of stepping / 64 MB push",
         0.05,
         ("pause", "64mb", "apply_s"),
         ("pause", "64mb", "push_s"),
     ),
-    _at_most(
-        "16 MB push to 1 of 8 workers / to an only one",
-        1.1,
-        ("one-of-8", "8", "s"),
-        ("one-of-8", "1", "s"),
-    ),
-    _at_most("frames with torn weights", 0, ("torn", "4mb", "bad_frames")),
     Target(
-        "frames/s after one of four was killed / 3/4 of before",
+        "frames/s after one of four workers was killed / 3/4 of before",
         ("kill", "survivors", "after"),
         (("kill", "survivors", "before"),),
         0.95,
         times=0.75,
     ),
-    _at_most("s until a killed worker is seen", 1, ("kill", "survivors", "seen_s")),
-    _at_most("s until a stopped worker is seen", 10, ("kill", "stopped", "seen_s")),
+    _at_most("seconds until a killed worker counts as lost", 1, ("kill", "survivors", "seen_s")),
+    _at_most("seconds until a stopped worker counts as lost", 10, ("kill", "stopped", "seen_s")),
     _at_most(
-        "from a kill to the replacement's first frames / a cold start",
+        "from a kill to the replacement's first frames / a first start",
         1.2,
         ("kill", "recovery", "recovery_s"),
         ("kill", "recovery", "cold_s"),
     ),
-    _at_most("MB that stay with the trainer per kill", 0.1, ("churn", "kills", "mb_per_kill")),
-    _at_most("threads that stay after 200 kills", 0, ("churn", "kills", "threads")),
-    _at_most("descriptors that stay after 200 kills", 0, ("churn", "kills", "descriptors")),
+    _at_most("MB that the trainer keeps for each kill", 0.1, ("churn", "kills", "mb_per_kill")),
+    _at_most("threads that remain after 200 kills", 0, ("churn", "kills", "threads")),
+    _at_most("open files that remain after 200 kills", 0, ("churn", "kills", "descriptors")),
     Target(
-        "frames/s with one of eight 5 times slower / none",
+        "frames/s with one of eight workers 5 times slower / none",
         ("straggler", "slow", "frames_per_s"),
         (("straggler", "even", "frames_per_s"),),
         0.70,

@@ -1,8 +1,7 @@
-"""What a push of weights takes: ours, what torch's broadcast offers raw, and TorchRL's.
+"""How long a push of weights takes: distcollect's, torch's plain broadcast, and TorchRL's.
 
-All over Gloo on the CPU, on one host. A figure is the median over the window's pushes, the first of
-which are left out. MB are 10**6 bytes, GB 10**9, all times are in seconds. What is measured of a
-push of ours:
+All over Gloo on the CPU, on one host. A figure is the median over the window's pushes, without the
+first few. MB are 10**6 bytes, GB 10**9, all times are in seconds. A push of distcollect gives:
 
 - "s": the whole ``update_policy_weights_(wait=True)``, as its caller sees it, snapshot included;
 - "ready_s", "transfer_s", "acknowledge_s" and "total_s": see ``PushHandle.timings``.
@@ -13,8 +12,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
@@ -24,7 +22,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from distcollect import BatchTimeout, PushHandle, RPCDataCollector, WeightUpdaterBase
+from distcollect import RPCDataCollector, WeightUpdaterBase
 from distcollect.commands.bench import peers
 from distcollect.commands.bench.contenders import NUM_WORKERS, Values, make_rpc
 from distcollect.commands.bench.fetch import LOOPBACK, other_process, received
@@ -47,10 +45,6 @@ _ENOUGH = 5  # pushes, at least
 _APPLICATIONS = 50
 _FLOAT_BYTES = 4
 
-_TORN_LEAF = 4 * MB // _FLOAT_BYTES
-_TORN_STEPS = 32
-_IN_FLIGHT = 1  # the next is made meanwhile; of more, all but the newest would be left out
-
 
 class Weighty(nn.Module):
     """A policy that uses none of its parameters: ``leaves`` of equal size."""
@@ -67,7 +61,7 @@ class Weighty(nn.Module):
 
 
 class Padded(nn.Module):
-    """The workloads' small policy and one more parameter that it doesn't use."""
+    """The workloads' small policy, and one more parameter that it doesn't use."""
 
     def __init__(self, num_bytes: int) -> None:
         """``num_bytes``: of the unused parameter."""
@@ -81,27 +75,6 @@ class Padded(nn.Module):
         return chosen
 
 
-class Witness(nn.Module):
-    """Writes the lowest and the highest value of all its parameters into each frame.
-
-    The large one lies between the two small ones, so a push that is applied while it arrives shows.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(()))
-        self.middle = nn.Parameter(torch.zeros(_TORN_LEAF))
-        self.last = nn.Parameter(torch.zeros(()))
-
-    def forward(self, observation: Tensor) -> Chosen:
-        """``[n, *obs]`` to (int64 ``[n]``, ``{"lowest": [n], "highest": [n]}``)."""
-        rows = len(observation)
-        lowest, highest = self.middle.aminmax()
-        values = torch.stack([self.first, lowest, highest, self.last])
-        written = {"lowest": values.min().expand(rows), "highest": values.max().expand(rows)}
-        return torch.zeros(rows, dtype=torch.int64), written
-
-
 def run_push(
     seconds: float,
     *,
@@ -112,21 +85,19 @@ def run_push(
 ) -> Values:
     """Push to ``num_workers`` idle workers.
 
-    "gb_per_s": bytes over "s", "broadcast_gb_per_s": bytes over "transfer_s". Each byte counts
-    once, however many workers it goes to.
+    "gb_per_s": bytes over "s". Each byte counts once, however many workers receive it.
     """
     with _idle_collector(leaves, num_bytes, num_workers, make) as collector:
         values = _medians(partial(_push, collector), seconds)
     values["gb_per_s"] = num_bytes / values["s"] / 1e9
-    values["broadcast_gb_per_s"] = num_bytes / values["transfer_s"] / 1e9
     return values
 
 
 def run_raw(seconds: float, *, num_bytes: int, num_receivers: int) -> Values:
-    """Broadcast one tensor to processes that wait in the same broadcast already.
+    """Broadcast one tensor to processes that already wait in the same broadcast.
 
-    "s": until every receiver has said over a pipe that it has it, "gb_per_s": bytes over that;
-    "root_s": until the sender's own part is done, which other receivers may still be passing on.
+    "s": until every receiver has confirmed over a pipe that it has the tensor, "gb_per_s": bytes
+    over that; "root_s": until the sender's own part is done, while receivers may still pass it on.
     """
     size = num_receivers + 1
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -169,11 +140,11 @@ def run_busy(seconds: float, *, num_bytes: int, make: MakeUpdater | None = None)
 
 
 def run_busy_torchrl(seconds: float, *, num_bytes: int) -> Values:
-    """TorchRL's ``RPCCollector.update_policy_weights_`` under the same circumstances.
+    """TorchRL's ``RPCCollector.update_policy_weights_`` in the same situation.
 
-    It returns when both workers have received and applied the weights, as ours does; but they are
-    written into the policy's own parameters while it may be choosing actions with them, and neither
-    their version nor a checksum comes back.
+    Like distcollect's, it returns when both workers have received and applied the weights. But it
+    writes them into the policy's own parameters while the policy may be choosing actions with
+    them, and workers acknowledge neither a version nor a checksum.
     """
     workload = _busy_workload(num_bytes)
     collector = peers.make_torchrl_rpc(workload)
@@ -187,7 +158,7 @@ def run_busy_torchrl(seconds: float, *, num_bytes: int) -> Values:
 
 
 def run_pause(seconds: float, *, leaves: int, num_bytes: int, num_workers: int) -> Values:
-    """How long an engine stands still for a push, and how long the push takes.
+    """How long an engine stops stepping for a push, and how long the push takes.
 
     "apply_s": one ``LiveWeights.apply()`` in this process; "push_s": "total_s" of a push to
     ``num_workers`` idle workers.
@@ -201,61 +172,6 @@ def run_pause(seconds: float, *, leaves: int, num_bytes: int, num_workers: int) 
         took.append(time.perf_counter() - begin)
     pushed = run_push(seconds, leaves=leaves, num_bytes=num_bytes, num_workers=num_workers)
     return {"apply_s": median(took), "push_s": pushed["total_s"]}
-
-
-def run_one_of(seconds: float, *, num_bytes: int, num_workers: int) -> Values:
-    """Push to the last of ``num_workers`` idle workers."""
-    with _idle_collector(1, num_bytes, num_workers) as collector:
-        return _medians(partial(_push, collector, [num_workers - 1]), seconds)
-
-
-def run_torn(seconds: float) -> Values:
-    """Push without waiting, as fast as pushes get through, and look at every frame meanwhile.
-
-    All parameters of version k have the value k. "bad_frames": frames that were chosen with any
-    parameter of another value than the version they carry; "frames": all that were looked at;
-    "versions": how many different ones these carry; "pushes": how many there were.
-    """
-    policy = Witness()
-    in_flight: deque[PushHandle] = deque()
-    versions: set[int] = set()
-    bad_frames = frames = pushes = 0
-    with RPCDataCollector(
-        make_trivial, policy, frames_per_batch=_TORN_STEPS, num_workers=NUM_WORKERS
-    ) as collector:
-        collector.next()
-        end = time.perf_counter() + seconds
-        while not frames or time.perf_counter() < end:
-            _set_all(policy, collector.policy_version + 1)
-            handle = collector.update_policy_weights_(policy, wait=False)
-            assert handle is not None
-            in_flight.append(handle)
-            pushes += 1
-            if len(in_flight) > _IN_FLIGHT:
-                in_flight.popleft().wait()
-            try:
-                batch = collector.next(timeout_s=0)
-            except BatchTimeout:
-                continue
-            expected = batch["collector", "policy_version"]
-            good = (batch["lowest"] == expected) & (batch["highest"] == expected)
-            bad_frames += int((~good).sum())
-            frames += good.numel()
-            versions.update(expected.unique().tolist())
-        for handle in in_flight:
-            handle.wait()
-    return {
-        "bad_frames": bad_frames,
-        "frames": frames,
-        "versions": len(versions),
-        "pushes": pushes,
-    }
-
-
-def _set_all(policy: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.fill_(value)
 
 
 def _idle_collector(
@@ -276,8 +192,8 @@ def _busy_workload(num_bytes: int) -> Workload:
     return Workload("busy", about, make_cartpole, partial(Padded, num_bytes), 16, 256)
 
 
-def _push(collector: RPCDataCollector, worker_ids: Sequence[int] | None = None) -> Values:
-    handle = collector.update_policy_weights_(worker_ids=worker_ids)
+def _push(collector: RPCDataCollector) -> Values:
+    handle = collector.update_policy_weights_()
     assert handle is not None
     if handle.left_out:
         raise RuntimeError(f"a push did not reach every worker: {handle.left_out}")
@@ -287,11 +203,11 @@ def _push(collector: RPCDataCollector, worker_ids: Sequence[int] | None = None) 
 def _medians(
     push: Callable[[], Values], seconds: float, between: Callable[[], object] = lambda: None
 ) -> Values:
-    """Medians of what ``push`` gives, and of "s", which it takes.
+    """Medians of the values that ``push`` returns, and of its duration "s".
 
     Args:
-        push: what is measured.
-        seconds: length of the window after the warm-up, at least.
+        push: makes one push.
+        seconds: least length of the window after the warm-up.
         between: called before each push, not measured.
     """
     rows: list[Values] = []
@@ -310,7 +226,7 @@ def _medians(
 
 
 def _join(folder: str, rank: int, size: int) -> Any:
-    """The process group as distcollect makes it, but for the store."""
+    """A process group as distcollect makes it, except for the store."""
     store = dist.FileStore(f"{folder}/store", size)
     kind = dist.ProcessGroupGloo
     options = kind._Options()  # noqa: SLF001 - the only way to name the interface

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-# Of the window's length, at least; caches are filled, slabs touched, requests under way by then.
+# The least warm-up, as a share of the window. By then caches are filled, slabs touched and requests
+# under way.
 WARM_UP = 0.4
 _WARM_UP_BATCHES = 3
 
-# (who made the batch, its frames)
+# (the worker that made the batch, its frames)
 Batch: TypeAlias = "tuple[int, int]"
 
 
@@ -24,19 +25,18 @@ def frames_per_s(
     clock: Callable[[], float] = time.perf_counter,
     start: Callable[[], None] = lambda: None,
 ) -> float:
-    """The sum of the sources' rates, each from one arrival to a later one.
+    """The sum of the sources' rates, each between two arrivals of that source.
 
-    A window that begins and ends at a source's own arrivals holds whole batches of it, so that a
-    few long batches give no rounding error.
+    So the window of each source holds whole batches, and a few long batches give no rounding error.
 
     Args:
         batches: yields (source, frames) as batches arrive.
-        seconds: length of the window after the warm-up, at least.
+        seconds: least length of the window after the warm-up.
         clock: in seconds.
-        start: called after the warm-up, before the window opens.
+        start: called after the warm-up, before the window begins.
 
     Raises:
-        NotEnough: see there.
+        NotEnough: the batches ended before the window did.
     """
     arrivals = iter(batches)
     begin = clock()

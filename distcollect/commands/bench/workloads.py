@@ -1,9 +1,9 @@
-"""What is collected: an env and a policy, the same for every contender.
+"""The workloads: an env and a policy, the same for every contender.
 
-Every contender does this work for each frame: it calls the workload's policy module (which draws an
+For each frame every contender calls the workload's policy module (which draws an
 action and computes its log-probability) without autograd, steps a plain Gymnasium env, and stores
 observation, action, log-probability, reward, terminated and truncated, and at the end of an episode
-the true final observation. Frames are transitions that really happened.
+the true final observation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Env: TypeAlias = "gym.Env[Any, Any]"
 Chosen: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 
 _HIDDEN = 64
-_EPISODE = 100  # frames of an episode of the envs that are made up here
-_SIDE = 1024  # of the big observation: 1 MiB
-_PIXELS = 64  # of the big observation that its policy looks at
+_EPISODE = 100  # frames in an episode of the envs below
+_SIDE = 1024  # side of the big observation: 1 MiB
+_PIXELS = 64  # of the big observation, which its policy uses
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Workload:
     """An env and a policy.
 
     Attributes:
-        name: as the command line has it.
-        about: a line for a person.
+        name: its name on the command line.
+        about: a description for the report.
         make_env: makes one env.
-        make_policy: makes the policy: observation ``[n, *obs]`` to (action, log-probability).
-        num_envs: n, envs of each worker.
-        num_steps: T, steps of each env in a rollout.
+        make_policy: makes the policy, from observation ``[n, *obs]`` to (action, extras).
+        num_envs: n, number of envs of each worker.
+        num_steps: T, number of steps of each env in a rollout.
         needs: modules that must be installed.
     """
 
@@ -54,12 +54,12 @@ class Workload:
 
     @property
     def rollout_frames(self) -> int:
-        """N * T."""
+        """Frames in a rollout: n * T."""
         return self.num_envs * self.num_steps
 
 
 class CategoricalPolicy(nn.Module):
-    """Draws one of ``actions`` from the logits of ``body``."""
+    """Draws an action from the logits that ``body`` computes."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class CategoricalPolicy(nn.Module):
 
 
 class GaussianPolicy(nn.Module):
-    """Draws a vector of ``actions`` numbers; takes float64 observations too."""
+    """Draws a vector of ``actions`` numbers; observations may be float64."""
 
     def __init__(self, observations: int, actions: int) -> None:
         super().__init__()
@@ -90,18 +90,18 @@ class GaussianPolicy(nn.Module):
 
 
 class Bytes(nn.Module):
-    """uint8 to float32 between 0 and 1."""
+    """Turns uint8 into float32 between 0 and 1."""
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Any shape."""
+        """A tensor of any shape."""
         return pixels.float().mul_(1 / 255)
 
 
 class Corner(nn.Module):
-    """The first pixels of an image: a policy that costs nothing next to moving the image."""
+    """Keeps the first pixels of an image: the policy then costs little beside moving the image."""
 
     def forward(self, image: Tensor) -> Tensor:
-        """uint8 ``[..., H, W]`` to float32 ``[..., 64]``: TorchRL has no n for a single env."""
+        """uint8 ``[..., H, W]`` to float32 ``[..., 64]``."""
         return image[..., 0, :_PIXELS].float().mul_(1 / 255)
 
 
@@ -117,13 +117,13 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class SlowEnv(gym.Env[Any, Any]):
-    """Takes a fixed time for a step, and almost no CPU besides.
+    """Takes a fixed time for a step.
 
     Its observation is float32 ``[4]``; an episode has 100 frames.
     """
 
     def __init__(self, step_s: float, *, spin: bool) -> None:
-        """``spin``: keep the core busy for ``step_s`` seconds; otherwise sleep."""
+        """A step takes ``step_s`` seconds; ``spin``: it keeps a core busy, otherwise it sleeps."""
         self.observation_space = spaces.Box(-1, 1, (4,), np.float32)
         self.action_space = spaces.Discrete(2)
         self._step_s = step_s
@@ -171,27 +171,27 @@ class BigEnv(gym.Env[Any, Any]):
 
 
 def make_cartpole() -> Env:
-    """CartPole-v1 as ``gymnasium.make`` has it."""
+    """CartPole-v1 of ``gymnasium.make``."""
     return gym.make("CartPole-v1")
 
 
 def make_spinning() -> Env:
-    """1 ms of CPU a step."""
+    """An env that takes 1 ms of CPU time for a step."""
     return SlowEnv(0.001, spin=True)
 
 
 def make_sleeping() -> Env:
-    """5 ms of sleep a step."""
+    """An env that sleeps for 5 ms in each step."""
     return SlowEnv(0.005, spin=False)
 
 
 def make_drowsy() -> Env:
-    """20 ms of sleep a step: slow enough to watch who waits for it."""
+    """An env that sleeps for 20 ms in each step, so that the trainer waits for it."""
     return SlowEnv(0.02, spin=False)
 
 
 def make_trivial() -> Env:
-    """Steps that take no time to speak of."""
+    """An env whose steps take almost no time."""
     return SlowEnv(0.0, spin=True)
 
 
@@ -208,17 +208,17 @@ def make_cheetah() -> Env:
 
 
 def make_big() -> Env:
-    """1 MiB an observation."""
+    """An env with observations of 1 MiB."""
     return BigEnv()
 
 
 def small_policy() -> nn.Module:
-    """4 numbers, 2 actions."""
+    """A policy for observations of 4 numbers and 2 actions."""
     return CategoricalPolicy(mlp(4, 2))
 
 
 def cnn_policy() -> nn.Module:
-    """84x84x4 uint8, 4 actions; a small CNN."""
+    """A small CNN for uint8 images 84x84x4 and 4 actions."""
     body = nn.Sequential(
         Bytes(),
         nn.Conv2d(4, 16, 8, stride=4),
@@ -234,12 +234,12 @@ def cnn_policy() -> nn.Module:
 
 
 def cheetah_policy() -> nn.Module:
-    """17 numbers, 6 actions."""
+    """A policy for observations of 17 numbers and actions of 6."""
     return GaussianPolicy(17, 6)
 
 
 def corner_policy() -> nn.Module:
-    """Looks at 64 pixels."""
+    """A policy that uses 64 pixels of a big image."""
     return CategoricalPolicy(nn.Sequential(Corner(), mlp(_PIXELS, 2)))
 
 

@@ -1,1 +1,1 @@
-"""``distcollect collect``: frames of an env to disk."""
+"""``distcollect collect``: collects frames of an env and writes them to disk."""

@@ -1,4 +1,4 @@
-"""``distcollect collect``: frames of an env to disk, with no program written for it."""
+"""``distcollect collect``: collects frames of an env and writes them to disk."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from distcollect.results import Stats
 from distcollect.telemetry.display import is_terminal, log_line
 from distcollect.telemetry.monitor import wants_view
 
-_STEPS = 256  # of each env in a rollout, unless asked otherwise
-_TELL_EVERY_S = 30.0
+_STEPS = 256  # of each env in a rollout, by default
+_PRINT_EVERY_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be typed after ``distcollect collect``."""
+    """Declare the command's arguments."""
     parser.add_argument("--env", metavar="ID", required=True, help='a Gymnasium id, or "module:ID"')
-    parser.add_argument("--frames", metavar="N", type=int, required=True, help="how many")
+    parser.add_argument("--frames", metavar="N", type=int, required=True, help="number of frames")
     parser.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
         required=True,
-        help="a new folder, or that of an earlier call that was cut off, to continue it",
+        help="a new folder; or the folder of an interrupted call, to continue it",
     )
     parser.add_argument(
         "--policy",
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-policy",
         action="store_true",
-        help="allow a --policy saved by torch.save, which may run any code when it is loaded",
+        help="allow a --policy saved by torch.save, which can run any code when it is loaded",
     )
     parser.add_argument(
         "--deterministic", action="store_true", help="take the policy's most likely actions"
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="n",
         type=int,
         default=1,
-        help="(default: %(default)d)",
+        help="number of envs in each worker (default: %(default)d)",
     )
     parser.add_argument(
         "--frames-per-batch",
@@ -68,16 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"frames that a worker delivers at a time (default: {_STEPS} from each of its envs)",
     )
-    parser.add_argument("--seed", metavar="S", type=int, help="the same frames each time")
+    parser.add_argument(
+        "--seed", metavar="S", type=int, help="a seed: the same seed gives the same frames"
+    )
 
 
 def run(given: argparse.Namespace) -> int:
-    """Collect; 0 when all frames are there, 130 after Ctrl-C.
+    """Collect; 0 when all frames are written, 130 after Ctrl-C.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is wrong; nothing was started.
         CollectorStateError: another process is writing to the folder.
-        DistCollectError: collecting failed, as an iteration over the collector would say.
+        DistCollectError: collecting failed.
     """
     status = launch(lambda: _collect(given))
     return 0 if status is None else status
@@ -95,19 +97,19 @@ def _collect(given: argparse.Namespace) -> int:
     settings = {name: getattr(given, name) for name in names}
     with SavedFrames(given.out, given.frames, {**settings, "policy": policy.identity}) as saved:
         if saved.is_complete:
-            _tell(f"all {saved.frames:,} frames are in {given.out} already")
+            _print(f"all {saved.frames:,} frames are in {given.out} already")
             return 0
         saved.check_room(bytes_per_frame)
         saved.begin()
         try:
             _fill(saved, given, policy)
         except KeyboardInterrupt:
-            _tell(
+            _print(
                 f"interrupted with {saved.frames:,} of {given.frames:,} frames in {given.out}: the "
-                "same command goes on from there"
+                "same command continues from there"
             )
             return INTERRUPTED
-        _tell(f"{saved.frames:,} frames are in {given.out}: TensorDict.load_memmap() reads them")
+        _print(f"{saved.frames:,} frames are in {given.out}: TensorDict.load_memmap() reads them")
     return 0
 
 
@@ -136,33 +138,33 @@ def _fill(saved: SavedFrames, given: argparse.Namespace, policy: NamedPolicy) ->
         policy.policy,
         policy_factory=policy.factory,
         frames_per_batch=frames_per_batch,
-        # Of the last batch there may be some too many.
+        # A multiple of frames_per_batch; SavedFrames ignores surplus frames.
         total_frames=-(-saved.num_frames // frames_per_batch) * frames_per_batch,
         num_workers=given.num_workers,
         envs_per_worker=num_envs,
         exploration_type="deterministic" if given.deterministic else "random",
-        # First come, first served would give other frames each time.
+        # Otherwise batches arrive in any order, and the frames differ each time.
         reproducible=given.seed is not None,
         monitor=_monitor(),
     ) as collector:
-        _go_on(collector, saved, given.seed)
+        _resume(collector, saved, given.seed)
         while not saved.is_complete:
             saved.add(collector.next())
 
 
 def _monitor() -> Monitor | None:
-    """Where no terminal shows how it goes, a line says so now and then."""
+    """Without a display on a terminal, print a line from time to time."""
     if is_terminal(sys.stderr) or not wants_view(Monitor()):
         return None
-    return Monitor(view=False, callback=_tell_progress, every_s=_TELL_EVERY_S)
+    return Monitor(view=False, callback=_print_progress, every_s=_PRINT_EVERY_S)
 
 
-def _tell_progress(stats: Stats) -> None:
+def _print_progress(stats: Stats) -> None:
     if not stats.ended:
-        _tell(log_line(stats))
+        _print(log_line(stats))
 
 
-def _go_on(collector: RPCDataCollector, saved: SavedFrames, seed: int | None) -> None:
+def _resume(collector: RPCDataCollector, saved: SavedFrames, seed: int | None) -> None:
     if not saved.frames:
         if seed is not None:
             collector.set_seed(seed)
@@ -176,5 +178,5 @@ def _go_on(collector: RPCDataCollector, saved: SavedFrames, seed: int | None) ->
     collector.load_state_dict({**collector.state_dict(), **earlier})
 
 
-def _tell(message: str) -> None:
+def _print(message: str) -> None:
     print(f"distcollect collect: {message}", file=sys.stderr, flush=True)

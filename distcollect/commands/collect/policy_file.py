@@ -1,4 +1,4 @@
-"""A policy that is named on a command line."""
+"""Loads the policy that is named on the command line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from distcollect.errors import ArgumentError
 
 
 class NamedPolicy(NamedTuple):
-    """A collector's arguments for a policy, and what tells it from another one.
+    """A collector's arguments for a policy, and the policy's identity.
 
     Attributes:
         policy: the collector's ``policy``.
         factory: the collector's ``policy_factory``; None for both: random actions.
-        identity: the same string means the same policy, as far as that can be told.
+        identity: equal strings mean equal policies, as far as that can be known.
     """
 
     policy: Callable[..., Any] | None
@@ -39,17 +39,17 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
     """The policy that ``given`` names.
 
     A file is either a TorchScript archive, whose code is TorchScript and can't call Python's
-    functions, or a module that was saved by ``torch.save``: a pickle, which may do anything when it
-    is loaded, so it takes ``trust``. ``module:name`` is imported, as any module is that you run.
+    functions, or a module that was saved by ``torch.save``: a pickle, which can run any code when
+    it is loaded, so it needs ``trust``. ``module:name`` is imported like any module.
 
     Args:
         given: a file, or ``module:name`` with the name of a policy, or of a class or a function
             without parameters that makes one; None: random actions.
         weights: a file with the policy's state dict; it is loaded without running any code.
-        trust: unpickle a module.
+        trust: allow a pickle.
 
     Raises:
-        ArgumentError: there is no such thing, it is of another kind, or can't be trusted.
+        ArgumentError: there is no such policy, it is of another kind, or needs ``trust``.
     """
     if given is None:
         if weights is not None:
@@ -89,7 +89,7 @@ def _is_maker(found: object) -> bool:
         return True
     try:
         return inspect.isroutine(found) and not inspect.signature(found).parameters
-    except ValueError:  # some that are built in have no signature
+    except ValueError:  # some built-in functions have no signature
         return False
 
 
@@ -99,18 +99,18 @@ def _made(given: str, maker: Callable[[], Any]) -> Any:
     except Exception as error:
         raise ArgumentError(
             f"--policy {given}: {maker.__name__}() raised {type(error).__name__}: {error}; "
-            "name what makes the policy without arguments"
+            "name a class or function that makes the policy without arguments"
         ) from error
 
 
 class Scripted(nn.Module):
-    """A TorchScript archive as a policy, which it can't be by itself: it can't be pickled."""
+    """A policy from a TorchScript archive; a plain torch.jit module can't be pickled."""
 
     def __init__(self, archive: bytes) -> None:
-        """Load it, on the CPU."""
+        """Load ``archive`` on the CPU."""
         super().__init__()
         with warnings.catch_warnings():
-            # Scripting is deprecated; what people have scripted is still there.
+            # Scripting is deprecated, but archives are still in use.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.script = torch.jit.load(io.BytesIO(archive), map_location="cpu")  # type: ignore[no-untyped-call]
         script = self.script
@@ -118,7 +118,7 @@ class Scripted(nn.Module):
         def forward(*args: Any, **kwargs: Any) -> Any:
             return script(*args, **kwargs)
 
-        # By its parameters' names it is told which entries of the observation it takes.
+        # The names of its parameters choose the entries of the observation that it gets.
         names = [argument.name for argument in script.forward.schema.arguments[1:]]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [inspect.Parameter(name, kind) for name in names]
@@ -131,28 +131,29 @@ def _is_torchscript(data: bytes) -> bool:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return any(name.partition("/")[2] == "constants.pkl" for name in archive.namelist())
     except (zipfile.BadZipFile, NotImplementedError, ValueError):
-        return False  # no archive, or a broken one
+        return False  # no archive, or a damaged one
 
 
 def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
     try:
         held = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        # What torch finds in a pickle beside weights it refuses by this; noise fails in many ways.
+        # Torch raises UnpicklingError if a pickle holds more than weights. Files of other kinds
+        # fail in many ways.
         refused = isinstance(error, pickle.UnpicklingError)
         if not refused or not zipfile.is_zipfile(io.BytesIO(data)):
             raise ArgumentError(
-                f"--policy {file} is no file that torch.save or torch.jit.save has written: name "
-                "one that is, or MODULE:NAME"
+                f"--policy {file} was not written by torch.save or torch.jit.save: name a file "
+                "that was, or MODULE:NAME"
             ) from error
     else:
         raise ArgumentError(
-            f"--policy {file} holds a {type(held).__name__}, no module: name the code that it has "
-            f"the weights of by --policy MODULE:NAME, with --weights {file}"
+            f"--policy {file} holds a {type(held).__name__}, not a module: name the code of the "
+            f"policy by --policy MODULE:NAME, and add --weights {file}"
         )
     if not trust:
         raise ArgumentError(
-            f"--policy {file} is a pickle, which may run any code when it is loaded: add "
+            f"--policy {file} is a pickle, which can run any code when it is loaded: add "
             "--trust-policy if you know where it comes from, or save the policy by torch.jit.save"
         )
     import_from_here()
@@ -161,7 +162,7 @@ def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
     except Exception as error:
         raise ArgumentError(
             f"--policy {file} can't be loaded ({type(error).__name__}: {error}): the modules that "
-            "define it have to be importable from here"
+            "define it must be importable from here"
         ) from error
     if not callable(policy):
         raise ArgumentError(
@@ -183,8 +184,8 @@ def _imported(given: str) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ArgumentError(
-            f"--policy {given}: module {module_name!r} can't be imported ({error}); it is looked "
-            "for in this folder and in PYTHONPATH"
+            f"--policy {given}: module {module_name!r} can't be imported ({error}); it is "
+            "searched for in this folder and in PYTHONPATH"
         ) from error
     except Exception as error:
         raise ArgumentError(
@@ -201,9 +202,9 @@ def _imported(given: str) -> Any:
 
 
 def import_from_here() -> None:
-    """Let modules in the working folder be imported.
+    """Make modules in the working folder importable.
 
-    As ``python -m`` does; a console script has its own folder there instead.
+    ``python -m`` does that by itself, but a console script adds its own folder instead.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -212,14 +213,14 @@ def import_from_here() -> None:
 def _load_weights(policy: object, file: Path, given: str) -> bytes:
     if not isinstance(policy, nn.Module):
         raise ArgumentError(f"--weights {file}: {given} is no torch module, so it has no weights")
-    wanted = "it has to hold that module's state_dict(), as torch.save writes it"
+    wanted = "it must hold that module's state_dict(), written by torch.save"
     try:
         data = file.read_bytes()
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except OSError as error:
         raise ArgumentError(f"--weights {file} can't be read: {error.strerror}") from error
     except Exception as error:
-        # Without torch's words, which recommend what would run code from the file.
+        # Without torch's message, which recommends an option that would run code from the file.
         raise ArgumentError(f"--weights {file} is no file of weights: {wanted}") from error
     try:
         policy.load_state_dict(state)

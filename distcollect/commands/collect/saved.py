@@ -1,8 +1,8 @@
-"""A folder of frames on disk: memory-mapped, and a record of how many of them are there.
+"""A folder of memory-mapped frames on disk, with a record of how many are written.
 
-``TensorDict.load_memmap(folder)`` is a TensorDict ``[N]`` of all frames that are wanted; the first
-``frames`` of them, a number in the folder's ``collect.json``, are there. That number is written
-only when they have reached the disk, so whatever ends the writer, the first ``frames`` are whole.
+``TensorDict.load_memmap(folder)`` is a TensorDict ``[N]`` for all frames; the first ``frames`` of
+them, a number in the folder's ``collect.json``, are written. That number is raised only after the
+frames have reached the disk, so the first ``frames`` are complete however the writer ends.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import gymnasium as gym
 import torch
 from tensordict import TensorDict
 
+from distcollect.common.files import replacing
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.rollout.spaces import leaves_of
 
 RECORD = "collect.json"
 _DRAFT = f".{RECORD}"
 _FORMAT = 1
-# What a process that is killed has collected in vain, at most.
-_RECORD_EVERY_S = 1.0
+_RECORD_EVERY_S = 1.0  # a process that is killed loses at most the frames of this time
 _GIB = 1 << 30
 
 _Self = TypeVar("_Self", bound="SavedFrames")
 
 
 def frame_bytes(env: gym.Env[Any, Any]) -> int:
-    """Bytes of a frame of ``env`` in a batch, without what a policy writes beside its action.
+    """Bytes of a frame of ``env`` in a batch, without what a policy writes besides its action.
 
     Raises:
-        SpaceError: a space that no batch can carry.
+        SpaceError: the env has a space that is not supported.
     """
     observation = leaves_of(env.observation_space, "observation")
     leaves = [*observation, *observation, *leaves_of(env.action_space, "action")]
@@ -49,25 +49,26 @@ def frame_bytes(env: gym.Env[Any, Any]) -> int:
 
 
 class SavedFrames:
-    """The frames in a folder, which one process at a time adds to.
+    """The frames in a folder; one process at a time may add to it.
 
     Attributes:
-        frames: how many are there.
-        resumes: how often a process went on with them.
-        next_traj_id: above all traj_ids in it.
+        frames: how many frames are written.
+        resumes: how often a process resumed collecting.
+        next_traj_id: higher than every traj_id in the folder.
     """
 
     def __init__(self, folder: Path, num_frames: int, settings: Mapping[str, Any]) -> None:
-        """Open it, or make it.
+        """Open or make the folder.
 
         Args:
-            folder: new, empty, or of an earlier call with the same settings.
-            num_frames: N, how many it is to hold.
-            settings: what the frames depend on, as JSON has it.
+            folder: a folder that is new, empty, or from an earlier call with the same settings.
+            num_frames: N, how many frames the folder is to hold.
+            settings: what the frames depend on, in values that JSON can hold.
 
         Raises:
-            ArgumentError: it holds something else, frames of other settings, or can't be written.
-            CollectorStateError: another process is writing to it.
+            ArgumentError: the folder holds something else or frames of other settings, or can't be
+                written to.
+            CollectorStateError: another process is writing to the folder.
         """
         self.folder = folder
         self.num_frames = num_frames
@@ -101,7 +102,7 @@ class SavedFrames:
 
     def _read(self) -> None:
         if not (self.folder / RECORD).exists():
-            # Who was killed as it began has left the draft of its first record.
+            # A process that was killed at its start has left a draft of its first record.
             if others := sorted({path.name for path in self.folder.iterdir()} - {_DRAFT}):
                 raise ArgumentError(
                     f"--out {self.folder} holds other things ({', '.join(others[:3])}"
@@ -129,15 +130,15 @@ class SavedFrames:
         ]:
             raise ArgumentError(
                 f"--out {self.folder} holds frames of other settings: {'; '.join(differing)}. Name "
-                "another folder, or go on with the same settings"
+                "another folder, or use the same settings"
             )
         if found["frames"]:
             self._record = found
         else:
-            self._discard()  # what was cut off before its first record
+            self._discard()  # frames that were never recorded
 
     def _discard(self) -> None:
-        """Give the room back that was taken for frames of which none is there."""
+        """Remove files that were allocated for frames, none of which was written."""
         for file in self.folder.rglob("*.memmap"):
             file.unlink()
 
@@ -161,13 +162,13 @@ class SavedFrames:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether all frames are written."""
         return self.frames == self.num_frames
 
     def check_room(self, bytes_per_frame: int) -> None:
-        """Raise ArgumentError if the disk is too small for what is missing.
+        """Raise ArgumentError if the disk has too little room for the frames.
 
-        For frames that are there already the room was taken when the first of them came.
+        Does nothing if there are frames already: the room for all was allocated with the first.
         """
         free = shutil.disk_usage(self.folder).free
         needed = self.num_frames * bytes_per_frame
@@ -178,20 +179,20 @@ class SavedFrames:
             )
 
     def begin(self) -> None:
-        """Take down that this process is the one that goes on. Raises as :meth:`record`."""
+        """Record that this process begins or resumes; raises what :meth:`record` raises."""
         if self.frames:
             self._record["resumes"] += 1
         self._write_record()
         self._recorded_at = time.monotonic()
 
     def add(self, batch: TensorDict) -> int:
-        """Write the frames of ``batch``, rows one after the other, as far as there is room.
+        """Write the frames of ``batch``, row by row, until the folder is complete.
 
         Returns:
-            How many these are.
+            The number of frames written.
 
         Raises:
-            ArgumentError: the disk is full, or the frames are unlike those that are there.
+            ArgumentError: the disk is full, or the frames differ in kind from those in the folder.
         """
         flat = batch.reshape(-1)
         if self._frames is None:
@@ -213,8 +214,8 @@ class SavedFrames:
             if there != new:
                 names = sorted({name for name, _ in there.items() ^ new.items()})
                 raise ArgumentError(
-                    f"--out {self.folder}: the frames there are unlike those that come now, in "
-                    f"{', '.join(names)}; name another folder, or take the env and policy of then"
+                    f"--out {self.folder}: the frames there differ from the new ones in "
+                    f"{', '.join(names)}; name another folder, or use the same env and policy"
                 )
         else:
             self.check_room(flat[:1].bytes())
@@ -222,7 +223,7 @@ class SavedFrames:
         try:
             for file in sorted(self.folder.rglob("*.memmap")):
                 self._files.append(os.open(file, os.O_RDWR))
-                # Else a disk that gets full kills who writes to the map.
+                # Otherwise a write to the map would kill this process when the disk is full.
                 os.posix_fallocate(self._files[-1], 0, file.stat().st_size)
         except OSError as error:
             if not self.frames:
@@ -234,10 +235,10 @@ class SavedFrames:
         return frames
 
     def record(self) -> None:
-        """Have all frames on the disk, and their number.
+        """Write all frames to the disk, and then their number.
 
         Raises:
-            ArgumentError: the disk is full, or gone; what was recorded before is there.
+            ArgumentError: the disk is full or gone; what was recorded before remains.
         """
         try:
             for file in self._files:
@@ -248,24 +249,20 @@ class SavedFrames:
         self._recorded_at = time.monotonic()
 
     def _write_record(self) -> None:
-        draft = self.folder / _DRAFT
         try:
-            with draft.open("w") as file:
-                json.dump(self._record, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self.folder / RECORD)
+            with replacing(self.folder / RECORD, self.folder / _DRAFT) as file:
+                file.write(json.dumps(self._record, indent=1).encode())
         except OSError as error:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> ArgumentError:
         return ArgumentError(
             f"--out {self.folder} can't be written ({error.strerror}): once it can, the same "
-            "command goes on from the frames that were recorded before"
+            "command continues from the frames that were recorded before"
         )
 
     def close(self) -> None:
-        """Record what there is, and let go of it. Raises as :meth:`record`."""
+        """Record all frames and close the folder; raises what :meth:`record` raises."""
         try:
             if self._files:
                 self.record()
@@ -281,5 +278,5 @@ def _kinds(frames: TensorDict) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {
         ".".join(key) if isinstance(key, tuple) else key: (value.shape[1:], value.dtype)
         for key, value in frames.items(include_nested=True, leaves_only=True)
-        if value.numel()  # what has no bytes has no file
+        if value.numel()  # an empty tensor has no file
     }

@@ -1,4 +1,4 @@
-"""The command ``doctor``: brings the ranks together, has them looked at, and says what is wrong."""
+"""The command ``doctor``: inspects all ranks of a launch and says what is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from distcollect.commands.argtypes import above_0
 from distcollect.commands.doctor import checks, report
 from distcollect.commands.doctor.checks import Finding
-from distcollect.commands.doctor.host_report import HostReport, look
+from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Hop, Link, Links, link_problem
 from distcollect.commands.doctor.server import DoctorHello, DoctorServer, take_part
 from distcollect.errors import DistCollectError, LaunchError
@@ -37,33 +37,33 @@ from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import RpcTransport
 
 _IDLE_S = 1.0
-_MAX_HOSTS = 6  # among which all pairs are measured
+_MAX_HOSTS = 6  # with more, pairs of hosts are not measured
 _TOPICS = {
     "versions": "the same on all ranks",
-    "torch": "has the private parts that are needed",
-    "ranks": "all have come",
-    "interface": "there, and chosen by the route between trainer and workers",
-    "names": "of the hosts stand for addresses on the network",
+    "torch": "has the private parts that distcollect needs",
+    "ranks": "all have joined",
+    "interface": "exists, and leads from the workers to the trainer",
+    "names": "of the hosts resolve to addresses on the network",
     "ports": "can be listened on",
     "links": "RPC and broadcasts get through",
-    "files": "enough may be open",
+    "files": "enough can be open at once",
     "memory": "can be shared within a host",
-    "idle": "waiting costs nothing",
+    "idle": "waiting takes no CPU time",
     "clocks": "agree",
 }
 _OPEN_PORTS = (
     "let the hosts reach each other on all TCP ports from 1024 on, both ways: torch's RPC and Gloo "
-    "take ports that happen to be free (see /proc/sys/net/ipv4/ip_local_port_range)"
+    "use any free ports (see /proc/sys/net/ipv4/ip_local_port_range)"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
-        "Finds out what would keep a run from working, and says what to do about it. Start it as "
-        "you start your script: torchrun ... -m distcollect doctor, or srun python -m distcollect "
-        "doctor. Without a launcher it checks this machine alone. The exit status is 1 if "
-        "something is wrong."
+        "Finds problems that would keep a run from working, and says how to solve them. Start it "
+        "the way you start your script: torchrun ... -m distcollect doctor, or srun python -m "
+        "distcollect doctor. Without a launcher it checks only this machine. The exit status is 1 "
+        "if there is a problem."
     )
     parser.add_argument(
         "--wait",
@@ -72,12 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         help="how long to wait for all ranks (default: %(default)g)",
     )
-    # How it starts a second process on a single machine.
+    # The command starts a second process by this when it checks a single machine.
     parser.add_argument("--join", metavar="HOST:PORT", help=argparse.SUPPRESS)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Look at all ranks; 0 if nothing is wrong, else 1."""
+    """Inspect all ranks; 0 if there is no problem, otherwise 1."""
     try:
         return _run(given)
     except LaunchError as error:
@@ -87,25 +87,24 @@ def run(given: argparse.Namespace) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     if given.join is not None:
-        host, port = host_and_port("--join", given.join)
-        trainer = TrainerAddress(host, port, read_token() or "")
-        return _be_looked_at(lambda: trainer, 1, given.wait)
+        trainer = TrainerAddress(*host_and_port("--join", given.join), read_token() or "")
+        return _serve_trainer(lambda: trainer, 1, given.wait)
     launch = Launch.detect()
     if launch.launcher is Launcher.NONE:
-        place = ListenSpec(LOOPBACK, 0, secrets.token_hex(16))
+        listen = ListenSpec(LOOPBACK, 0, secrets.token_hex(16))
         alone = replace(launch, world_size=2)
-        return _look_at(alone, place, given.wait, lambda port: _second_process(place, port))
+        return _inspect_all(alone, listen, given.wait, lambda port: _second_process(listen, port))
     if launch.rank > 0:
-        return _be_looked_at(finder(launch), launch.rank, given.wait)
-    return _look_at(launch, listen_spec(launch), given.wait, lambda _: contextlib.nullcontext())
+        return _serve_trainer(finder(launch), launch.rank, given.wait)
+    return _inspect_all(launch, listen_spec(launch), given.wait, lambda _: contextlib.nullcontext())
 
 
 @contextlib.contextmanager
-def _second_process(place: ListenSpec, port: int) -> Iterator[None]:
+def _second_process(listen: ListenSpec, port: int) -> Iterator[None]:
     without_file = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     process = subprocess.Popen(
-        [sys.executable, "-m", "distcollect", "doctor", "--join", f"{place.address}:{port}"],
-        env={**without_file, "DISTCOLLECT_TOKEN": place.token},
+        [sys.executable, "-m", "distcollect", "doctor", "--join", f"{listen.address}:{port}"],
+        env={**without_file, "DISTCOLLECT_TOKEN": listen.token},
     )
     try:
         yield
@@ -116,69 +115,69 @@ def _second_process(place: ListenSpec, port: int) -> Iterator[None]:
         process.wait()
 
 
-def _be_looked_at(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -> int:
-    connection, _ = join(
+def _serve_trainer(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -> int:
+    control, _ = join(
         find, lambda trainer: DoctorHello(token=trainer.token), timeout_s, name=f"rank {rank}"
     )
-    return 0 if take_part(connection, rank) else 1
+    return 0 if take_part(control, rank) else 1
 
 
-def _look_at(
+def _inspect_all(
     launch: Launch,
-    place: ListenSpec,
+    listen: ListenSpec,
     timeout_s: float,
     others: Callable[[int], contextlib.AbstractContextManager[None]],
 ) -> int:
     with contextlib.ExitStack() as undo:
-        transport = RpcTransport(identity().trainer, address=place.address)
+        transport = RpcTransport(identity().trainer, address=listen.address)
         undo.callback(transport.close)
-        links = Links(transport, place.address)
+        links = Links(transport, listen.address)
         undo.callback(links.close)
-        ward = DoctorServer(transport, launch.world_size)
-        server = JoinServer(place.address, place.token, ward, place.port)
-        undo.callback(server.close)
-        place.announce(server.port)
-        undo.enter_context(others(server.port))
-        undo.callback(ward.dismiss)
-        findings = _examine(launch, look(0, place.address), ward, links, timeout_s)
+        server = DoctorServer(transport, launch.world_size)
+        join_server = JoinServer(listen.address, listen.token, server, listen.port)
+        undo.callback(join_server.close)
+        listen.announce(join_server.port)
+        undo.enter_context(others(join_server.port))
+        undo.callback(server.end)
+        findings = _examine(launch, inspect_host(0, listen.address), server, links, timeout_s)
     return int(bool(findings))
 
 
 def _examine(
-    launch: Launch, trainer: HostReport, ward: DoctorServer, links: Links, timeout_s: float
+    launch: Launch, trainer: HostReport, server: DoctorServer, links: Links, timeout_s: float
 ) -> list[Finding]:
-    """Look at all, print the report; what is wrong."""
-    missing = ward.wait(timeout_s)
-    surveys = {0: trainer, **dict(sorted(ward.surveys.items()))}
+    """Inspect all ranks and print what was found; return the problems."""
+    missing = server.wait(timeout_s)
+    reports = {0: trainer, **dict(sorted(server.reports.items()))}
     by = {Launcher.NONE: "on this machine"}.get(launch.launcher, f"by {launch.launcher.value}")
-    hosts = {survey.host_id: survey for survey in reversed(surveys.values())}
+    hosts = {host_report.host_id: host_report for host_report in reversed(reports.values())}
     _say(f"distcollect doctor: {launch.world_size} process(es) {by}, rank 0 is the trainer", "")
-    whys = {rank: _why(survey, len(hosts)) for rank, survey in surveys.items()}
-    _say(*report.ranks(surveys.values(), whys), "")
+    whys = {rank: _why(host_report, len(hosts)) for rank, host_report in reports.items()}
+    _say(report.ranks(reports.values(), whys), "")
 
-    findings = _of_absent(ward, missing, timeout_s)
-    findings += checks.check_versions(list(surveys.values()))
-    for survey in surveys.values():
-        findings += checks.check_torch(survey)
-        findings += checks.check_interface(survey)
-        findings += checks.check_name(survey, launch.num_hosts)
-        findings += checks.check_ports(survey)
-        findings += checks.check_files(survey, launch.num_workers)
-        findings += checks.check_memory(survey)
+    findings = _about_missing(server, missing, timeout_s)
+    findings += checks.check_versions(list(reports.values()))
+    for host_report in reports.values():
+        findings += checks.check_torch(host_report)
+        findings += checks.check_interface(host_report)
+        findings += checks.check_name(host_report, launch.num_hosts)
+        findings += checks.check_ports(host_report)
+        findings += checks.check_files(host_report, launch.num_workers)
+        findings += checks.check_memory(host_report)
 
-    measured, reached, wrong = _measure(ward, surveys, links)
+    measured, reached, wrong = _measure(server, reports, links)
     findings += wrong
     if measured:
-        _say("between the trainer and each worker, where rollouts go")
-        _say(*report.links(surveys, measured), "")
+        _say("between the trainer and each worker (rollouts)")
+        _say(report.links(reports, measured), "")
     if len(reached) > 1:
-        findings += _among_workers(surveys, reached, links)
+        findings += _among_workers(reports, reached, links)
     try:
         for rank, cores in links.idle(reached, _IDLE_S).items():
-            findings += checks.check_idle(surveys[rank].where, cores)
+            findings += checks.check_idle(reports[rank].where, cores)
     except DistCollectError as error:
         findings.append(Finding("links", "", link_problem(error), _OPEN_PORTS))
-    _say(*report.topics(findings, _TOPICS), "")
+    _say(report.topics(findings, _TOPICS), "")
     if findings:
         _say(*report.problems(findings))
     else:
@@ -186,21 +185,21 @@ def _examine(
     return findings
 
 
-def _why(survey: HostReport, num_hosts: int) -> str:
-    """What has decided a rank's interface."""
-    if "TP_SOCKET_IFNAME" in survey.variables:
+def _why(host_report: HostReport, num_hosts: int) -> str:
+    """Why a rank uses its interface, in words."""
+    if "TP_SOCKET_IFNAME" in host_report.variables:
         return "TP_SOCKET_IFNAME"
-    if survey.rank == 0 and LISTEN in os.environ:
+    if host_report.rank == 0 and LISTEN in os.environ:
         return LISTEN
     if num_hosts == 1:
         return "all ranks are on one host"
-    return "the route to the other hosts" if survey.rank == 0 else "the route to the trainer"
+    return "the route to the other hosts" if host_report.rank == 0 else "the route to the trainer"
 
 
-def _of_absent(ward: DoctorServer, missing: list[int], timeout_s: float) -> list[Finding]:
+def _about_missing(server: DoctorServer, missing: list[int], timeout_s: float) -> list[Finding]:
     found = [
-        Finding("versions", f"a rank on {host}", f"it was turned away: {reason}", remedy)
-        for host, reason in ward.turned_away
+        Finding("versions", f"a rank on {host}", f"it was refused: {reason}", remedy)
+        for host, reason in server.refusals
         for remedy in ["all hosts need the same versions, and the same DISTCOLLECT_TOKEN_FILE"]
     ]
     if len(missing) > len(found):
@@ -208,56 +207,60 @@ def _of_absent(ward: DoctorServer, missing: list[int], timeout_s: float) -> list
             Finding(
                 "ranks",
                 ", ".join(map(str, missing)),
-                f"not there within {timeout_s:g} s",
-                "look at what they say themselves; was the same command started on their hosts, "
-                "and do firewalls let them through to the trainer?",
+                f"did not join within {timeout_s:g} s",
+                "read their own output. Was the same command started on their hosts, and do "
+                "firewalls let them reach the trainer?",
             )
         )
     return found
 
 
 def _measure(
-    ward: DoctorServer, surveys: dict[int, HostReport], links: Links
+    server: DoctorServer, reports: dict[int, HostReport], links: Links
 ) -> tuple[dict[int, Link], dict[int, int], list[Finding]]:
-    """One rank of each host, and whether the others can be reached: those, and who answered."""
+    """Measure the link to one rank of each host, and call all other ranks.
+
+    Returns:
+        What was measured, by rank; the ids in RPC of all ranks that answered; the problems.
+    """
     measured: dict[int, Link] = {}
     reached: dict[int, int] = {}
     findings: list[Finding] = []
     hosts: set[str] = set()
-    for rank, peer in sorted(ward.peers.items()):
-        where = surveys[rank].where
+    for rank, peer in sorted(server.peers.items()):
+        where = reports[rank].where
         try:
-            if surveys[rank].host_id in hosts:
+            if reports[rank].host_id in hosts:
                 links.reach(peer)
                 reached[rank] = peer
                 continue
             link = measured[rank] = links.measure(rank, peer)
             reached[rank] = peer
-            hosts.add(surveys[rank].host_id)
+            hosts.add(reports[rank].host_id)
         except (DistCollectError, RuntimeError) as error:
             findings.append(
                 Finding("links", f"trainer and {where}", link_problem(error), _OPEN_PORTS)
             )
             continue
         findings += checks.check_clock(where, link.skew_s)
-        findings += checks.check_near(surveys[0], surveys[rank], is_near=link.is_near)
+        findings += checks.check_near(reports[0], reports[rank], is_near=link.is_near)
     return measured, reached, findings
 
 
 def _among_workers(
-    surveys: dict[int, HostReport], peers: dict[int, int], links: Links
+    reports: dict[int, HostReport], peers: dict[int, int], links: Links
 ) -> list[Finding]:
-    """Broadcasts are passed on from worker to worker."""
+    """Measure the links between workers' hosts, which pass broadcasts on, and print them."""
     findings: list[Finding] = []
-    hosts = {surveys[rank].host_id: surveys[rank] for rank in reversed(list(peers))}
+    hosts = {reports[rank].host_id: reports[rank] for rank in reversed(list(peers))}
     if 1 < len(hosts) <= _MAX_HOSTS:
         hops = links.hops(sorted(hosts.values(), key=lambda s: s.rank), peers)
         for (one, other), hop in hops.items():
             if not isinstance(hop, Hop):
-                where = f"{surveys[one].host} to {surveys[other].host}"
+                where = f"{reports[one].host} to {reports[other].host}"
                 findings.append(Finding("links", where, hop, _OPEN_PORTS))
-        _say("between workers' hosts, where broadcasts are passed on")
-        _say(*report.hops(surveys, {k: h for k, h in hops.items() if isinstance(h, Hop)}), "")
+        _say("between the hosts of workers (broadcasts)")
+        _say(report.hops(reports, {k: h for k, h in hops.items() if isinstance(h, Hop)}), "")
     try:
         _say(f"broadcast to all {len(peers)} workers: {report.speed(links.broadcast(peers))}", "")
     except (DistCollectError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What one rank finds where it runs."""
+"""What a rank finds out about the host that it runs on."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from distcollect.net.interfaces import interface_of, interfaces, listen
 from distcollect.transport.rpc import missing_symbols
 from distcollect.version import __version__
 
-# Each has the name of an interface; all have the same use, to NCCL, Gloo and torch's RPC.
+# Each names a network interface: for torch's RPC, Gloo and NCCL.
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SHM = "/dev/shm"  # noqa: S108 - only looked at
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a rank finds; plain values, so that it travels as JSON.
+    """What a rank found; plain values, so that it travels as JSON.
 
     Attributes:
         rank: its rank in the launch.
         host: its host's name.
-        host_id: the same for ranks with one network and one memory.
-        pid: its process.
-        versions: of what has to fit between ranks, by name.
-        missing: what this torch lacks.
-        interfaces: names and addresses of its host's interfaces.
-        address: by which the others reach it.
-        interface: which has that address, "" if none does.
-        own_name: the addresses that its host's own name stands for, there.
-        variables: of :data:`INTERFACE_VARIABLES`, those that are set.
-        max_files: that it may have open.
-        open_files: that it has.
-        num_cores: cores' worth of computing.
-        shm_bytes: free in /dev/shm; -1: it isn't there.
-        problems: what it tried in vain, by topic.
+        host_id: equal for ranks that share network interfaces and process ids.
+        pid: its process id.
+        versions: versions of Python and of packages, by name.
+        missing: the parts of torch that distcollect needs and this torch lacks.
+        interfaces: maps each interface of its host to its addresses.
+        address: the address by which the others reach it.
+        interface: the interface that has this address; "" if none has.
+        own_name: the addresses that its host's name resolves to on this host.
+        variables: those of :data:`INTERFACE_VARIABLES` that are set.
+        max_files: how many files it may have open.
+        open_files: how many files it has open.
+        num_cores: how many cores it may use.
+        shm_bytes: free bytes in /dev/shm; -1: there is no /dev/shm.
+        problems: what it tried and could not do, by topic.
     """
 
     rank: int
@@ -70,16 +70,16 @@ class HostReport:
 
     @property
     def where(self) -> str:
-        """This rank, for a person."""
+        """This rank and its host, in words."""
         return f"rank {self.rank} ({self.host})"
 
 
-def look(rank: int, address: str) -> HostReport:
-    """HostReport this process's host.
+def inspect_host(rank: int, address: str) -> HostReport:
+    """Inspect the host of this process.
 
     Args:
-        rank: of this process.
-        address: by which others reach it.
+        rank: the rank of this process.
+        address: the address by which others reach it.
     """
     problems: dict[str, str] = {}
     _attempt(problems, "ports", lambda: listen(address).close())
@@ -112,7 +112,7 @@ def look(rank: int, address: str) -> HostReport:
 
 
 def addresses_of(name: str) -> list[str]:
-    """What ``name`` stands for on this host; nothing if it is unknown."""
+    """The addresses that ``name`` resolves to on this host; empty if it is unknown."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -121,12 +121,12 @@ def addresses_of(name: str) -> list[str]:
 
 
 def num_open_files() -> int:
-    """Descriptors that this process has open."""
+    """How many files this process has open."""
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a count
 
 
 def cpu_s() -> float:
-    """CPU time that this process's threads have used, in seconds."""
+    """CPU time of this process, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -145,7 +145,7 @@ def _share_memory() -> None:
 
 
 def _host_id() -> str:
-    """Of this host: containers on one machine that can't see each other are different ones."""
+    """An id of this host; containers with their own network or processes count as hosts."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = (str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid"))
     return " ".join([boot, *spaces])

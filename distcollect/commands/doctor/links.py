@@ -1,4 +1,4 @@
-"""How fast, how far and how idle: measured between the trainer and each worker, as a run goes."""
+"""Measures the links between ranks, and what they use while idle, with the transport of a run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from distcollect.weights.updaters import UpdaterContext
 
 TIMEOUT_S = 10.0
 _ROUND_TRIPS = 50
-# Much more, and a slow network is in use for long; much less, and a fast one is not seen.
+# The bytes of a measurement. More would occupy a slow network for long; fewer say little about a
+# fast one.
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
-_AIM_S = 0.3
+_AIM_S = 0.3  # about how long a measurement takes
 _PIECES = 8
 _PROBE_BYTES = 8 << 20
 
@@ -37,11 +38,11 @@ class Link:
     """What was measured between the trainer and one worker.
 
     Attributes:
-        round_trip_s: of an empty call, the median.
-        fetch_bytes_per_s: of tensors by RPC, to the trainer.
-        broadcast_bytes_per_s: of weights, from it.
-        skew_s: by how much its clock is ahead.
-        is_near: each can map the other's memory.
+        round_trip_s: median duration of an empty call, in seconds.
+        fetch_bytes_per_s: rate of tensors to the trainer by RPC.
+        broadcast_bytes_per_s: rate of weights from the trainer.
+        skew_s: how far the worker's clock is ahead of the trainer's.
+        is_near: whether each can map the other's memory.
     """
 
     round_trip_s: float
@@ -56,8 +57,8 @@ class Hop:
     """What was measured from one worker's host to another's.
 
     Attributes:
-        connect_s: until a TCP connection is there.
-        bytes_per_s: over it.
+        connect_s: seconds until a TCP connection is open.
+        bytes_per_s: rate over this connection.
     """
 
     connect_s: float
@@ -65,7 +66,7 @@ class Hop:
 
 
 class Rank:
-    """What a rank answers to the trainer's calls, on threads of the RPC's."""
+    """Answers the trainer's calls, on threads of torch's RPC."""
 
     service_methods = frozenset(
         {"clock", "fetch", "join", "receive", "idle", "open_probe", "probe"}
@@ -81,40 +82,40 @@ class Rank:
         return time.time()
 
     def fetch(self, num_bytes: int) -> list[torch.Tensor]:
-        """So many bytes, in tensors that travel side by side."""
+        """``num_bytes`` in several tensors, which are sent side by side."""
         return [torch.zeros(num_bytes // _PIECES, dtype=torch.uint8) for _ in range(_PIECES)]
 
     def join(self, source: WeightSource) -> None:
-        """Be ready for a broadcast."""
+        """Get ready for a broadcast."""
         source.join(self._keep)
 
     def receive(self, source: WeightSource, num_bytes: int) -> None:
-        """Take part in it."""
+        """Receive the broadcast."""
         source.receive(torch.empty(num_bytes, dtype=torch.uint8), self._keep)
 
     def idle(self, seconds: float) -> float:
-        """Cores that this process uses while it waits."""
+        """CPU time that this process uses while it waits for ``seconds``, per second."""
         return idle_cores(seconds)
 
     def open_probe(self) -> int:
-        """A port that takes one connection and swallows what comes."""
+        """Open a port that accepts one connection and discards what arrives; return the port."""
         listener = listen(self._address)
         listener.settimeout(TIMEOUT_S)
-        threading.Thread(target=_swallow, args=(listener,), daemon=True).start()
+        threading.Thread(target=_discard, args=(listener,), daemon=True).start()
         return int(listener.getsockname()[1])
 
     def probe(self, address: str, port: int) -> tuple[float, float]:
-        """Send to another's; seconds to connect, and bytes per second."""
+        """Send to the probe port of another rank; seconds to connect, and bytes per second."""
         began = time.perf_counter()
         with socket.create_connection((address, port), TIMEOUT_S / 2) as sock:
             connected = time.perf_counter()
             sock.sendall(bytes(_PROBE_BYTES))
             sock.shutdown(socket.SHUT_WR)
-            sock.recv(1)  # all has arrived
+            sock.recv(1)  # sent when everything has arrived
             return connected - began, _PROBE_BYTES / (time.perf_counter() - connected)
 
 
-def _swallow(listener: socket.socket) -> None:
+def _discard(listener: socket.socket) -> None:
     with listener:
         try:
             sock, _ = listener.accept()
@@ -128,34 +129,34 @@ def _swallow(listener: socket.socket) -> None:
 
 
 def idle_cores(seconds: float) -> float:
-    """Cores that this process uses while the calling thread waits for ``seconds``."""
+    """CPU time that this process uses while the calling thread waits, per second."""
     before, began = cpu_s(), time.perf_counter()
     threading.Event().wait(seconds)
     return (cpu_s() - before) / (time.perf_counter() - began)
 
 
 class Links:
-    """The trainer's side."""
+    """The trainer's side of the measurements."""
 
     def __init__(self, transport: RpcTransport, address: str) -> None:
-        """Measure by ``transport``; ``address`` is this host's."""
+        """Measure by ``transport``; ``address`` is the trainer's address."""
         self._transport = transport
         self._weights = BroadcastUpdater("gloo")
         self._weights.attach(UpdaterContext(address, TIMEOUT_S, gpus={}))
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Leave all process groups."""
         self._weights.close()
 
     def reach(self, peer: int) -> None:
-        """Call a rank; raises as :meth:`measure` does."""
+        """Call a rank; raises what :meth:`measure` raises."""
         self._call(peer, Rank.clock)
 
     def measure(self, rank: int, peer: int) -> Link:
-        """Measure the link with a rank.
+        """Measure the link to a rank.
 
         Raises:
-            DistCollectError: it doesn't answer, or not in time.
+            DistCollectError: the rank doesn't answer in time.
             RuntimeError: the broadcast failed.
         """
         self.reach(peer)  # opens the connection
@@ -175,15 +176,15 @@ class Links:
         )
 
     def hops(
-        self, surveys: list[HostReport], peers: Mapping[int, int]
+        self, reports: list[HostReport], peers: Mapping[int, int]
     ) -> dict[tuple[int, int], Hop | str]:
-        """Between hosts of workers, each by one of its ranks.
+        """Measure the links between hosts of workers, by one rank of each host.
 
         Returns:
-            (from, to) to what was measured, or to what is wrong.
+            Maps (from, to) to what was measured, or to what is wrong, in words.
         """
         hops: dict[tuple[int, int], Hop | str] = {}
-        for one, other in itertools.permutations(surveys, 2):
+        for one, other in itertools.permutations(reports, 2):
             try:
                 port = self._call(peers[other.rank], Rank.open_probe)
                 measured = self._call(peers[one.rank], Rank.probe, other.address, port)
@@ -193,14 +194,14 @@ class Links:
         return hops
 
     def broadcast(self, peers: Mapping[int, int]) -> float:
-        """Bytes per second of a broadcast to all; raises as :meth:`measure` does."""
+        """Bytes per second of a broadcast to all ranks; raises what :meth:`measure` raises."""
         return _speed(lambda n: self._broadcast(peers, n))
 
     def idle(self, peers: Mapping[int, int], seconds: float) -> dict[int, float]:
-        """Cores that each rank uses while nothing happens; this one is 0."""
-        asked = {rank: self._transport.call(p, Rank.idle, seconds) for rank, p in peers.items()}
+        """CPU time per second of each rank while nothing happens; rank 0 is this process."""
+        answers = {rank: self._transport.call(p, Rank.idle, seconds) for rank, p in peers.items()}
         cores = {0: idle_cores(seconds)}
-        for rank, answer in asked.items():
+        for rank, answer in answers.items():
             cores[rank] = _within(answer, TIMEOUT_S + seconds)
         return cores
 
@@ -229,8 +230,8 @@ def _within(answer: Future[Any], timeout_s: float = TIMEOUT_S) -> Any:
 
 
 def _speed(move: Any) -> float:
-    """Bytes per second of ``move(num_bytes)``: once to see how it goes, then with as many."""
-    move(_FIRST_BYTES)  # buffers, and connections made on first use
+    """Bytes per second of ``move(num_bytes)``, with enough bytes for a measurement."""
+    move(_FIRST_BYTES)  # makes buffers and connections
     num_bytes = _FIRST_BYTES
     while True:
         began = time.perf_counter()
@@ -242,11 +243,11 @@ def _speed(move: Any) -> float:
 
 
 def skew(round_trips: list[float], offsets: list[float]) -> float:
-    """By how much another clock is ahead: as the fastest round trip says, which errs least."""
+    """How far another clock is ahead, by the fastest round trip: its error is the smallest."""
     return min(zip(round_trips, offsets, strict=True))[1]
 
 
 def link_problem(error: BaseException) -> str:
-    """What is wrong with a link, by the error that it ended in."""
-    # What torch said, where it said something.
+    """What is wrong with a link, in words."""
+    # The cause is torch's own error, if there is one.
     return (str(error.__cause__ or "") or str(error)).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What the doctor has to say, as text."""
+"""The doctor's tables and its list of problems, as text."""
 
 from __future__ import annotations
 
@@ -8,45 +8,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport
 from distcollect.commands.doctor.links import Hop, Link
+from distcollect.common.tables import text_table
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned lines; a column of numbers, but for its heading, is aligned to the right."""
-    aligned = []
-    for column in zip(*rows, strict=True):
-        width = max(map(len, column))
-        is_number = all(cell[:1].isdigit() or cell[:1] in ("+", "-") for cell in column[1:])
-        align = str.rjust if is_number else str.ljust
-        aligned.append([align(cell, width) for cell in column])
-    return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
-
-
-def ranks(surveys: Iterable[HostReport], whys: Mapping[int, str]) -> list[str]:
-    """Where all ranks are, and what has decided that."""
+def ranks(reports: Iterable[HostReport], whys: Mapping[int, str]) -> str:
+    """A table of all ranks, with their addresses and why they use them."""
     heading = ("rank", "host", "address", "interface", "cores", "files", "chosen by")
     rows = [
         (
-            str(survey.rank),
-            survey.host,
-            survey.address,
-            survey.interface or "none",
-            str(survey.num_cores),
-            str(survey.max_files),
-            whys[survey.rank],
+            str(report.rank),
+            report.host,
+            report.address,
+            report.interface or "none",
+            str(report.num_cores),
+            str(report.max_files),
+            whys[report.rank],
         )
-        for survey in surveys
+        for report in reports
     ]
-    return columns([heading, *rows])
+    return text_table([heading, *rows], left=(1, 2, 3, 6))
 
 
-def links(surveys: Mapping[int, HostReport], measured: Mapping[int, Link]) -> list[str]:
-    """The table of what goes on between the trainer and each worker."""
+def links(reports: Mapping[int, HostReport], measured: Mapping[int, Link]) -> str:
+    """A table of the links between the trainer and each worker."""
     rows = [("rank", "host", "round trip", "RPC fetch", "broadcast", "clock", "rollouts")]
     for rank, link in measured.items():
         rows.append(
             (
                 str(rank),
-                surveys[rank].host,
+                reports[rank].host,
                 f"{link.round_trip_s * 1e3:.2f} ms",
                 speed(link.fetch_bytes_per_s),
                 speed(link.broadcast_bytes_per_s),
@@ -54,36 +44,36 @@ def links(surveys: Mapping[int, HostReport], measured: Mapping[int, Link]) -> li
                 "mapped" if link.is_near else "sent",
             )
         )
-    return columns(rows)
+    return text_table(rows, left=(1, 6))
 
 
-def hops(surveys: Mapping[int, HostReport], measured: Mapping[tuple[int, int], Hop]) -> list[str]:
-    """The table of what goes on between the hosts of workers."""
+def hops(reports: Mapping[int, HostReport], measured: Mapping[tuple[int, int], Hop]) -> str:
+    """A table of the links between the hosts of workers."""
     rows = [("from", "to", "connect", "TCP")]
     for (one, other), hop in measured.items():
-        hosts = (surveys[one].host, surveys[other].host)
+        hosts = (reports[one].host, reports[other].host)
         rows.append((*hosts, f"{hop.connect_s * 1e3:.2f} ms", speed(hop.bytes_per_s)))
-    return columns(rows)
+    return text_table(rows, left=(0, 1))
 
 
 def speed(bytes_per_s: float) -> str:
-    """In MB/s."""
+    """A rate in MB/s."""
     digits = 0 if bytes_per_s > 1e7 else 2
     return f"{bytes_per_s / 1e6:,.{digits}f} MB/s"
 
 
-def topics(findings: Sequence[Finding], looked_at: Mapping[str, str]) -> list[str]:
-    """A line for each topic: whether all is well."""
+def topics(findings: Sequence[Finding], checked: Mapping[str, str]) -> str:
+    """A table of all topics, with the number of problems."""
     rows = []
-    for topic, about in looked_at.items():
+    for topic, about in checked.items():
         wrong = sum(finding.topic == topic for finding in findings)
-        verdict = "ok" if not wrong else f"{wrong} PROBLEM{'S' if wrong > 1 else ''}"
-        rows.append((topic, verdict, about))
-    return columns(rows)
+        state = "ok" if not wrong else f"{wrong} PROBLEM{'S' if wrong > 1 else ''}"
+        rows.append((topic, state, about))
+    return text_table(rows, left=(0, 1, 2))
 
 
 def problems(findings: Sequence[Finding]) -> list[str]:
-    """All that is wrong, each with its remedy. The same at several ranks is said once."""
+    """All problems with their remedies; one that several ranks have is listed once."""
     lines = []
     by_problem = itertools.groupby(
         sorted(findings, key=lambda f: (f.topic, f.problem, f.remedy)),

@@ -1,4 +1,4 @@
-"""Where the ranks come together: the trainer's side, and that of the others."""
+"""How the ranks meet: the trainer's side, and that of the other ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from distcollect.commands.doctor.host_report import HostReport, look
+from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Rank
 from distcollect.common.shared_memory import Segment, sample_of_memory
 from distcollect.net.client import ControlConnection
@@ -39,61 +39,61 @@ class Examined(Message):
 
 
 class DoctorServer(JoinServerEvents):
-    """The ranks that have come.
+    """The ranks that have joined.
 
     Attributes:
-        surveys: rank to what it found.
-        peers: rank to its id in RPC.
-        turned_away: host and reason of each that wasn't let in.
+        reports: maps a rank to its report.
+        peers: maps a rank to its id in RPC.
+        refusals: host and reason of each process that was refused.
     """
 
     def __init__(self, transport: RpcTransport, num_ranks: int) -> None:
-        """Admit all but this one of ``num_ranks``, and connect them to ``transport``."""
-        self.surveys: dict[int, HostReport] = {}
+        """Admit ranks 1 to ``num_ranks - 1``, and connect them to ``transport``."""
+        self.reports: dict[int, HostReport] = {}
         self.peers: dict[int, int] = {}
-        self.turned_away: list[tuple[str, str]] = []
+        self.refusals: list[tuple[str, str]] = []
         self._transport = transport
         self._num_ranks = num_ranks
         self._connections: dict[Connection, int] = {}
         self._changed = threading.Condition()
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Wait for all; those that are missing after ``timeout_s``."""
+        """Wait for all ranks; return those that are still missing after ``timeout_s``."""
 
         def missing() -> list[int]:
-            return [rank for rank in range(1, self._num_ranks) if rank not in self.surveys]
+            return [rank for rank in range(1, self._num_ranks) if rank not in self.reports]
 
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while len(missing()) > len(self.turned_away) and time.monotonic() < deadline:
+            while len(missing()) > len(self.refusals) and time.monotonic() < deadline:
                 self._changed.wait(deadline - time.monotonic())
             return missing()
 
-    def dismiss(self) -> None:
-        """Send all home."""
+    def end(self) -> None:
+        """Tell all ranks to end."""
         for connection in list(self._connections):
             connection.send(Exit())
 
     def admit(self, connection: Connection) -> Message:
         if not isinstance(connection.hello, DoctorHello):
-            return Refused("this is distcollect doctor, which has no work for it")
+            return Refused("this is distcollect doctor, which takes no workers")
         peer = identity().new_peer()
         self._connections[connection] = peer
         return WorkerWelcome(peer, identity().trainer, self._transport.endpoint)
 
     def refused(self, hello: Hello | None, reason: str) -> None:
         with self._changed:
-            self.turned_away.append(("an unknown host" if hello is None else hello.host, reason))
+            self.refusals.append(("an unknown host" if hello is None else hello.host, reason))
             self._changed.notify_all()
 
     def received(self, connection: Connection, message: Message) -> None:
         assert isinstance(message, Examined)
-        survey = message.report
+        report = message.report
         peer = self._connections[connection]
         self._transport.connect(peer, PeerAddress(message.endpoint, message.segment))
         with self._changed:
-            self.peers[survey.rank] = peer
-            self.surveys[survey.rank] = survey
+            self.peers[report.rank] = peer
+            self.reports[report.rank] = report
             self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
@@ -102,9 +102,9 @@ class DoctorServer(JoinServerEvents):
             self._transport.disconnect(peer)
 
 
-def take_part(connection: ControlConnection, rank: int) -> bool:
-    """Be a rank that is looked at, until the trainer is done; whether it said so."""
-    address, welcome = connection.local_address, connection.welcome
+def take_part(control: ControlConnection, rank: int) -> bool:
+    """Answer the trainer until it has finished; return whether it said so."""
+    address, welcome = control.local_address, control.welcome
     assert isinstance(welcome, WorkerWelcome)
     transport = RpcTransport(
         welcome.peer,
@@ -113,11 +113,11 @@ def take_part(connection: ControlConnection, rank: int) -> bool:
     )
     try:
         transport.connect(welcome.trainer_peer, PeerAddress(welcome.trainer_endpoint))
-        connection.send(Examined(transport.endpoint, look(rank, address), sample_of_memory()))
-        while (message := connection.receive()) is not None:
+        control.send(Examined(transport.endpoint, inspect_host(rank, address), sample_of_memory()))
+        while (message := control.receive()) is not None:
             if isinstance(message, Exit):
                 return True
         return False
     finally:
         transport.close()
-        connection.close()
+        control.close()

@@ -1,1 +1,1 @@
-"""The command ``report``: one page about a run, from what it has written to its folder."""
+"""The command ``report``: makes an HTML page from the statistics of a run."""

@@ -1,4 +1,4 @@
-"""Curves, bars and lanes as SVG, with nothing but the page's own style."""
+"""Curves, bars and timelines as SVG; the page's style gives their colors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Curve(NamedTuple):
     """A named curve.
 
     Attributes:
-        name: for the legend.
+        name: its name for the legend.
         style: a class of the page's style, "a" or "b".
-        at: (x, y) by rising x; None breaks the curve.
+        at: points (x, y), x rising; None breaks the curve.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Curve(NamedTuple):
 
 
 def short(value: float) -> str:
-    """A number in a few characters: 12300 is 12.3k."""
+    """A number in a few characters, such as 12.3k for 12300."""
     value = float(f"{value:.3g}")  # 999.6 is 1k
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
@@ -38,7 +38,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in a few characters: 90 is 1:30 min."""
+    """A duration in a few characters, such as 1:30 min for 90 seconds."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -76,7 +76,7 @@ class _Scale(NamedTuple):
         return self.begin + share * (self.end - self.begin)
 
     def cell(self, value: float) -> int:
-        """The same for values that are less than two pixels apart, or nearly so."""
+        """An index that is equal for values less than about two pixels apart."""
         return round(self(value) / 2)
 
 
@@ -103,7 +103,7 @@ def _frame(x: _Scale, y: _Scale, across: Mapping[float, str], up: Mapping[float,
 
 
 def curves(about: str, given: Sequence[Curve], end_s: float, *, from_zero: bool = True) -> str:
-    """Curves over the time of a run; hovering over a point tells it."""
+    """Curves over the time of a run; hovering over a point shows its values."""
     points = [point for curve in given for point in curve.at if point is not None]
     if not points:
         return '<p class="none">Nothing was measured.</p>'
@@ -139,8 +139,8 @@ def _path(curve: Curve, x: _Scale, y: _Scale) -> str:
     return f'<path class="curve {curve.style}" d="{"".join(steps)}"/>'
 
 
-def bars(about: str, given: Mapping[str, float], tell: Callable[[str, float], str]) -> str:
-    """A bar for each entry, of the share that it has of all."""
+def bars(about: str, given: Mapping[str, float], tooltip: Callable[[str, float], str]) -> str:
+    """A bar for each entry: its share of the total; ``tooltip`` gives its text on hovering."""
     total = sum(given.values())
     if not total:
         return '<p class="none">Nothing was measured.</p>'
@@ -159,7 +159,7 @@ def bars(about: str, given: Mapping[str, float], tell: Callable[[str, float], st
         parts.append(
             f'<rect class="bar" x="{x(index + 0.5) - width / 2:.1f}" y="{top:.1f}" '
             f'width="{width:.1f}" height="{y.begin - top:.1f}">'
-            f"<title>{escape(tell(name, value))}</title></rect>"
+            f"<title>{escape(tooltip(name, value))}</title></rect>"
         )
     return _svg(HEIGHT, about, parts)
 
@@ -168,9 +168,9 @@ class Lane(NamedTuple):
     """A row of a timeline.
 
     Attributes:
-        name: to its left.
-        spans: (begin, end, a class of the page's style, what it tells).
-        marks: (when, a class, what it tells).
+        name: its label on the left.
+        spans: (begin, end, a class of the page's style, tooltip).
+        marks: (time, a class of the page's style, tooltip).
     """
 
     name: str
@@ -179,7 +179,7 @@ class Lane(NamedTuple):
 
 
 def _apart(given: Iterable[_T], place: Callable[[_T], Hashable]) -> Iterator[_T]:
-    """One for each place: more can't be told apart, and the page has to stay small."""
+    """One item for each place: others would be invisible, and the page should stay small."""
     seen: set[Hashable] = set()
     for item in given:
         if (at := place(item)) not in seen:
@@ -188,7 +188,7 @@ def _apart(given: Iterable[_T], place: Callable[[_T], Hashable]) -> Iterator[_T]
 
 
 def lanes(about: str, given: Sequence[Lane], end_s: float) -> str:
-    """What each row was in, over the time of a run."""
+    """Timelines: the states of each row over the time of a run."""
     height = _TOP + _LANE * len(given) + _BOTTOM
     x = _Scale(0.0, end_s, _LEFT, WIDTH - _RIGHT)
     y = _Scale(0.0, 1.0, height - _BOTTOM, _TOP)
@@ -199,14 +199,14 @@ def lanes(about: str, given: Sequence[Lane], end_s: float) -> str:
         parts += [
             f'<rect class="state {style}" x="{x(begin):.1f}" y="{top + 3}" '
             f'width="{max(1.0, x(end) - x(begin)):.1f}" height="{_LANE - 6}">'
-            f"<title>{escape(tells)}</title></rect>"
-            for begin, end, style, tells in _apart(
+            f"<title>{escape(tooltip)}</title></rect>"
+            for begin, end, style, tooltip in _apart(
                 lane.spans, lambda span: (x.cell(span[0]), x.cell(span[1]), span[2])
             )
         ]
         parts += [
             f'<circle class="mark {style}" cx="{x(at):.1f}" cy="{top + _LANE / 2}" r="4.5">'
-            f"<title>{escape(tells)}</title></circle>"
-            for at, style, tells in _apart(lane.marks, lambda mark: (x.cell(mark[0]), mark[1]))
+            f"<title>{escape(tooltip)}</title></circle>"
+            for at, style, tooltip in _apart(lane.marks, lambda mark: (x.cell(mark[0]), mark[1]))
         ]
     return _svg(height, about, parts)

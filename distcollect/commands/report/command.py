@@ -1,4 +1,4 @@
-"""``distcollect report``: its arguments, and what it does with them."""
+"""``distcollect report``: makes an HTML page from the statistics of a run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from distcollect.telemetry.stats_file import STATS_FILE, stats_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be typed after ``distcollect report``."""
+    """Declare the command's arguments."""
     parser.add_argument(
-        "folder", metavar="RUN", type=Path, help=f"the run_dir of its Monitor, with {STATS_FILE}"
+        "folder",
+        metavar="RUN",
+        type=Path,
+        help=f"the folder in Monitor(run_dir=...), with {STATS_FILE}",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
         type=Path,
-        help="the page (default: report.html in that folder)",
+        help="the page to write (default: report.html in that folder)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What happened in a run, read from its ``stats.jsonl``."""
+"""The history of a run, read from its ``stats.jsonl``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 from distcollect.errors import ArgumentError
 from distcollect.telemetry.stats_file import STATS_FILE, Snapshot, opened, snapshots
 
-# As many points as a curve of this width can show.
+# A curve of the page's width can't show more.
 MAX_POINTS = 400
 
 
 class Point(NamedTuple):
-    """Figures at a moment, None where there was nothing to measure.
+    """Figures at one time; None where nothing was measured.
 
     Attributes:
         t_s: seconds since the run began.
-        frames_per_s: lately.
-        episode_return: on average over the last hundred episodes.
-        episode_length: likewise, in frames.
-        lag_mean: of the frames that were delivered since the last point.
-        lag_max: of these.
+        frames_per_s: the recent rate.
+        episode_return: mean over the last hundred episodes.
+        episode_length: mean over the last hundred episodes, in frames.
+        lag_mean: mean policy lag of the frames delivered since the last point.
+        lag_max: highest policy lag of these frames.
     """
 
     t_s: float
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A worker was in a state from ``begin_s`` to ``end_s``, as far as was seen."""
+    """A worker was in a state from ``begin_s`` to ``end_s``, as far as snapshots show."""
 
     begin_s: float
     end_s: float
@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 class Event(NamedTuple):
-    """At ``t_s`` it was seen that a worker "joined", was "lost", or "left"."""
+    """The snapshot at ``t_s`` shows that a worker "joined", was "lost", or "left"."""
 
     t_s: float
     worker_id: int
@@ -53,22 +53,22 @@ class Event(NamedTuple):
 
 @dataclass
 class History:
-    """A run, or several that went to one file.
+    """The history of a run, or of several that wrote to one file.
 
     Attributes:
-        begun_at: seconds since 1970.
-        collector: name of the class.
-        points: by time; a point of None alone separates two collectors.
-        spans: worker_id to what it was in.
-        events: by time.
-        lags: lag to delivered frames.
-        delivered: worker_id to frames.
-        lost: worker_id to cause to frames.
-        may_be_lost: worker_id to frames that may be lost beyond these.
-        restarts: processes that were replaced.
-        episodes: that ended.
-        elapsed_s: of all collectors together.
-        verdict: the last one.
+        begun_at: when it began, in seconds since 1970.
+        collector: name of the last collector's class.
+        points: figures by time; None separates two collectors.
+        spans: maps a worker_id to its states.
+        events: joins and losses, by time.
+        lags: maps a lag to the number of delivered frames.
+        delivered: maps a worker_id to its delivered frames.
+        lost: maps a worker_id to its lost frames by cause.
+        may_be_lost: maps a worker_id to frames that may be lost besides these.
+        restarts: number of processes that were replaced.
+        episodes: number of episodes that ended.
+        elapsed_s: collecting time of all collectors together.
+        bottleneck: what the last collector was bound by, in words.
         ended: whether the last collector was shut down.
     """
 
@@ -84,12 +84,12 @@ class History:
     restarts: int = 0
     episodes: int = 0
     elapsed_s: float = 0.0
-    verdict: str = ""
+    bottleneck: str = ""
     ended: bool = False
 
     @property
     def end_s(self) -> float:
-        """When the last line was written."""
+        """Time of the last snapshot, in seconds since the run began."""
         last = next((p for p in reversed(self.points) if p is not None), None)
         return last.t_s if last else 0.0
 
@@ -102,7 +102,7 @@ def read(file: Path) -> History:
     """The history in ``file``.
 
     Raises:
-        ArgumentError: it can't be read, or nothing in it is a snapshot of a collector.
+        ArgumentError: the file can't be read, or holds no snapshot of a collector.
     """
     with opened(file) as lines:
         num_lines = sum(1 for _ in lines)
@@ -111,18 +111,18 @@ def read(file: Path) -> History:
     if not history.points:
         raise ArgumentError(
             f"{file} holds no snapshots of a collector: if the run has only just begun, try again "
-            f"in some seconds; else name a folder with a {STATS_FILE} of Monitor(run_dir=...)"
+            f"in some seconds; otherwise name a folder with a {STATS_FILE} of Monitor(run_dir=...)"
         )
     return history
 
 
-def history_of(told: Iterable[Snapshot], *, per_point: int = 1) -> History:
-    """The history that snapshots tell, in order; so many make a point."""
+def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
+    """The history from snapshots in order of time; ``per_point`` of them make one point."""
     history = History()
     last: Snapshot | None = None
-    begun_s = t_s = 0.0  # of a collector, and of its last snapshot
+    begun_s = t_s = 0.0  # begin of a collector, and time of its last snapshot
     waiting: list[Point] = []
-    for snapshot in told:
+    for snapshot in given:
         elapsed_s = snapshot.get("elapsed_s", 0.0)
         if last is None:
             history.begun_at = snapshot["time"] - elapsed_s
@@ -133,7 +133,7 @@ def history_of(told: Iterable[Snapshot], *, per_point: int = 1) -> History:
             last = None
             begun_s = max(t_s, snapshot["time"] - elapsed_s - history.begun_at)
         since_s = begun_s if last is None else t_s
-        # Hosts' clocks are set now and then; elapsed_s only rises.
+        # By elapsed_s, which only rises: a host's clock may be set back.
         t_s = begun_s + elapsed_s
         waiting.append(_point(t_s, snapshot, last))
         _note_workers(history, since_s, t_s, snapshot, last)
@@ -144,13 +144,13 @@ def history_of(told: Iterable[Snapshot], *, per_point: int = 1) -> History:
     if last is not None:
         _settle(history, last)
         history.collector = last.get("collector", "")
-        history.verdict = str(last.get("verdict", ""))
+        history.bottleneck = str(last.get("bottleneck", ""))
         history.ended = bool(last.get("ended"))
     return history
 
 
 def _is_of_another(snapshot: Snapshot, last: Snapshot) -> bool:
-    """Another collector wrote on."""
+    """Whether another collector wrote this snapshot."""
     ids = snapshot.get("collector_id"), last.get("collector_id")
     return ids[0] != ids[1] or snapshot.get("elapsed_s", 0.0) < last.get("elapsed_s", 0.0)
 
@@ -175,7 +175,7 @@ def _lags(snapshot: Snapshot) -> Counter[int]:
 
 
 def _add_point(history: History, waiting: list[Point]) -> None:
-    """Make one point of those in ``waiting``."""
+    """Add one point: the mean of those in ``waiting``."""
     if not waiting:
         return
     columns = list(zip(*waiting, strict=True))
@@ -204,7 +204,7 @@ def _note_workers(
         else:
             spans.append(Span(since_s, t_s, state))
         if last is not None:
-            # That all of them leave with their collector is no news.
+            # At the end of a collector all workers leave, which is no event.
             was = known.get("state", "joining")
             now = {**worker, "state": was} if snapshot.get("ended") else worker
             history.events += [Event(t_s, worker_id, what) for what in _changes(known, now)]
@@ -216,7 +216,7 @@ def _changes(known: Mapping[str, Any], worker: Mapping[str, Any]) -> Iterator[st
     replaced = worker.get("num_restarts", 0) > known.get("num_restarts", 0)
     if state == "left" != was:
         yield "left"
-    # A short loss lies between two snapshots.
+    # A worker may be lost and replaced between two snapshots.
     elif was_there and (state in ("lost", "joining") or replaced):
         yield "lost"
         was_there = False

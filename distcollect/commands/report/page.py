@@ -1,4 +1,4 @@
-"""The page about a run: one file of HTML that loads nothing."""
+"""The page about a run: one HTML file that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ p { margin: 4px 0; } .soft, .none { color: var(--soft); }
 .tile { background: var(--card); border-radius: 8px; padding: 10px 12px; }
 .tile b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: 13px; }
-.verdict { background: var(--card); border-left: 4px solid var(--a); border-radius: 4px;
+.bottleneck { background: var(--card); border-left: 4px solid var(--a); border-radius: 4px;
   padding: 10px 14px; white-space: pre-wrap; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
 .grid { stroke: var(--grid); } .axis { stroke: var(--soft); }
@@ -52,16 +52,16 @@ tr.all td { font-weight: 600; } .wide { overflow-x: auto; }
 
 
 def page(history: History, name: str) -> str:
-    """The page about ``history``, of the run called ``name``."""
+    """The HTML page about the run called ``name``."""
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(history.begun_at))
-    state = "" if history.ended else ", and not ended when this was written"
+    state = "" if history.ended else ", not ended when this page was written"
     parts = [
         f"<h1>{escape(name)}</h1>",
         f'<p class="soft">{escape(history.collector)}, begun {begun}{state}</p>',
         _tiles(history),
     ]
-    if history.verdict:
-        parts.append(f'<p class="verdict">{escape(history.verdict)}</p>')
+    if history.bottleneck:
+        parts.append(f'<p class="bottleneck">{escape(history.bottleneck)}</p>')
     parts += _curves(history)
     parts += _workers(history)
     parts += _lags(history)
@@ -84,7 +84,7 @@ def _tiles(history: History) -> str:
         "collecting": duration(history.elapsed_s),
         "workers": str(len(history.spans)),
         "episodes": short(history.episodes),
-        "return, at last": "-" if last is None else short(last.episode_return or 0.0),
+        "last return": "-" if last is None else short(last.episode_return or 0.0),
         "processes replaced": str(history.restarts),
         "frames lost": short(lost),
     }
@@ -146,11 +146,11 @@ def _workers(history: History) -> list[str]:
         for worker_id in shown
     ]
     counts = Counter(event.what for event in history.events)
-    told = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
+    summary = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
     more = len(history.spans) - len(shown)
     states = [(f"--{name}", name) for name in ("joining", "ready", "suspected", "lost", "left")]
     dots = [("--a", "dot: joined")]
-    note = told or "Nobody joined or was lost on the way."
+    note = summary or "No worker joined or was lost on the way."
     if more > 0:
         note += f" {more:,} more workers are not shown."
     return [
@@ -170,19 +170,19 @@ def _lags(history: History) -> list[str]:
         by_bar[name] = sum(history.lags[lag] for lag in range(low, low + width))
     total = sum(by_bar.values())
 
-    def tell(name: str, count: float) -> str:
+    def tooltip(name: str, count: float) -> str:
         return f"lag {name}: {count:,.0f} frames, {count / total:.1%}"
 
     return [
         "<h2>How old the policy of delivered frames was</h2>",
         '<p class="soft">Share of the frames by lag, in versions.</p>',
-        bars("Histogram of lags", dict(by_bar), tell),
+        bars("Histogram of lags", dict(by_bar), tooltip),
     ]
 
 
 def _ledger(history: History) -> list[str]:
     causes = sorted({cause for lost in history.lost.values() for cause, n in lost.items() if n})
-    # Of hosts that vanished.
+    # Frames on hosts that vanished.
     more = history.may_be_lost
     has_more = any(more.values())
     heads = ["worker", "delivered", *(f"lost: {cause}" for cause in causes)]

@@ -1,10 +1,9 @@
-"""The jobs of a run: their sbatch files, and handing them to SLURM through submitit."""
+"""The jobs of a run: their sbatch files, and their submission through submitit."""
 
 from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,33 +17,34 @@ import submitit
 from submitit.slurm import slurm as submitit_slurm
 
 from distcollect.commands.slurm import task
-from distcollect.commands.slurm.task import Task
+from distcollect.commands.slurm.task import Task, run_command
+from distcollect.common import process_exit
 from distcollect.errors import LaunchError
 from distcollect.launch import run_folder
 from distcollect.launch.run_folder import RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
 
-_COMMAND_TIMEOUT_S = 60.0
-# For a task to have its job requeued, after the script had its time to save.
+COMMAND_TIMEOUT_S = 60.0
+# Time for a task to requeue its job, after the time that its script has to save.
 _REQUEUE_S = 10.0
 
-# The tasks' own process then imports neither torch nor the rest of distcollect.
-cloudpickle.register_pickle_by_value(task)
-cloudpickle.register_pickle_by_value(run_folder)
+# A task's own process then imports neither torch nor the rest of distcollect.
+for _module in (task, run_folder, process_exit):
+    cloudpickle.register_pickle_by_value(_module)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks of SLURM.
+    """The resources that a job requests from SLURM.
 
     Attributes:
-        nodes: hosts.
-        tasks_per_node: processes on each.
-        cpus_per_task: cores of each.
-        gpus_per_node: on each host.
-        mem_gb: on each host; None: the cluster's default.
-        time_min: after so many minutes it is ended, and requeued.
-        further: more of sbatch's options by their long names; "" for one without a value.
-        setup: shell lines to be run before.
+        nodes: number of hosts.
+        tasks_per_node: processes on each host.
+        cpus_per_task: cores of each process.
+        gpus_per_node: GPUs on each host.
+        mem_gb: memory on each host; None: the cluster's default.
+        time_min: time limit in minutes, after which it is ended and requeued.
+        further: other options of sbatch by their long names; "" for one without a value.
+        setup: shell lines that run first.
     """
 
     nodes: int = 1
@@ -59,14 +59,14 @@ class Resources:
 
 @dataclass(frozen=True)
 class Job:
-    """One job, or an array of equal ones.
+    """One job, or an array of equal jobs.
 
     Attributes:
-        name: for SLURM's lists.
-        trains: its first task is the trainer.
+        name: its name in SLURM's queue.
+        trains: whether its first task is the trainer.
         resources: of each job.
-        command: what each task runs.
-        count: how many; more than one make an array.
+        command: the command that each task runs.
+        count: number of jobs; more than one make an array.
     """
 
     name: str
@@ -77,19 +77,19 @@ class Job:
 
     @property
     def num_tasks(self) -> int:
-        """In each of them."""
+        """Number of tasks in each job."""
         return self.resources.nodes * self.resources.tasks_per_node
 
 
 @dataclass(frozen=True)
 class Submitter:
-    """Turns jobs of one run into sbatch files, and submits them.
+    """Makes sbatch files for the jobs of one run, and submits them.
 
     Attributes:
-        folder: the run's.
-        cwd: where scripts run.
-        notice_s: SLURM's signal comes so many seconds before the time is up.
-        max_time_limits: how often a job is requeued when its time is up.
+        folder: the run's folder.
+        cwd: the working folder of the scripts.
+        notice_s: how many seconds before the time limit SLURM sends its signal.
+        max_time_limits: how often a job is requeued at its time limit.
     """
 
     folder: RunFolder
@@ -98,7 +98,7 @@ class Submitter:
     max_time_limits: int
 
     def sbatch_file(self, job: Job) -> str:
-        """What is handed to sbatch."""
+        """The file that is given to sbatch."""
         executor = [sys.executable, "-u", "-m", "submitit.core._submit", str(self.folder.logs)]
         text: str = submitit_slurm._make_sbatch_string(  # noqa: SLF001 - no public way before submitting
             command=shlex.join(executor),
@@ -109,15 +109,15 @@ class Submitter:
         return text
 
     def test(self, job: Job) -> str:
-        """Ask SLURM whether it could ever run a job; why not, "" if it could."""
+        """Ask SLURM whether it could ever run a job; return why not, or "" if it could."""
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
             file.write(self.sbatch_file(job))
             file.flush()
-            done = run_command(["sbatch", "--test-only", file.name])
+            done = run_command(["sbatch", "--test-only", file.name], COMMAND_TIMEOUT_S)
         return "" if done.returncode == 0 else done.stderr.strip()
 
     def submit(self, job: Job) -> str:
-        """Submit a job; its id.
+        """Submit a job; return its id.
 
         Raises:
             LaunchError: SLURM refused.
@@ -160,42 +160,42 @@ class Submitter:
         )
 
     def _parameters(self, job: Job) -> dict[str, Any]:
-        asked = job.resources
-        # One node that fails, or one task, must not end the others.
+        resources = job.resources
+        # A host or a task that fails must not end the others.
         further: dict[str, str | bool] = {"requeue": True, "no-kill": True}
-        further |= {name: value or True for name, value in asked.further.items()}
+        further |= {name: value or True for name, value in resources.further.items()}
         parameters = {
             "job_name": job.name,
-            "nodes": asked.nodes,
-            "ntasks_per_node": asked.tasks_per_node,
-            "cpus_per_task": asked.cpus_per_task,
-            "time": asked.time_min,
+            "nodes": resources.nodes,
+            "ntasks_per_node": resources.tasks_per_node,
+            "cpus_per_task": resources.cpus_per_task,
+            "time": resources.time_min,
             "signal_delay_s": self.notice_s,
-            "setup": list(asked.setup) or None,
+            "setup": list(resources.setup) or None,
             "additional_parameters": further,
-            # srun doesn't take over what sbatch was told of CPUs, from SLURM 22.05 on.
+            # From SLURM 22.05 on, srun doesn't inherit sbatch's number of CPUs.
             "srun_args": [
                 *("--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--open-mode=append"),
-                f"--cpus-per-task={asked.cpus_per_task}",
+                f"--cpus-per-task={resources.cpus_per_task}",
             ],
             "wckey": None,
         }
-        if asked.gpus_per_node:
-            parameters["gpus_per_node"] = asked.gpus_per_node
-        if asked.mem_gb is not None:
-            parameters["mem"] = f"{round(asked.mem_gb * 1024)}MB"
+        if resources.gpus_per_node:
+            parameters["gpus_per_node"] = resources.gpus_per_node
+        if resources.mem_gb is not None:
+            parameters["mem"] = f"{round(resources.mem_gb * 1024)}MB"
         return parameters
 
 
 def partitions() -> dict[str, str]:
-    """Name of each partition to what its nodes have, in words.
+    """Map the name of each partition to a description of its hosts.
 
     Raises:
         LaunchError: there is no SLURM here, or it doesn't answer.
     """
     check_slurm()
     form = "%R|%D node(s) with up to %c CPUs, %m MB of memory, %G for at most %l"
-    done = run_command(["sinfo", "--noheader", "--format", form])
+    done = run_command(["sinfo", "--noheader", "--format", form], COMMAND_TIMEOUT_S)
     if done.returncode:
         raise LaunchError(
             "SLURM doesn't answer: is this a login node, and is the cluster up? sinfo says:\n"
@@ -210,7 +210,7 @@ def partitions() -> dict[str, str]:
 
 
 def check_slurm() -> None:
-    """Raise LaunchError unless SLURM's commands are here."""
+    """Raise LaunchError if SLURM's commands are not installed here."""
     missing = [name for name in ("sbatch", "srun", "sinfo", "scontrol") if not shutil.which(name)]
     if missing:
         raise LaunchError(
@@ -219,28 +219,7 @@ def check_slurm() -> None:
         )
 
 
-def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run one of SLURM's commands.
-
-    Raises:
-        LaunchError: no answer in time.
-    """
-    try:
-        return subprocess.run(
-            list(command),
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(
-            f"{command[0]} did not answer within {_COMMAND_TIMEOUT_S:g} s; is SLURM's controller "
-            "up?"
-        ) from error
-
-
 def worker_command(folder: RunFolder, num_threads: int) -> list[str]:
-    """What a worker's task runs."""
+    """The command that a worker's task runs."""
     command = [sys.executable, "-m", "distcollect", "worker", "--run", str(folder.path)]
     return [*command, "--threads", str(num_threads)]

@@ -1,19 +1,20 @@
-"""What becomes of jobs: SLURM's words for it, and what they mean to the user."""
+"""The states of jobs: SLURM's names for them, and what they mean to the user."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-_COMMAND_TIMEOUT_S = 60.0
+from distcollect.commands.slurm.jobs import COMMAND_TIMEOUT_S
+from distcollect.commands.slurm.task import run_command
+
 _SACCT = (
     *("sacct", "--allocations", "--noheader", "--parsable2"),
     *("--format", "JobID,State,ExitCode,Elapsed,NodeList"),
 )
 
-# Of those that have not ended.
+# Of jobs that have not ended.
 ALIVE = {
     "PENDING": "waits in the queue",
     "CONFIGURING": "its nodes are being prepared",
@@ -29,17 +30,17 @@ ALIVE = {
     "REQUEUE_HOLD": "goes back to the queue, held: 'scontrol release ID' lets it go on",
     "SPECIAL_EXIT": "goes back to the queue, held: 'scontrol release ID' lets it go on",
 }
-# Of those that have.
+# Of jobs that have ended.
 ENDINGS = {
     "COMPLETED": "done",
     "FAILED": "a task failed",
     "CANCELLED": "cancelled",
     "TIMEOUT": "its time was up before it could be requeued: ask for more --time, or a longer "
     "--notice",
-    "PREEMPTED": "a job with more rights took its nodes, and this cluster doesn't requeue it: "
-    "submit it again, or to another partition",
+    "PREEMPTED": "a job with a higher priority took its nodes, and this cluster doesn't requeue "
+    "it: submit it again, or to another partition",
     "NODE_FAIL": "one of its nodes went down",
-    "OUT_OF_MEMORY": "it took more memory than it had asked for: ask for more --mem-gb",
+    "OUT_OF_MEMORY": "it used more memory than it had requested: ask for more --mem-gb",
     "DEADLINE": "its deadline has passed",
     "BOOT_FAIL": "one of its nodes did not start",
     "REVOKED": "another cluster of the federation took it",
@@ -49,17 +50,17 @@ UNKNOWN = "UNKNOWN"
 
 @dataclass(frozen=True)
 class JobState:
-    """One job, or one of an array.
+    """The state of one job, or of one job of an array.
 
     Attributes:
-        job_id: as in "12" or "12_3".
-        state: SLURM's word.
-        reason: why it waits, or who cancelled it; "" if nothing is known.
-        exit_code: of its worst task; None: not yet, or unknown.
-        signal: that ended it; 0: none.
+        job_id: its id, such as "12" or "12_3".
+        state: SLURM's name for the state.
+        reason: why it waits, or who cancelled it; "" if unknown.
+        exit_code: the highest exit code of its tasks; None: it has not ended, or that is unknown.
+        signal: the signal that ended it; 0: none.
         restarts: how often it was requeued.
-        run_time: "H:MM:SS", of the present life.
-        nodes: where it runs, or ran.
+        run_time: "H:MM:SS" since it last started.
+        nodes: the hosts that it runs or ran on.
     """
 
     job_id: str
@@ -73,12 +74,12 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """It has ended, and doesn't come back."""
+        """Whether it has ended and is not requeued."""
         return self.state in ENDINGS
 
     @property
     def meaning(self) -> str:
-        """What to make of it."""
+        """The state in words."""
         words = ALIVE.get(self.state) or ENDINGS.get(self.state, "")
         if self.state == UNKNOWN:
             words = "SLURM doesn't know it (any more)"
@@ -93,7 +94,7 @@ class JobState:
 
 
 def query(job_ids: Sequence[str]) -> list[JobState]:
-    """The state of jobs, arrays in their parts; UNKNOWN of those that SLURM has forgotten."""
+    """The states of jobs, with one entry for each job of an array; UNKNOWN if SLURM forgot it."""
     found: list[JobState] = []
     for job_id in job_ids:
         shown = _output_of(["scontrol", "show", "job", "--oneliner", job_id])
@@ -102,23 +103,23 @@ def query(job_ids: Sequence[str]) -> list[JobState]:
     return found
 
 
-def lives(job_ids: Sequence[str]) -> list[str]:
-    """How the earlier lives of requeued jobs ended, in words; needs SLURM's accounting."""
+def earlier_starts(job_ids: Sequence[str]) -> list[str]:
+    """How earlier starts of requeued jobs ended, in words; needs SLURM's accounting."""
     if not job_ids:
         return []
-    told = _output_of([*_SACCT, "--duplicates", "--jobs", ",".join(job_ids)])
+    accounts = _output_of([*_SACCT, "--duplicates", "--jobs", ",".join(job_ids)])
     by_job: dict[str, list[JobState]] = {}
-    for state in parse_sacct(told):
+    for state in parse_sacct(accounts):
         by_job.setdefault(state.job_id, []).append(state)
     return [
-        f"{life.job_id}: {life.state} after {life.run_time} on {life.nodes}"
+        f"{start.job_id}: {start.state} after {start.run_time} on {start.nodes}"
         for states in by_job.values()
-        for life in states[:-1]
+        for start in states[:-1]
     ]
 
 
 def parse_scontrol(shown: str) -> Iterator[JobState]:
-    """From what ``scontrol show job --oneliner`` prints."""
+    """Read the output of ``scontrol show job --oneliner``."""
     for line in shown.splitlines():
         words = dict(re.findall(r"(\S+?)=(\S*)", line))
         if "JobId" not in words or "JobState" not in words:
@@ -142,10 +143,10 @@ def parse_scontrol(shown: str) -> Iterator[JobState]:
             yield JobState(job_id, *list(vars(about).values())[1:])
 
 
-def parse_sacct(told: str) -> list[JobState]:
-    """From what ``sacct --parsable2`` prints of JobID,State,ExitCode,Elapsed,NodeList."""
+def parse_sacct(shown: str) -> list[JobState]:
+    """Read the output of ``sacct --parsable2`` with JobID,State,ExitCode,Elapsed,NodeList."""
     found = []
-    for line in told.splitlines():
+    for line in shown.splitlines():
         if line.count("|") < 4:
             continue
         job_id, words, codes, elapsed, nodes = line.split("|")[:5]
@@ -167,7 +168,7 @@ def parse_sacct(told: str) -> list[JobState]:
 
 
 def _indices(text: str) -> Iterable[int]:
-    """Those of "0-2,5%8"."""
+    """The indices in text such as "0-2,5%8"."""
     for part in text.partition("%")[0].split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
@@ -175,10 +176,5 @@ def _indices(text: str) -> Iterable[int]:
 
 
 def _output_of(command: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    done = run_command(command, COMMAND_TIMEOUT_S)
     return done.stdout if done.returncode == 0 else ""

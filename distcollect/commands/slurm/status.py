@@ -1,4 +1,4 @@
-"""``distcollect status``: what becomes of a run on a SLURM cluster."""
+"""``distcollect status``: the jobs of a run on a SLURM cluster, and their states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distcollect.errors import ArgumentError
 from distcollect.launch.run_folder import LISTENING, RunFolder
 
 _POLL_S = 3.0
-# A job whose node failed, or that was preempted, may be on its way back to the queue.
+# A job whose host failed, or that was preempted, may soon be back in the queue.
 _SETTLE_S = 15.0
 _MAY_COME_BACK = {"NODE_FAIL", "PREEMPTED", "FAILED", "CANCELLED", states.UNKNOWN}
 _TAIL_LINES = 15
@@ -22,17 +22,21 @@ _MOST_TAILS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be typed after ``distcollect status``."""
-    parser.add_argument("run_folder", type=Path, help="as 'distcollect submit' printed it")
-    parser.add_argument("--wait", action="store_true", help="stay until the trainer is done")
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "run_folder", type=Path, help="the run folder that 'distcollect submit' printed"
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="show changes until the trainer has ended"
+    )
 
 
 def run(given: argparse.Namespace) -> int:
-    """Tell; 1 if the trainer has failed.
+    """Print the state of the run; 1 if the trainer failed.
 
     Raises:
-        ArgumentError: there is no run.
-        LaunchError: there is no SLURM.
+        ArgumentError: the folder holds no run.
+        LaunchError: there is no SLURM here.
     """
     folder = run_in(given.run_folder)
     check_slurm()
@@ -44,25 +48,25 @@ def run(given: argparse.Namespace) -> int:
 
 
 def run_in(path: Path) -> RunFolder:
-    """A run that was submitted.
+    """The folder of a run with submitted jobs.
 
     Raises:
-        ArgumentError: there is none in this folder.
+        ArgumentError: the folder holds no run, or none of the run's jobs was submitted.
     """
     folder = submitted(path)
     if not folder.jobs():
         raise ArgumentError(
-            f"{path}: none of the run's jobs was submitted, as 'distcollect submit' will have "
-            "said; submit it again, to another folder"
+            f"{path}: none of the run's jobs was submitted ('distcollect submit' printed the "
+            "reason); submit it again, to another folder"
         )
     return folder
 
 
 def submitted(path: Path) -> RunFolder:
-    """A run's folder.
+    """The folder of a run.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the folder holds no run.
     """
     folder = RunFolder(path.absolute())
     if not folder.settings:
@@ -74,14 +78,14 @@ def submitted(path: Path) -> RunFolder:
 
 
 class Report:
-    """A look at a run.
+    """The state of a run at one moment.
 
     Attributes:
         trainer: the state of the trainer's job.
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        """Ask SLURM, and look into the folder."""
+        """Ask SLURM, and read the run's folder."""
         self._folder = folder
         self._said = folder.read("trainer.json") or {}
         self._jobs = [(job, states.query([str(job["id"])])) for job in folder.jobs()]
@@ -90,18 +94,18 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 if the trainer has ended, but not well."""
+        """1 if the trainer has failed, otherwise 0."""
         return int(self.trainer.is_over and self.trainer.state != "COMPLETED")
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a change of is news."""
-        told = [(s.job_id, s.state, s.restarts) for _, found in self._jobs for s in found]
-        return (*told, self._said.get("state"), self._said.get("since"))
+        """A value that changes whenever the report should be printed again."""
+        jobs = [(s.job_id, s.state, s.restarts) for _, found in self._jobs for s in found]
+        return (*jobs, self._said.get("state"), self._said.get("since"))
 
     @property
     def text(self) -> str:
-        """All of it, for people."""
+        """The report in words."""
         lines = [f"run {self._folder.path}"]
         for job, found in self._jobs:
             for state in found:
@@ -111,7 +115,7 @@ class Report:
         if self._said:
             lines.append(f"the trainer {self._trainer_says()}")
         restarted = [s.job_id for _, found in self._jobs for s in found if s.restarts]
-        lines += [f"an earlier life of job {life}" for life in states.lives(restarted)]
+        lines += [f"an earlier start of job {start}" for start in states.earlier_starts(restarted)]
         lines += self._folder.history()
         return "\n".join([*lines, *self._failures()])
 
@@ -125,13 +129,13 @@ class Report:
         return words + (f": {said['why']}" if "why" in said else "")
 
     def _failures(self) -> list[str]:
-        """The ends of the logs of those that failed."""
+        """The last lines of the logs of tasks that failed."""
         lines: list[str] = []
         failed = sorted((self._folder.path / "failed").glob("*.json"))
         names = [file.stem for file in failed]
         bad = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT", "NODE_FAIL")
         for _, found in self._jobs:
-            # Those that had no time to say it.
+            # Tasks that had no time to write a file about their failure.
             names += [f"{s.job_id}_0" for s in found if s.state in bad]
         for name in list(dict.fromkeys(names))[:_MOST_TAILS]:
             about = self._folder.read(f"failed/{name}.json") or {}
@@ -146,16 +150,16 @@ class Report:
 
 
 def tail(log: Path) -> list[str]:
-    """The last lines of a log, or why there are none."""
+    """The last lines of a log, or a line that says why there are none."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
-        return ["  (there is no such file: does the node see this folder?)"]
+        return ["  (there is no such file: does that host see this folder?)"]
     return [f"  {line}" for line in lines[-_TAIL_LINES:]] or ["  (empty)"]
 
 
 def follow(folder: RunFolder) -> int:
-    """Tell what happens until the trainer is done; 1 if it failed."""
+    """Print every change until the trainer has ended; 1 if it failed."""
     key: tuple[object, ...] = ()
     over_since: float | None = None
     while True:

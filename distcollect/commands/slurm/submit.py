@@ -1,4 +1,4 @@
-"""``distcollect submit``: a training script to a SLURM cluster."""
+"""``distcollect submit``: submits a training script to a SLURM cluster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ when its job is requeued.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be typed after ``distcollect submit``."""
+    """Declare the command's arguments."""
     parser.usage = "distcollect submit [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT ...]"
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -61,13 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = job.add_argument
     add("--nodes", type=count, default=1, help="hosts (default: %(default)s)")
     add("--tasks-per-node", type=count, default=1, metavar="N", help="the first of all tasks "
-        "trains, the others are workers (default: %(default)s)")  # fmt: skip
+        "is the trainer, the others are workers (default: %(default)s)")  # fmt: skip
     add("--cpus-per-task", type=count, default=1, metavar="N", help="cores (default: %(default)s)")
-    add("--gpus-per-node", type=natural, default=0, metavar="N", help="(default: %(default)s)")
+    add("--gpus-per-node", type=natural, default=0, metavar="N", help="GPUs (default: %(default)s)")
     add("--mem-gb", type=above_0, metavar="GB", help="memory of each node (default: the cluster's)")
     add("--time", type=minutes, default=60, metavar="TIME", help="time limit, after which the job "
         "is requeued: 90 (minutes), 12:00:00 or 2-00:00:00 (default: an hour)")  # fmt: skip
-    add("--partition", "-p", metavar="NAME", help="(default: the cluster's)")
+    add("--partition", "-p", metavar="NAME", help="partition (default: the cluster's)")
     add("--account", "-A", metavar="NAME", help="the account that is charged")
     add("--qos", metavar="NAME", help="quality of service")
     add("--slurm", action="append", default=[], metavar="NAME[=VALUE]", help="any other option of "
@@ -75,18 +75,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--setup", action="append", default=[], metavar="LINE", help="shell command to run first, "
         "such as 'module load cuda'")  # fmt: skip
 
-    workers = parser.add_argument_group("separate jobs for workers; by default as above")
+    workers = parser.add_argument_group("separate jobs for workers, which by default are as above")
     add = workers.add_argument
     add("--worker-jobs", type=natural, default=0, metavar="N", help="jobs, of one node each "
         "(default: %(default)s)")  # fmt: skip
     add("--worker-tasks", type=count, default=1, metavar="N", help="workers in each "
         "(default: %(default)s)")  # fmt: skip
     add("--worker-cpus", type=count, metavar="N", help="cores of each worker")
-    add("--worker-gpus", type=natural, default=0, metavar="N", help="of each job (default: 0)")
-    add("--worker-mem-gb", type=above_0, metavar="GB", help="of each job")
-    add("--worker-time", type=minutes, metavar="TIME", help="of each job")
-    add("--worker-partition", metavar="NAME", help="for example one without GPUs")
-    add("--worker-slurm", action="append", metavar="NAME[=VALUE]", help="instead of --slurm")
+    add("--worker-gpus", type=natural, default=0, metavar="N", help="GPUs of each job (default: 0)")
+    add("--worker-mem-gb", type=above_0, metavar="GB", help="memory of each job")
+    add("--worker-time", type=minutes, metavar="TIME", help="time limit of each job")
+    add(
+        "--worker-partition",
+        metavar="NAME",
+        help="partition of these jobs, for example one without GPUs",
+    )
+    add("--worker-slurm", action="append", metavar="NAME[=VALUE]", help="used instead of --slurm")
 
     how = parser.add_argument_group("how to run and submit")
     add = how.add_argument
@@ -94,11 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "wait for a trainer that is queued or requeued, and the trainer for workers "
         "(default: %(default)g)")  # fmt: skip
     add("--notice", type=count, default=120, metavar="SECONDS", help="how long before its "
-        "time limit a job is told to save (default: %(default)s)")  # fmt: skip
+        "time limit a job gets the signal to save (default: %(default)s)")  # fmt: skip
     add("--max-time-limits", type=natural, default=100, metavar="N", help="how often a job "
         "is requeued at its time limit (default: %(default)s)")  # fmt: skip
-    add("--dry-run", action="store_true", help="print what sbatch would get, submit nothing")
-    add("--wait", action="store_true", help="stay until the trainer is done, and report what "
+    add("--dry-run", action="store_true", help="print the sbatch files, submit nothing")
+    add("--wait", action="store_true", help="stay until the trainer has ended, and print what "
         "happens; the exit code is 1 if it failed")  # fmt: skip
     add("--trust-folder", action="store_true", help="accept a run folder that doesn't look "
         "like it is on a shared disk")  # fmt: skip
@@ -107,20 +111,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Submit.
+    """Submit the script, or more worker jobs.
 
     Raises:
-        ArgumentError: what was typed can't work. Nothing was submitted.
-        LaunchError: there is no SLURM here, or it won't have the jobs.
+        ArgumentError: the arguments can't work. Nothing was submitted.
+        LaunchError: there is no SLURM here, or it refused the jobs.
     """
     if given.add_workers is not None:
         return _add_workers(given)
     if given.script is None:
-        raise ArgumentError("which script? Say 'distcollect submit [OPTIONS] train.py'")
+        raise ArgumentError("no script given: call 'distcollect submit [OPTIONS] train.py'")
     script = given.script.absolute()
     if not script.is_file():
         raise ArgumentError(
-            f"{given.script} is no file: name the training script, as seen from {Path.cwd()}"
+            f"{given.script} is not a file: name the training script, as seen from {Path.cwd()}"
         )
     name = given.name or script.stem
     folder = RunFolder(_run_folder(given, name))
@@ -128,7 +132,7 @@ def run(given: argparse.Namespace) -> int:
     if given.notice >= 60 * shortest:
         raise ArgumentError(
             f"--notice {given.notice} s is all of the {shortest} minute(s) that a job has: it "
-            "would be told to end as it begins; ask for more --time, or a shorter --notice"
+            "would be told to end when it begins; ask for more --time, or a shorter --notice"
         )
     command = [sys.executable, "-u", str(script), *given.arguments]
     jobs = [Job(name, trains=True, resources=_resources(given), command=command)]
@@ -157,7 +161,7 @@ def run(given: argparse.Namespace) -> int:
 def _add_workers(given: argparse.Namespace) -> int:
     if given.script is not None:
         raise ArgumentError(
-            f"--add-workers takes no script: the run has one; leave {given.script} out"
+            f"--add-workers takes no script, since the run has one: leave out {given.script}"
         )
     if not given.worker_jobs:
         raise ArgumentError("--add-workers needs --worker-jobs N: how many jobs?")
@@ -172,7 +176,7 @@ def _add_workers(given: argparse.Namespace) -> int:
     if not settings["num_workers"] and settings["num_tasks"] == 1:
         raise ArgumentError(
             f"the run in {folder.path} was submitted as one task that starts its own workers: "
-            "nobody can join it. Submit its script again, with --worker-jobs"
+            "no other worker can join it. Submit its script again, with --worker-jobs"
         )
     submitter = Submitter(
         folder, Path(settings["cwd"]), settings["notice_s"], settings["max_time_limits"]
@@ -202,7 +206,7 @@ def _check_folder(folder: RunFolder, *, trusted: bool) -> None:
     if folder.settings or folder.token_file.exists():
         raise ArgumentError(
             f"{folder.path} holds a run already: name another --run-folder. A run that was "
-            "interrupted goes on by itself; 'distcollect status' tells"
+            "interrupted continues by itself; see 'distcollect status'"
         )
     if problem := obstacle(folder.path):
         raise ArgumentError(f"{problem}: name another --run-folder")
@@ -212,9 +216,9 @@ def _check_folder(folder: RunFolder, *, trusted: bool) -> None:
     if certain:
         raise ArgumentError(
             f"{problem}: the jobs could not find each other there. Name a --run-folder on the "
-            "cluster's shared disk, or say --trust-folder if all hosts do see it"
+            "cluster's shared disk, or add --trust-folder if all hosts do see it"
         )
-    print(f"distcollect: {problem}; --trust-folder if they do", file=sys.stderr)
+    print(f"distcollect: {problem}; add --trust-folder if they do", file=sys.stderr)
 
 
 def _check_jobs(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]) -> None:
@@ -232,8 +236,8 @@ def _check_jobs(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]
             have = "\n".join(f"  {name}: {about}" for name, about in known.items())
             raise LaunchError(
                 f"SLURM would not run the {'trainer' if job.trains else 'workers'}: {problem}\n"
-                f"asked for: {job.resources}\nthere are\n{have}\n"
-                "(--no-check submits nevertheless)"
+                f"requested: {job.resources}\nthe cluster has\n{have}\n"
+                "(--no-check submits anyway)"
             )
 
 
@@ -290,16 +294,20 @@ def _further(
     for option in options:
         name, _, value = option.partition("=")
         if not name.strip("-"):
-            raise ArgumentError(f"--slurm {option!r}: must be NAME or NAME=VALUE, as sbatch has it")
+            raise ArgumentError(
+                f"--slurm {option!r}: must be NAME or NAME=VALUE, an option of sbatch"
+            )
         found[name.lstrip("-")] = value
     return found
 
 
 def minutes(text: str) -> int:
-    """SLURM's times, in minutes, rounded up: "90", "30:00", "12:00:00", "2-12", "2-12:30"."""
+    """Parse SLURM's times, such as "90", "30:00", "2-12" or "2-12:30"; minutes, rounded up."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: say 90 (minutes), 12:00:00 or 2-00:00:00")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be like 90 (minutes), 12:00:00 or 2-00:00:00"
+        )
     days, *parts = (None if part is None else int(part) for part in match.groups())
     first, second, third = parts
     assert first is not None
@@ -310,5 +318,5 @@ def minutes(text: str) -> int:
     else:
         seconds = first * 60 + (second or 0)
     if seconds == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be more than nothing, as in 90 (minutes)")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0, such as 90 (minutes)")
     return -(-seconds // 60)

@@ -1,22 +1,23 @@
-"""What submitit runs in each task of a job: a script, as a process of its own.
+"""What submitit runs in each task of a job: a process that starts the script and waits for it.
 
-So signals are handled by a process that only waits, and the script stays an ordinary script. This
-process travels by value and needs nothing but submitit and Python's own library: importing torch
-here, in each task, would only cost memory.
+Signals are handled here, so the script can be an ordinary script. This module travels to the task
+by value and needs nothing but submitit and Python's own library: importing torch in each task would
+only cost memory.
 
-What follows from what:
+What happens on which event:
 
 ==============================  ================================================================
-SIGUSR2 (time is nearly up, or  The task tells its script to end by SIGTERM. In task 0 submitit
-preempted, where the site asks  then has the job requeued: see :meth:`Task.checkpoint`.
+SIGUSR2 (time is nearly up, or  The task sends SIGTERM to its script. In task 0 submitit then has
+preempted, where the site asks  the job requeued: see :meth:`Task.checkpoint`.
 for it)
-SIGTERM while the job runs      Preempted, where the site sends nothing else: the same.
-SIGTERM otherwise               Cancelled, or out of time: the script is told to end, that's all.
-The trainer's node goes down    SLURM requeues its job, or with others' nodes in it: one of them.
+SIGTERM while the job runs      Preempted, on sites that send only this signal: the same.
+SIGTERM otherwise               Cancelled, or out of time: the task sends SIGTERM to its script.
+The trainer's host goes down    SLURM requeues the job. If it has other hosts, one of their tasks
+                                requeues it.
 ==============================  ================================================================
 
-SLURM sends signals to all processes of a step, and SIGUSR2 ends a process that doesn't care: so the
-script and all that it starts ignore that one unless they ask for it.
+SLURM sends signals to all processes of a step, and SIGUSR2 ends a process that doesn't handle it.
+So the script and all that it starts ignore SIGUSR2 until they install a handler.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -35,16 +37,18 @@ from typing import Any
 import submitit
 from submitit.helpers import DelayedSubmission
 
+from distcollect.common.process_exit import describe_exit
 from distcollect.launch.run_folder import ENDED, REQUEUED, STARTING, RunFolder
 
 _POLL_S = 0.05
 _LOST_POLL_S = 5.0
 _SAVED = 75  # the exit code of a script whose Checkpoint has saved
 _COMMAND_TIMEOUT_S = 20.0
+NOT_RUN = 127  # the exit code by which shells report this
 
 
 class _Finished(BaseException):
-    """The script has ended with success just when it was to be interrupted."""
+    """The script has ended with success while it was being interrupted."""
 
 
 @dataclass
@@ -52,12 +56,12 @@ class Task:
     """Runs a command in each task of a job; picklable.
 
     Attributes:
-        command: the script, and how it is run.
+        command: the command that runs the script.
         run: the run's folder.
-        cwd: where it runs.
-        trains: the job's task 0 is the trainer; else all tasks are workers.
-        grace_s: for the script to save and end, once it was told to.
-        env: variables beside the job's own.
+        cwd: the script's working folder.
+        trains: whether the job's task 0 is the trainer; otherwise all tasks are workers.
+        grace_s: seconds that the script has to save and end after SIGTERM.
+        env: environment variables on top of the job's own.
     """
 
     command: list[str]
@@ -71,91 +75,93 @@ class Task:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __call__(self) -> None:
-        """Run it to its end.
+        """Run the script to its end.
 
         Raises:
-            SystemExit: with its exit code, if that isn't 0.
+            SystemExit: with the script's exit code, if that isn't 0.
         """
         self._job = submitit.JobEnvironment()
         self._is_trainer = self.trains and self._job.global_rank == 0
         self._child: subprocess.Popen[bytes] | None = None
-        self._told = self._cancelled = False
+        self._was_terminated = self._cancelled = False
         if self._is_trainer:
-            self._tell(STARTING)
+            self._set_trainer_state(STARTING)
         self._failed = Path(self.run, "failed", f"{self._job.job_id}_{self._job.global_rank}.json")
-        self._failed.unlink(missing_ok=True)  # of an earlier life
-        self._arm()
+        self._failed.unlink(missing_ok=True)  # of an earlier start of this job
+        self._install_handlers()
         try:
             self._start()
             self._wait()
         except _Finished:
             pass
         except Exception as error:
-            # Submitit won't have it requeued.
+            # Submitit will not requeue this job.
             if self._is_trainer:
-                self._tell(ENDED, why=str(error))
+                self._set_trainer_state(ENDED, why=str(error))
             raise
         finally:
             code = self._reap()
-        self._settle(code)
+        self._write_result(code)
 
     def checkpoint(self) -> DelayedSubmission:
-        """Have the script save and end; what is to be run when the job starts again."""
+        """Have the script save and end; return what submitit runs when the job starts again."""
         if getattr(self, "_child", None) is None:
-            return DelayedSubmission(self)  # nothing was started yet
+            return DelayedSubmission(self)  # the script was not started yet
         for number in (self._notice, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        self._forward()
+        self._terminate_script()
         why = self._why()
-        _say(f"this job {why}: its script was told to save and end")
+        _log(f"this job {why}: its script was told to save and end")
         if self._ended_within(self.grace_s):
             code = self._reap()
             if code == 0:
                 raise _Finished
-            how = "saved and ended" if code == _SAVED else f"ended ({_how(code)})"
+            how = "saved and ended" if code == _SAVED else f"ended ({describe_exit(code)})"
         else:
             how = f"did not end within {self.grace_s:g} s and is killed"
         RunFolder(Path(self.run)).note(self._job.job_id, f"{why}: its script {how}; requeued")
-        _say(f"the script {how}; the job is requeued")
+        _log(f"the script {how}; the job is requeued")
         if self._is_trainer:
-            self._tell(REQUEUED)
+            self._set_trainer_state(REQUEUED)
         return DelayedSubmission(self)
 
-    def _arm(self) -> None:
+    def _install_handlers(self) -> None:
         self._notice = getattr(signal, f"SIG{self._job.USR_SIG}")
         signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._job.global_rank > 0:
-            # Submitit has nothing to do here. A trainer's workers stay until it says goodbye: it
-            # may need them to get to where it can save.
-            leaves = not self.trains
-            signal.signal(self._notice, lambda *_: self._forward() if leaves else None)
+            # Submitit has nothing to do in this task. Workers in the trainer's job stay until the
+            # trainer ends: it may need them to reach the point where it can save.
+            is_worker_job = not self.trains
+            signal.signal(
+                self._notice, lambda *_: self._terminate_script() if is_worker_job else None
+            )
 
     def _on_sigterm(self, *_: object) -> None:
-        self._told = True
+        self._was_terminated = True
         if self._job.global_rank > 0:
             if not self.trains:
-                self._forward()
+                self._terminate_script()
             return
-        if self._about_job().get("JobState") == "RUNNING":
+        if self._job_info().get("JobState") == "RUNNING":
             os.kill(os.getpid(), self._notice)
             return
         self._cancelled = True
         if self._is_trainer:
-            self._tell(ENDED, why="its job was cancelled, or out of time")
-        self._forward()
+            self._set_trainer_state(ENDED, why="its job was cancelled, or out of time")
+        self._terminate_script()
 
-    def _about_job(self) -> dict[str, str]:
+    def _job_info(self) -> dict[str, str]:
         command = ["scontrol", "show", "job", "--oneliner", self._job.raw_job_id]
         pairs = (word.partition("=") for word in _output_of(command).split())
         return {name: value for name, _, value in pairs}
 
     def _why(self) -> str:
-        """Why the job is told to end, in words."""
-        about = self._about_job()
-        # Both as in 2026-11-22T01:55:45; it may have been preempted in an earlier life too.
-        if about.get("StartTime", "~") <= about.get("PreemptTime", "") < "A":
+        """Why the job has to end, in words."""
+        info = self._job_info()
+        # Both are like 2026-11-22T01:55:45. An earlier start may have been preempted too.
+        if info.get("StartTime", "~") <= info.get("PreemptTime", "") < "A":
             return "is preempted"
-        ran = f"after {about.get('RunTime')} of {about.get('TimeLimit')}"
+        ran = f"after {info.get('RunTime')} of {info.get('TimeLimit')}"
         return f"was told to end {ran}"
 
     def _start(self) -> None:
@@ -165,7 +171,7 @@ class Task:
             signal.signal(notice, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [notice, signal.SIGTERM])
 
-        # Blocked, as the child would take them for its own before it has changed that.
+        # Blocked meanwhile: the child would handle them as this process does until it ignores them.
         blocked = [notice, signal.SIGTERM]
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
@@ -181,7 +187,7 @@ class Task:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
     def _wait(self) -> None:
-        # Not Popen.wait(): a signal's handler waits too, and would find its lock taken.
+        # Not Popen.wait(): a signal handler waits too, and would find its lock taken.
         assert self._child is not None
         os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
 
@@ -195,13 +201,13 @@ class Task:
             time.sleep(_POLL_S)
         return True
 
-    def _forward(self) -> None:
-        self._told = True
+    def _terminate_script(self) -> None:
+        self._was_terminated = True
         if self._child is not None and self._child.returncode is None:
             self._child.terminate()
 
     def _reap(self) -> int:
-        """End what is left of the script, and give its exit code."""
+        """Kill what is left of the script's processes, and return its exit code."""
         child = self._child
         if child is None:
             return 0
@@ -210,66 +216,75 @@ class Task:
                 os.killpg(child.pid, signal.SIGKILL)
         return child.wait()
 
-    def _settle(self, code: int) -> None:
-        """Let the others know how it ended."""
+    def _write_result(self, code: int) -> None:
+        """Write down how the script ended, and end the job accordingly."""
         folder = RunFolder(Path(self.run))
-        how = _how(code)
-        if code != 0 and not self._told:
+        how = describe_exit(code)
+        if code != 0 and not self._was_terminated:
             about = {"how": how, "host": socket.gethostname(), "at": time.time()}
             folder.write(f"failed/{self._failed.name}", about)
         if self._is_trainer and not self._cancelled:
-            self._tell(ENDED, why="it is done" if code == 0 else f"it failed: {how}")
+            self._set_trainer_state(ENDED, why="it is done" if code == 0 else f"it failed: {how}")
             self._cancel_waiting(folder)
         if code != 0:
-            _say(f"the script ended: {how}")
+            _log(f"the script ended: {how}")
             if self.trains and not self._is_trainer:
-                self._requeue_if_the_trainer_is_lost(folder)
+                self._requeue_if_trainer_is_lost(folder)
             raise SystemExit(code if code > 0 else 128 - code)
 
-    def _requeue_if_the_trainer_is_lost(self, folder: RunFolder) -> None:
-        """Have the job start again when the node of task 0 went down.
+    def _requeue_if_trainer_is_lost(self, folder: RunFolder) -> None:
+        """Requeue the job when the host of task 0 went down.
 
-        A job with --no-kill goes on without it, though nothing is left that could end it.
+        A job with --no-kill would go on without that host, and nothing would end it.
         """
-        while not self._told:
+        while not self._was_terminated:
             said = folder.read("trainer.json") or {}
-            about = self._about_job()
-            if said.get("state") in (ENDED, REQUEUED) or about.get("JobState") != "RUNNING":
+            info = self._job_info()
+            if said.get("state") in (ENDED, REQUEUED) or info.get("JobState") != "RUNNING":
                 return
-            nodes = _output_of(["scontrol", "show", "hostnames", about.get("NodeList", "")])
-            if nodes and about.get("BatchHost") not in nodes.split():
-                folder.note(self._job.job_id, "lost the trainer's node; requeued")
-                _say("the trainer's node is lost; the job is requeued")
+            nodes = _output_of(["scontrol", "show", "hostnames", info.get("NodeList", "")])
+            if nodes and info.get("BatchHost") not in nodes.split():
+                folder.note(self._job.job_id, "lost the trainer's host; requeued")
+                _log("the trainer's host is lost; the job is requeued")
                 _output_of(["scontrol", "requeue", self._job.job_id])
                 return
             time.sleep(_LOST_POLL_S)
 
     def _cancel_waiting(self, folder: RunFolder) -> None:
-        """Workers that still queue have nobody to work for."""
+        """Cancel worker jobs that are still queued: their trainer has ended."""
         ids = [str(job["id"]) for job in folder.jobs() if not job["trains"]]
         if ids:
             _output_of(["scancel", "--quiet", "--state=PENDING", *ids])
 
-    def _tell(self, state: str, **about: str) -> None:
+    def _set_trainer_state(self, state: str, **about: str) -> None:
         host = socket.gethostname()
         RunFolder(Path(self.run)).tell(state, job=self._job.job_id, on=host, **about)
 
 
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
 def _output_of(command: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        _say(f"{command[0]}: {error}")
-        return ""
+    done = run_command(command, _COMMAND_TIMEOUT_S)
+    if done.returncode == NOT_RUN:
+        _log(done.stderr)
     return done.stdout
 
 
-def _say(what: str) -> None:
+def run_command(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run one of SLURM's commands.
+
+    Its exit code is :data:`NOT_RUN`, with the reason as its ``stderr``, if it can't be started or
+    doesn't end within ``timeout_s``.
+    """
+    try:
+        return subprocess.run(
+            list(command), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        why = f"{command[0]} did not answer within {timeout_s:g} s; is SLURM's controller up?"
+    except OSError as error:
+        why = f"{command[0]}: {error}"
+    return subprocess.CompletedProcess(command, NOT_RUN, stdout="", stderr=why)
+
+
+def _log(what: str) -> None:
     sys.stderr.write(f"distcollect: {what}\n")
     sys.stderr.flush()
