@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from helpers.marked import Marked
 from helpers.paths import TESTBED, TESTS
-from helpers.scripts.marked import Marked
 
 if TYPE_CHECKING:
     from chaos.hosts import Hosts
@@ -25,11 +26,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _audit(event: str, args: tuple[object, ...]) -> None:
-    if event in {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}:
+    if event in {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"} and not _imports():
         _started.append(f"{event} {args[:2]}")
 
 
+def _imports() -> bool:
+    """Whether a module is being imported: some look at the machine with a program."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+    return False
+
+
+def _spawn(*args: object) -> int:
+    """What multiprocessing starts its spawned processes with; it raises no audit event."""
+    _started.append(f"spawn {args[:1]}")
+    return _real_spawn(*args)
+
+
 sys.addaudithook(_audit)
+_real_spawn = multiprocessing.util.spawnv_passfds
+multiprocessing.util.spawnv_passfds = _spawn
+
+
+@pytest.fixture(autouse=True)
+def _one_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests in unit/ and loopback/ start no process."""
+    before = len(_started)
+    yield
+    folder = request.path.relative_to(TESTS).parts[0]
+    if folder in ("unit", "loopback"):
+        assert _started[before:] == [], f"move this test out of {folder}/: it starts a process"
 
 
 @pytest.fixture

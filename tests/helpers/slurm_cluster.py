@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers.paths import ROOT, SCRIPTS, TESTBED
 
-SCRIPT = SCRIPTS / "submitted.py"
+SCRIPT = SCRIPTS / "train_submitted.py"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "slurmdbd", "mariadbd", "ip", "nsenter")
 
 needs_slurm = pytest.mark.skipif(

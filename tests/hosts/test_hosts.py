@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 from chaos.hosts import Hosts
+from helpers.marked import Marked
 from helpers.paths import SCRIPTS
-from helpers.scripts.marked import Marked
-from helpers.trace_file import (
+from helpers.trace_checks import (
     assert_answered,
     assert_in_order,
     assert_named,
@@ -32,8 +32,8 @@ from helpers.trace_file import (
     load,
 )
 
-LAUNCHED = SCRIPTS / "launched.py"
-HOSTS = SCRIPTS / "hosts.py"
+LAUNCHED = SCRIPTS / "collect_launched.py"
+HOSTS = SCRIPTS / "collect_on_hosts.py"
 SECOND = "10.198.7"  # within the namespaces alone, as the third
 THIRD = "fd00:198:7:"
 NOBODY = 65534

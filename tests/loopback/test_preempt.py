@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from helpers.counting import CountingEnv, CountingMaker, CountingVectorEnv, Frame, check_frames
+from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv, Frame, check_frames
 from helpers.loopback_pool import LoopbackWorkers, loopback_collector
 from tensordict import TensorDict
 from torch import nn

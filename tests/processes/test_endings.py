@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from helpers.marked import Marked
 from helpers.paths import SCRIPTS
-from helpers.scripts.marked import Marked
 
 import distcollect as dc
 
-SCRIPT = SCRIPTS / "ending.py"
+SCRIPT = SCRIPTS / "end_in_some_way.py"
 START_S = 60
 END_S = 10
 PYTHON = [sys.executable]
@@ -312,7 +312,7 @@ def test_a_policy_that_raises_is_a_policy_error(marked: Marked, sync: bool) -> N
 
 def test_no_interrupt_is_lost_and_none_leaves_a_lock_behind() -> None:
     """Wherever in a collector's next() it comes; and the workers end all the same."""
-    script = SCRIPTS / "interrupted.py"
+    script = SCRIPTS / "interrupt_often.py"
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
     )

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.scripts.marked import Marked
+from helpers.marked import Marked
 from tensordict import TensorDict
 from torch import nn
 

@@ -4,74 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from helpers.scripts.marked import Marked
-from processes.test_bad_input import Env
+from helpers.envs import SamplingEnv
+from helpers.marked import Marked
+from helpers.revealing_policy import Revealing, check_whole
 from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 
-for _name in (__name__, Env.__module__):
-    cloudpickle.register_pickle_by_value(sys.modules[_name])  # workers can't import test modules
-
-
-class Revealing(nn.Module):
-    """Writes into each frame the lowest and highest value of each of its weights."""
-
-    def __init__(self, size: int = 64, value: float = 0) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(()))
-        self.large = nn.Parameter(torch.zeros(size))
-        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("own", torch.full((2,), -5.0), persistent=False)
-        self.inner = nn.Linear(2, 2, bias=False)
-        self.tied = nn.Linear(2, 2, bias=False)
-        self.tied.weight = self.inner.weight
-        self.last = nn.Parameter(torch.zeros(1))
-        self.fill(value)
-
-    def fill(self, value: float) -> Revealing:
-        with torch.no_grad():
-            for tensor in self.state_dict().values():
-                tensor.fill_(value)
-        return self
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        n = len(observation)
-        extremes = [f(t).double() for t in self.weights() for f in (torch.min, torch.max)]
-        revealed = torch.stack(extremes).expand(n, -1)
-        same = torch.full((n,), self.tied.weight is self.inner.weight)
-        return torch.zeros(n, dtype=torch.int64), {"weights": revealed, "tied": same}
-
-    def weights(self) -> list[torch.Tensor]:
-        tied = [self.inner.weight, self.tied.weight]
-        return [self.first, self.large, self.mean, self.count, *tied, self.last]
-
-
-def check_whole(batch: TensorDict, values: Mapping[int, float] | None = None) -> list[int]:
-    """The versions in ``batch``, whose weights must all be those of the version."""
-    versions = batch["collector", "policy_version"]
-    expected = versions.double()
-    for version, value in (values or {}).items():
-        expected[versions == version] = value
-    shown = batch["weights"]
-    assert (shown == expected.unsqueeze(-1)).all(), (versions.unique(), shown.unique())
-    assert batch["tied"].all()
-    return sorted(versions.unique().tolist())
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
 
 
 @pytest.fixture(scope="class")
 def shared() -> Iterator[tuple[dc.RPCDataCollector, dict[int, float]]]:
     policy = Revealing()
     with dc.RPCDataCollector(
-        Env, policy, frames_per_batch=20, num_workers=2, envs_per_worker=2, sync=True
+        SamplingEnv, policy, frames_per_batch=20, num_workers=2, envs_per_worker=2, sync=True
     ) as collector:
         yield collector, {0: 0.0}
 
@@ -236,7 +189,7 @@ def test_no_action_is_chosen_with_torn_weights(marked: Marked) -> None:
     """
     policy = Revealing(size=1_000_000)
     with dc.RPCDataCollector(
-        Env, policy, frames_per_batch=50, num_workers=2, sync=False
+        SamplingEnv, policy, frames_per_batch=50, num_workers=2, sync=False
     ) as collector:
         newest = {0: 0, 1: 0}
         changed_within = 0
@@ -272,36 +225,9 @@ def test_no_action_is_chosen_with_torn_weights(marked: Marked) -> None:
 
 def test_a_policy_made_by_a_factory_has_to_be_pushed_explicitly() -> None:
     with dc.RPCDataCollector(
-        Env, policy_factory=Revealing, frames_per_batch=4, num_workers=1, sync=True
+        SamplingEnv, policy_factory=Revealing, frames_per_batch=4, num_workers=1, sync=True
     ) as collector:
         with pytest.raises(dc.ArgumentTypeError, match=r"no policy of its own.*pass the weights"):
             collector.update_policy_weights_()
         collector.update_policy_weights_(Revealing(value=1))
         check_whole(collector.next())
-
-
-def test_a_policy_without_weights_needs_no_push() -> None:
-    with dc.SyncDataCollector(
-        Env, lambda observation: torch.zeros(1, dtype=torch.int64), frames_per_batch=4
-    ) as collector:
-        assert collector.update_policy_weights_() is None
-        assert collector.policy_version == 0
-
-
-def test_in_process_weights_are_copied_in_or_shared() -> None:
-    policy = Revealing()
-    with dc.SyncDataCollector(Env, policy, frames_per_batch=4) as collector:
-        policy.fill(0)
-        check_whole(collector.next().unsqueeze(0))
-        collector.update_policy_weights_(Revealing(value=1))
-        assert policy.first == 1
-        check_whole(collector.next().unsqueeze(0))
-        policy.fill(2)
-        collector.update_policy_weights_()
-        check_whole(collector.next().unsqueeze(0))
-        assert collector.policy_version == 2
-        with pytest.raises(TypeError, match="no workers"):
-            collector.update_policy_weights_(policy, worker_ids=0)
-        with pytest.raises(dc.WeightsError, match="missing key 'first'"):
-            collector.update_policy_weights_({"large": policy.large})
-        assert policy.first == 2

@@ -15,14 +15,14 @@ import cloudpickle
 import pytest
 from helpers.paths import SCRIPTS
 
-import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.commands.slurm import disks, states
 from distcollect.commands.slurm.jobs import Job, Resources, Submitter
 from distcollect.commands.slurm.submit import minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
+from distcollect.launch.worker_hosts import Cluster
 
-SCRIPT = SCRIPTS / "submitted.py"
+SCRIPT = SCRIPTS / "train_submitted.py"
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:
 def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder) -> None:
     """Both are told what is wrong, each within its deadline."""
     command = [sys.executable, "-m", "distcollect", "worker", "--run", str(run.path)]
-    cluster = dc.cluster.Cluster("127.0.0.1", "another", num_expected=1)
+    cluster = Cluster("127.0.0.1", "another", num_expected=1)
     try:
         run.tell(LISTENING, host="127.0.0.1", port=cluster.gate.port)
         wrong = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

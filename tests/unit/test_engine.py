@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from helpers.counting import CountingEnv, CountingMaker, CountingVectorEnv
+from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
 from tensordict import TensorDict
 from torch import nn
 

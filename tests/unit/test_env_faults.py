@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
-import signal
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -18,15 +13,27 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from helpers.counting import (
+from helpers.counting_envs import (
     CountingEnv,
-    CountingVectorEnv,
     Facts,
-    Frame,
-    check_frames,
     echo_of,
     reward_of,
+)
+from helpers.fragile_envs import (
+    LONG,
+    Fragile,
+    Maker,
+    N,
+    Stumbling,
+    Summing,
+    T,
+    check_policy,
+    check_row,
+    collect,
+    engine_of,
+    is_accounted_for,
+    same,
+    steps_of,
 )
 from helpers.loopback_pool import LoopbackWorkers
 from tensordict import TensorDict
@@ -36,165 +43,11 @@ import distcollect as dc
 from distcollect.config import Faults
 from distcollect.engine import env_recovery as rebuilder
 from distcollect.engine.build import WorkerPlan, build_engine
-from distcollect.engine.engine import Engine, StepOptions, Stopped
+from distcollect.engine.engine import Stopped
 from distcollect.envs.base import Faulted
 from distcollect.envs.make import make_envs
-from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slab import Slab
 from distcollect.transport.protocol import CollectRequest
-
-N, T = 3, 6
-LONG = (100,)
-
-
-class Fragile(CountingEnv):
-    """Raises at its n-th step or reset, counted from 1, and when it is closed after that."""
-
-    def __init__(self, number: int, fails: tuple[str, int] | None, lengths: Sequence[int]) -> None:
-        super().__init__(number, lengths=lengths)
-        self.fails = fails
-        self.calls = {"step": 0, "reset": 0}
-        self.broken = False
-
-    def _call(self, name: str) -> None:
-        assert not self.broken, "it raised, so nobody may use it any more"
-        self.calls[name] += 1
-        if self.fails == (name, self.calls[name]):
-            self.broken = True
-            raise RuntimeError(f"no more {name}s")
-
-    def reset(self, **kwargs: Any) -> Any:
-        self._call("reset")
-        return super().reset(**kwargs)
-
-    def step(self, action: Any) -> Any:
-        self._call("step")
-        return super().step(action)
-
-    def close(self) -> None:
-        super().close()
-        if self.broken:
-            raise RuntimeError("broken, so it can't be closed")
-
-
-@dataclass
-class Maker:
-    """Makes the envs of some rows as ``fails`` has it: for each row, of the n-th env made for it.
-
-    An env's number is its row and ten times how many were made before it.
-    """
-
-    fails: dict[int, list[tuple[str, int] | None]] = field(default_factory=dict)
-    lengths: tuple[int, ...] = LONG
-    made: dict[int, list[Fragile]] = field(default_factory=dict)
-
-    def __call__(self, context: dc.EnvContext) -> Fragile:
-        return self.make(context.env_index)
-
-    def make(self, row: int) -> Fragile:
-        made = self.made.setdefault(row, [])
-        script = self.fails.get(row, [])
-        fails = script[len(made)] if len(made) < len(script) else None
-        made.append(Fragile(row + 10 * (len(made) % 6), fails, self.lengths))
-        return made[-1]
-
-
-@dataclass
-class VectorMaker:
-    """As :class:`Maker`, of vector envs of any kind."""
-
-    kind: str
-    inner: Maker
-    made: list[Any] = field(default_factory=list)
-
-    def __call__(self) -> Any:
-        how, mode, *rest = self.kind.split("-")
-        autoreset = {
-            "next": AutoresetMode.NEXT_STEP,
-            "same": AutoresetMode.SAME_STEP,
-            "disabled": AutoresetMode.DISABLED,
-        }[mode]
-        if how == "native":
-            envs = [self.inner.make(row) for row in range(N)]
-            self.made.append(CountingVectorEnv(envs, autoreset))
-            return self.made[-1]
-        envs = [self.inner.make(row) for row in range(N)]
-        makers = [lambda env=env: env for env in envs]
-        if how == "sync":
-            self.made.append(SyncVectorEnv(makers, autoreset_mode=autoreset))
-        else:
-            shared = "pipe" not in rest
-            self.made.append(AsyncVectorEnv(makers, shared, autoreset_mode=autoreset))
-        return self.made[-1]
-
-
-class Summing(nn.Module):
-    """Acts by what it sees, and says what that was."""
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        total = observation.sum(-1)
-        return total.long() % 5, {"sum": total}
-
-
-def engine_of(maker: Any, policy: Any = None, *, faults: int = 3, **options: Any) -> Engine:
-    plan = WorkerPlan(maker, N, policy, options=StepOptions(**options), max_env_faults=faults)
-    return build_engine(plan, traj_ids=count())
-
-
-def collect(engine: Engine, rollouts: int, steps: int = T, **kwargs: Any) -> TensorDict:
-    """Some rollouts, one behind the other, ``[n, rollouts * steps]``."""
-    slab = Slab(engine.layout, steps)
-    parts = []
-    for _ in range(rollouts):
-        engine.collect(slab, **kwargs)
-        tensors = [tensor.clone() for tensor in slab.tensors()]
-        header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
-        parts.append(assemble(engine.layout, [Rollout(header, tensors)]))
-    return torch.cat(parts, 1)
-
-
-def is_accounted_for(engine: Engine, delivered: int) -> bool:
-    held = 0 if engine._ragged is None else int(engine._ragged.position.sum())
-    return engine.counts.stepped == delivered + sum(engine.counts.lost.values()) + held
-
-
-def check_row(row: TensorDict, lengths: Sequence[int] = LONG, cut_after: int | None = None) -> None:
-    """Check every value of a row's frames, trajectory by trajectory."""
-    ids = row["collector", "traj_ids"]
-    runs, sizes = torch.unique_consecutive(ids, return_counts=True)
-    assert len(runs.unique()) == len(runs)
-    for part in row.split(sizes.tolist()):
-        over, faulted = part["next", "done"].flatten(), part["collector", "faulted"]
-        assert not over[:-1].any()
-        assert not (faulted & ~over).any()
-        frames = [
-            Frame(
-                {("observation",): part["observation"][t].numpy()},
-                {("action",): part["action"][t].numpy()},
-                part["next", "reward"][t],
-                {("observation",): part["next", "observation"][t].numpy()},
-                part["next", "terminated"][t],
-                part["next", "truncated"][t] and not faulted[t],
-            )
-            for t in range(len(part))
-        ]
-        check_frames(frames, lengths=lengths, cut_after=cut_after)
-
-
-def check_policy(batch: TensorDict) -> None:
-    """Each action was chosen for the observation that stands beside it."""
-    assert torch.equal(batch["sum"], batch["observation"].sum(-1))
-    assert torch.equal(batch["action"], batch["sum"].long() % 5)
-
-
-def same(one: TensorDict, other: TensorDict) -> bool:
-    return bool((one.exclude("collector") == other.exclude("collector")).all())
-
-
-def steps_of(row: TensorDict) -> list[tuple[int, int, int]]:
-    """(number, episode, step) that each frame starts with."""
-    return [tuple(map(int, frame[:3])) for frame in row["observation"]]
 
 
 @pytest.mark.parametrize("at", range(1, 2 * T + 1))
@@ -320,9 +173,6 @@ def test_an_observation_that_stops_fitting() -> None:
     check_row(batch[0])
     assert batch["collector", "faulted"].tolist() == [[False, False, True, False, False, False]]
     assert made[0].closed
-
-
-# When it doesn't help.
 
 
 @pytest.mark.parametrize("faults", [0, 1, 2])
@@ -457,9 +307,6 @@ def test_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [told.format(1), told.format(2)]
 
 
-# Resets of all rows, and seeds.
-
-
 def test_a_reset_of_all_rows_that_raises() -> None:
     maker = Maker({1: [("reset", 2)], 2: [("reset", 2), ("reset", 1)]})
     engine = engine_of(maker, Summing(), reset_at_each_iter=True)
@@ -467,21 +314,6 @@ def test_a_reset_of_all_rows_that_raises() -> None:
     assert [steps_of(row)[0] for row in batch] == [(0, 1, 0), (11, 0, 0), (22, 0, 0)]
     assert not batch["collector", "faulted"].any()
     assert engine.counts.env_faults == 3
-
-
-class Stumbling(gym.Wrapper[Any, Any, Any, Any]):
-    """Raises at one of its steps."""
-
-    def __init__(self, env: Any, at: int | None) -> None:
-        super().__init__(env)
-        self.left = at
-
-    def step(self, action: Any) -> Any:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise RuntimeError("stumbled")
-        return super().step(action)
 
 
 def stumbling(context: dc.EnvContext) -> Stumbling:
@@ -530,179 +362,6 @@ def test_a_seed_decides_about_the_new_envs_too(policy: Any) -> None:
     assert same(first[[0, 2]], usual[[0, 2]])
 
 
-# Vector envs: all their rows share one fate.
-
-VECTOR_KINDS = ["sync-next", "sync-same", "async-next", "async-disabled", "async-next-pipe"]
-VECTOR_KINDS += ["native-next", "native-same", "native-disabled"]
-# How AsyncVectorEnv logs errors.
-quiet = pytest.mark.filterwarnings("ignore:.*(ERROR|WARN):UserWarning")
-
-
-@quiet
-@pytest.mark.parametrize("kind", VECTOR_KINDS)
-@pytest.mark.parametrize("at", [1, 3, T, T + 1, T + 3])
-def test_a_vector_env_that_raises(kind: str, at: int) -> None:
-    maker = VectorMaker(kind, Maker({1: [("step", at)]}))
-    engine = engine_of(maker, Summing())
-    batch = collect(engine, 3)
-    check_policy(batch)
-    before = at - 1
-    for row, each in enumerate(batch):
-        check_row(each)
-        expected = [(row, 0, step) for step in range(before)]
-        expected += [(row + 10, 0, step) for step in range(3 * T - before)]
-        assert steps_of(each) == expected
-    marked = [] if before in (0, T) else [[row, before - 1] for row in range(N)]
-    assert batch["collector", "faulted"].nonzero().tolist() == marked
-    assert engine.counts.env_faults == 1
-    assert is_accounted_for(engine, batch.numel())
-    assert not engine.counts.lost
-    engine.close()
-    if kind.startswith("async"):
-        assert not any(process.is_alive() for env in maker.made for process in env.processes)
-    if kind.startswith("sync"):
-        assert all(env.closed for made in maker.inner.made.values() for env in made)
-
-
-@quiet
-@pytest.mark.parametrize("kind", VECTOR_KINDS)
-@pytest.mark.parametrize("at", [2, 3, 4])
-def test_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> None:
-    """Rows that have just ended are not marked, and none is spliced."""
-    lengths = (3, 1, 4, 2)
-    maker = VectorMaker(kind, Maker({1: [("step", at), ("step", 9), ("step", 2)]}, lengths))
-    engine = engine_of(maker, Summing())
-    batch = collect(engine, 5)
-    check_policy(batch)
-    for each in batch:
-        check_row(each, lengths)
-        begins = torch.cat([torch.tensor([True]), each["collector", "traj_ids"].diff() != 0])
-        assert not each["observation"][begins, 2].any(), "a trajectory's first frame is missing"
-    assert batch["collector", "faulted"].any()
-    assert engine.counts.env_faults == 3
-    assert is_accounted_for(engine, batch.numel())
-    engine.close()
-
-
-@pytest.mark.parametrize("kind", ["sync-next", "native-disabled"])
-def test_a_reset_of_some_rows_that_raises(kind: str) -> None:
-    """The other rows' last transition was real, and the fault ends their trajectories with it."""
-    lengths = (3, 5, 7)  # of rows 0, 1 and 2 in their first episodes
-    maker = VectorMaker(kind, Maker({0: [("reset", 2)]}, lengths))
-    engine = engine_of(maker, Summing())
-    batch = collect(engine, 2)
-    check_policy(batch)
-    for each in batch:
-        check_row(each, lengths)
-    assert batch["collector", "faulted"].nonzero().tolist() == [[1, 2], [2, 2]]
-    assert batch["next", "done"][:, 2].all()
-    assert [steps_of(row)[3] for row in batch] == [(10, 0, 0), (11, 0, 0), (12, 0, 0)]
-    assert is_accounted_for(engine, batch.numel())
-
-
-@quiet
-@pytest.mark.parametrize("kind", ["sync-next", "native-next"])
-def test_a_vector_env_that_goes_on_raising_is_given_up(kind: str) -> None:
-    maker = VectorMaker(kind, Maker({1: [("step", T + 3), *[("step", 1)] * 9]}))
-    engine = engine_of(maker, faults=1)
-    delivered = collect(engine, 1).numel()
-    with pytest.raises(dc.EnvError, match=r"vector env .*step\(\) raised .*made anew 1 times"):
-        collect(engine, 1)
-    assert engine.counts.lost == {"env_failed": 2 * N}
-    assert is_accounted_for(engine, delivered)
-
-
-UNEVEN = [(1,), (50,), (3,)]
-
-
-class Uneven:
-    """A native vector env whose rows drift apart, and whose first object raises at a step."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.made = 0
-
-    def __call__(self) -> CountingVectorEnv:
-        fails = ("step", self.at) if not self.made else None
-        envs = [
-            Fragile(row + 10 * self.made, fails if row == 1 else None, lengths)
-            for row, lengths in enumerate(UNEVEN)
-        ]
-        self.made += 1
-        return CountingVectorEnv(envs, AutoresetMode.NEXT_STEP)
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("at", range(1, 40, 3))
-def test_rows_that_drift_apart(at: int, fresh: bool) -> None:
-    engine = engine_of(Uneven(at), Summing())
-    batch = collect(engine, 10, fresh=fresh)
-    check_policy(batch)
-    for row, each in enumerate(batch):
-        ids = each["collector", "traj_ids"]
-        sizes = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
-        for part in each.split(sizes):
-            check_row(part, UNEVEN[row])
-        places = steps_of(each)
-        assert sorted(places) == places, "a frame out of place"
-        assert len(set(places)) == len(places), "a frame twice"
-    assert is_accounted_for(engine, batch.numel())
-    assert engine.counts.env_faults == 1
-
-
-@quiet
-def test_a_vector_env_whose_process_is_killed() -> None:
-    maker = VectorMaker("async-next", Maker())
-    engine = engine_of(maker, Summing())
-    collect(engine, 1)
-    processes = maker.made[0].processes
-    os.kill(processes[1].pid, signal.SIGKILL)
-    processes[1].join()
-    batch = collect(engine, 1)
-    for each in batch:
-        check_row(each)
-    assert steps_of(batch[0])[0] == (10, 0, 0)
-    assert not any(process.is_alive() for process in processes)
-    engine.close()
-
-
-class Dies(Fragile):
-    """Takes its process along."""
-
-    def step(self, action: Any) -> Any:
-        self.calls["step"] += 1
-        if self.fails == ("step", self.calls["step"]):
-            os._exit(1)
-        return CountingEnv.step(self, action)
-
-
-@quiet
-@pytest.mark.parametrize("dying", range(N))
-def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
-    """Some have answered by then and some have not, and nobody waits for what never comes."""
-    made: list[AsyncVectorEnv] = []
-
-    def make() -> AsyncVectorEnv:
-        fails = None if made else ("step", 3)
-        envs = [Dies(row, fails if row == dying else None, LONG) for row in range(N)]
-        made.append(AsyncVectorEnv([lambda env=env: env for env in envs]))
-        return made[-1]
-
-    engine = engine_of(make, Summing(), faults=1)
-    batch = collect(engine, 1)
-    for each in batch:
-        check_row(each)
-    assert batch["collector", "faulted"].nonzero().tolist() == [[row, 1] for row in range(N)]
-    processes = made[0].processes
-    assert not any(process.is_alive() for process in processes)
-    made.pop(0)
-    gc.collect()  # whatever its destructor raised would show
-    engine.close()
-
-
-# What a batch of envs promises whoever steps it.
-
-
 def test_what_a_step_leaves_undone_is_told_and_can_be_made_up_for() -> None:
     maker = Maker({0: [("step", 1)], 2: [("reset", 2)]}, lengths=(1,))
     contexts = [dc.EnvContext(0, row, 0, None) for row in range(N)]
@@ -728,45 +387,6 @@ def test_what_a_step_leaves_undone_is_told_and_can_be_made_up_for() -> None:
 
 # Numbers of the envs that made the transition, and how they echo their actions.
 ECHOED = [(10, echo_of([0])), (1, echo_of([1])), (2, echo_of([2]))]
-
-
-# All of it.
-
-
-class StumblesOnce:
-    """Env 1 of worker 1 raises at its 20th step, and is all right when made anew."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def __call__(self, context: dc.EnvContext) -> Stumbling:
-        stumbles = (context.worker_id, context.env_index) == (1, 1)
-        self.made += stumbles
-        return Stumbling(gym.make("CartPole-v1"), 20 if self.made == 1 and stumbles else None)
-
-
-@pytest.mark.parametrize("sync", [True, False])
-def test_in_worker_processes(sync: bool) -> None:
-    total = 0
-    with dc.RPCDataCollector(
-        StumblesOnce(),
-        lambda observation: (observation[:, 2] > 0).long(),  # stays up longer than that
-        frames_per_batch=4 * 60 if sync else 2 * 60,
-        num_workers=2,
-        envs_per_worker=2,
-        sync=sync,
-    ) as collector:
-        if sync:  # else it may be a frame from before that stumbles, and is given up
-            collector.set_seed(0)
-        seen: set[int] = set()
-        while (not sync and seen != {0, 1}) or not total:
-            batch = collector.next(timeout_s=60)
-            seen |= set(batch["collector", "worker_id"].flatten().tolist())
-            marked = batch["collector", "faulted"]
-            total += int(marked.sum())
-            assert batch["collector", "worker_id"][marked].tolist() == [1] * int(marked.sum())
-            assert batch["next", "truncated"][marked].all()
-    assert total == 1
 
 
 def test_the_header_tells_how_often_an_env_raised() -> None:

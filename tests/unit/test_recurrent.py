@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -11,8 +10,9 @@ import gymnasium as gym
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from helpers.counting import CountingEnv, CountingMaker, CountingVectorEnv
+from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
 from helpers.loopback_pool import loopback_collector
+from helpers.recurrent_policies import LENGTHS, Counter, N, T, check
 from tensordict import TensorDict
 from tensordict.nn import (
     InteractionType,
@@ -31,39 +31,7 @@ from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slab import Slab
 
-N, T = 3, 10
-LENGTHS = (3, 1, 4, 7)
 KINDS = ["plain", "sync-next", "native-next"]
-
-
-class Counter(nn.Module):
-    """Its state counts the episode's frames from ``first`` on, and adds observations up."""
-
-    def __init__(self, first: float = 0.0) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.tensor(first))
-
-    def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
-        return {
-            "frames": self.first.expand(num_envs),
-            "total": torch.zeros(num_envs, 4, dtype=torch.float64),
-        }
-
-    def forward(self, observation: Any, frames: Any, total: Any, is_init: Any) -> Any:
-        action = frames.long() % 5
-        following = {"frames": frames + 1, "total": total + observation}
-        return action, {"told": frames * 2, "flag": is_init.clone(), **following}
-
-
-def counting_with_tensordict() -> TensorDictModule:
-    def step(observation: Any, frames: Any) -> Any:
-        return frames.long().squeeze(-1) % 5, frames * 2, frames + 1
-
-    module = TensorDictModule(
-        step, in_keys=["observation", "frames"], out_keys=["action", "told", ("next", "frames")]
-    )
-    module.initial_state = lambda num_envs: {"frames": torch.zeros(num_envs, 1)}
-    return module
 
 
 def engine_of(policy: Any, kind: str = "plain", lengths: Any = LENGTHS, **options: Any) -> Engine:
@@ -78,28 +46,6 @@ def collect(engine: Engine, steps: int = T, **kwargs: Any) -> TensorDict:
     header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
     mask = slab.num_frames < slab.reward.size
     return assemble(engine.layout, [Rollout(header, slab.tensors())], mask=mask)
-
-
-def check(batch: TensorDict, first: float = 0.0) -> None:
-    """The counters of ``batch`` are what its observations say."""
-    step = batch["observation"][..., 2]  # of the episode
-    assert torch.equal(batch["frames"].reshape(step.shape), step + first)
-    assert torch.equal(batch["next", "frames"].reshape(step.shape), step + first + 1)
-    assert torch.equal(batch["told"], 2 * batch["frames"])
-    assert torch.equal(batch["action"], batch["frames"].reshape(step.shape).long() % 5)
-    if "is_init" in batch:
-        assert batch["is_init"].shape == (*step.shape, 1)
-        assert torch.equal(batch["is_init"].squeeze(-1), step == 0)
-        assert torch.equal(batch["is_init"], batch["flag"])
-        assert not batch["next", "is_init"].any()
-    if "total" in batch:
-        assert batch["total"].dtype == torch.float64
-        assert torch.equal(batch["next", "total"], batch["total"] + batch["observation"])
-        ongoing = ~batch["next", "done"][..., :-1, 0]
-        assert torch.equal(
-            batch["next", "total"][..., :-1, :][ongoing], batch["total"][..., 1:, :][ongoing]
-        )
-        assert not batch["total"][step == 0].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,33 +163,6 @@ def test_padding(kind: str) -> None:
     assert not batch["is_init"][:, 0].all()
 
 
-@pytest.mark.parametrize("maker", [counting_with_tensordict, Counter])
-@pytest.mark.parametrize("collector", [loopback_collector, partial(dc.RPCDataCollector)])
-def test_through_workers(maker: Callable[[], Any], collector: Callable[..., Any]) -> None:
-    envs = CountingMaker("plain", 1, lengths=LENGTHS)
-    settings = {"frames_per_batch": 2 * N * T, "envs_per_worker": N, "num_workers": 2, "sync": True}
-    with collector(envs, maker(), **settings) as started:
-        for _ in range(3):
-            check(started.next(timeout_s=60))
-
-
-def test_a_learned_start_is_that_of_the_newest_weights() -> None:
-    policy = Counter()
-    envs = CountingMaker("plain", 1, lengths=LENGTHS)
-    with loopback_collector(
-        envs, policy, frames_per_batch=N * T, envs_per_worker=N, num_workers=1, sync=True
-    ) as collector:
-        collector.next(timeout_s=60)
-        with torch.no_grad():
-            policy.first.fill_(5)
-        collector.update_policy_weights_()
-        collector.next(timeout_s=60)
-        batch = collector.next(timeout_s=60)
-    starts = batch["observation"][..., 2] == 0
-    assert starts.any()
-    assert (batch["frames"][starts] == 5).all()
-
-
 def lstm_policy(hidden: int = 8) -> TensorDictSequential:
     """TorchRL's module in a policy that draws actions."""
     modules = pytest.importorskip("torchrl.modules")
@@ -296,31 +215,6 @@ def test_a_torchrl_module_reproduces_what_it_gave(
     assert batches[1][state][:, 0].abs().amax() > 0
     ends = batches[0]["next", "done"].squeeze(-1)
     assert (batches[0]["next", state][ends].flatten(1).abs().amax(1) > 0).all()
-
-
-class Leaning(Counter):
-    """Acts by what it has seen in the whole episode."""
-
-    def forward(self, observation: Any, frames: Any, total: Any, is_init: Any) -> Any:
-        _, written = super().forward(observation, frames, total, is_init)
-        noise = torch.randn_like(frames)
-        return (written["total"][:, 2] + 0.1 * noise > 0).long(), written
-
-
-def test_the_same_on_any_number_of_workers() -> None:
-    def collected(num_workers: int) -> TensorDict:
-        settings = {"num_workers": num_workers, "envs_per_worker": 4 // num_workers, "sync": True}
-        with loopback_collector(
-            "CartPole-v1", Leaning(), frames_per_batch=4 * 40, **settings
-        ) as collector:
-            collector.set_seed(2)
-            batches = [collector.next(timeout_s=60) for _ in range(2)]
-            return torch.cat(batches, 1).exclude("collector")
-
-    expected = collected(1)
-    assert expected["next", "done"].sum() > 4
-    for num_workers in (2, 4):
-        assert (collected(num_workers) == expected).all()
 
 
 class Misfit(Counter):

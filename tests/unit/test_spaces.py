@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.counting import ACTIONS, OBSERVATIONS
+from helpers.counting_envs import ACTIONS, OBSERVATIONS
 
 from distcollect.errors import SpaceError
 from distcollect.rollout.spaces import (

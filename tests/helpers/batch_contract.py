@@ -1,0 +1,405 @@
+"""The data contract of batches, and the oracle that checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from helpers.counting_envs import (
+    ACTIONS,
+    FILLER_KINDS,
+    OBSERVATIONS,
+    CountingMaker,
+    Frame,
+    check_frames,
+)
+from helpers.loopback_pool import loopback_collector
+from tensordict import TensorDictBase
+from torch import nn
+
+import distcollect as dc
+from distcollect.rollout.spaces import flatten
+
+N, T = 3, 7
+Spec = dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class BatchFormat:
+    """A way to get batches.
+
+    Attributes:
+        collector: the class, or a function that makes one, and its settings.
+        num_workers: processes or threads that step envs.
+        on_policy: a batch has the rows of all workers in order, and none of it is collected ahead.
+        shape: of a batch, from workers, envs per worker and steps.
+    """
+
+    collector: Callable[..., Any]
+    num_workers: int
+    on_policy: bool
+    shape: Callable[[int, int, int], tuple[int, ...]]
+
+    def start(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        envs: int = N,
+        steps: int = T,
+        **kwargs: Any,
+    ) -> Any:
+        rows = envs * (self.num_workers if self.on_policy else 1)
+        sizes = {"frames_per_batch": rows * steps, "envs_per_worker": envs}
+        return self.collector(create_env_fn, policy, **{**sizes, **kwargs})
+
+
+def _all_rows(num_workers: int, num_envs: int, num_steps: int) -> tuple[int, ...]:
+    return (num_workers * num_envs, num_steps)
+
+
+def _own_rows(num_workers: int, num_envs: int, num_steps: int) -> tuple[int, ...]:
+    return (num_envs, num_steps)
+
+
+def _no_row_if_single(num_workers: int, num_envs: int, num_steps: int) -> tuple[int, ...]:
+    return (num_steps,) if num_envs == 1 else (num_envs, num_steps)
+
+
+def _rpc(collector: Callable[..., Any], *, sync: bool) -> BatchFormat:
+    start = partial(collector, num_workers=2, sync=sync)
+    return BatchFormat(start, 2, sync, _all_rows if sync else _own_rows)
+
+
+DELIVERIES = {
+    "in-process": BatchFormat(dc.SyncDataCollector, 1, True, _no_row_if_single),
+    "loopback-sync": _rpc(loopback_collector, sync=True),
+    "loopback-async": _rpc(loopback_collector, sync=False),
+    "rpc-sync": _rpc(dc.RPCDataCollector, sync=True),
+    "rpc-async": _rpc(dc.RPCDataCollector, sync=False),
+    "rpc-multi": BatchFormat(
+        partial(dc.MultiSyncDataCollector, num_workers=2, cat_results=0), 2, True, _all_rows
+    ),
+    "rpc-multia": BatchFormat(
+        partial(dc.MultiaSyncDataCollector, num_workers=2), 2, False, _own_rows
+    ),
+    "rpc-one": BatchFormat(dc.aSyncDataCollector, 1, False, _own_rows),
+}
+
+
+# Those that start no processes: cheap enough for the full cross product.
+LIGHT = [name for name in DELIVERIES if not name.startswith("rpc")]
+HEAVY = [name for name in DELIVERIES if name.startswith("rpc")]
+_f32, _f64, _i64 = torch.float32, torch.float64, torch.int64
+_i8, _u8, _bool = torch.int8, torch.uint8, torch.bool
+
+
+OBSERVATION_SPECS: dict[str, Spec] = {
+    "box32": {("observation",): ((4,), _f32)},
+    "box64": {("observation",): ((4,), _f64)},
+    "image": {("observation",): ((4, 3, 2), _u8)},
+    "discrete": {("observation",): ((), _i64)},
+    "multidiscrete": {("observation",): ((4,), _i64)},
+    "multibinary": {("observation",): ((24,), _i8)},
+    "dict": {
+        ("image",): ((2, 2), _u8),
+        ("inner", "echo"): ((), _i64),
+        ("inner", "pair", "0"): ((), _f64),
+        ("inner", "pair", "1"): ((2,), _i8),
+        ("place",): ((2,), _f32),
+    },
+    "tuple": {("observation", "0"): ((3,), _f32), ("observation", "1"): ((), _i64)},
+}
+
+
+ACTION_SPECS: dict[str, Spec] = {
+    "discrete": {("action",): ((), _i64)},
+    "discrete_start": {("action",): ((), _i64)},
+    "box": {("action",): ((2,), _f32)},
+    "box_scalar": {("action",): ((), _f64)},
+    "multidiscrete": {("action",): ((2,), _i64)},
+    "multibinary": {("action",): ((3,), _i8)},
+    "dict": {
+        ("action", "go"): ((), _i64),
+        ("action", "how", "0"): ((2,), _f32),
+        ("action", "how", "1"): ((), _i64),
+    },
+    "tuple": {("action", "0"): ((), _i64), ("action", "1"): ((2,), _i8)},
+}
+
+
+SPACES = [
+    ("box32", "discrete"),
+    ("dict", "dict"),
+    ("box64", "box_scalar"),
+    ("image", "box"),
+    ("discrete", "multidiscrete"),
+    ("multidiscrete", "discrete_start"),
+    ("multibinary", "multibinary"),
+    ("tuple", "tuple"),
+]
+
+
+ENDS: Spec = {(name,): ((1,), _bool) for name in ("done", "terminated", "truncated")}
+
+
+IDS: Spec = {
+    ("collector", name): ((), _i64) for name in ("traj_ids", "policy_version", "worker_id")
+} | {("collector", "faulted"): ((), _bool)}
+
+
+class Noter:
+    """A policy for any spaces: random actions, and a note of what it has seen."""
+
+    SPEC: ClassVar[Spec] = {("seen",): ((), _f64), ("deep", "twice"): ((2,), _f32)}
+
+    def __init__(self, action: str) -> None:
+        self.name = action
+        self.space = ACTIONS[action]
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        drawn = [list(flatten(self.space, self.space.sample())) for _ in range(len(td))]
+        seen = self.seen(td)
+        for index, key in enumerate(ACTION_SPECS[self.name]):
+            td[key] = torch.as_tensor(np.stack([row[index] for row in drawn]))
+        td["seen"] = seen
+        td["deep", "twice"] = torch.stack([seen, seen], -1).float()
+        return td
+
+    @staticmethod
+    def seen(td: TensorDictBase) -> torch.Tensor:
+        """Of the observations in ``td``, which has nothing else but what is skipped here."""
+        skipped = {"action", "collector", "deep", "done", "next", "seen", "terminated", "truncated"}
+        parts = [value for key, value in sorted(_leaves(td).items()) if key[0] not in skipped]
+        sums = [part.double().reshape(*td.shape, -1).sum(-1) for part in parts]
+        return sum(index * part for index, part in enumerate(sums, start=1))
+
+    def check(self, batch: TensorDictBase) -> None:
+        assert torch.allclose(batch["seen"], self.seen(batch))
+        assert torch.equal(batch["deep", "twice"][..., 1], batch["seen"].float())
+
+
+class Teller(nn.Module):
+    """Shows which weights it used: ``told`` is what its only weight says, the version."""
+
+    SPEC: ClassVar[Spec] = {("told",): ((), _f32), ("sum",): ((), _f32)}
+
+    def __init__(self, told: float = 0.0) -> None:
+        super().__init__()
+        self.told = nn.Parameter(torch.tensor(float(told)))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        total = observation.sum(-1)
+        return total.long() % 5, {"told": self.told.expand(len(observation)), "sum": total}
+
+    def check(self, batch: TensorDictBase) -> None:
+        assert torch.equal(batch["told"].long(), batch["collector", "policy_version"])
+        assert torch.equal(batch["sum"], batch["observation"].sum(-1))
+        assert torch.equal(batch["action"], batch["sum"].long() % 5)
+
+
+def _leaves(td: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor]:
+    return {
+        (key,) if isinstance(key, str) else key: value
+        for key, value in td.items(include_nested=True, leaves_only=True)
+    }
+
+
+def same(one: TensorDictBase, other: TensorDictBase) -> bool:
+    """Bit for bit; NaN is like NaN."""
+    mine, its = _leaves(one), _leaves(other)
+    return mine.keys() == its.keys() and all(
+        value.numpy().tobytes() == its[key].numpy().tobytes() for key, value in mine.items()
+    )
+
+
+@dataclass
+class Oracle:
+    """Knows what the batches of one collector have to be; follows each row over all of them.
+
+    Attributes:
+        cut_after: max_frames_per_traj.
+        info: specs of the info entries in the batch.
+        extras: specs of what the policy writes.
+        resets: every batch starts with a reset.
+        shown: what the env was given, from what the batch says the policy chose.
+    """
+
+    delivery: BatchFormat
+    maker: CountingMaker
+    steps: int = T
+    cut_after: int | None = None
+    info: Spec = field(default_factory=dict)
+    extras: Spec = field(default_factory=dict)
+    resets: bool = False
+    shape: tuple[int, ...] | None = None
+    shown: Callable[[np.ndarray], np.ndarray] | None = None
+    clones: list[TensorDictBase] = field(default_factory=list)
+    _last: TensorDictBase | None = None
+
+    def take(self, batch: TensorDictBase) -> None:
+        """Check all of a batch that can be told from it alone, then make it unusable."""
+        self._check_structure(batch)
+        check_yours(batch)
+        clone = batch.clone()
+        if self._last is not None:
+            assert same(self._last, self.clones[-1]), "an earlier batch was changed"
+            for value in _leaves(self._last).values():
+                value.fill_(1)
+            assert same(batch, clone), "shares memory with an earlier batch"
+        self.clones.append(clone)
+        self._last = batch
+
+    @property
+    def worker_ids(self) -> set[int]:
+        return {int(i) for b in self.clones for i in b["collector", "worker_id"].unique()}
+
+    def check(self) -> None:
+        """Check every value of every row over all batches."""
+        runs: list[int] = []
+        for (worker_id, row), parts in self._rows().items():
+            runs += self._check_row(worker_id * self.maker.num_envs + row, parts)
+        assert len(runs) == len(set(runs)), "two trajectories have the same id"
+
+    def _check_structure(self, batch: TensorDictBase) -> None:
+        workers, envs = self.delivery.num_workers, self.maker.num_envs
+        shape = self.shape or self.delivery.shape(workers, envs, self.steps)
+        observed = {**OBSERVATION_SPECS[self.maker.observation], **self.info}
+        expected: Spec = {**observed, **ACTION_SPECS[self.maker.action], **self.extras}
+        expected |= ENDS | IDS
+        following: Spec = {**observed, ("reward",): ((1,), _f32), **ENDS}
+        expected |= {("next", *key): spec for key, spec in following.items()}
+        given = {key: (tuple(v.shape), v.dtype) for key, v in _leaves(batch).items()}
+        assert given == {key: ((*shape, *tail), dtype) for key, (tail, dtype) in expected.items()}
+        assert batch.shape == shape
+        nodes = [value for value in batch.values(True) if isinstance(value, TensorDictBase)]
+        for node in (batch, *nodes):
+            assert node.names[-1] == "time"
+            assert node.shape == shape
+        assert not any(batch[name].any() for name in ("done", "terminated", "truncated"))
+        ends = batch["next", "terminated"] | batch["next", "truncated"]
+        assert torch.equal(batch["next", "done"], ends)
+        assert not batch["collector", "faulted"].any()
+        ids = batch["collector", "worker_id"].reshape(-1, self.steps)
+        if self.delivery.on_policy:
+            wanted = torch.arange(workers).repeat_interleave(envs)
+        else:
+            wanted = ids[0, 0].expand(envs)
+        assert torch.equal(ids, wanted[:, None].expand(-1, self.steps))
+
+    def _rows(self) -> dict[tuple[int, int], list[TensorDictBase]]:
+        rows: dict[tuple[int, int], list[TensorDictBase]] = {}
+        for batch in self.clones:
+            for index, row in enumerate(batch.reshape(-1, self.steps).unbind(0)):
+                worker_id = int(row["collector", "worker_id"][0])
+                rows.setdefault((worker_id, index % self.maker.num_envs), []).append(row)
+        return rows
+
+    def _check_row(self, number: int, parts: list[TensorDictBase]) -> list[int]:
+        """Check one row; the ids of its trajectories."""
+        # Where frames may be missing: rows of these envs drift apart, and nothing is kept.
+        gaps = self.maker.kind in FILLER_KINDS and self.delivery.on_policy
+        pieces = parts if gaps or self.resets else [torch.cat(parts)]
+        keys = [*OBSERVATION_SPECS[self.maker.observation], *self.info]
+        ids: list[int] = []
+        place: tuple[int, ...] = (-1, 0)
+        before: TensorDictBase | None = None
+        for piece in pieces:
+            assert check_frames(
+                self._frames(piece),
+                number=number,
+                observation=self.maker.observation,
+                action=self.maker.action,
+                lengths=self.maker.lengths,
+                info_keys=list(self.info),
+                cut_after=self.cut_after,
+            ) == len(piece)
+            first = self._facts(piece[0])
+            assert first > place, "a frame twice, or out of place"
+            place = self._facts(piece[-1])
+            assert not self.resets or first[1] == 0
+            new_ids = piece["collector", "traj_ids"].tolist()
+            ended = piece["next", "done"].flatten().tolist()
+            if before is not None:
+                follows = all(torch.equal(before[("next", *k)], piece[0][k]) for k in keys)
+                ends = self.resets or not follows
+                assert (new_ids[0] != ids[-1]) == ends
+            changes = [a != b for a, b in pairwise(new_ids)]
+            assert changes == ended[:-1], "traj_ids change where no episode ends, or don't"
+            ids += new_ids
+            before = piece[-1]
+        return [ids[0], *(b for a, b in pairwise(ids) if a != b)]
+
+    def _facts(self, frame: TensorDictBase) -> tuple[int, ...]:
+        parts = [frame[key].numpy() for key in OBSERVATION_SPECS[self.maker.observation]]
+        facts = OBSERVATIONS[self.maker.observation].decode(parts)
+        return tuple(round(float(fact)) for fact in facts[1:3])
+
+    def _frames(self, piece: TensorDictBase) -> Iterable[Frame]:
+        keys = [*OBSERVATION_SPECS[self.maker.observation], *self.info]
+        root = {key: piece[key].numpy() for key in keys}
+        after = {key: piece[("next", *key)].numpy() for key in keys}
+        action = {key: piece[key].numpy() for key in ACTION_SPECS[self.maker.action]}
+        if self.shown is not None:
+            action = {key: self.shown(value) for key, value in action.items()}
+        ends = [piece["next", name].flatten().tolist() for name in ("terminated", "truncated")]
+        rewards = piece["next", "reward"].flatten().tolist()
+        for t in range(len(piece)):
+            yield Frame(
+                {key: value[t] for key, value in root.items()},
+                {key: value[t] for key, value in action.items()},
+                rewards[t],
+                {key: value[t] for key, value in after.items()},
+                ends[0][t],
+                ends[1][t],
+            )
+
+
+def check_yours(batch: TensorDictBase) -> None:
+    """Nothing stands in the way of whatever the user does to a batch."""
+    leaves = _leaves(batch)
+    storages = [value.untyped_storage().data_ptr() for value in leaves.values()]
+    assert len(set(storages)) == len(storages), "two entries share memory"
+    for value in leaves.values():
+        assert not value.is_inference()
+        assert not value.requires_grad
+        # Every element has memory of its own: nothing is expanded.
+        assert value.untyped_storage().nbytes() >= value.nbytes
+    weight = torch.ones((), requires_grad=True)
+    sum((v.double() * weight).sum() for v in leaves.values()).backward()
+    assert weight.grad is not None
+
+
+def run(
+    delivery: BatchFormat,
+    maker: CountingMaker,
+    policy: Any = None,
+    *,
+    batches: int = 4,
+    **kwargs: Any,
+) -> Oracle:
+    """Collect and check some batches; every worker takes part."""
+    known = {"cut_after", "info", "extras", "resets", "shape", "shown", "steps"}
+    about = {key: kwargs.pop(key) for key in known & kwargs.keys()}
+    oracle = Oracle(delivery, maker, **about)
+    settings = {"envs": maker.num_envs, "steps": oracle.steps, **kwargs}
+    with delivery.start(maker, policy, **settings) as collector:
+        while len(oracle.clones) < batches or len(oracle.worker_ids) < delivery.num_workers:
+            oracle.take(collector.next(timeout_s=60))
+            assert len(oracle.clones) < 200, "one worker delivers nothing"
+    oracle.check()
+    return oracle
+
+
+def check_contract(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
+    maker = CountingMaker(kind, N, *spaces)
+    policy = Noter(maker.action)
+    oracle = run(DELIVERIES[delivery], maker, policy, extras=Noter.SPEC)
+    for batch in oracle.clones:
+        policy.check(batch)
+        assert not batch["collector", "policy_version"].any()

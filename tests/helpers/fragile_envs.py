@@ -1,0 +1,239 @@
+"""Envs that raise when they are told to, and what the frames around a fault have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from helpers.counting_envs import (
+    CountingEnv,
+    CountingVectorEnv,
+    Frame,
+    check_frames,
+)
+from tensordict import TensorDict
+from torch import nn
+
+import distcollect as dc
+from distcollect.engine.build import WorkerPlan, build_engine
+from distcollect.engine.engine import Engine, StepOptions
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slab import Slab
+
+N, T = 3, 6
+LONG = (100,)
+
+
+class Fragile(CountingEnv):
+    """Raises at its n-th step or reset, counted from 1, and when it is closed after that."""
+
+    def __init__(self, number: int, fails: tuple[str, int] | None, lengths: Sequence[int]) -> None:
+        super().__init__(number, lengths=lengths)
+        self.fails = fails
+        self.calls = {"step": 0, "reset": 0}
+        self.broken = False
+
+    def _call(self, name: str) -> None:
+        assert not self.broken, "it raised, so nobody may use it any more"
+        self.calls[name] += 1
+        if self.fails == (name, self.calls[name]):
+            self.broken = True
+            raise RuntimeError(f"no more {name}s")
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._call("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self._call("step")
+        return super().step(action)
+
+    def close(self) -> None:
+        super().close()
+        if self.broken:
+            raise RuntimeError("broken, so it can't be closed")
+
+
+@dataclass
+class Maker:
+    """Makes the envs of some rows as ``fails`` has it: for each row, of the n-th env made for it.
+
+    An env's number is its row and ten times how many were made before it.
+    """
+
+    fails: dict[int, list[tuple[str, int] | None]] = field(default_factory=dict)
+    lengths: tuple[int, ...] = LONG
+    made: dict[int, list[Fragile]] = field(default_factory=dict)
+
+    def __call__(self, context: dc.EnvContext) -> Fragile:
+        return self.make(context.env_index)
+
+    def make(self, row: int) -> Fragile:
+        made = self.made.setdefault(row, [])
+        script = self.fails.get(row, [])
+        fails = script[len(made)] if len(made) < len(script) else None
+        made.append(Fragile(row + 10 * (len(made) % 6), fails, self.lengths))
+        return made[-1]
+
+
+@dataclass
+class VectorMaker:
+    """As :class:`Maker`, of vector envs of any kind."""
+
+    kind: str
+    inner: Maker
+    made: list[Any] = field(default_factory=list)
+
+    def __call__(self) -> Any:
+        how, mode, *rest = self.kind.split("-")
+        autoreset = {
+            "next": AutoresetMode.NEXT_STEP,
+            "same": AutoresetMode.SAME_STEP,
+            "disabled": AutoresetMode.DISABLED,
+        }[mode]
+        if how == "native":
+            envs = [self.inner.make(row) for row in range(N)]
+            self.made.append(CountingVectorEnv(envs, autoreset))
+            return self.made[-1]
+        envs = [self.inner.make(row) for row in range(N)]
+        makers = [lambda env=env: env for env in envs]
+        if how == "sync":
+            self.made.append(SyncVectorEnv(makers, autoreset_mode=autoreset))
+        else:
+            shared = "pipe" not in rest
+            self.made.append(AsyncVectorEnv(makers, shared, autoreset_mode=autoreset))
+        return self.made[-1]
+
+
+class Summing(nn.Module):
+    """Acts by what it sees, and says what that was."""
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        total = observation.sum(-1)
+        return total.long() % 5, {"sum": total}
+
+
+def engine_of(maker: Any, policy: Any = None, *, faults: int = 3, **options: Any) -> Engine:
+    plan = WorkerPlan(maker, N, policy, options=StepOptions(**options), max_env_faults=faults)
+    return build_engine(plan, traj_ids=count())
+
+
+def collect(engine: Engine, rollouts: int, steps: int = T, **kwargs: Any) -> TensorDict:
+    """Some rollouts, one behind the other, ``[n, rollouts * steps]``."""
+    slab = Slab(engine.layout, steps)
+    parts = []
+    for _ in range(rollouts):
+        engine.collect(slab, **kwargs)
+        tensors = [tensor.clone() for tensor in slab.tensors()]
+        header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
+        parts.append(assemble(engine.layout, [Rollout(header, tensors)]))
+    return torch.cat(parts, 1)
+
+
+def is_accounted_for(engine: Engine, delivered: int) -> bool:
+    held = 0 if engine._ragged is None else int(engine._ragged.position.sum())
+    return engine.counts.stepped == delivered + sum(engine.counts.lost.values()) + held
+
+
+def check_row(row: TensorDict, lengths: Sequence[int] = LONG, cut_after: int | None = None) -> None:
+    """Check every value of a row's frames, trajectory by trajectory."""
+    ids = row["collector", "traj_ids"]
+    runs, sizes = torch.unique_consecutive(ids, return_counts=True)
+    assert len(runs.unique()) == len(runs)
+    for part in row.split(sizes.tolist()):
+        over, faulted = part["next", "done"].flatten(), part["collector", "faulted"]
+        assert not over[:-1].any()
+        assert not (faulted & ~over).any()
+        frames = [
+            Frame(
+                {("observation",): part["observation"][t].numpy()},
+                {("action",): part["action"][t].numpy()},
+                part["next", "reward"][t],
+                {("observation",): part["next", "observation"][t].numpy()},
+                part["next", "terminated"][t],
+                part["next", "truncated"][t] and not faulted[t],
+            )
+            for t in range(len(part))
+        ]
+        check_frames(frames, lengths=lengths, cut_after=cut_after)
+
+
+def check_policy(batch: TensorDict) -> None:
+    """Each action was chosen for the observation that stands beside it."""
+    assert torch.equal(batch["sum"], batch["observation"].sum(-1))
+    assert torch.equal(batch["action"], batch["sum"].long() % 5)
+
+
+def same(one: TensorDict, other: TensorDict) -> bool:
+    return bool((one.exclude("collector") == other.exclude("collector")).all())
+
+
+def steps_of(row: TensorDict) -> list[tuple[int, int, int]]:
+    """(number, episode, step) that each frame starts with."""
+    return [tuple(map(int, frame[:3])) for frame in row["observation"]]
+
+
+class Stumbling(gym.Wrapper[Any, Any, Any, Any]):
+    """Raises at one of its steps."""
+
+    def __init__(self, env: Any, at: int | None) -> None:
+        super().__init__(env)
+        self.left = at
+
+    def step(self, action: Any) -> Any:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("stumbled")
+        return super().step(action)
+
+
+# How AsyncVectorEnv logs errors.
+quiet = pytest.mark.filterwarnings("ignore:.*(ERROR|WARN):UserWarning")
+
+
+def check_a_vector_env_that_raises(kind: str, at: int) -> None:
+    maker = VectorMaker(kind, Maker({1: [("step", at)]}))
+    engine = engine_of(maker, Summing())
+    batch = collect(engine, 3)
+    check_policy(batch)
+    before = at - 1
+    for row, each in enumerate(batch):
+        check_row(each)
+        expected = [(row, 0, step) for step in range(before)]
+        expected += [(row + 10, 0, step) for step in range(3 * T - before)]
+        assert steps_of(each) == expected
+    marked = [] if before in (0, T) else [[row, before - 1] for row in range(N)]
+    assert batch["collector", "faulted"].nonzero().tolist() == marked
+    assert engine.counts.env_faults == 1
+    assert is_accounted_for(engine, batch.numel())
+    assert not engine.counts.lost
+    engine.close()
+    if kind.startswith("async"):
+        assert not any(process.is_alive() for env in maker.made for process in env.processes)
+    if kind.startswith("sync"):
+        assert all(env.closed for made in maker.inner.made.values() for env in made)
+
+
+def check_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> None:
+    """Rows that have just ended are not marked, and none is spliced."""
+    lengths = (3, 1, 4, 2)
+    maker = VectorMaker(kind, Maker({1: [("step", at), ("step", 9), ("step", 2)]}, lengths))
+    engine = engine_of(maker, Summing())
+    batch = collect(engine, 5)
+    check_policy(batch)
+    for each in batch:
+        check_row(each, lengths)
+        begins = torch.cat([torch.tensor([True]), each["collector", "traj_ids"].diff() != 0])
+        assert not each["observation"][begins, 2].any(), "a trajectory's first frame is missing"
+    assert batch["collector", "faulted"].any()
+    assert engine.counts.env_faults == 3
+    assert is_accounted_for(engine, batch.numel())
+    engine.close()

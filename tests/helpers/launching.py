@@ -1,0 +1,61 @@
+"""Programs started as torchrun and SLURM start them, and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from helpers.paths import SCRIPTS
+
+SCRIPT = SCRIPTS / "collect_launched.py"
+TRAINERS = SCRIPTS / "train_together.py"
+MENDED = SCRIPTS / "lose_a_worker.py"
+
+
+def finish(processes, timeout_s=110):
+    """Wait for all; their outputs. Ends them whatever happens."""
+    outputs = []
+    try:
+        for process in processes:
+            out, _ = process.communicate(timeout=timeout_s)
+            outputs.append(out)
+            assert process.returncode == 0, out
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return outputs
+
+
+def start(command, **env):
+    return subprocess.Popen(
+        [str(part) for part in command],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def report(output):
+    lines = [line for line in output.splitlines() if line.startswith('[{"shape"')]
+    assert len(lines) == 1, output
+    return json.loads(lines[0])
+
+
+def slurm_variables(rank, num_hosts, per_host):
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": str(num_hosts * per_host),
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": f"node[1-{num_hosts}]",
+        "SLURM_STEP_NUM_NODES": str(num_hosts),
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_host}(x{num_hosts})",
+    }
+
+
+def torchrun(*options):
+    return [sys.executable, "-m", "torch.distributed.run", *options, SCRIPT]

@@ -1,0 +1,15 @@
+"""A membership with fixed limits, and how its commands are followed."""
+
+from __future__ import annotations
+
+import random
+
+from distcollect.supervision.membership import Membership
+
+SILENCE_S = 8.0
+START_S = 100.0
+PAUSE_S = 2.0
+
+
+def make(max_restarts: int = 3, seed: int = 0) -> Membership:
+    return Membership(SILENCE_S, START_S, max_restarts, rng=random.Random(seed))

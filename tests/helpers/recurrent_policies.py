@@ -1,0 +1,77 @@
+"""Recurrent policies that count, in every form a policy may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers.counting_envs import CountingMaker
+from tensordict import TensorDict
+from tensordict.nn import (
+    TensorDictModule,
+)
+from torch import nn
+
+N, T = 3, 10
+LENGTHS = (3, 1, 4, 7)
+
+
+class Counter(nn.Module):
+    """Its state counts the episode's frames from ``first`` on, and adds observations up."""
+
+    def __init__(self, first: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor(first))
+
+    def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
+        return {
+            "frames": self.first.expand(num_envs),
+            "total": torch.zeros(num_envs, 4, dtype=torch.float64),
+        }
+
+    def forward(self, observation: Any, frames: Any, total: Any, is_init: Any) -> Any:
+        action = frames.long() % 5
+        following = {"frames": frames + 1, "total": total + observation}
+        return action, {"told": frames * 2, "flag": is_init.clone(), **following}
+
+
+def counting_with_tensordict() -> TensorDictModule:
+    def step(observation: Any, frames: Any) -> Any:
+        return frames.long().squeeze(-1) % 5, frames * 2, frames + 1
+
+    module = TensorDictModule(
+        step, in_keys=["observation", "frames"], out_keys=["action", "told", ("next", "frames")]
+    )
+    module.initial_state = lambda num_envs: {"frames": torch.zeros(num_envs, 1)}
+    return module
+
+
+def check(batch: TensorDict, first: float = 0.0) -> None:
+    """The counters of ``batch`` are what its observations say."""
+    step = batch["observation"][..., 2]  # of the episode
+    assert torch.equal(batch["frames"].reshape(step.shape), step + first)
+    assert torch.equal(batch["next", "frames"].reshape(step.shape), step + first + 1)
+    assert torch.equal(batch["told"], 2 * batch["frames"])
+    assert torch.equal(batch["action"], batch["frames"].reshape(step.shape).long() % 5)
+    if "is_init" in batch:
+        assert batch["is_init"].shape == (*step.shape, 1)
+        assert torch.equal(batch["is_init"].squeeze(-1), step == 0)
+        assert torch.equal(batch["is_init"], batch["flag"])
+        assert not batch["next", "is_init"].any()
+    if "total" in batch:
+        assert batch["total"].dtype == torch.float64
+        assert torch.equal(batch["next", "total"], batch["total"] + batch["observation"])
+        ongoing = ~batch["next", "done"][..., :-1, 0]
+        assert torch.equal(
+            batch["next", "total"][..., :-1, :][ongoing], batch["total"][..., 1:, :][ongoing]
+        )
+        assert not batch["total"][step == 0].any()
+
+
+def check_through_workers(maker: Callable[[], Any], collector: Callable[..., Any]) -> None:
+    envs = CountingMaker("plain", 1, lengths=LENGTHS)
+    settings = {"frames_per_batch": 2 * N * T, "envs_per_worker": N, "num_workers": 2, "sync": True}
+    with collector(envs, maker(), **settings) as started:
+        for _ in range(3):
+            check(started.next(timeout_s=60))

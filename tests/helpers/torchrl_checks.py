@@ -1,0 +1,87 @@
+"""The kinds of TorchRL envs, and the comparison with TorchRL's own collector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+
+import distcollect as dc
+
+
+@pytest.fixture(scope="module")
+def zoo() -> Any:
+    """Imported late: it makes multiprocessing spawn, which makes AsyncVectorEnvs slow to start."""
+    pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
+    from helpers import torchrl_envs  # noqa: PLC0415
+
+    return torchrl_envs
+
+
+KIND_NAMES = [
+    "plain",
+    "batched",
+    "serial",
+    "parallel",
+    "transformed",
+    "transformed batched",
+    "serial of transformed",
+    "done only",
+    "no truncated",
+    "discrete",
+    "one-hot",
+    "multi-categorical",
+    "binary",
+    "agents",
+    "serial of agents",
+    "gym one-hot",
+    "gym discrete",
+]
+
+
+def entries(batch: TensorDictBase) -> dict[Any, torch.Tensor]:
+    """All of a batch, but for what a collector says of itself."""
+    keys = batch.exclude("collector").keys(include_nested=True, leaves_only=True)
+    return {key: batch[key] for key in keys}
+
+
+def is_ours_alone(key: Any, theirs: dict[Any, torch.Tensor]) -> bool:
+    """Frames always say whether they were truncated, and always have a reward for the whole env."""
+    parts = key if isinstance(key, tuple) else (key,)
+    whole = parts == ("next", "reward") and ("next", "agents", "reward") in theirs
+    return parts[-1] == "truncated" or whole
+
+
+def check_the_same_frames_as_from_torchrls_collector(zoo: Any, kind: str) -> None:
+    make = zoo.KINDS[kind]
+    probe = make()
+    policy, num_rows = zoo.policy_for(probe), probe.batch_size.numel()
+    sizes = {"frames_per_batch": 13 * num_rows, "total_frames": 26 * num_rows}
+    reference = zoo.Collector(make(), policy, auto_register_policy_transforms=False, **sizes)
+    expected = [batch.clone() for batch in reference]
+    reference.shutdown()
+    with dc.SyncDataCollector(make(), policy, **sizes) as collector:
+        batches = list(collector)
+    for ours, theirs in zip(batches, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.names == theirs.names
+        mine, wanted = entries(ours), entries(theirs)
+        assert wanted.keys() <= mine.keys()
+        assert all(is_ours_alone(key, wanted) for key in mine.keys() - wanted.keys())
+        for key, value in wanted.items():
+            assert mine[key].dtype == value.dtype, key
+            torch.testing.assert_close(mine[key], value, rtol=0, atol=0, msg=str(key))
+
+
+def check_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
+    faults = dc.Faults(max_env_faults=1)
+    with dc.SyncDataCollector(zoo.mended(kind), frames_per_batch=10, faults=faults) as collector:
+        batch = collector.next().reshape(-1, 10 if kind == "plain" else 5)
+    # It raises in the second of its steps, which is no frame.
+    begins = [0, 0, 1, 2, 0]
+    assert (batch["observation"][:, :5, 0] == torch.tensor(begins)).all()
+    assert (batch["next", "observation"][:, :5, 0] == torch.tensor(begins) + 1).all()
+    assert (batch["collector", "faulted"] == (torch.arange(batch.shape[1]) == 0)).all()
+    assert batch["next", "truncated"][:, 0].all()

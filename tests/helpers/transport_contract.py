@@ -1,0 +1,189 @@
+"""The contract that all transports keep."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.paths import TESTS
+from helpers.scripts.rpc_peer import WORKER_ID, Service, rollout
+
+import distcollect as dc
+from distcollect.transport import rpc
+from distcollect.transport.loopback import LoopbackTransport
+from distcollect.transport.peer_ids import identity
+from distcollect.transport.protocol import CollectRequest
+from distcollect.transport.rpc import RpcTransport
+
+SOON_S = 10
+SMALL, LARGE = 100, 200_000
+
+
+class Loopback:
+    """A transport and a peer of it in this process."""
+
+    def __init__(self) -> None:
+        self.transport = LoopbackTransport()
+        self.peer = 1
+        self.transport.connect(self.peer, Service())
+
+    def sent_bytes(self) -> int:
+        return self.transport.bytes_fetched
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class Rpc:
+    """A transport and a peer of it in a process of its own."""
+
+    def __init__(self, channels: list[str] | None = None) -> None:
+        self.transport = RpcTransport(identity().trainer, address="127.0.0.1")
+        self.processes: list[subprocess.Popen[str]] = []
+        self.peer = self.add_peer(channels or rpc._CHANNELS)
+
+    def add_peer(self, channels: list[str]) -> int:
+        peer = identity().new_peer()  # ids are never used twice in one process
+        process = subprocess.Popen(
+            [sys.executable, "-m", "helpers.scripts.rpc_peer"],
+            cwd=TESTS,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        boot = {"id": peer, "endpoint": self.transport.endpoint, "channels": channels}
+        process.stdin.write(json.dumps(boot) + "\n")
+        process.stdin.flush()
+        self.transport.connect(peer, process.stdout.readline().strip())
+        return peer
+
+    def sent_bytes(self) -> int:
+        """What the peer has written to its sockets (true with the channel "basic" alone)."""
+        counters = Path(f"/proc/{self.processes[0].pid}/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in counters)["wchar"])
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.processes[0].send_signal(number)
+
+    def close(self) -> None:
+        self.transport.close()
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def check(tensors: list[torch.Tensor], num_steps: int) -> None:
+    expected = rollout(num_steps)
+    assert [t.dtype for t in tensors] == [t.dtype for t in expected]
+    assert [t.shape for t in tensors] == [t.shape for t in expected]
+    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+
+
+def check_calls(world: Loopback | Rpc) -> None:
+    ask = world.transport.call
+    assert ask(world.peer, "echo", 1, "two", None).result(SOON_S) == (1, "two", None)
+
+    for method in ("fail", "fail_later"):
+        with pytest.raises(dc.WorkerError, match="ValueError: of no value") as caught:
+            ask(world.peer, method, "of no value").result(SOON_S)
+        assert caught.value.worker_id == WORKER_ID
+        assert "in fail\n" in caught.value.remote_traceback
+        assert not isinstance(caught.value, dc.WorkerLost)
+
+    # More answers owed than any pool of threads has threads.
+    later = [ask(world.peer, "later", f"key{i}") for i in range(20)]
+    assert ask(world.peer, "echo").result(SOON_S) == ()
+    assert not any(answer.done() for answer in later)
+    for i in reversed(range(20)):
+        ask(world.peer, "release", f"key{i}", i).result(SOON_S)
+    assert [answer.result(SOON_S) for answer in later] == list(range(20))
+
+
+def check_a_method_that_is_not_there_is_an_error(world: Loopback | Rpc) -> None:
+    with pytest.raises(dc.WorkerError, match="no_such_method"):
+        world.transport.call(world.peer, "no_such_method").result(SOON_S)
+
+
+def check_a_rollout_is_offered_then_fetched(world: Loopback | Rpc, num_steps: int) -> None:
+    offer = world.transport.collect(world.peer, CollectRequest(num_steps)).result(SOON_S)
+    assert (offer.header.num_frames, offer.header.policy_version) == (num_steps, (3, 5))
+    tensors = offer.fetch().result(SOON_S)
+    check(tensors, num_steps)
+    for tensor in tensors:
+        tensor.zero_()  # ours to keep: another rollout is not touched
+    again = world.transport.collect(world.peer, CollectRequest(num_steps)).result(SOON_S)
+    check(again.fetch().result(SOON_S), num_steps)
+    with pytest.raises(dc.WorkerError, match="no rollout today"):
+        world.transport.collect(world.peer, CollectRequest(1, random=True)).result(SOON_S)
+
+
+def check_a_declined_rollout_moves_no_bytes(
+    make: Callable[[], Loopback | Rpc], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the peer sends goes through its sockets here, and the kernel counts it."""
+    monkeypatch.setattr(rpc, "_CHANNELS", ["basic"])
+    world = make()
+    try:
+        size = sum(tensor.nbytes for tensor in rollout(LARGE))
+        world.transport.call(world.peer, "echo").result(SOON_S)
+
+        def cost(wanted: bool) -> int:
+            before = world.sent_bytes()
+            offer = world.transport.collect(world.peer, CollectRequest(LARGE)).result(SOON_S)
+            assert offer.header.num_bytes == size
+            if wanted:
+                check(offer.fetch().result(SOON_S), LARGE)
+            else:
+                offer.decline()
+            del offer
+            world.transport.call(world.peer, "echo").result(SOON_S)
+            return world.sent_bytes() - before
+
+        assert cost(wanted=True) >= size
+        assert cost(wanted=False) < size / 100
+        assert cost(wanted=True) >= size
+    finally:
+        world.close()
+
+
+def check_evicting_a_peer_fails_what_it_owes(world: Loopback | Rpc) -> None:
+    pending = world.transport.call(world.peer, "later", "never")
+    unfetched = world.transport.collect(world.peer, CollectRequest(SMALL)).result(SOON_S)
+    world.transport.evict(world.peer)
+    for answer in (
+        pending,
+        world.transport.call(world.peer, "echo"),
+        world.transport.collect(world.peer, CollectRequest(SMALL)),
+        world.transport.call(world.peer + 12_345, "echo"),  # nobody ever had this id
+    ):
+        with pytest.raises(dc.WorkerLost):
+            answer.result(1)
+    world.transport.evict(world.peer)
+    unfetched.decline()
+
+
+def check_closing_waits_for_answers_owed_and_again_is_no_error(world: Loopback | Rpc) -> None:
+    owed = world.transport.call(world.peer, "soon", "here it is")
+    world.transport.close(SOON_S)
+    assert owed.result(0) == "here it is"
+    world.transport.close()
+    with pytest.raises(dc.WorkerLost):
+        world.transport.call(world.peer, "echo").result(1)
+
+
+def check_closing_fails_answers_that_do_not_come(world: Loopback | Rpc) -> None:
+    owed = world.transport.call(world.peer, "later", "never")
+    world.transport.close(0.1)
+    with pytest.raises(dc.WorkerLost):
+        owed.result(1)

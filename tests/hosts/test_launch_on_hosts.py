@@ -1,0 +1,105 @@
+"""Collecting under torchrun and SLURM on three hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers.launching import (
+    MENDED,
+    SCRIPT,
+    TRAINERS,
+    finish,
+    report,
+    slurm_variables,
+    start,
+    torchrun,
+)
+from helpers.paths import TESTBED
+
+NUM_HOSTS = 3
+
+
+needs_hosts = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("ss"),
+    reason="makes network namespaces: needs root and iproute2",
+)
+
+
+@pytest.fixture(scope="module")
+def on_host(three_hosts):
+    """A function that prefixes a command so that it runs on host 1, 2 or 3."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in three_hosts.env.items():
+            patch.setenv(*variable)
+        yield lambda host, *command: [*three_hosts.on(host), *command]
+
+
+@needs_hosts
+def test_torchrun_on_three_hosts(on_host):
+    options = ["--nnodes=3", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    options += ["--rdzv-endpoint=node1:29511", "--rdzv-id=test"]
+    hosts = range(1, NUM_HOSTS + 1)
+    outputs = finish([start(on_host(host, *torchrun(*options))) for host in hosts])
+    # torchrun may put rank 0 on any of the hosts.
+    [seen_twice] = [report(output) for output in outputs if '[{"shape"' in output]
+    for seen in seen_twice:
+        assert seen["workers"] == [0, 1]
+        # They have process ids of their own, so they can't be mistaken for this host's.
+        assert seen["workers whose memory is mapped"] == 0
+        assert seen["listening"] in [[f"{os.environ['DC_NET']}.{host}"] for host in hosts]
+
+
+@needs_hosts
+def test_slurm_variables_on_three_hosts(on_host):
+    ranks = [
+        start(on_host(1 + rank // 2, sys.executable, SCRIPT), **slurm_variables(rank, NUM_HOSTS, 2))
+        for rank in range(2 * NUM_HOSTS)
+    ]
+    for seen in report(finish(ranks)[0]):
+        assert seen["workers"] == [0, 1, 2, 3, 4]
+        assert seen["listening"] == [f"{os.environ['DC_NET']}.1"]
+
+
+@needs_hosts
+def test_a_host_that_was_unplugged_comes_back(on_host):
+    ranks = [
+        start(on_host(1 + rank, sys.executable, MENDED, "unplug"), **slurm_variables(rank, 3, 1))
+        for rank in range(3)
+    ]
+    plug = [TESTBED / "netns_host.sh", "3"]
+    try:
+        await_line(ranks[0], "running")
+        subprocess.run([*plug, "unplug"], check=True, timeout=20)
+        began = time.monotonic()
+        await_line(ranks[0], "lost")
+        assert time.monotonic() - began < 12
+    finally:
+        subprocess.run([*plug, "plug"], check=True, timeout=20)
+    outputs = finish(ranks)
+    assert "mended" in outputs[0].splitlines()
+
+
+def await_line(process, wanted):
+    """Read its output up to a line; pytest's own timeout is the deadline."""
+    for line in process.stdout:
+        if line.strip() == wanted:
+            return
+    raise AssertionError(f"{wanted!r} never came")
+
+
+@needs_hosts
+def test_two_trainers_on_three_hosts(on_host):
+    options = ["-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=2"]
+    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=node1:29512", "--rdzv-id=trainers"]
+    hosts = range(1, NUM_HOSTS + 1)
+    command = [sys.executable, *options, TRAINERS]
+    outputs = finish([start(on_host(host, *command)) for host in hosts])
+    [output] = [output for output in outputs if '{"trainers"' in output]
+    workers = json.loads(output[output.index('{"trainers"') :].splitlines()[0])["trainers"]
+    assert [count for count, _ in workers] == [2, 2]

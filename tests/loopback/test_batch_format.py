@@ -1,0 +1,239 @@
+"""The shapes of batches: joined, split by trajectory, whole trajectories, compacted, processed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from helpers.loopback_pool import loopback_collector
+from tensordict import TensorDict
+
+import distcollect as dc
+
+T = 5
+
+
+class Lengths(gym.Env):
+    """Episode k of env i is ``lengths[k % len]`` frames long; shows (i, k, frame)."""
+
+    observation_space = gym.spaces.Box(-1, 1e6, (3,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, index: int, lengths: tuple[int, ...], fails_at: int = -1) -> None:
+        self._index, self._lengths, self._fails_at = index, lengths, fails_at
+        self._episode, self._frame, self._total = -1, 0, 0
+
+    def _seen(self) -> np.ndarray:
+        return np.array([self._index, self._episode, self._frame], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._episode, self._frame = self._episode + 1, 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self._total += 1
+        if self._total == self._fails_at:
+            raise OSError("out of paper")
+        self._frame += 1
+        over = self._frame == self._lengths[self._episode % len(self._lengths)]
+        return self._seen(), float(self._frame), over, False, {}
+
+
+class Maker:
+    def __init__(self, *lengths: int, fails_at: int = -1) -> None:
+        self._lengths, self._fails_at = lengths, fails_at
+
+    def __call__(self, context: dc.EnvContext) -> Lengths:
+        index = 10 * context.worker_id + context.env_index
+        fails_at, self._fails_at = self._fails_at, -1  # the first one only
+        return Lengths(index, self._lengths, fails_at)
+
+
+def make(kind: Any, maker: Any, *, num_envs: int, num_workers: int = 2, **settings: Any) -> Any:
+    if kind is dc.SyncDataCollector:
+        frames = num_envs * T
+        return kind(maker, frames_per_batch=frames, envs_per_worker=num_envs, **settings)
+    sync = settings.get("sync", kind is dc.MultiSyncDataCollector)
+    frames = num_envs * T * (num_workers if sync else 1)
+    if kind is not dc.aSyncDataCollector:
+        settings["num_workers"] = num_workers
+    return loopback_collector(
+        maker, kind=kind, frames_per_batch=frames, envs_per_worker=num_envs, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_envs", "settings", "shape"),
+    [
+        (dc.SyncDataCollector, 1, {}, (T,)),
+        (dc.SyncDataCollector, 3, {}, (3, T)),
+        (dc.aSyncDataCollector, 1, {}, (T,)),
+        (dc.aSyncDataCollector, 3, {}, (3, T)),
+        (dc.MultiaSyncDataCollector, 1, {}, (T,)),
+        (dc.MultiaSyncDataCollector, 3, {}, (3, T)),
+        (dc.MultiSyncDataCollector, 1, {}, (2, T)),
+        (dc.MultiSyncDataCollector, 3, {}, (2, 3, T)),
+        (dc.MultiSyncDataCollector, 1, {"cat_results": 0}, (2 * T,)),
+        (dc.MultiSyncDataCollector, 3, {"cat_results": 0}, (6, T)),
+        (dc.MultiSyncDataCollector, 1, {"cat_results": -1}, (2 * T,)),
+        (dc.MultiSyncDataCollector, 3, {"cat_results": -1}, (3, 2 * T)),
+        (dc.RPCDataCollector, 1, {}, (1, T)),
+        (dc.RPCDataCollector, 1, {"sync": True}, (2, T)),
+        (dc.RPCDataCollector, 1, {"sync": True, "cat_results": "stack"}, (2, 1, T)),
+        (dc.RPCDataCollector, 1, {"sync": True, "cat_results": -1}, (1, 2 * T)),
+    ],
+)
+def test_shape(kind: Any, num_envs: int, settings: Any, shape: tuple[int, ...]) -> None:
+    with make(kind, Maker(3, 4), num_envs=num_envs, **settings) as collector:
+        batch = collector.next()
+    for node in (batch, batch["next"], batch["collector"]):
+        assert isinstance(node, TensorDict)
+        assert node.shape == shape
+        assert node.names == [None] * (len(shape) - 1) + ["time"]
+    rows = batch["observation"].reshape(-1, T, 3)
+    # Each row is one env's, from its first frame on.
+    assert (rows[:, 0, 1:] == 0).all()
+    assert (rows[..., 0] == rows[:, :1, 0]).all()
+    if settings.get("cat_results") == -1 and num_envs == 3:
+        assert batch["observation"][1, :, 0].tolist() == [1] * T + [11] * T
+        assert batch["collector", "worker_id"][1].tolist() == [0] * T + [1] * T
+
+
+EVERY = [dc.SyncDataCollector, dc.MultiSyncDataCollector, dc.MultiaSyncDataCollector]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_split_trajs(kind: Any) -> None:
+    with make(kind, Maker(2, 9), num_envs=2, split_trajs=True) as collector:
+        batches = [collector.next() for _ in range(3)]
+    for batch in batches:
+        mask = batch["collector", "mask"]
+        assert mask.sum() == collector.frames_per_batch
+        assert mask.shape == batch.shape == (len(batch), int(mask.sum(-1).max()))
+        for row, real in zip(batch.unbind(0), mask, strict=True):
+            ids = row["collector", "traj_ids"]
+            assert len(set(ids[real].tolist())) == 1
+            assert (ids[~real] == -1).all()
+            assert (row["observation"][~real] == 0).all()
+            frames = row["observation"][real]
+            assert (frames[1:, 2] - frames[:-1, 2] == 1).all()
+    ids = [i for b in batches for i in b["collector", "traj_ids"][:, 0].tolist()]
+    # Episodes that span batches keep their id.
+    assert len(set(ids)) < len(ids)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_whole_trajectories(kind: Any) -> None:
+    seen: set[tuple[float, ...]] = set()
+    with make(kind, Maker(2, 9, 13), num_envs=2, trajs_per_batch=3) as collector:
+        for _ in range(4):
+            batch = collector.next()
+            mask = batch["collector", "mask"]
+            assert batch.shape == (3, int(mask.sum(-1).max()))
+            for row, real in zip(batch.unbind(0), mask, strict=True):
+                frames = row["observation"][real]
+                env, episode, _ = frames[0].tolist()
+                length = (2, 9, 13)[int(episode) % 3]
+                assert frames[:, 2].tolist() == list(range(length))
+                assert row["next", "done"][real].squeeze(-1).tolist() == [False] * (length - 1) + [
+                    True
+                ]
+                assert (env, episode) not in seen
+                seen.add((env, episode))
+        assert collector.abandoned_frames == 0
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "length", "num_abandoned"), [(T + 3, T + 2, 0), (T + 1, 12, T)]
+)
+def test_a_trajectory_whose_env_fails(fails_at: int, length: int, num_abandoned: int) -> None:
+    """It is whole up to its last real frame; if that was collected before, it never will be."""
+    env = Maker(12, fails_at=fails_at)
+    with make(dc.SyncDataCollector, env, num_envs=1, trajs_per_batch=1) as collector:
+        batch = collector.next()
+        assert batch["observation"][0, :, 2].tolist() == [*range(length)]
+        assert collector.abandoned_frames == num_abandoned
+
+
+def test_whole_trajectories_end_with_the_frames() -> None:
+    kind = {"trajs_per_batch": 2, "total_frames": 4 * T}
+    with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
+        batches = list(collector)
+    # 20 frames are six episodes of three and a rest.
+    assert [batch.shape for batch in batches] == [(2, 3)] * 3
+
+
+def test_the_last_whole_trajectories_may_be_few() -> None:
+    kind = {"trajs_per_batch": 4, "total_frames": 4 * T}
+    with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
+        batches = list(collector)
+    assert [batch.shape for batch in batches] == [(4, 3), (2, 3)]
+    assert collector.frames == 4 * T
+
+
+def test_set_truncated() -> None:
+    with make(dc.SyncDataCollector, Maker(T, 3), num_envs=1, set_truncated=True) as collector:
+        first, second = collector.next()["next"], collector.next()["next"]
+    # The first episode terminates with the first batch; the third is cut by the second's end.
+    assert first["truncated"].squeeze(-1).tolist() == [False] * T
+    assert second["truncated"].squeeze(-1).tolist() == [False] * 4 + [True]
+    assert second["done"].squeeze(-1).tolist() == [False, False, True, False, True]
+    assert second["terminated"].squeeze(-1).tolist() == [False, False, True, False, False]
+
+
+def test_compact_obs() -> None:
+    with make(dc.SyncDataCollector, Maker(3), num_envs=2, compact_obs=True) as collector:
+        batch = collector.next()
+    assert "observation" in batch
+    assert set(batch["next"].keys()) == {"reward", "done", "terminated", "truncated"}
+
+
+def test_postproc() -> None:
+    def twice(batch: TensorDict) -> TensorDict:
+        return batch.set(("next", "reward"), 2 * batch["next", "reward"])
+
+    settings = {"split_trajs": True, "postproc": twice}
+    with make(dc.SyncDataCollector, Maker(3), num_envs=1, **settings) as collector:
+        batch = collector.next()
+    assert batch["next", "reward"].squeeze(-1).tolist() == [[2, 4, 6], [2, 4, 0]]
+    with (
+        make(dc.SyncDataCollector, Maker(3), num_envs=1, postproc=lambda batch: None) as collector,
+        pytest.raises(TypeError, match="postproc returned NoneType"),
+    ):
+        collector.next()
+
+
+def test_torchrl_names() -> None:
+    """A script for TorchRL's RPCCollector needs another import and nothing else."""
+    with loopback_collector(
+        [Maker(3)],
+        None,
+        frames_per_batch=2 * T,
+        total_frames=-1,
+        max_frames_per_traj=-1,
+        init_random_frames=-1,
+        collector_class="single",
+        num_workers_per_collector=2,
+        collector_kwargs={"max_frames_per_traj": 2},
+        sync=True,
+        update_after_each_batch=True,
+        max_weight_update_interval=-1,
+        launcher="mp",
+        tcp_port="10003",
+        backend="gloo",
+        split_trajs=False,
+        postproc=None,
+    ) as collector:
+        assert collector.num_workers == 2
+        batch = collector.next()
+    assert batch.shape == (2, T)
+    assert batch["next", "truncated"].sum() == 4
+
+
+def test_classes_that_fix_an_argument_refuse_it() -> None:
+    with pytest.raises(ValueError, match="MultiSyncDataCollector has no sync"):
+        dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=8, sync=False)
+    with pytest.raises(ValueError, match="aSyncDataCollector has no num_workers"):
+        dc.aSyncDataCollector("CartPole-v1", frames_per_batch=8, num_workers=2)

@@ -1,0 +1,183 @@
+"""Calling the envs' methods, and evaluating the policy, while collecting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from helpers.levels_env import Acts, Levels, T, check_random_numbers
+from helpers.loopback_pool import loopback_collector
+
+import distcollect as dc
+
+
+def sync(*args: Any, **settings: Any) -> Any:
+    return dc.SyncDataCollector(*args, frames_per_batch=2 * T, envs_per_worker=2, **settings)
+
+
+def pooled(*args: Any, **settings: Any) -> Any:
+    sizes = {"frames_per_batch": 2 * T, "envs_per_worker": 2, "num_workers": 2}
+    return loopback_collector(*args, **{**sizes, **settings})
+
+
+class TestCall:
+    def test_every_env(self) -> None:
+        with pooled(Levels) as collector:
+            assert collector.call("set_level", 3) == {
+                0: ["0.0 at 3", "0.1 at 3"],
+                1: ["1.0 at 3", "1.1 at 3"],
+            }
+            assert collector.call("set_level", 3, plus=1, worker_ids=1) == {
+                1: ["1.0 at 4", "1.1 at 4"]
+            }
+            assert collector.call("name", worker_ids=[0]) == {0: ["0.0", "0.1"]}
+
+    def test_in_this_process(self) -> None:
+        with sync(Levels) as collector:
+            assert collector.call("set_level", 7) == {0: ["0.0 at 7", "0.1 at 7"]}
+            assert (collector.next()["next", "observation"][:, 0] == 7).all()
+
+    def test_a_vector_env(self) -> None:
+        def make() -> Any:
+            context = dc.EnvContext(worker_id=0, env_index=0, incarnation=0, seed=None)
+            return gym.vector.SyncVectorEnv([lambda: Levels(context)] * 2)
+
+        with dc.SyncDataCollector(make, frames_per_batch=2 * T) as collector:
+            assert collector.call("set_level", 3) == {0: ["0.0 at 3"] * 2}
+
+    @pytest.mark.parametrize(
+        ("method", "arguments", "error", "message"),
+        [
+            ("set_leevl", [1], dc.EnvError, "set_leevl"),
+            ("set_level", [-1], dc.EnvError, "no level -1"),
+        ],
+    )
+    @pytest.mark.parametrize("make", [sync, pooled])
+    def test_what_fails_goes_on(
+        self, make: Any, method: str, arguments: Any, error: Any, message: str
+    ) -> None:
+        with make(Levels) as collector:
+            with pytest.raises(error, match=message):
+                collector.call(method, *arguments)
+            assert collector.next().shape == (2, T)
+
+    def test_unknown_worker(self) -> None:
+        with pooled(Levels) as collector, pytest.raises(ValueError, match=r"no worker \[7\]"):
+            collector.call("name", worker_ids=7)
+
+
+class TestEvaluate:
+    @pytest.mark.parametrize("make", [sync, pooled])
+    def test_whole_episodes(self, make: Any) -> None:
+        with make(Levels, Acts(2)) as collector:
+            found = collector.evaluate(7)
+            assert found.returns.tolist() == [10.0] * 7  # five frames worth 2 each
+            assert found.lengths.tolist() == [5] * 7
+            assert found.policy_version.tolist() == [0] * 7
+            assert found.mean_return == 10
+            collector.update_policy_weights_(Acts(1))
+            found = collector.evaluate(1)
+            assert (found.returns.item(), found.policy_version.item()) == (5.0, 1)
+
+    @pytest.mark.parametrize("kind", [dc.SyncDataCollector])
+    def test_random_numbers(self, kind: Any) -> None:
+        check_random_numbers(kind)
+
+    @pytest.mark.parametrize("length", [30, 100])
+    @pytest.mark.parametrize("kind", ["plain", "filler steps", "fails once"])
+    def test_an_episode_is_whole_whatever_the_envs_do(self, kind: str, length: int) -> None:
+        made: list[int] = []
+
+        def one(length: int = length) -> gym.Env:
+            made.append(1)
+            fails_at = 77 if kind == "fails once" and len(made) == 2 else -1
+            return Long(length, fails_at)
+
+        def vector() -> Any:
+            makers = [one, lambda: one(3)]
+            return gym.vector.SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+        with dc.SyncDataCollector(
+            NativeNextStep.of(vector) if kind == "filler steps" else one,
+            frames_per_batch=2 * T,
+            envs_per_worker=1 if kind == "filler steps" else 2,
+            reset_at_each_iter=kind == "plain",
+        ) as collector:
+            found = collector.evaluate(8)
+        assert set(found.lengths.tolist()) == ({length, 3} if kind == "filler steps" else {length})
+        assert torch.equal(found.returns, found.lengths.double())
+
+    def test_envs_themselves_will_not_do(self) -> None:
+        env = gym.make("CartPole-v1")
+        with (
+            dc.SyncDataCollector(env, frames_per_batch=T) as collector,
+            pytest.raises(ValueError, match="a callable that makes one"),
+        ):
+            collector.evaluate(1)
+
+    def test_deadline(self) -> None:
+        with (
+            pooled(Endless) as collector,
+            pytest.raises(dc.DeadlineError, match="not over, the longest after"),
+        ):
+            collector.evaluate(1, timeout_s=0.2)
+
+
+class Long(gym.Env):
+    """Each frame is worth 1."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, length: int, fails_at: int) -> None:
+        self._length, self._fails_at, self._total, self._frame = length, fails_at, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._frame = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._frame += 1
+        self._total += 1
+        if self._total == self._fails_at:
+            raise OSError("out of paper")
+        return np.zeros(1, np.float32), 1.0, self._frame == self._length, False, {}
+
+
+class NativeNextStep(gym.vector.VectorWrapper):
+    """Shows its vector env as a native one, whose rows can't be reset one by one."""
+
+    @classmethod
+    def of(cls, make: Any) -> Any:
+        return lambda: cls(make())
+
+    @property
+    def unwrapped(self) -> Any:
+        return self
+
+
+class Endless(Levels):
+    def step(self, action: Any) -> Any:
+        return self._seen(), 0.0, False, False, {}
+
+
+class TestEvaluationWorkers:
+    def test_sync_batches_are_shared_by_the_others(self) -> None:
+        with loopback_collector(
+            Levels,
+            sync=True,
+            frames_per_batch=2 * T,
+            num_workers=3,
+            evaluation=dc.EvaluationWorkers(),
+        ) as collector:
+            assert collector.next()["collector", "worker_id"][:, 0].tolist() == [0, 1]
+
+    def test_somebody_has_to_collect(self) -> None:
+        with pytest.raises(ValueError, match="at least one has to collect"):
+            dc.RPCDataCollector(
+                Levels, frames_per_batch=T, num_workers=1, evaluation=dc.EvaluationWorkers()
+            )

@@ -1,0 +1,288 @@
+"""Rollouts that are handed over to another trainer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.counting_envs import CountingMaker
+from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+
+import distcollect as dc
+from distcollect.common.shared_memory import SharedTensor
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Rollout
+from distcollect.rollout.slab import Slab
+from distcollect.transport import peer_ids
+from distcollect.transport.peer_ids import Identity, identify, identity
+
+SOON_S = 20
+STEPS = 50
+
+
+def make(**options: Any) -> dc.RPCDataCollector:
+    arguments = {"frames_per_batch": 2 * STEPS, "envs_per_worker": 2, "num_workers": 1, **options}
+    return loopback_collector(CountingMaker(), **arguments)
+
+
+def workers_of(collector: dc.RPCDataCollector) -> LoopbackWorkers:
+    workers = collector._workers
+    assert isinstance(workers, LoopbackWorkers)
+    return workers
+
+
+def settled(collector: dc.RPCDataCollector, condition: Callable[[dc.Frames], bool]) -> dc.Frames:
+    """The ledger's sum once it is so; what happens on other threads takes its time."""
+    pool = collector._pool
+    with pool._lock:
+        assert pool._wait.changed.wait_for(lambda: condition(pool.ledger.total), SOON_S), (
+            pool.ledger
+        )
+        return pool.ledger.total
+
+
+@pytest.fixture
+def collector() -> Iterator[dc.RPCDataCollector]:
+    collector = make()
+    yield collector
+    collector.shutdown()
+
+
+def test_a_rollout_is_handed_over_and_taken(collector: dc.RPCDataCollector) -> None:
+    reference = collector.hand_over(SOON_S)
+    assert (reference.worker_id, reference.trainer, reference.num_frames) == (0, 0, 2 * STEPS)
+    assert reference.policy_version == (0, 0)
+    assert reference.num_bytes > 0
+    assert "key" not in repr(reference)
+    transport = workers_of(collector).transport
+    assert transport.bytes_fetched == 0
+    assert collector.ledger.total.delivered == 0
+    stats = collector.stats()
+    assert stats.frames == stats.delivered == stats.workers[0].frames == 2 * STEPS
+    assert collector.verdict().bound != "unknown"
+    assert collector._stats_recorder._activity == "train"
+    batch = collector.take_over(reference, SOON_S)
+    assert collector._stats_recorder._activity == "train"
+    assert batch.shape == (2, STEPS)
+    assert batch.names[-1] == "time"
+    assert transport.bytes_fetched == reference.num_bytes
+    assert settled(collector, lambda total: total.delivered == 2 * STEPS).lost == {}
+    # What comes next goes on where it ended: it was the worker's first rollout.
+    following = collector.take_over(collector.hand_over(SOON_S), SOON_S)
+    before = batch["next", "observation"][:, -1]
+    ended = batch["next", "done"][:, -1]
+    assert torch.equal(following["observation"][:, 0][~ended[:, 0]], before[~ended[:, 0]]), (
+        "it isn't the rollout after it"
+    )
+    with pytest.raises(dc.RolloutGone, match=r"worker 0: .*it was taken already") as caught:
+        collector.take_over(reference, SOON_S)
+    assert caught.value.worker_id == 0
+
+
+def test_its_memory_is_not_written_to_until_it_was_taken(collector: dc.RPCDataCollector) -> None:
+    """A worker has memory for two rollouts, so a third waits."""
+    references = [collector.hand_over(SOON_S) for _ in range(2)]
+    with pytest.raises(dc.BatchTimeout, match=r"other trainers to take 2 rollout\(s\)"):
+        collector.hand_over(0.2)
+    first = collector.take_over(references[0], SOON_S)
+    third = collector.hand_over(SOON_S)
+    second = collector.take_over(references[1], SOON_S)
+    counts = [third.header.sequence, *(r.header.sequence for r in references)]
+    assert sorted(counts) == [0, 1, 2]
+    for earlier, later in ((first, second), (second, collector.take_over(third, SOON_S))):
+        ended = earlier["next", "done"][:, -1, 0]
+        after = earlier["next", "observation"][:, -1][~ended]
+        assert torch.equal(later["observation"][:, 0][~ended], after)
+
+
+def test_who_comes_too_late_gets_nothing(collector: dc.RPCDataCollector) -> None:
+    reference = collector.hand_over(SOON_S, keep_s=0.05)
+    total = settled(collector, lambda total: bool(total.lost))
+    assert total.lost == {"not_taken": 2 * STEPS}
+    with pytest.raises(dc.RolloutGone, match=r"worker 0: .*not taken within 0\.05 s"):
+        collector.take_over(reference, SOON_S)
+    for _ in range(3):  # its memory is free again
+        collector.take_over(collector.hand_over(SOON_S), SOON_S)
+    assert settled(collector, lambda total: total.delivered == 6 * STEPS).lost == total.lost
+
+
+def test_what_was_read_too_late_counts_for_nothing(collector: dc.RPCDataCollector) -> None:
+    """Whoever reads it and dies, or takes too long, leaves it to nobody."""
+    reference = collector.hand_over(SOON_S)
+    worker = workers_of(collector).services[0]
+    worker.take_over(reference.key, mapped=False)
+    with pytest.raises(dc.RolloutGone, match="somebody else is taking it"):
+        collector.take_over(reference, SOON_S)
+    worker.take_back(reference.key)
+    with pytest.raises(dc.RolloutGone, match="took it back"):
+        worker.confirm(reference.key)
+    settled(collector, lambda total: total.lost == {"not_taken": 2 * STEPS})
+
+
+def test_one_whose_worker_dies_is_lost(collector: dc.RPCDataCollector) -> None:
+    reference = collector.hand_over(SOON_S)
+    workers = workers_of(collector)
+    workers.transport.evict(workers.peers[0])
+    collector._pool.lose(0, 0, replaced=True)
+    assert settled(collector, lambda total: bool(total.lost)).lost["worker_lost"] >= 2 * STEPS
+    with pytest.raises(dc.RolloutGone, match=r"worker 0: .*process has ended"):
+        collector.take_over(reference, SOON_S)
+
+
+def test_at_the_end_what_was_not_taken_is_accounted_for() -> None:
+    with make() as collector:
+        taken, reference = collector.hand_over(SOON_S), collector.hand_over(SOON_S)
+        collector.take_over(taken, SOON_S)
+    total = collector.ledger.total
+    assert total.delivered == 2 * STEPS
+    assert total.lost["shut_down"] >= 2 * STEPS
+    assert "not_taken" not in total.lost
+    with pytest.raises(dc.CollectorStateError, match="shut down"):
+        collector.take_over(reference, SOON_S)
+    with make() as other, pytest.raises(dc.WorkerError, match=r"doesn't have it|has ended"):
+        other.take_over(reference, SOON_S)
+
+
+def test_frames_handed_over_are_of_the_total() -> None:
+    with make(total_frames=6 * STEPS) as collector:
+        batch = next(iter(collector))
+        one = collector.take_over(collector.hand_over(SOON_S), SOON_S)
+        two = collector.take_over(collector.hand_over(SOON_S), SOON_S)
+        assert collector.frames == 6 * STEPS
+        with pytest.raises(StopIteration):
+            collector.hand_over(SOON_S)
+        ids = [b["collector", "traj_ids"].min().item() for b in (batch, one, two)]
+        assert len(ids) == 3
+        assert settled(collector, lambda total: total.delivered == 6 * STEPS).open == 0
+
+
+def test_what_next_has_fetched_travels_along_if_there_is_no_other() -> None:
+    with make(total_frames=8 * STEPS) as collector:
+        collector.next(SOON_S)  # and two more come here
+        settled(collector, lambda total: total.stepped == 8 * STEPS)
+        kinds = [collector.hand_over(SOON_S) for _ in range(3)]
+        assert [reference.tensors is None for reference in kinds] == [True, False, False]
+        for reference in kinds:
+            assert collector.take_over(reference, SOON_S).shape == (2, STEPS)
+        settled(collector, lambda total: total.delivered == 8 * STEPS)
+
+
+def test_the_lag_and_the_shape_are_the_takers() -> None:
+    with make(
+        envs_per_worker=1,
+        frames_per_batch=STEPS,
+        staleness=dc.Staleness(0, mode="mask"),
+        split_trajs=True,
+    ) as collector:
+        reference = collector.hand_over(SOON_S)
+        collector._pool.push(torch.zeros(0, dtype=torch.uint8))
+        batch = collector.take_over(reference, SOON_S)
+        assert not batch["collector", "mask"].any()
+        assert batch.shape[0] > 1, "one row for each trajectory"
+        assert collector.version_lag == (1, 1.0, 1)
+        assert collector.stale_frames == {0: 0}, "those that another trainer's worker stepped"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"sync": True}, "is for sync=False"),
+        ({"reproducible": True}, "is not for reproducible"),
+        ({"trajs_per_batch": 2}, "is not for trajs_per_batch"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], reason: str) -> None:
+    with make(**options) as collector:
+        with pytest.raises(dc.CollectorStateError, match=rf"hand_over\(\) {reason}"):
+            collector.hand_over()
+        with pytest.raises(dc.CollectorStateError, match=rf"take_over\(\) {reason}"):
+            collector.take_over(None)  # type: ignore[arg-type]
+
+
+def test_wrong_arguments_are_refused(collector: dc.RPCDataCollector) -> None:
+    for keep_s in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="keep_s"):
+            collector.hand_over(SOON_S, keep_s=keep_s)
+    with pytest.raises(TypeError, match=r"take_over\('x'\)"):
+        collector.take_over("x")  # type: ignore[arg-type]
+    reference = collector.hand_over(SOON_S)
+    with pytest.raises(ValueError, match="is of another run"):
+        collector.take_over(replace(reference, run_id="another"), SOON_S)
+    collector.take_over(reference, SOON_S)
+
+
+def test_a_worker_that_does_not_answer_is_named(
+    collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = collector.hand_over(SOON_S)
+    transport = workers_of(collector).transport
+    monkeypatch.setattr(transport, "take", lambda *_: transport._pending.open(-1))
+    with pytest.raises(dc.DeadlineError, match=r"rollout 0 of worker 0 of trainer 0 .* 0\.1 s"):
+        collector.take_over(reference, 0.1)
+    monkeypatch.undo()
+    transport._pending.fail(-1)
+    collector.take_over(reference, SOON_S)
+
+
+def test_only_one_of_many_gets_it(collector: dc.RPCDataCollector) -> None:
+    reference = collector.hand_over(SOON_S)
+    outcomes: list[Any] = []
+
+    def take() -> None:
+        try:
+            outcomes.append(collector._taker.take(reference, SOON_S))
+        except dc.RolloutGone as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert sum(not isinstance(outcome, dc.RolloutGone) for outcome in outcomes) == 1
+    assert len(outcomes) == 8
+
+
+def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollector) -> None:
+    """The trainer that hands over may be on the worker's host, the one that takes on another."""
+    layout = collector._layout
+    shared, plain = Slab(layout, 3, shared=True), Slab(layout, 3)
+    for slab in (shared, plain):
+        slab.clear()
+        for number, array in enumerate([*slab.frames.values(), *slab.tail.values()]):
+            array[...] = number % 2
+    assert any(isinstance(tensor, SharedTensor) for tensor in shared.tensors())
+    sent = shared.tensors(mapped=False)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in sent)
+    header = replace(collector.hand_over(SOON_S).header, num_steps=3, num_frames=6)
+    batches = [assemble(layout, [Rollout(header, tensors)]) for tensors in (sent, plain.tensors())]
+    assert (batches[0] == batches[1]).all()
+
+
+def test_ids_are_dealt_out_to_each_trainer() -> None:
+    identities = [Identity("run", trainer, 3) for trainer in range(3)]
+    dealt = [[p.trainer, *(p.new_peer() for _ in range(4))] for p in identities]
+    assert dealt[1] == [1, 4, 7, 10, 13]
+    assert len({peer for peers in dealt for peer in peers}) == 15
+    least = 2**15 // 3 - 10
+    for _ in range(least):
+        assert identities[1].new_peer() < 2**15
+    rest = [identities[1].new_peer() for _ in range((2**15 - 1 - 13) // 3 - least)]
+    assert max(rest) < 2**15
+    with pytest.raises(dc.LaunchError, match="all 10922 ids"):
+        identities[1].new_peer()
+
+
+def test_a_process_remains_the_trainer_that_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses another id."""
+    monkeypatch.setattr(peer_ids, "_identity", Identity("before"))
+    identify("run", 1, 2)
+    assert (identity().run_id, identity().new_peer()) == ("run", 3)
+    identify("again", 1, 2)
+    assert (identity().run_id, identity().new_peer()) == ("again", 5)
+    with pytest.raises(dc.LaunchError, match="before it became trainer 0 of 2"):
+        identify("run", 0, 2)

@@ -1,0 +1,47 @@
+"""What the doctor reports of this host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+
+import pytest
+
+import distcollect as dc
+from distcollect.commands.doctor import checks
+from distcollect.commands.doctor.checks import Finding
+from distcollect.commands.doctor.host_report import HostReport, look
+from distcollect.transport.rpc import missing_symbols
+
+
+def only(findings: list[Finding]) -> Finding:
+    [finding] = findings
+    assert finding.remedy
+    return finding
+
+
+def test_a_survey_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    survey = look(3, "127.0.0.1")
+    assert HostReport(**asdict(survey)) == survey  # as it travels
+    assert survey.interface == "lo"
+    assert "127.0.0.1" in survey.interfaces["lo"]
+    assert survey.variables == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert survey.pid == os.getpid()
+    assert 3 < survey.open_files < survey.max_files
+    assert not survey.problems
+    assert look(3, "203.0.113.1").problems["ports"].startswith("can't listen on 203.0.113.1")
+
+
+def test_torch_without_a_private_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_symbols() == []
+    monkeypatch.delattr("torch.distributed.rpc.api._init_rpc_states")
+    assert "lacks _init_rpc_states" in only(checks.check_torch(look(0, "127.0.0.1"))).problem
+    # A run says so too, before any process is started.
+    with pytest.raises(dc.LaunchError, match="lacks _init_rpc_states"):
+        dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1)
+
+
+def test_ports_that_are_taken_by_nobody_here() -> None:
+    survey = look(0, "203.0.113.1")
+    assert "203.0.113.1" in only(checks.check_ports(survey)).problem

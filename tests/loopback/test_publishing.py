@@ -1,0 +1,186 @@
+"""What is published to which workers, and how it travels."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from helpers.loopback_pool import loopback_collector
+from helpers.publishing import NAMES, Collect, Env, Telling, collect, told
+
+import distcollect as dc
+
+__all__ = ["collect"]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
+
+
+class TestWhatTravels:
+    @pytest.mark.parametrize(
+        ("wire_dtype", "rounded"), [("bfloat16", 1.0), ("float16", 1.0009765625)]
+    )
+    def test_narrow_floats(self, collect: Collect, wire_dtype: str, rounded: float) -> None:
+        full = collect().update_policy_weights_().num_bytes
+        collector = collect(weight_sync=dc.WeightSync(wire_dtype=wire_dtype))
+        policy = Telling().fill(1.001)
+        policy.count.fill_(1001)
+        handle = collector.update_policy_weights_(policy)
+        batch = collector.next()
+        assert {told(batch)[name] for name in NAMES if name != "count"} == {rounded}
+        assert told(batch)["count"] == 1001
+        assert batch["wide"].dtype == torch.float64
+        assert handle.num_bytes < full / 2
+
+    def test_a_value_too_large_for_float16_is_refused(self, collect: Collect) -> None:
+        collector = collect(weight_sync=dc.WeightSync(wire_dtype="float16"))
+        policy = Telling()
+        policy.body.weight.data[2, 1] = -70_000
+        with pytest.raises(dc.WeightsError, match=r"'body.weight' .* 70000, .*'bfloat16'"):
+            collector.update_policy_weights_(policy)
+        assert collector.policy_version == 0
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_what_is_not_finite_is_refused_on_demand(self, collect: Collect, value: float) -> None:
+        policy = Telling()
+        policy.critic.bias.data[0] = value
+        with pytest.raises(dc.WeightsError, match=r"'critic.bias' holds a NaN or an infinity"):
+            collect(weight_sync=dc.WeightSync(check_finite=True)).update_policy_weights_(policy)
+        collector = collect()
+        collector.update_policy_weights_(policy)
+        assert not np.isfinite(told(collector.next())["critic_bias"])
+
+    @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+    def test_only_what_changed(self, collect: Collect, wire_dtype: str | None) -> None:
+        options = dc.WeightSync(changes_only=True, wire_dtype=wire_dtype)
+        collector = collect(weight_sync=options)
+        policy = Telling()
+        full = collector.update_policy_weights_(policy.fill(1)).num_bytes
+        policy.body.bias.data.fill_(2)
+        assert 0 < collector.update_policy_weights_(policy).num_bytes < full / 10
+        assert told(collector.next()) == {**dict.fromkeys(NAMES, 1.0), "body_bias": 2.0}
+        assert collector.update_policy_weights_(policy).num_bytes == 0
+        assert collector.policy_version == 3
+        assert (collector.next()["collector", "policy_version"] == 3).all()
+
+    def test_who_missed_a_version_gets_all_of_it(self, collect: Collect) -> None:
+        collector = collect(weight_sync=dc.WeightSync(changes_only=True))
+        policy = Telling()
+        collector.update_policy_weights_(policy.fill(1))
+        policy.body.bias.data.fill_(2)
+        collector.update_policy_weights_(policy, worker_ids=0)
+        policy.wide.data.fill_(3)
+        collector.update_policy_weights_(policy)
+        batch = collector.next()
+        expected = {**dict.fromkeys(NAMES, 1.0), "body_bias": 2.0, "wide": 3.0}
+        assert [told(batch, row) for row in (0, 1)] == [expected, expected]
+
+    def test_a_change_of_another_version_than_the_receivers_is_refused(
+        self, collect: Collect
+    ) -> None:
+        """One has got a newer one than was acknowledged: it is sent all of the next."""
+        collector = collect(weight_sync=dc.WeightSync(changes_only=True))
+        policy = Telling()
+        collector.update_policy_weights_(policy.fill(1))
+        weights = collector._workers.services[1]._engine.weights
+        weights.commit(weights.layout.empty(), 7)
+        policy.body.bias.data.fill_(2)
+        collector.update_policy_weights_(policy)
+        handle = collector.update_policy_weights_(policy)
+        batch = collector.next()
+        expected = {**dict.fromkeys(NAMES, 1.0), "body_bias": 2.0}
+        assert [told(batch, row) for row in (0, 1)] == [expected, expected]
+        assert handle.num_bytes == 0, "later ones are changes again"
+
+    def test_what_is_excluded_stays(self, collect: Collect) -> None:
+        collector = collect(weight_sync=dc.WeightSync(exclude=["critic.*", "count"]))
+        collector.update_policy_weights_(Telling(5))
+        kept = {"critic_weight": 0.0, "critic_bias": 0.0, "count": 0.0}
+        assert told(collector.next()) == {**dict.fromkeys(NAMES, 5.0), **kept}
+        state = Telling(6).state_dict()
+        del state["critic.weight"]
+        collector.update_policy_weights_(state)
+        assert told(collector.next())["wide"] == 6
+
+
+class TestToWhom:
+    def test_the_workers_of_the_last_batch(self, collect: Collect) -> None:
+        collector = collect(sync=False, num_workers=3)
+        with pytest.raises(ValueError, match="no batch was taken yet"):
+            collector.update_policy_weights_(worker_ids="last_batch")
+        for _ in range(5):
+            last = int(collector.next()["collector", "worker_id"][0, 0])
+            handle = collector.update_policy_weights_(worker_ids="last_batch")
+            assert handle.worker_ids == (last,)
+
+    def test_those_who_lag(self, collect: Collect) -> None:
+        collector = collect(max_weight_update_interval=2)
+        assert collector.update_policy_weights_(worker_ids="lagging") is None
+        collector.update_policy_weights_(worker_ids=0)
+        collector.update_policy_weights_(worker_ids=0)
+        assert collector.update_policy_weights_(worker_ids="lagging").worker_ids == (1,)
+        assert collector.policy_version == 3
+        assert collector.update_policy_weights_(worker_ids="all").worker_ids == (0, 1)
+
+    @pytest.mark.parametrize(
+        ("worker_ids", "error", "message"),
+        [
+            ("lagging", ValueError, "max_weight_update_interval"),
+            ("nobody", TypeError, "'all', 'last_batch' or 'lagging'"),
+        ],
+    )
+    def test_bad_names(
+        self, collect: Collect, worker_ids: str, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=message):
+            collect().update_policy_weights_(worker_ids=worker_ids)
+
+    @pytest.mark.parametrize("sync", [True, False])
+    def test_by_itself(self, collect: Collect, sync: bool) -> None:
+        policy = Telling()
+        collector = collect(policy, sync=sync, update_at_each_batch=True)
+        assert told(collector.next())["wide"] == 0
+        policy.fill(1)
+        last = collector._publisher.last
+        collector.next()
+        assert collector.policy_version == 1
+        newest = [collector._pool._sent.newest(worker_id) for worker_id in (0, 1)]
+        assert newest == [1 if sync or worker_id in last else 0 for worker_id in (0, 1)]
+        deadline = time.monotonic() + 20
+        while told(collector.next())["wide"] != 1:
+            assert time.monotonic() < deadline
+
+    def test_by_itself_also_to_those_who_lag(self) -> None:
+        """One is so slow that none of its batches is taken meanwhile."""
+
+        class Slow(Env):
+            def step(self, action: Any) -> Any:
+                threading.Event().wait(30)
+                return super().step(action)
+
+        def first_step_is_quick(context: Any) -> Any:
+            return Slow() if context.worker_id == 2 else Env()
+
+        collector = loopback_collector(
+            first_step_is_quick,
+            Telling(),
+            num_workers=3,
+            frames_per_batch=4,
+            sync=False,
+            update_at_each_batch=True,
+            max_weight_update_interval=4,
+        )
+        try:
+            for _ in range(30):
+                collector.next()
+                newest = [collector._pool._sent.newest(worker_id) for worker_id in range(3)]
+                assert collector.policy_version - min(newest) <= 5
+            assert newest[2] > 0
+        finally:
+            with pytest.raises(AssertionError, match="goes on after stop"):
+                collector.shutdown()

@@ -1,0 +1,115 @@
+"""Traces of workers that are threads: which spans they hold, on one time line."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from helpers.loopback_pool import loopback_collector
+from helpers.trace_checks import (
+    assert_answered,
+    assert_named,
+    assert_nested,
+    fetches,
+    load,
+    spans,
+)
+from torch import nn
+
+import distcollect as dc
+from distcollect.rollout.header import Span
+from distcollect.telemetry.step_timer import TracingStepTimer
+from distcollect.telemetry.trace import STEPS, WEIGHTS
+
+SKEW = 5 * 86_400 * 1_000_000_000  # ns: another host was started days ago
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
+
+
+class Greedy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.linear(observation).argmax(-1)
+
+
+def test_workers_are_on_the_trainers_time_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = TracingStepTimer.spans
+
+    def on_another_host(recorder: TracingStepTimer) -> tuple[Span, ...]:
+        return tuple((thread, name, b - SKEW, e - SKEW) for thread, name, b, e in noted(recorder))
+
+    monkeypatch.setattr(TracingStepTimer, "spans", on_another_host)
+    path = tmp_path / "trace.json"
+    collector = loopback_collector(
+        "CartPole-v1",
+        Greedy(),
+        frames_per_batch=32,
+        num_workers=2,
+        sync=True,
+        trace=path,
+        monitor=dc.Monitor(view=False),
+    )
+    with collector:
+        for _ in range(3):
+            collector.next()
+            collector.update_policy_weights_()
+        collector.next()
+    events = load(path)
+    assert_named(events, {"trainer", "worker 0", "worker 1"})
+    assert_nested(events)
+    for worker in ("worker 0", "worker 1"):
+        assert_answered(events, worker)
+        steps = [name for name, _, _ in spans(events, worker, STEPS)]
+        assert steps.count("rollout") == steps.count("hand over") == 4
+        # The first rollouts are there whole, 16 steps each.
+        assert steps.count("policy") == steps.count("env") == 4 * 16
+        assert [name for name in steps if "swap" in name] == [
+            f"swap in version {version}" for version in (1, 2, 3)
+        ]
+        received = [name for name, _, _ in spans(events, worker, WEIGHTS)]
+        assert received == [f"receive version {version}" for version in (1, 2, 3)]
+        assert len(fetches(events, worker)) == 4
+    sent = [name for name, _, _ in spans(events, "trainer", WEIGHTS) if "push" in name]
+    assert sent == [f"push version {version}" for version in (1, 2, 3)]
+    batches = spans(events, "trainer", "batches")
+    assert {name for name, _, _ in batches} >= {"train", "collect", "weights", "assemble"}
+    # Of a time line there is nothing missing.
+    for (_, _, end), (_, begin, _) in pairwise(batches):
+        assert begin == end
+    assert events[-1]["name"] == "end of the trace"
+
+
+def test_without_a_trace_nothing_is_noted() -> None:
+    headers = []
+    collector = loopback_collector(
+        "CartPole-v1", frames_per_batch=8, num_workers=1, sync=True, monitor=dc.Monitor(view=False)
+    )
+    before = collector._stats_recorder.collected
+    collector._stats_recorder.collected = lambda header, at: (
+        headers.append(header),
+        before(header, at),
+    )
+    with collector:
+        collector.next()
+        collector.next()
+        assert not any(
+            isinstance(w._engine.step_timer, TracingStepTimer) for w in workers(collector)
+        )
+    assert [header.spans for header in headers] == [(), ()]
+    assert not [t.name for t in threading.enumerate() if t.name == "distcollect-trace"]
+
+
+def workers(collector: dc.RPCDataCollector) -> list[Any]:
+    return list(collector._workers.services.values())

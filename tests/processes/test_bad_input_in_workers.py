@@ -1,0 +1,148 @@
+"""Bad input that is found in workers: one clear error each, and every process is reaped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.envs import SamplingEnv
+from helpers.marked import Marked
+from torch import nn
+
+import distcollect as dc
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
+
+
+GOOD: dict[str, Any] = {"frames_per_batch": 12, "num_workers": 2, "envs_per_worker": 2}
+
+
+def make(**settings: Any) -> dc.RPCDataCollector:
+    settings = {"create_env_fn": SamplingEnv, "policy": None, **GOOD, **settings}
+    create_env_fn, policy = settings.pop("create_env_fn"), settings.pop("policy")
+    return dc.RPCDataCollector(create_env_fn, policy, **settings)
+
+
+TEXT, GRAPH = spaces.Text(5), spaces.Graph(spaces.Discrete(2), None)
+
+
+def broken_maker() -> SamplingEnv:
+    raise OSError("no licence for the simulator")
+
+
+def not_an_env() -> object:
+    return object()
+
+
+def unfit(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda observation: torch.zeros(shape, dtype=dtype)
+
+
+def broken_factory() -> nn.Module:
+    raise OSError("no checkpoint")
+
+
+def broken_policy(observation: torch.Tensor) -> torch.Tensor:
+    raise IndexError("not like this")
+
+
+def box() -> SamplingEnv:
+    return SamplingEnv(action=spaces.Box(-1, 1, (3,), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message", "remote"),
+    [
+        ({"create_env_fn": broken_maker}, dc.EnvError, "env 0.*OSError.*no licence", "broken_m"),
+        ({"create_env_fn": not_an_env}, dc.EnvError, "env 0.*object", ""),
+        ({"create_env_fn": lambda: SamplingEnv(TEXT)}, dc.SpaceError, "Text.*wrapper", ""),
+        (
+            {"policy": unfit((2, 5), torch.int64)},
+            dc.PolicyError,
+            r"shape \[2, 5\].*int64.*Discrete\(2\).*shape \[2\].*int64",
+            "",
+        ),
+        (
+            {"policy": unfit((2, 3), torch.int64), "create_env_fn": box},
+            dc.PolicyError,
+            r"dtype int64.*Box.*dtype float32",
+            "",
+        ),
+        ({"policy": broken_policy}, dc.PolicyError, "IndexError.*not like this", "broken_policy"),
+        ({"policy_factory": broken_factory}, dc.PolicyError, "OSError.*no checkp", "broken_fact"),
+    ],
+    ids=["maker", "no env", "space", "shape", "dtype", "policy", "factory"],
+)
+def test_is_found_by_a_workers_probe(
+    marked: Marked,
+    settings: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    remote: str,
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        make(**{**settings, "num_workers": 1})
+    if isinstance(caught.value, dc.WorkerError):
+        assert caught.value.worker_id == 0
+        assert remote in caught.value.remote_traceback
+    assert not marked.left()
+
+
+def test_other_versions_on_a_worker(
+    marked: Marked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker's own interpreter says so: a sitecustomize alters what its torch reports."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import builtins, sys\n"
+        "real = builtins.__import__\n"
+        "def altered(name, *args, **more):\n"
+        "    module = real(name, *args, **more)\n"
+        "    if name.startswith('distcollect') and 'torch' in sys.modules:\n"
+        "        sys.modules['torch'].__version__ = '1.13.1'\n"
+        "    return module\n"
+        "builtins.__import__ = altered\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    mine = ".".join(torch.__version__.split(".")[:2])
+    with pytest.raises(dc.WorkerMismatch, match=rf"torch is 1\.13.*trainer's is {mine}") as caught:
+        make(num_workers=1)
+    assert caught.value.worker_id == 0
+    assert not marked.left()
+
+
+def test_misuse_of_a_running_collector(marked: Marked) -> None:
+    collector = make(sync=True)
+    try:
+        before = set(marked.pids())
+        with pytest.raises(dc.CollectorStateError, match=r"another collector is open.*shutdown"):
+            make()
+        assert set(marked.pids()) == before
+
+        ids: tuple[Any, ...] = (2, -1, [0, 2], [0, 0], [], True, "0", [0.0], slice(5, 9))
+        for worker_ids in ids:
+            with pytest.raises((dc.ArgumentError, dc.ArgumentTypeError), match="worker_ids="):
+                collector.update_policy_weights_(nn.Linear(1, 1), worker_ids=worker_ids)
+        assert collector.next().numel() == 12
+    finally:
+        collector.shutdown()
+    assert not marked.left()
+    uses: tuple[Callable[[], Any], ...] = (
+        collector.next,
+        lambda: next(iter(collector)),
+        lambda: collector.update_policy_weights_(nn.Linear(1, 1)),
+        lambda: collector.set_seed(1),
+    )
+    for use in uses:
+        with pytest.raises(dc.CollectorStateError, match="shut down"):
+            use()
+    collector.shutdown()
+    with make(num_workers=1) as another:  # one after the other is fine
+        another.next()
+    assert not marked.left()

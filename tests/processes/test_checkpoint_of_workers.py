@@ -1,0 +1,51 @@
+"""Checkpoints of collectors with workers, and at signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpointing import check_goes_on_where_it_was
+from helpers.marked import Marked
+from helpers.paths import SCRIPTS
+
+import distcollect as dc
+from distcollect.launch import preemption as notice
+
+SCRIPT = SCRIPTS / "train_with_checkpoint.py"
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    yield
+    notice.forget()
+
+
+@pytest.mark.parametrize("kind", [dc.MultiSyncDataCollector])
+def test_goes_on_where_it_was(tmp_path: Path, kind: Any) -> None:
+    check_goes_on_where_it_was(tmp_path, kind)
+
+
+@pytest.mark.parametrize(("mode", "number"), [("step", signal.SIGTERM), ("wait", signal.SIGUSR2)])
+def test_a_signal_saves_and_ends(
+    tmp_path: Path, marked: Marked, mode: str, number: signal.Signals
+) -> None:
+    """In the loop, and also while the collector waits for frames that take long."""
+    path = tmp_path / "c.pt"
+    command = [sys.executable, str(SCRIPT), str(path), mode]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert next(lines) == "new 0\n"
+        assert next(lines) == "running\n"
+        process.send_signal(number)
+        assert process.wait(timeout=40) == notice.EXIT_TO_RESUME
+    assert marked.gone()
+    saved = torch.load(path, weights_only=True)["parts"]["collector"]
+    assert saved["frames"] >= 50

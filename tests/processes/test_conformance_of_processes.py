@@ -1,0 +1,135 @@
+"""The data contract, kept by worker processes and by envs in processes of their own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from helpers.batch_checks import (
+    check_a_maker_for_each_worker,
+    check_every_env_kind,
+    check_frames_know_their_policy_version,
+    check_info_keys,
+    check_max_frames_per_traj,
+    check_reset_at_each_iter,
+    check_same_seed_same_batches,
+    check_trajectories_do_not_depend_on_the_number_of_workers,
+)
+from helpers.batch_contract import (
+    HEAVY,
+    LIGHT,
+    SPACES,
+    T,
+    Teller,
+    check_contract,
+)
+from helpers.counting_envs import (
+    ASYNC_KINDS,
+    UNCUTTABLE_KINDS,
+)
+
+import distcollect as dc
+
+
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+@pytest.mark.parametrize("spaces", SPACES[:2], ids="-".join)
+@pytest.mark.parametrize("delivery", LIGHT)
+def test_every_env_kind(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
+    check_every_env_kind(delivery, kind, spaces)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spaces"),
+    [
+        ("plain", ("dict", "dict")),
+        ("sync-next", ("box64", "box")),
+        ("async-same-live", ("image", "tuple")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+@pytest.mark.parametrize("delivery", HEAVY)
+def test_worker_processes(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
+    check_contract(delivery, kind, spaces)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ASYNC_KINDS if kind not in UNCUTTABLE_KINDS])
+@pytest.mark.parametrize("longest", [1, 3])
+def test_max_frames_per_traj(kind: str, longest: int) -> None:
+    check_max_frames_per_traj(kind, longest)
+
+
+@pytest.mark.parametrize("kind", ["async-same-live"])
+@pytest.mark.parametrize("delivery", LIGHT)
+def test_reset_at_each_iter(delivery: str, kind: str) -> None:
+    check_reset_at_each_iter(delivery, kind)
+
+
+@pytest.mark.parametrize("kind", ["async-next"])
+@pytest.mark.parametrize("delivery", LIGHT)
+def test_info_keys(delivery: str, kind: str) -> None:
+    check_info_keys(delivery, kind)
+
+
+@pytest.mark.parametrize("delivery", ["rpc-async"])
+def test_a_maker_for_each_worker(delivery: str) -> None:
+    check_a_maker_for_each_worker(delivery)
+
+
+@pytest.mark.parametrize(
+    ("delivery", "kind"),
+    [(heavy, "plain") for heavy in HEAVY],
+)
+def test_frames_know_their_policy_version(delivery: str, kind: str) -> None:
+    check_frames_know_their_policy_version(delivery, kind)
+
+
+@pytest.mark.parametrize("delivery", ["rpc-sync"])
+def test_same_seed_same_batches(delivery: str) -> None:
+    check_same_seed_same_batches(delivery)
+
+
+@pytest.mark.parametrize(
+    ("delivery", "static_seed"),
+    [("rpc-sync", False)],
+)
+def test_trajectories_do_not_depend_on_the_number_of_workers(
+    delivery: str, static_seed: bool
+) -> None:
+
+    check_trajectories_do_not_depend_on_the_number_of_workers(delivery, static_seed)
+
+
+class SlowAtFirst(gym.Wrapper[Any, Any, Any, Any]):
+    """The first steps take a while."""
+
+    left = 3
+
+    def step(self, action: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            time.sleep(0.2)
+        return super().step(action)
+
+
+def test_a_sync_batch_that_came_too_late_is_not_the_next_one() -> None:
+    """What was asked for before the deadline passed is older than the next question."""
+    policy = Teller()
+    with dc.RPCDataCollector(
+        lambda: SlowAtFirst(gym.make("CartPole-v1")),
+        policy,
+        frames_per_batch=2 * T,
+        num_workers=2,
+        sync=True,
+    ) as collector:
+        with pytest.raises(dc.BatchTimeout, match=r"waited for workers \[0, 1\]"):
+            collector.next(timeout_s=0.05)
+        with torch.no_grad():
+            policy.told.fill_(1)
+        collector.update_policy_weights_()
+        batch = collector.next(timeout_s=60)
+        assert batch.shape == (2, T)
+        assert (batch["collector", "policy_version"] == 1).all()
+        assert (batch["told"] == 1).all()

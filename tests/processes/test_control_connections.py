@@ -1,0 +1,50 @@
+"""Control connections between processes: each side sees the other one end."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from helpers.join_server import SOON_S, TOKEN, Connect, Recorder, connect, events, gate, start
+from helpers.marked import Marked
+
+from distcollect.net.server import JoinServer
+
+__all__ = ["connect", "events", "gate"]
+
+
+@pytest.mark.parametrize("fork", ["", "fork"])
+def test_the_gate_sees_a_process_end(
+    gate: JoinServer, events: Recorder, marked: Marked, fork: str
+) -> None:
+    process = start(marked, "join", gate.address, gate.port, TOKEN, fork)
+    assert process.stdout is not None
+    connection = events.queue.get(timeout=30)[1]
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    assert events.next("closed") is connection
+    process.wait(SOON_S)
+    assert len(marked.pids()) == bool(fork)
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("how", ["kill", "close"])
+@pytest.mark.parametrize("fork", ["", "fork"])
+def test_a_lifeline_sees_the_gate_end(
+    marked: Marked, connect: Connect, how: str, fork: str
+) -> None:
+    """Whether its process ends or it is closed; what the process has forked changes nothing."""
+    process = start(marked, "gate", TOKEN, fork)
+    assert process.stdout is not None
+    lifeline = connect(port=int(process.stdout.readline()))
+    lifeline.join("worker", TOKEN)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
+    lifeline._sock.settimeout(3)
+    try:
+        assert lifeline.receive() is None
+    finally:
+        process.kill()
+        process.wait(SOON_S)
+        process.stdout.close()
+    assert len(marked.pids()) == bool(fork)

@@ -1,0 +1,52 @@
+"""Workers run on the cores they were given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.cgroups import cgroup
+from helpers.placement_env import Telling
+
+import distcollect as dc
+from distcollect.launch.cpu_placement import (
+    CpuPlacement,
+    num_cores,
+)
+
+__all__ = ["cgroup"]
+
+
+def test_a_real_quota(cgroup: Path) -> None:
+    if num_cores() < 2:
+        pytest.skip("needs two cores")
+    ask = (
+        "import os, sys; from pathlib import Path;"
+        "Path(sys.argv[1]).write_text(str(os.getpid()));"
+        "from distcollect.launch.cpu_placement import num_cores; print(num_cores())"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", ask, str(cgroup / "cgroup.procs")],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert told.stdout.split() == ["1"]
+
+
+def test_a_worker_runs_where_it_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And GPUs are the user's to deal out: a worker sees those that its parent sees."""
+    core = max(os.sched_getaffinity(0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(
+        "distcollect.launch.worker_hosts.choose", lambda *_, **__: CpuPlacement((core,), 3)
+    )
+    with dc.RPCDataCollector(Telling, frames_per_batch=4, total_frames=4, num_workers=1) as c:
+        [batch] = c
+    told = batch["observation"][0, 0].tolist()
+    assert told == [1, core, 1, 3, 57]  # cores, the first, of all threads, torch's threads, GPUs

@@ -1,0 +1,62 @@
+"""``distcollect doctor`` on this host; over several hosts see test_hosts.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+
+from helpers.paths import ROOT
+
+from distcollect.net.interfaces import listen
+
+
+def test_a_rank_that_finds_nobody() -> None:
+    """It says so itself, and what was tried."""
+    with listen("127.0.0.1") as taken:  # a port that nobody answers at
+        port = taken.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "distcollect", "doctor", "--wait", "0.5", "--join", f"[::1]:{port}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "rank 1 could not reach the trainer within 0.5 s" in done.stdout, done.stderr
+
+
+def test_alone_with_few_files_and_a_wrong_interface() -> None:
+    """The command itself, on one machine: what is wrong, and that all else works."""
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (250, 250))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "distcollect", "doctor"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "NCCL_SOCKET_IFNAME": "nosuch0",
+            "DISTCOLLECT_TOKEN_FILE": "/nonexistent",  # here nobody joins from outside
+        },
+        preexec_fn=few_files,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    said = done.stdout
+    assert done.returncode == 1, said + done.stderr
+    for topic, verdict in (
+        *(("versions", "ok"), ("torch", "ok"), ("ranks", "ok"), ("links", "ok"), ("ports", "ok")),
+        *(("idle", "ok"), ("clocks", "ok"), ("interface", "2 PROBLEMS"), ("files", "2 PROBLEMS")),
+    ):
+        assert re.search(rf"^{topic} +{verdict} ", said, re.M), said
+    assert re.search(r"^ +1 +\S+ +[\d.]+ ms +[\d,]+ MB/s +[\d,]+ MB/s", said, re.M), said
+    assert "it may have 250 files open" in said
+    assert "what to do: unset NCCL_SOCKET_IFNAME" in said
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,136 @@
+"""Envs that raise or die in processes of their own, and in workers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from typing import Any
+
+import gymnasium as gym
+import pytest
+from gymnasium.vector import AsyncVectorEnv
+from helpers.counting_envs import (
+    CountingEnv,
+)
+from helpers.fragile_envs import (
+    LONG,
+    Fragile,
+    Maker,
+    N,
+    Stumbling,
+    Summing,
+    T,
+    VectorMaker,
+    check_a_vector_env_that_raises,
+    check_row,
+    check_rows_of_a_vector_env_with_episodes_of_their_own,
+    collect,
+    engine_of,
+    quiet,
+    steps_of,
+)
+
+import distcollect as dc
+
+ASYNC_KINDS = ["async-next", "async-disabled", "async-next-pipe"]
+
+
+@quiet
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+@pytest.mark.parametrize("at", [1, 3, T, T + 1, T + 3])
+def test_a_vector_env_that_raises(kind: str, at: int) -> None:
+    check_a_vector_env_that_raises(kind, at)
+
+
+@quiet
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) -> None:
+    check_rows_of_a_vector_env_with_episodes_of_their_own(kind, at)
+
+
+@quiet
+def test_a_vector_env_whose_process_is_killed() -> None:
+    maker = VectorMaker("async-next", Maker())
+    engine = engine_of(maker, Summing())
+    collect(engine, 1)
+    processes = maker.made[0].processes
+    os.kill(processes[1].pid, signal.SIGKILL)
+    processes[1].join()
+    batch = collect(engine, 1)
+    for each in batch:
+        check_row(each)
+    assert steps_of(batch[0])[0] == (10, 0, 0)
+    assert not any(process.is_alive() for process in processes)
+    engine.close()
+
+
+class Dies(Fragile):
+    """Takes its process along."""
+
+    def step(self, action: Any) -> Any:
+        self.calls["step"] += 1
+        if self.fails == ("step", self.calls["step"]):
+            os._exit(1)
+        return CountingEnv.step(self, action)
+
+
+@quiet
+@pytest.mark.parametrize("dying", range(N))
+def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
+    """Some have answered by then and some have not, and nobody waits for what never comes."""
+    made: list[AsyncVectorEnv] = []
+
+    def make() -> AsyncVectorEnv:
+        fails = None if made else ("step", 3)
+        envs = [Dies(row, fails if row == dying else None, LONG) for row in range(N)]
+        made.append(AsyncVectorEnv([lambda env=env: env for env in envs]))
+        return made[-1]
+
+    engine = engine_of(make, Summing(), faults=1)
+    batch = collect(engine, 1)
+    for each in batch:
+        check_row(each)
+    assert batch["collector", "faulted"].nonzero().tolist() == [[row, 1] for row in range(N)]
+    processes = made[0].processes
+    assert not any(process.is_alive() for process in processes)
+    made.pop(0)
+    gc.collect()  # whatever its destructor raised would show
+    engine.close()
+
+
+class StumblesOnce:
+    """Env 1 of worker 1 raises at its 20th step, and is all right when made anew."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, context: dc.EnvContext) -> Stumbling:
+        stumbles = (context.worker_id, context.env_index) == (1, 1)
+        self.made += stumbles
+        return Stumbling(gym.make("CartPole-v1"), 20 if self.made == 1 and stumbles else None)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_in_worker_processes(sync: bool) -> None:
+    total = 0
+    with dc.RPCDataCollector(
+        StumblesOnce(),
+        lambda observation: (observation[:, 2] > 0).long(),  # stays up longer than that
+        frames_per_batch=4 * 60 if sync else 2 * 60,
+        num_workers=2,
+        envs_per_worker=2,
+        sync=sync,
+    ) as collector:
+        if sync:  # else it may be a frame from before that stumbles, and is given up
+            collector.set_seed(0)
+        seen: set[int] = set()
+        while (not sync and seen != {0, 1}) or not total:
+            batch = collector.next(timeout_s=60)
+            seen |= set(batch["collector", "worker_id"].flatten().tolist())
+            marked = batch["collector", "faulted"]
+            total += int(marked.sum())
+            assert batch["collector", "worker_id"][marked].tolist() == [1] * int(marked.sum())
+            assert batch["next", "truncated"][marked].all()
+    assert total == 1

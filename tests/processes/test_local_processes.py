@@ -1,0 +1,166 @@
+"""Worker processes on this host."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers.marked import Marked
+from helpers.paths import SCRIPTS
+
+from distcollect.launch.local_processes import End, LocalProcesses, ProcessEvents
+
+SOON_S = 5
+HANG = "import time; time.sleep(1000)"
+GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '1000'])"
+BOOT = {"host": "127.0.0.1", "port": 0, "token": "", "num_threads": 1}
+Spawn = Callable[[int, str], None]
+
+
+class Exits(ProcessEvents):
+    """Collects what is reported."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[int, int]] = queue.Queue()
+
+    def exited(self, worker_id: int, incarnation: int, end: End) -> None:
+        self._queue.put((worker_id, end.code))
+
+    def next(self, timeout_s: float = SOON_S) -> tuple[int, int]:
+        return self._queue.get(timeout=timeout_s)
+
+
+@pytest.fixture
+def exits() -> Exits:
+    return Exits()
+
+
+@pytest.fixture
+def processes(marked: Marked, exits: Exits) -> Iterator[LocalProcesses]:
+    processes = LocalProcesses(exits)
+    yield processes
+    processes.close(0)
+    assert marked.gone(SOON_S), marked.left()
+
+
+@pytest.fixture
+def spawn(processes: LocalProcesses, tmp_path: Path) -> Spawn:
+    def spawn(worker_id: int, code: str) -> None:
+        folder = tmp_path / str(worker_id)
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(code)
+        # The code of a second later would look like this one's, and compiled, be taken for it.
+        env = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        processes.spawn(worker_id, 0, BOOT, env)
+
+    return spawn
+
+
+def await_count(marked: Marked, count: int, timeout_s: float = SOON_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while len(marked.pids()) != count:
+        assert time.monotonic() < deadline, marked.left()
+        time.sleep(0.02)
+
+
+def test_a_real_worker_that_finds_no_trainer_says_so(
+    processes: LocalProcesses, exits: Exits, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        port = nobody_listens.getsockname()[1]
+        processes.spawn(3, 0, {**BOOT, "port": port}, {})
+        assert exits.next(60) == (3, 1)
+    assert "ConnectionRefusedError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 1, 7])
+def test_exit_codes_are_reported(spawn: Spawn, exits: Exits, code: int) -> None:
+    spawn(2, f"import os; os._exit({code})")
+    assert exits.next() == (2, code)
+
+
+def test_deaths_by_signal_are_reported(spawn: Spawn, exits: Exits) -> None:
+    spawn(2, "import os; os.kill(os.getpid(), 11)")
+    assert exits.next() == (2, -signal.SIGSEGV)
+
+
+def test_kill_ends_a_worker_and_what_it_started_and_no_other(
+    processes: LocalProcesses, spawn: Spawn, exits: Exits, marked: Marked
+) -> None:
+    for worker_id in (0, 1):
+        spawn(worker_id, f"{GRANDCHILD}; {HANG}")
+    await_count(marked, 5)  # and the guard
+    processes.kill(1, 0)
+    assert exits.next() == (1, -signal.SIGKILL)
+    await_count(marked, 3)
+    processes.kill(1, 0)  # gone already: no error
+    processes.kill(99, 0)
+
+
+def test_what_a_worker_leaves_behind_is_ended(spawn: Spawn, exits: Exits, marked: Marked) -> None:
+    spawn(0, f"{GRANDCHILD}; import os; os._exit(0)")
+    assert exits.next() == (0, 0)
+    await_count(marked, 1)  # the guard
+
+
+def test_a_slot_can_be_used_again(spawn: Spawn, exits: Exits) -> None:
+    for code in (5, 6):
+        spawn(0, f"import os; os._exit({code})")
+        assert exits.next() == (0, code)
+
+
+def test_close_waits_then_kills_and_reaps(
+    processes: LocalProcesses, spawn: Spawn, exits: Exits, marked: Marked
+) -> None:
+    spawn(0, "import time, os; time.sleep(0.5); os._exit(0)")
+    spawn(1, f"{GRANDCHILD}; {HANG}")
+    await_count(marked, 4)
+    processes.close(2)
+    assert {exits.next(0), exits.next(0)} == {(0, 0), (1, -signal.SIGKILL)}
+    assert not marked.left()
+    processes.close(0)  # again is no error
+
+
+SCRIPT = SCRIPTS / "start_workers.py"
+
+
+def run_starter(tmp_path: Path, *args: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process that starts two hanging workers with a child each; the pids it forked itself."""
+    (tmp_path / "sitecustomize.py").write_text(f"{GRANDCHILD}; {HANG}")
+    starter = subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(tmp_path), *args], stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdout is not None
+    return starter, [int(pid) for pid in starter.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("forks", [0, 1])
+def test_kill_9_of_the_starter_ends_all_workers(marked: Marked, tmp_path: Path, forks: int) -> None:
+    """Also where a child that it forked holds the guard's pipe open."""
+    starter, forked = run_starter(tmp_path, *["fork"] * forks)
+    assert len(forked) == forks
+    await_count(marked, 1 + forks + 1 + 4)
+    starter.kill()
+    starter.communicate()
+    assert marked.gone(SOON_S, but=set(forked)), marked.left()
+    assert set(marked.pids()) == set(forked)
+
+
+def test_close_is_quick_though_a_forked_child_holds_the_pipe(
+    marked: Marked, tmp_path: Path
+) -> None:
+    starter, forked = run_starter(tmp_path, "fork", "close")
+    began = time.monotonic()
+    assert starter.wait(30) == 0
+    took = time.monotonic() - began
+    assert marked.gone(SOON_S, but=set(forked)), marked.left()
+    starter.communicate()
+    assert took < 4

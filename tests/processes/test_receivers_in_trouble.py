@@ -1,0 +1,196 @@
+"""Weights for workers that are slow, fail or are replaced."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from helpers.publishing import Env, Telling, told
+
+import distcollect as dc
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
+
+
+def pids(collector: dc.RPCDataCollector) -> dict[int, int]:
+    batch = collector.next()
+    ids, pid = batch["collector", "worker_id"][:, -1], batch["observation"][:, -1, 0]
+    return {int(i): int(p) for i, p in zip(ids, pid, strict=True)}
+
+
+class TestReceiversInTrouble:
+    @pytest.mark.parametrize("make", [dc.BroadcastUpdater, dc.RPCUpdater, dc.AutoUpdater])
+    def test_one_that_is_late_gets_the_newest_when_it_answers(self, make: Any) -> None:
+        policy = Telling()
+        with dc.RPCDataCollector(
+            Env,
+            policy,
+            num_workers=3,
+            frames_per_batch=12,
+            sync=True,
+            # The others answer in time, also on a busy machine.
+            weight_sync=dc.WeightSync(ready_timeout_s=2),
+            weight_updater=make(),
+        ) as collector:
+            stopped = pids(collector)[1]
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                first = collector.update_policy_weights_(policy.fill(1))
+                assert first.acknowledged == {0: 1, 2: 1}
+                assert isinstance(first.left_out[1], dc.WeightsTimeout)
+                begin = time.monotonic()
+                last = collector.update_policy_weights_(policy.fill(2))
+                assert time.monotonic() - begin < 2, "it is waited for once only"
+                assert last.acknowledged == {0: 2, 2: 2}
+                with pytest.raises(dc.BatchTimeout, match=r"workers \[1\] to acknowledge"):
+                    collector.next(timeout_s=0.5)
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            batch = collector.next()
+            assert (batch["collector", "policy_version"] == 2).all()
+            assert [told(batch, row)["wide"] for row in range(3)] == [2, 2, 2]
+            last.wait(5)
+            assert last.acknowledged == {0: 2, 1: 2, 2: 2}
+            assert first.acknowledged == {0: 1, 1: 2, 2: 1}
+            assert not first.left_out
+
+    def test_one_that_stops_in_the_middle_is_left_behind(self) -> None:
+        """It says that it is ready, and then nothing more."""
+        policy = Telling()
+        with dc.RPCDataCollector(
+            Env,
+            policy,
+            num_workers=3,
+            frames_per_batch=12,
+            sync=True,
+            faults=dc.Faults(weights_timeout_s=1.5),
+            weight_updater=dc.BroadcastUpdater(),
+        ) as collector:
+            stopped = pids(collector)[1]
+            send = collector._updater.send
+
+            def stop_first(payload: torch.Tensor) -> None:
+                os.kill(stopped, signal.SIGSTOP)
+                send(payload)
+
+            collector._updater.send = stop_first  # type: ignore[method-assign]
+            try:
+                handle = collector.update_policy_weights_(policy.fill(1))
+            finally:
+                collector._updater.send = send  # type: ignore[method-assign]
+                os.kill(stopped, signal.SIGCONT)
+            assert handle.acknowledged.keys() >= {0, 2}
+            batch = collector.next()
+            assert (batch["collector", "policy_version"] == 1).all()
+            assert [told(batch, row)["wide"] for row in range(3)] == [1, 1, 1]
+
+    def test_one_that_dies_meanwhile(self) -> None:
+        """It says that it is ready, and then it is gone."""
+        policy = Telling()
+        with dc.RPCDataCollector(
+            Env,
+            policy,
+            num_workers=3,
+            frames_per_batch=12,
+            sync=True,
+            faults=dc.Faults(max_restarts=0, min_workers=3),
+            weight_updater=dc.BroadcastUpdater(),
+        ) as collector:
+            killed = pids(collector)[1]
+            collector.update_policy_weights_(policy)  # now all are connected
+            send = collector._updater.send
+
+            def kill_first(payload: torch.Tensor) -> None:
+                os.kill(killed, signal.SIGKILL)
+                send(payload)
+
+            collector._updater.send = kill_first  # type: ignore[method-assign]
+            handle = collector.update_policy_weights_(policy.fill(1), wait=False)
+            assert handle is not None
+            handle.wait(20)
+            assert handle.acknowledged == {0: 2, 2: 2}
+            assert isinstance(handle.left_out[1], dc.WorkerLost)
+            assert handle.left_out[1].worker_id == 1
+            # What the others have may come first.
+            with pytest.raises(dc.WorkerLost, match=r"worker 1: .*SIGKILL"):
+                collections.deque(collector, maxlen=0)
+
+    @pytest.mark.parametrize(
+        ("num_workers", "victim"), [*((4, victim) for victim in range(4)), (1, 0)]
+    )
+    def test_one_that_dies_before_it_is_connected(self, num_workers: int, victim: int) -> None:
+        """It was in the group; nobody had used it. Nor do those wait whom it was to pass it to."""
+        policy = Telling()
+        with dc.RPCDataCollector(
+            Env,
+            policy,
+            num_workers=num_workers,
+            frames_per_batch=4 * num_workers,
+            sync=True,
+            faults=dc.Faults(max_restarts=0),
+            weight_updater=dc.BroadcastUpdater(),
+        ) as collector:
+            killed = pids(collector)[victim]
+            send = collector._updater.send
+
+            def kill_first(payload: torch.Tensor) -> None:
+                collector._updater.send = send  # type: ignore[method-assign]
+                os.kill(killed, signal.SIGKILL)
+                send(payload)
+
+            collector._updater.send = kill_first  # type: ignore[method-assign]
+            begin = time.monotonic()
+            handle = collector.update_policy_weights_(policy.fill(1), wait=False)
+            assert handle is not None
+            with contextlib.suppress(dc.WorkerLost):
+                handle.wait(20)
+            assert time.monotonic() - begin < 5, "no timeout has to pass"
+            assert handle.acknowledged == {w: 1 for w in range(num_workers) if w != victim}
+            assert isinstance(handle.left_out[victim], dc.WorkerLost)
+
+    def test_when_all_are_late_the_trainer_waits(self) -> None:
+        policy = Telling()
+        with dc.RPCDataCollector(
+            Env,
+            policy,
+            num_workers=1,
+            frames_per_batch=4,
+            sync=True,
+            weight_sync=dc.WeightSync(ready_timeout_s=0.2),
+        ) as collector:
+            stopped = pids(collector)[0]
+            os.kill(stopped, signal.SIGSTOP)
+            resume = threading.Timer(1, os.kill, (stopped, signal.SIGCONT))
+            resume.start()
+            try:
+                handle = collector.update_policy_weights_(policy.fill(1))
+            finally:
+                resume.join()
+            assert handle is not None
+            assert handle.acknowledged == {0: 1}
+
+    def test_only_the_newest_of_what_was_not_sent_is_sent(self) -> None:
+        policy = Telling()
+        with dc.RPCDataCollector(
+            Env, policy, num_workers=2, frames_per_batch=8, sync=True
+        ) as collector:
+            handles = [
+                collector.update_policy_weights_(policy.fill(version), wait=False)
+                for version in range(1, 201)
+            ]
+            assert handles[-1] is not None
+            handles[-1].wait(20)
+            assert all(handle is not None and handle.done() for handle in handles)
+            sent = [handle.version for handle in handles if handle and handle.num_bytes]
+            assert 200 in sent
+            assert len(sent) < 200
+            assert told(collector.next())["wide"] == 200

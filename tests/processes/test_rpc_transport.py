@@ -1,0 +1,151 @@
+"""The RPC transport keeps the contract of transports; then what only processes can show."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers.transport_contract import (
+    LARGE,
+    SMALL,
+    SOON_S,
+    Rpc,
+    check,
+    check_a_declined_rollout_moves_no_bytes,
+    check_a_method_that_is_not_there_is_an_error,
+    check_a_rollout_is_offered_then_fetched,
+    check_calls,
+    check_closing_fails_answers_that_do_not_come,
+    check_closing_waits_for_answers_owed_and_again_is_no_error,
+    check_evicting_a_peer_fails_what_it_owes,
+)
+
+import distcollect as dc
+from distcollect.transport import rpc
+from distcollect.transport.peer_ids import identity
+from distcollect.transport.protocol import INLINE_BYTES, CollectRequest
+from distcollect.transport.rpc import RpcTransport
+
+
+@pytest.fixture(params=[Rpc])
+def world(request: pytest.FixtureRequest) -> Iterator[Rpc]:
+    world = request.param()
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def rpc_world() -> Iterator[Rpc]:
+    world = Rpc()
+    yield world
+    world.close()
+
+
+# Each RPC world costs two seconds, so a test asks it for more than one thing.
+
+
+def test_calls(world: Rpc) -> None:
+    check_calls(world)
+
+
+def test_a_method_that_is_not_there_is_an_error(world: Rpc) -> None:
+    check_a_method_that_is_not_there_is_an_error(world)
+
+
+@pytest.mark.parametrize("num_steps", [0, SMALL, LARGE])
+def test_a_rollout_is_offered_then_fetched(world: Rpc, num_steps: int) -> None:
+    check_a_rollout_is_offered_then_fetched(world, num_steps)
+
+
+@pytest.mark.parametrize("make", [lambda: Rpc(["basic"])], ids=["Rpc"])
+def test_a_declined_rollout_moves_no_bytes(
+    make: Callable[[], Rpc], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_a_declined_rollout_moves_no_bytes(make, monkeypatch)
+
+
+def test_evicting_a_peer_fails_what_it_owes(world: Rpc) -> None:
+    check_evicting_a_peer_fails_what_it_owes(world)
+
+
+def test_closing_waits_for_answers_owed_and_again_is_no_error(world: Rpc) -> None:
+    check_closing_waits_for_answers_owed_and_again_is_no_error(world)
+
+
+def test_closing_fails_answers_that_do_not_come(world: Rpc) -> None:
+    check_closing_fails_answers_that_do_not_come(world)
+
+
+def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(rpc_world: Rpc) -> None:
+    """Once its peer is dead, only what had come along can be had."""
+    offers = {
+        steps: rpc_world.transport.collect(rpc_world.peer, CollectRequest(steps)).result(SOON_S)
+        for steps in (SMALL, LARGE)
+    }
+    assert offers[SMALL].header.num_bytes < INLINE_BYTES < offers[LARGE].header.num_bytes
+    rpc_world.kill()
+    rpc_world.processes[0].wait(SOON_S)
+    check(offers[SMALL].fetch().result(1), SMALL)
+    with pytest.raises(dc.WorkerLost):
+        offers[LARGE].fetch().result(SOON_S)
+    rpc_world.transport.evict(rpc_world.peer)
+
+
+def test_kill_9_fails_what_is_owed(rpc_world: Rpc) -> None:
+    """Also where nobody evicts the peer; the others are not affected."""
+    other = rpc_world.add_peer(rpc._CHANNELS)
+    pending = [rpc_world.transport.call(rpc_world.peer, "later", str(i)) for i in range(3)]
+    others = rpc_world.transport.call(other, "later", "key")
+    rpc_world.transport.call(rpc_world.peer, "echo").result(SOON_S)
+    rpc_world.kill()
+    for answer in pending:
+        with pytest.raises(dc.WorkerLost):
+            answer.result(5)
+    rpc_world.transport.evict(rpc_world.peer)
+    rpc_world.transport.call(other, "release", "key", 1).result(SOON_S)
+    assert others.result(SOON_S) == 1
+
+
+def test_a_frozen_peer_does_not_hold_up_close(rpc_world: Rpc) -> None:
+    """It holds a rollout that was offered, and never answers that it may drop it."""
+    offer = rpc_world.transport.collect(rpc_world.peer, CollectRequest(LARGE)).result(SOON_S)
+    rpc_world.kill(signal.SIGSTOP)
+    offer.decline()
+    closing = threading.Thread(target=rpc_world.transport.close, args=(0.1,))
+    closing.start()
+    closing.join(SOON_S)
+    assert not closing.is_alive()
+
+
+def test_one_agent_at_a_time_but_one_after_the_other() -> None:
+    for _ in range(2):
+        world = Rpc()
+        try:
+            with pytest.raises(dc.CollectorStateError, match="shut it down first"):
+                RpcTransport(identity().trainer, address="127.0.0.1")
+            assert world.transport.call(world.peer, "echo", 5).result(SOON_S) == (5,)
+        finally:
+            world.close()
+
+
+def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:
+    kept = []
+    counts = []
+    for _ in range(3):
+        world = Rpc()
+        world.close()
+        kept.append(world.transport)
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    assert counts[2] <= counts[0]  # some are torch's for good, from the first time on
+    # Nor does it mind news of workers that came too late.
+    kept[0].connect(world.peer, "nowhere")
+    kept[0].evict(world.peer)
+
+
+def test_an_answer_that_cannot_travel_is_an_error(rpc_world: Rpc) -> None:
+    """The service's own methods include some that return what pickle can't take."""
+    with pytest.raises(dc.WorkerError):
+        rpc_world.transport.call(rpc_world.peer, "__getattribute__", "_lock").result(SOON_S)

@@ -1,0 +1,89 @@
+"""Memory that a trainer maps instead of having it sent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import distcollect as dc
+from distcollect.common.shared_memory import Segment
+
+HOLDER = """
+import json, sys
+from dataclasses import asdict
+from distcollect.common.shared_memory import allocate
+memory, segment = allocate(4096)
+memory[:] = 7
+print(json.dumps(asdict(segment)), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder():
+    """A process that holds 4096 bytes, all 7, and where they are found."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        yield process, Segment(**json.loads(process.stdout.readline()))
+        process.kill()
+
+
+def test_another_process_maps_it(holder):
+    process, segment = holder
+    memory = segment.map()
+    assert memory.shape == (4096,)
+    assert (memory == 7).all()
+    process.kill()
+    process.wait()
+    assert (memory == 7).all(), "what is mapped stays"
+    with pytest.raises(OSError, match=str(process.pid)):
+        segment.map()
+
+
+def test_another_file_under_the_same_number_is_refused(holder):
+    with pytest.raises(OSError, match="no longer"):
+        replace(holder[1], name="distcollect-other").map()
+
+
+class Counting(gym.Env):
+    """Every byte of an observation says how many steps were made."""
+
+    SHAPE = (256, 256)
+    observation_space = gym.spaces.Box(0, 255, SHAPE, np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.steps = 0
+        self.observation = np.zeros(self.SHAPE, np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps += 1
+        self.observation[:] = self.steps % 251
+        return self.observation, {}
+
+    def step(self, action):
+        self.observation[:] = (self.observation + 1) % 251
+        self.steps = int(self.observation[0, 0])
+        return self.observation, 1.0, self.steps % 7 == 0, False, {}
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_large_rollouts_of_workers_on_this_host(sync):
+    """Every byte, and that a slab that is written again doesn't change a batch."""
+    with dc.RPCDataCollector(
+        Counting, None, frames_per_batch=40, envs_per_worker=2, num_workers=2, sync=sync
+    ) as collector:
+        assert len(collector._pool._transport._mapped) == 2
+        kept = [collector.next() for _ in range(6)]
+    for batch in kept:
+        before, after = batch["observation"], batch["next", "observation"]
+        assert (after == (before.long() + 1) % 251).all()
+        assert (before == before[..., :1, :1]).all()

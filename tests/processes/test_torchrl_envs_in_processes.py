@@ -1,0 +1,102 @@
+"""TorchRL envs in processes of their own and in workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from helpers.torchrl_checks import (
+    check_an_env_that_raises_is_made_anew,
+    check_the_same_frames_as_from_torchrls_collector,
+    zoo,
+)
+from torch import nn
+
+import distcollect as dc
+
+__all__ = ["zoo"]
+
+
+@pytest.mark.parametrize("kind", ["parallel"])
+def test_the_same_frames_as_from_torchrls_collector(zoo: Any, kind: str) -> None:
+    check_the_same_frames_as_from_torchrls_collector(zoo, kind)
+
+
+def test_the_quick_example(zoo: Any) -> None:
+    from torchrl.envs import GymEnv, ParallelEnv  # noqa: PLC0415
+
+    def make_env() -> Any:
+        return GymEnv("Pendulum-v1")
+
+    env = ParallelEnv(4, make_env)
+    policy = nn.Linear(3, 1)
+    collector = dc.SyncDataCollector(env, policy=policy, frames_per_batch=200, total_frames=600)
+    for index, data in enumerate(collector):
+        assert data.shape == (4, 50)
+        assert data["observation"].shape == (4, 50, 3)
+        assert (data["collector", "policy_version"] == index).all()
+        torch.testing.assert_close(data["action"], policy(data["observation"]).detach())
+        collector.update_policy_weights_()
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_workers_make_them(zoo: Any, sync: bool) -> None:
+    settings = {"num_workers": 2, "sync": sync, "frames_per_batch": 60, "max_frames_per_traj": 2}
+    make = zoo.KINDS["serial of transformed"]
+    with dc.RPCDataCollector(make, zoo.policy_for(make()), **settings) as collector:
+        batch = collector.next()
+    assert batch.shape == ((6, 10) if sync else (3, 20))
+    assert batch["vector"].shape == (*batch.shape, 5)
+    assert batch["pixels"].shape == (*batch.shape, 3, 4, 5)
+    assert batch["next", "scaled_reward"].shape == (*batch.shape, 1)
+    assert "scaled_reward" not in batch
+    assert batch["next", "truncated"][:, 1::2].all()
+    assert batch["next", "step_count"].max() == 2
+
+
+def test_env_creator_and_lists(zoo: Any) -> None:
+    from torchrl.envs import EnvCreator  # noqa: PLC0415
+
+    creator = EnvCreator(zoo.Counter)
+    with dc.SyncDataCollector(creator, frames_per_batch=12, envs_per_worker=3) as collector:
+        assert collector.next().shape == (3, 4)
+    with dc.SyncDataCollector([zoo.Counter(), zoo.Counter], frames_per_batch=12) as collector:
+        assert collector.next().shape == (2, 6)
+    makers = [zoo.Counter, creator]
+    with dc.RPCDataCollector(makers, frames_per_batch=12, num_workers=2, sync=True) as collector:
+        assert collector.next().shape == (2, 6)
+
+
+@pytest.mark.parametrize("kind", ["parallel"])
+def test_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
+    check_an_env_that_raises_is_made_anew(zoo, kind)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "error", "message"),
+    [
+        pytest.param(
+            lambda zoo: zoo.GymEnv("CartPole-v1", num_envs=2),
+            {},
+            dc.ArgumentError,
+            "resets itself a step late",
+            id="<lambda>-settings9-ArgumentError-resets itself a step late",
+        ),
+    ],
+)
+def test_what_cannot_be(
+    zoo: Any, given: Any, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dc.SyncDataCollector(given(zoo), frames_per_batch=20, **settings)
+
+
+def test_torchrl_is_imported_only_by_its_user() -> None:
+    code = "import sys, distcollect as dc\n"
+    code += "with dc.SyncDataCollector('CartPole-v1', frames_per_batch=4) as c: c.next()\n"
+    code += "sys.exit('torchrl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,137 @@
+"""What a run is bound by: from made-up figures, and from runs that are built to be bound by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers.bottlenecks import Env, Policy, collect
+
+import distcollect as dc
+from distcollect.results import Stats, TrainerTimes, WorkerStats, WorkerTimes
+from distcollect.telemetry.bottleneck import verdict
+
+BUSY = WorkerTimes(env=0.9, policy=0.05, other=0.05, cpu=0.2)
+
+
+def run(trainer: TrainerTimes, times: WorkerTimes, *, num: int = 2, **about: Any) -> Stats:
+    workers = {w: WorkerStats(frames=50, times=times) for w in range(num)}
+    about = {"collector": "X", "elapsed_s": 10.0, "delivered": 100, **about}
+    return Stats(trainer=trainer, times=times, workers=workers, **about)
+
+
+def test_nothing_is_said_of_nothing() -> None:
+    assert verdict(Stats()).bound == "unknown"
+    assert verdict(Stats(elapsed_s=3.0)).more_workers == 0
+
+
+def test_async_workers_help_until_the_trainer_never_waits() -> None:
+    # Each batch takes the trainer a fifth of its time: five times as many would do.
+    stats = run(TrainerTimes(train=0.2, collect=0.8), BUSY)
+    found = verdict(stats)
+    assert found.bound == "env"
+    assert found.shares["trainer"] == 0.2
+    assert found.shares["env"] == pytest.approx(0.8 * 0.9)
+    assert sum(found.shares.values()) == pytest.approx(1)
+    wanted = 2 / (1 - 0.8 * 0.95)
+    assert found.more_workers == math.ceil(wanted) - 2
+    assert f"About {found.more_workers} more workers would still help." in found.sentence
+    assert "use a CPU for 20%" in found.sentence
+    idle = replace(BUSY, env=0.0, policy=0.0, other=0.0, wait=1.0)
+    done = verdict(run(TrainerTimes(train=1.0), idle))
+    assert (done.bound, done.more_workers) == ("trainer", 0)
+    assert done.sentence.endswith("More workers would not help.")
+
+
+def test_more_sync_workers_help_until_collecting_is_a_small_part() -> None:
+    times = WorkerTimes(env=0.5, wait=0.5)
+    stats = run(TrainerTimes(train=0.5, collect=0.5), times, sync=True)
+    found = verdict(stats)
+    # With 9 times as many workers it takes 1/18 of what was the whole: a tenth of what is left.
+    assert found.more_workers == 2 * 9 - 2
+    hardly = run(TrainerTimes(train=0.95, collect=0.05), times, sync=True)
+    assert verdict(hardly).more_workers == 0
+    all_of_it = run(TrainerTimes(collect=1.0), WorkerTimes(env=1.0), sync=True)
+    assert verdict(all_of_it).more_workers == math.inf
+    assert "Many more workers" in verdict(all_of_it).sentence
+
+
+def test_workers_that_are_gone_or_set_aside_are_not_counted() -> None:
+    stats = run(TrainerTimes(train=0.5, collect=0.5), WorkerTimes(env=1.0), num=1)
+    others = {7: WorkerStats(state="ready"), 8: WorkerStats(state="lost", frames=50)}
+    assert verdict(stats).more_workers == 1
+    assert verdict(replace(stats, workers={**stats.workers, **others})).more_workers == 1
+
+
+def test_what_has_no_workers_is_bound_by_no_network() -> None:
+    idle = WorkerTimes(env=0.2, policy=0.2, other=0.6)
+    found = verdict(run(TrainerTimes(collect=1.0), idle, num=1, in_process=True))
+    assert found.bound == "network"
+    assert str(found).startswith("Bound by writing frames down")
+    assert "envs_per_worker" in str(found)
+    sends = verdict(run(TrainerTimes(weights=0.8, collect=0.2), idle, num=1, in_process=True))
+    assert "the collector's own policy" in str(sends)
+
+
+def test_a_run_that_has_only_begun_says_so() -> None:
+    stats = run(TrainerTimes(collect=1.0), BUSY, elapsed_s=0.25)
+    assert str(verdict(stats)).endswith(" That is from 0.25 s only.")
+    assert "only." not in str(verdict(replace(stats, elapsed_s=10.0)))
+
+
+def test_workers_that_are_gone_take_no_cores_and_hold_nobody_up() -> None:
+    slow = WorkerTimes(env=1.0, cpu=0.9)
+    fast = WorkerTimes(env=0.2, wait=0.8, cpu=0.9)
+    stats = run(TrainerTimes(train=0.3, collect=0.7), slow, num=1, num_cores=8, sync=True)
+    gone = {w: WorkerStats(state="left", frames=50, times=slow) for w in range(1, 10)}
+    stats = replace(stats, workers={**stats.workers, **gone})
+    assert "this host" not in str(verdict(replace(stats, sync=False)))
+    here = {w: WorkerStats(frames=50, times=fast) for w in range(2)}
+    assert "holds" not in str(verdict(replace(stats, workers={**gone, **here})))
+
+
+def test_cores_limit_what_computes() -> None:
+    computing = replace(BUSY, cpu=0.95)
+    stats = run(TrainerTimes(train=0.2, collect=0.8), computing, num_cores=2)
+    assert "(this host has 2)" in verdict(stats).sentence
+    assert "this host" not in verdict(replace(stats, num_cores=0)).sentence
+    assert "this host" not in verdict(run(TrainerTimes(train=0.2, collect=0.8), BUSY)).sentence
+
+
+def test_a_sync_worker_that_holds_the_others_up_is_named() -> None:
+    stats = run(TrainerTimes(collect=1.0), WorkerTimes(env=0.4, wait=0.6), num=4, sync=True)
+    slow = WorkerStats(frames=50, times=WorkerTimes(env=1.0))
+    fast = WorkerStats(frames=50, times=WorkerTimes(env=0.2, wait=0.8))
+    stats = replace(stats, workers={0: fast, 1: fast, 2: slow, 3: fast})
+    assert verdict(stats).bound == "env"
+    assert "Worker 2 holds the others up" in verdict(stats).sentence
+    assert "holds" not in verdict(replace(stats, sync=False)).sentence
+
+
+@pytest.mark.parametrize(
+    ("trainer", "times", "bound", "says"),
+    [
+        (TrainerTimes(transfer=0.7, collect=0.3), BUSY, "network", "A frame has 1,000 bytes"),
+        (TrainerTimes(assemble=0.7, collect=0.3), BUSY, "network", "copying on the trainer"),
+        (TrainerTimes(collect=1.0), WorkerTimes(env=0.1, wait=0.9), "network", "round trips"),
+        (TrainerTimes(weights=0.7, collect=0.3), BUSY, "weights", "wait=False"),
+        (TrainerTimes(collect=1.0), WorkerTimes(policy=0.8, env=0.2), "policy", "compiled"),
+    ],
+)
+def test_what_would_help(trainer: TrainerTimes, times: WorkerTimes, bound: str, says: str) -> None:
+    found = verdict(run(trainer, times, num_bytes=100_000))
+    assert found.bound == bound
+    assert says in str(found)
+
+
+@pytest.mark.parametrize("env", [{"spin_s": 0.003}, {"sleep_s": 0.003}], ids=["spins", "sleeps"])
+def test_bound_by_envs(env: dict[str, float]) -> None:
+    collector = dc.SyncDataCollector(lambda: Env(**env), Policy(), frames_per_batch=30)
+    assert collect(collector, num_batches=6) == "env"
+
+
+def test_bound_by_the_policy() -> None:
+    collector = dc.SyncDataCollector(Env, Policy(size=2000), frames_per_batch=30)
+    assert collect(collector, num_batches=4) == "policy"

@@ -1,0 +1,67 @@
+"""What a Checkpoint saves, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpointing import check_goes_on_where_it_was
+from torch import nn
+
+import distcollect as dc
+from distcollect.launch import preemption as notice
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    yield
+    notice.forget()
+
+
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector])
+def test_goes_on_where_it_was(tmp_path: Path, kind: Any) -> None:
+    check_goes_on_where_it_was(tmp_path, kind)
+
+
+def test_saves_when_it_is_time(tmp_path: Path) -> None:
+    part = nn.Linear(1, 1)
+    checkpoint = dc.Checkpoint(tmp_path / "c.pt", every_s=1e-9, part=part)
+    assert checkpoint.step()
+    with torch.no_grad():
+        part.weight.fill_(7.0)
+    assert checkpoint.step()
+    with torch.no_grad():
+        part.weight.fill_(8.0)
+    assert checkpoint.load()
+    assert part.weight.item() == 7.0
+
+
+class Odd:
+    def state_dict(self) -> object:
+        return {"path": Path("a")}
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    with pytest.raises(dc.ArgumentError, match="nothing to save"):
+        dc.Checkpoint(path)
+    with pytest.raises(dc.ArgumentTypeError, match="step=int: has no state_dict"):
+        dc.Checkpoint(path, step=3)  # type: ignore[arg-type]
+    with pytest.raises(dc.ArgumentError, match="every_s=0"):
+        dc.Checkpoint(path, every_s=0, part=nn.Linear(1, 1))
+    with pytest.raises(dc.ArgumentTypeError, match="could not be loaded again"):
+        dc.Checkpoint(path, part=Odd()).save()
+    assert not list(tmp_path.iterdir())
+    dc.Checkpoint(path, part=nn.Linear(1, 1)).save()
+    with pytest.raises(dc.CollectorStateError, match=r"is there from before: call load\(\)"):
+        dc.Checkpoint(path, part=nn.Linear(1, 1)).step()
+    with pytest.raises(dc.ArgumentError, match=r"has the parts \['part'\], not \['other'\]"):
+        dc.Checkpoint(path, other=nn.Linear(1, 1)).load()
+    path.write_text("nothing of the kind")
+    with pytest.raises(dc.ArgumentError, match="can't be read as a checkpoint"):
+        dc.Checkpoint(path, part=nn.Linear(1, 1)).load()

@@ -1,0 +1,90 @@
+"""What the display shows, and what ``distcollect top`` reads."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.stats_files import STATS, WORKER, write
+from rich.console import Console
+
+import distcollect as dc
+from distcollect.commands.main import main
+from distcollect.commands.top import news_of
+from distcollect.results import Stats
+from distcollect.telemetry.display import Display, rendered
+
+
+def drawn(stats: Stats, *, width: int = 110, height: int = 40) -> str:
+    console = Console(file=io.StringIO(), width=width, height=height)
+    console.print(rendered(stats, height))
+    return console.file.getvalue()
+
+
+def test_what_the_display_has() -> None:
+    text = drawn(STATS)
+    for part in (
+        "1,000 of 4,000 frames (25%), 0:00:15 to go, 200 frames/s now, 100 on average",
+        "7 episodes, return 21.5 (9 to 30), length 20, lag 0.5 (at most 1)",
+        "trainer: train 25%, collect 75%",
+        "lost: worker_lost 12, 1 restarts",
+        "Bound by the envs",
+    ):
+        assert part in text
+    assert re.search(r"^1 +joining +50 +0 +80% +0% +20% +1 +0$", text, re.MULTILINE)
+
+
+def test_it_fits_the_terminal() -> None:
+    many = replace(STATS, workers=dict.fromkeys(range(500), WORKER))
+    text = drawn(many, width=60, height=24)
+    assert len(text.splitlines()) <= 24
+    assert "and 489 more ready" in text
+    # Those that something is the matter with are there.
+    many = replace(many, workers={**many.workers, 321: replace(WORKER, state="lost")})
+    text = drawn(many, width=60, height=24)
+    assert re.search(r"^9 .*\n321 +lost .*\nand 489 more ready$", text, re.MULTILINE)
+
+
+def test_the_display_begins_late_and_gives_way_to_a_progress_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = io.StringIO()
+    display = Display(Console(file=file, force_terminal=True, width=110))
+    try:
+        display.write(replace(STATS, elapsed_s=0.5))
+        assert not file.getvalue()
+        display.write(STATS)
+        assert "Bound by the envs" in file.getvalue()
+        bars = SimpleNamespace(tqdm=SimpleNamespace(_instances={object()}))
+        monkeypatch.setitem(sys.modules, "tqdm", bars)
+        display.write(STATS)
+        length = len(file.getvalue())
+        display.write(STATS)
+        assert len(file.getvalue()) == length
+    finally:
+        display.close()
+
+
+def test_top_reads_the_last_whole_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, *[replace(STATS, frames=n) for n in range(500)], rest='{"frames": 7, "col')
+    assert news_of(tmp_path).stats.frames == 499
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "499 of 4,000 frames" in said
+    assert "s ago" in said
+    assert "Bound by the envs" in said
+    write(tmp_path, replace(STATS, workers=dict.fromkeys(range(3000), WORKER)))
+    assert len(news_of(tmp_path).stats.workers) == 3000
+
+
+def test_top_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(tmp_path)]) == 2
+    assert "Monitor(run_dir=...)" in capsys.readouterr().err
+    write(tmp_path)
+    with pytest.raises(dc.ArgumentError, match="only just begun"):
+        news_of(tmp_path)

@@ -1,0 +1,163 @@
+"""What the doctor finds in reports of hosts."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distcollect.commands.doctor import checks, report
+from distcollect.commands.doctor.checks import Finding
+from distcollect.commands.doctor.host_report import addresses_of, look
+from distcollect.commands.doctor.links import Link, idle_cores, skew
+
+
+def only(findings: list[Finding]) -> Finding:
+    [finding] = findings
+    assert finding.remedy
+    return finding
+
+
+HERE = look(0, "127.0.0.1")
+
+
+FAR = replace(
+    HERE,
+    rank=2,
+    host="node2",
+    host_id="another",
+    interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"], "eth1": ["10.1.0.2", "fd00::2"]},
+    address="10.1.0.2",
+    interface="eth1",
+    own_name=["10.1.0.2"],
+    variables={},
+)
+
+
+def test_nothing_is_wrong_here() -> None:
+    for survey in (HERE, FAR):
+        assert not checks.check_torch(survey)
+        assert not checks.check_interface(survey)
+        assert not checks.check_name(survey, 2 if survey is FAR else 1)
+        assert not checks.check_ports(survey)
+        assert not checks.check_near(HERE, survey, is_near=survey is HERE)
+    assert not checks.check_versions([HERE, FAR])
+
+
+def test_versions_that_differ() -> None:
+    def other(**versions: str) -> list[Finding]:
+        return checks.check_versions([HERE, replace(FAR, versions={**HERE.versions, **versions})])
+
+    assert not other(numpy="0.1", torch=HERE.versions["torch"].split("+")[0] + "+cu126")
+    found = only(other(gymnasium="1.0.0"))
+    assert found.where == "rank 2 (node2)"
+    assert found.problem.startswith("its gymnasium is 1.0.0, the trainer's is ")
+    assert {f.problem.split()[1] for f in other(python="2.7.1", torch="1.13")} == {
+        "python",
+        "torch",
+    }
+
+
+def test_interfaces() -> None:
+    def found(**changed: Any) -> list[Finding]:
+        return checks.check_interface(replace(FAR, **changed))
+
+    assert not found(variables={"NCCL_SOCKET_IFNAME": "=eth1"})
+    assert not found(variables={"NCCL_SOCKET_IFNAME": "^docker0,lo", "TP_SOCKET_IFNAME": "eth0"})
+    finding = only(found(variables={"TP_SOCKET_IFNAME": "ib0"}))
+    assert finding.problem == "TP_SOCKET_IFNAME=ib0, but the host's interfaces are lo, eth0, eth1"
+    finding = only(found(address="fd00::2"))
+    assert "listens on 10.1.0.2, the first address of eth1" in finding.problem
+    assert only(found(address="10.9.9.9", interface="")).problem.endswith("address 10.9.9.9")
+
+
+@pytest.mark.parametrize("own_name", [["127.0.1.1"], ["127.0.1.1", "::1"], []])
+def test_a_name_that_stands_for_the_host_alone(own_name: list[str]) -> None:
+    survey = replace(FAR, own_name=own_name)
+    assert not checks.check_name(survey, num_hosts=1)
+    finding = only(checks.check_name(survey, num_hosts=2))
+    assert f"'node2' stands for {', '.join(own_name) or 'nothing'}" in finding.problem
+    for part in ("--local-addr=10.1.0.2", "is_host=1", "GLOO_SOCKET_IFNAME=eth1", "/etc/hosts"):
+        assert part in finding.remedy
+
+
+def test_names_are_looked_up() -> None:
+    assert "127.0.0.1" in addresses_of("localhost")
+    assert addresses_of("no-such-host.invalid") == []
+
+
+def test_memory() -> None:
+    survey = replace(FAR, problems={"memory": "no space"}, shm_bytes=64 << 20)
+    first, second = checks.check_memory(survey)
+    assert first.problem.endswith("no space")
+    assert second.problem.startswith("/dev/shm has 64 MB free")
+    assert not checks.check_memory(replace(FAR, shm_bytes=-1))
+    neighbour = replace(HERE, rank=1)
+    assert "may not map" in only(checks.check_near(HERE, neighbour, is_near=False)).problem
+
+
+def test_files() -> None:
+    assert not checks.check_files(replace(HERE, max_files=1024), 1)
+    assert not checks.check_files(replace(HERE, max_files=-1), 1000)
+    assert not checks.check_files(replace(FAR, max_files=1024), 1000)  # a worker has one trainer
+    finding = only(checks.check_files(replace(HERE, max_files=1024), 100))
+    assert "1024 files open; with 100 worker(s) some 1856 are needed" in finding.problem
+    assert "ulimit -n 4096" in finding.remedy
+
+
+def test_idle() -> None:
+    assert not checks.check_idle("here", idle_cores(0.2))
+    stop = threading.Event()
+
+    def poll() -> None:
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        finding = only(checks.check_idle("here", idle_cores(0.3)))
+    finally:
+        stop.set()
+        thread.join()
+    assert re.search(r"uses \d\.\d\d of a core while it waits", finding.problem)
+
+
+def test_clocks() -> None:
+    # 100 s ahead; one round trip was held up on its way there, one on its way back.
+    assert skew([0.9, 0.001, 0.9], [100.4, 100.0, 99.6]) == 100.0
+    assert not checks.check_clock("there", 0.3)
+    ahead, behind = (only(checks.check_clock("there", s)).problem for s in (100.0, -2.0))
+    assert "100.0 s ahead of" in ahead
+    assert "2.0 s behind" in behind
+
+
+def test_a_report_is_aligned() -> None:
+    link = Link(0.00031, 1.1e9, 3.2e6, -0.25, is_near=False)
+    lines = report.links({1: FAR, 10: HERE}, {1: link, 10: link})
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert lines[1].split() == [
+        "1",
+        "node2",
+        "0.31",
+        "ms",
+        "1,100",
+        "MB/s",
+        "3.20",
+        "MB/s",
+        "-0.250",
+        "s",
+        "sent",
+    ]
+    findings = [Finding("names", f"rank {i}", "no name", "give one") for i in range(3)]
+    assert report.problems([*findings, Finding("files", "rank 0", "few", "more")]) == [
+        "1. files, rank 0: few",
+        "   what to do: more",
+        "2. names, rank 0, rank 1, rank 2: no name",
+        "   what to do: give one",
+    ]
+    said = report.topics(findings, {"names": "are there", "ports": "are open"})
+    assert said == ["names  3 PROBLEMS  are there", "ports  ok          are open"]

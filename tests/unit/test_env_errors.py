@@ -1,0 +1,244 @@
+"""Bad envs, and envs that raise: each error says what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.wrappers import TransformObservation
+from helpers.counting_envs import (
+    OBSERVATIONS,
+    CountingEnv,
+    CountingMaker,
+    CountingVectorEnv,
+)
+from helpers.env_contract import (
+    N,
+    batch_of,
+    check_vector_env_that_raises,
+    contexts,
+    sample,
+)
+
+from distcollect.envs.make import check_env_id, make_envs
+from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
+
+
+@pytest.mark.parametrize("kind", ["plain", "sync-next", "native-same"])
+@pytest.mark.parametrize(
+    ("info_keys", "error", "match"),
+    [
+        (["action"], ArgumentError, "'action' is the name of something else"),
+        (["observation"], ArgumentError, "'observation' is the name of something else"),
+        (["text"], ArgumentError, "'text'.*entries seen: .*flag.*lap.*info_keys={'text'"),
+        (["nowhere"], ArgumentError, "nothing under 'nowhere'"),
+        ("lap", ArgumentTypeError, "info_keys='lap': must be a list"),
+        ({"lap": spaces.Text(3)}, SpaceError, "lap: a Text space"),
+        ({"lap": spaces.Tuple([spaces.Discrete(3)])}, SpaceError, "'lap' is a Tuple"),
+    ],
+)
+def test_bad_info_keys(kind: str, info_keys: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make_envs(CountingMaker(kind, N), N, info_keys=info_keys, contexts=contexts(N))
+
+
+@pytest.mark.parametrize("kind", ["plain", "sync-next"])
+def test_info_entry_of_another_shape_than_declared(kind: str) -> None:
+    declared = {"pair": spaces.Box(0, 1, (3,))}
+    shape_error = r"'pair' has shape \[2\], expected \[3\]"
+    with (
+        batch_of(CountingMaker(kind, N), info_keys=declared) as batch,
+        pytest.raises(EnvError, match=shape_error),
+    ):
+        batch.reset()
+
+
+def raising(*_: Any, **__: Any) -> Any:
+    raise ValueError("no licence")
+
+
+SHARED = CountingEnv()
+
+
+@pytest.mark.parametrize(
+    ("create_env", "n", "error", "match"),
+    [
+        (3, 1, ArgumentTypeError, "not as int"),
+        ("CartPol-v1", 1, ArgumentError, "Did you mean: `CartPole`"),
+        (raising, 1, EnvError, r"env 0: raising\(\) raised ValueError: no licence"),
+        (lambda: 3, 1, EnvError, "returned a builtins.int, not a gymnasium Env"),
+        ([CountingEnv, raising], 2, EnvError, r"env 1: raising\(\)"),
+        ([CountingEnv], 2, ArgumentError, "1 envs are listed, but there are to be 2"),
+        (
+            [CountingEnv, CountingMaker("sync-next", 2)],
+            2,
+            ArgumentError,
+            "SyncVectorEnv.* is a vector env",
+        ),
+        (
+            [CountingMaker("sync-next", 2), CountingEnv],
+            2,
+            ArgumentError,
+            "SyncVectorEnv.* is a vector env",
+        ),
+        (CountingMaker("sync-next", 2), 3, ArgumentError, "has 2 envs, but there are to be 3"),
+        (lambda: SHARED, 2, ArgumentError, "env 1 .* is the same object"),
+        (SHARED, 2, ArgumentError, "env 1 .* is the same object"),
+        (
+            [CountingEnv, lambda: CountingEnv(observation="box64")],
+            2,
+            SpaceError,
+            r"env 1 \(CountingEnv\) has another observation space .*float64.* instead of .*float32",
+        ),
+        (
+            [CountingEnv, lambda: CountingEnv(action="discrete_start")],
+            2,
+            SpaceError,
+            r"env 1 .* another action space .*: Discrete\(4, start=-2\) instead of Discrete\(5\)",
+        ),
+    ],
+)
+def test_bad_envs(create_env: Any, n: int, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make_envs(create_env, n, contexts=contexts(n))
+
+
+def test_envs_made_so_far_are_closed_when_one_fails() -> None:
+    made, given = CountingEnv(), CountingEnv()
+    with pytest.raises(EnvError):
+        make_envs([lambda: made, given, raising], 3, contexts=contexts(3))
+    assert made.closed
+    assert not given.closed
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "CartPole", "gymnasium.envs:CartPole-v1"])
+def test_good_env_ids(env_id: str) -> None:
+    check_env_id(env_id)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "match"),
+    [
+        ("CartPole-v9", "`v1`"),
+        ("ALE2/Pong-v5", "module:id"),
+        ("no_such_module:X-v0", "no_such_module"),
+        ("Cart Pole-v1", "Cart Pole"),
+    ],
+)
+def test_bad_env_ids(env_id: str, match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        check_env_id(env_id)
+
+
+def spoiled(row: int, method: str, change: Callable[[Any], Any], after: int = 0) -> list[Any]:
+    """Two envs, one of which changes what ``method`` returns from its ``after``-th call on."""
+    envs = [CountingEnv(i, lengths=(100,)) for i in range(2)]
+    right, calls = getattr(envs[row], method), 0
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = right(*args, **kwargs)
+        return change(result) if calls > after else result
+
+    setattr(envs[row], method, wrong)
+    return envs
+
+
+MISFITS = [
+    (lambda obs: obs[:3], r"'observation' of shape \[3\].* says \[4\] and float32"),
+    (lambda obs: obs[:1], r"shape \[1\]"),
+    (lambda obs: obs[None], r"shape \[1, 4\]"),
+    (lambda _: np.float32(0), r"shape \[\]"),
+    (lambda _: None, r"dtype object"),
+]
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize(("change", "match"), MISFITS)
+def test_observation_that_does_not_fit(
+    row: int, method: str, change: Callable[[Any], Any], match: str
+) -> None:
+    envs = spoiled(row, method, lambda result: (change(result[0]), *result[1:]))
+    with batch_of(envs, 2) as batch:
+        if method == "step":
+            batch.reset()
+        call = batch.reset if method == "reset" else lambda: batch.step(sample(batch))
+        with pytest.raises(EnvError, match=rf"env {row} \(CountingEnv\): {method}\(\) .*{match}"):
+            call()
+
+
+def test_observation_that_stops_fitting() -> None:
+    envs = spoiled(1, "step", lambda result: (result[0][:3], *result[1:]), after=4)
+    with batch_of(envs, 2) as batch:
+        batch.reset()
+        for _ in range(4):
+            batch.step(sample(batch))
+        with pytest.raises(EnvError, match=r"env 1 .*shape \[3\]"):
+            batch.step(sample(batch))
+
+
+def test_fractions_do_not_become_integers() -> None:
+    def make() -> Any:
+        space = OBSERVATIONS["image"].space
+        return TransformObservation(CountingEnv(observation="image"), lambda x: x / 255, space)
+
+    with batch_of(make, 1) as batch, pytest.raises(EnvError, match=r"float64.*uint8"):
+        batch.reset()
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("row", [0, 1])
+def test_step_that_raises(row: int, after: int) -> None:
+    envs = spoiled(row, "step", raising, after)
+    with batch_of(envs, 2) as batch:
+        batch.reset()
+        for _ in range(after):
+            batch.step(sample(batch))
+        with pytest.raises(EnvError) as caught:
+            batch.step(sample(batch))
+    assert str(caught.value) == f"env {row} (CountingEnv): step() raised ValueError: no licence"
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_reset_that_raises() -> None:
+    envs = spoiled(1, "reset", raising)
+    describe = r"env 1 .*reset\(\) raised ValueError: no licence"
+    with batch_of(envs, 2) as batch, pytest.raises(EnvError, match=describe):
+        batch.reset()
+
+
+def test_close_closes_all_and_then_raises() -> None:
+    envs = spoiled(0, "close", raising)
+    batch = make_envs(envs, 2, contexts=contexts(2))
+    with pytest.raises(EnvError, match=r"env 0 .*close\(\) raised"):
+        batch.close()
+    assert envs[1].closed
+
+
+def test_env_of_the_old_api() -> None:
+    envs = spoiled(1, "step", lambda result: result[:4])
+    with batch_of(envs, 2) as batch:
+        batch.reset()
+        with pytest.raises(EnvError, match=r"env 1 .*old gym"):
+            batch.step(sample(batch))
+
+
+@pytest.mark.parametrize("kind", ["sync-next", "native-same"])
+def test_vector_env_that_raises(kind: str) -> None:
+    check_vector_env_that_raises(kind)
+
+
+def test_vector_env_with_rows_of_another_shape() -> None:
+    class Short(CountingVectorEnv):
+        def _show(self) -> Any:
+            return super()._show()[:, :3]
+
+    env = Short([CountingEnv(i) for i in range(2)], None)
+    describe = r"shape \[2, 3\].* says \[2, 4\]"
+    with batch_of(env, 2) as batch, pytest.raises(EnvError, match=describe):
+        batch.reset()

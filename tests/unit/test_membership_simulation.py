@@ -1,0 +1,347 @@
+"""Membership under thousands of simulated processes that fail in every way."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+import pytest
+from helpers.membership_cases import PAUSE_S, SILENCE_S, START_S, make
+
+from distcollect.results import State
+from distcollect.supervision.membership import Ping, Start
+
+# What may become of a slot, besides nothing: see the module's docstring.
+ARROWS = {
+    (State.JOINING, State.READY),
+    (State.READY, State.SUSPECTED),
+    (State.SUSPECTED, State.READY),
+    *((old, new) for old in (State.READY, State.SUSPECTED) for new in (State.JOINING,)),
+    *(
+        (old, new)
+        for old in (State.JOINING, State.READY, State.SUSPECTED)
+        for new in (State.LOST, State.LEFT)
+    ),
+    (State.LOST, State.JOINING),
+    (State.LEFT, State.JOINING),
+    (State.LOST, State.LEFT),
+}
+
+
+class Process:
+    """A simulated worker process."""
+
+    def __init__(self, worker_id: int, incarnation: int) -> None:
+        self.key = (worker_id, incarnation)
+        self.alive = True
+        self.silent = False
+        self.joined = False
+        self.heard_at = 0.0  # by the trainer, in attended time
+        self.pinged_at = 0.0
+        self.leave_by = math.inf
+        self.join_by = math.inf
+
+
+class Simulation:
+    """Thousands of processes that fail in every way, and a trainer who looks now and then."""
+
+    def __init__(self, seed: int, num_slots: int) -> None:
+        self.about = f"seed {seed}, {num_slots} slots"
+        self.rng = random.Random(seed)
+        self.max_restarts = self.rng.choice([0, 2, 10])
+        self.membership = make(self.max_restarts, seed)
+        self.num_slots = num_slots
+        self.now = 0.0
+        self.attended = 0.0
+        self.looked_at = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.num_events = 0
+        self.processes: dict[int, Process] = {}
+        self.past: list[tuple[int, int]] = []
+        self.newest: dict[int, int] = defaultdict(lambda: -1)
+        self.states: dict[int, State] = {}
+        self.left: set[int] = set()  # told to, and not opened again
+        self.no_place: set[int] = set()
+        self.starts: Counter[int] = Counter()
+        self.ready_at: dict[int, float] = {}
+        self.awaited: dict[int, float] = {}  # slots to be filled, and by when
+        self.counts: Counter[str] = Counter()
+        self.most_pings = 0
+        self.steady = 0  # looks since the last absence
+
+    # What the trainer does.
+
+    def run(self, num_events: int) -> Simulation:
+        for worker_id in range(self.num_slots):
+            self.open(worker_id)
+        self.fault()
+        while self.num_events < num_events:
+            if self.rng.random() < 0.003:
+                self.now += self.rng.choice([3.0, 30.0, 1000.0])
+                self.counts["absences"] += 1
+                self.steady = 0
+            elif self.rng.random() < 10 / (10 + self.num_slots):
+                due = self.membership.next_tick(self.now)
+                self.now = min(max(due, self.now), self.now + 0.4)
+            else:
+                self.now += self.rng.uniform(0.0, 0.4)
+            while self.events and self.events[0][0] <= self.now:
+                _, _, event = heappop(self.events)
+                event()
+                if self.rng.random() < 30 / (30 + 10 * self.num_slots):
+                    self.look()
+            self.look()
+        return self
+
+    def later(self, delay_s: float, event: Callable[[], None]) -> None:
+        self.num_events += 1
+        heappush(self.events, (self.now + delay_s, self.num_events, event))
+
+    def look(self) -> None:
+        gap = self.attend()
+        self.steady += 1
+        due = self.membership.next_tick(self.now)
+        commands = self.membership.tick(self.now)
+        if commands:
+            assert due <= self.now, f"{commands[0]} was due before {due}: {self.about}"
+        pings = 0
+        for command in commands:
+            if isinstance(command, Start):
+                self.start(command.worker_id, command.incarnation)
+                continue
+            process = self.processes[command.worker_id]
+            assert process.key == (command.worker_id, command.incarnation), self.about
+            if isinstance(command, Ping):
+                pings += 1
+                self.ping(process)
+            else:
+                self.overdue(process, command.reason)
+        if self.steady > 50:
+            self.most_pings = max(self.most_pings, pings)
+        self.check(gap)
+
+    def attend(self) -> float:
+        """Keep attended time: any event is a look of sorts. Returns the time since the last."""
+        gap, self.looked_at = self.now - self.looked_at, self.now
+        self.attended += min(gap, PAUSE_S)
+        return gap
+
+    def start(self, worker_id: int, incarnation: int) -> None:
+        assert worker_id not in self.processes, f"a second process in {worker_id}: {self.about}"
+        assert incarnation > self.newest[worker_id], f"{worker_id} again: {self.about}"
+        assert worker_id not in self.left, f"{worker_id} left: {self.about}"
+        assert worker_id not in self.no_place, f"no place for {worker_id}: {self.about}"
+        self.newest[worker_id] = incarnation
+        self.awaited.pop(worker_id, None)
+        self.starts[worker_id] += 1
+        assert self.starts[worker_id] <= self.max_restarts + 1, f"{worker_id}: {self.about}"
+        process = self.processes[worker_id] = Process(worker_id, incarnation)
+        process.join_by = self.attended + START_S
+        self.counts["starts"] += 1
+        kind = self.rng.random()
+        if kind < 0.1:
+            self.later(self.rng.uniform(0, 3), lambda: self.die(process))
+        elif kind < 0.9:
+            self.later(self.rng.uniform(1, 20), lambda: self.join(process))
+        else:
+            self.counts["hangs"] += 1
+
+    def ping(self, process: Process) -> None:
+        assert process.joined, f"{process.key} was not ready: {self.about}"
+        process.pinged_at = self.attended
+        if process.alive and not process.silent:
+            self.later(self.rng.uniform(0, 1), lambda: self.answer(process))
+
+    def overdue(self, process: Process, reason: str) -> None:
+        about = f"{process.key}, {reason}: {self.about}"
+        if "no sign of life" in reason:
+            self.counts["silent"] += 1
+            assert process.silent or not process.alive, about
+            assert self.attended - process.heard_at >= SILENCE_S - 1e-6, about
+        elif "leave" in reason:
+            self.counts["leave too slowly"] += 1
+            assert self.attended >= process.leave_by - 1e-6, about
+        else:
+            self.counts["join too slowly"] += 1
+            assert not process.joined, about
+            assert self.attended >= process.join_by - 1e-6, about
+        self.end(process)
+
+    def check(self, gap: float) -> None:
+        """What has to hold after each look."""
+        states = self.membership.states
+        for worker_id, state in states.items():
+            old = self.states.get(worker_id)
+            if old is not None and old is not state:
+                self.arrow(worker_id, old, state)
+        self.states = states
+        if self.rng.random() > 0.1:
+            return
+        slack = min(gap, PAUSE_S) + 1e-6
+        for worker_id, process in self.processes.items():
+            about = f"{process.key}: {self.about}"
+            if process.joined:
+                silent_s = self.attended - process.heard_at
+                assert silent_s < SILENCE_S, f"silent for {silent_s} {about}"
+                if abs(silent_s - SILENCE_S / 2) > 1e-6:
+                    suspected = states[worker_id] is State.SUSPECTED
+                    assert suspected == (silent_s > SILENCE_S / 2), about
+                assert self.attended - process.pinged_at <= PAUSE_S + slack, f"not asked {about}"
+            else:
+                assert self.attended < process.join_by, f"joins for long {about}"
+            assert self.attended < process.leave_by, f"leaves for long {about}"
+        for worker_id, by in self.awaited.items():
+            assert self.now < by, f"{worker_id} is not replaced: {self.about}"
+        for worker_id in self.left:
+            assert worker_id in self.processes or states[worker_id] is State.LEFT, self.about
+
+    def arrow(self, worker_id: int, old: State, new: State) -> None:
+        """Check a change of state; between two looks more than one may have happened."""
+        self.counts[f"{old.value} to {new.value}"] += 1
+        steps = {old}
+        for _ in range(4):
+            steps |= {b for a, b in ARROWS if a in steps}
+        assert (old, new) in ARROWS or new in steps, f"{worker_id}, {old} to {new}: {self.about}"
+
+    # What happens to processes.
+
+    def join(self, process: Process) -> None:
+        if not process.alive:
+            return
+        worker_id = process.key[0]
+        before = self.membership.state(worker_id)
+        self.membership.ready(*process.key, self.now)
+        if self.processes.get(worker_id) is process:
+            assert before is State.JOINING
+            assert self.membership.state(worker_id) is State.READY, self.about
+            process.joined = True
+            self.heard(process)
+            process.pinged_at = self.attended
+            self.ready_at[worker_id] = self.now
+
+    def answer(self, process: Process) -> None:
+        before = self.membership.state(process.key[0])
+        self.membership.heard(*process.key, self.now)
+        now = self.membership.state(process.key[0])
+        if self.processes.get(process.key[0]) is process:
+            assert now is State.READY, self.about
+            self.heard(process)
+        else:
+            assert now is before, f"a stale answer of {process.key} counts: {self.about}"
+
+    def heard(self, process: Process) -> None:
+        self.attend()
+        process.heard_at = self.attended
+
+    def die(self, process: Process) -> None:
+        if process.alive and self.processes.get(process.key[0]) is process:
+            self.counts["deaths"] += 1
+            self.later(self.rng.choice([0, 0.01, 1]), lambda: self.end(process))
+            process.alive = False
+
+    def end(self, process: Process) -> None:
+        worker_id = process.key[0]
+        current = self.processes.get(worker_id) is process
+        assert self.membership.ended(*process.key, self.now) == current, self.about
+        if not current:
+            return
+        process.alive = False
+        del self.processes[worker_id]
+        self.past.append(process.key)
+        if self.now - self.ready_at.pop(worker_id, self.now) >= 60:
+            self.starts[worker_id] = 1
+            self.counts["sound"] += 1
+        state = self.membership.state(worker_id)
+        if worker_id in self.left:
+            assert state is State.LEFT, self.about
+        elif worker_id in self.no_place or self.starts[worker_id] > self.max_restarts:
+            assert state is State.LOST, self.about
+        else:
+            assert state is State.JOINING, f"{process.key} is not replaced: {self.about}"
+            # The longest of pauses, and the longest time that the trainer doesn't look.
+            self.awaited[worker_id] = self.now + 30.0 + 1100.0
+            delay = self.membership.delay(worker_id, self.now)
+            assert delay is not None
+            assert delay <= 30.0
+
+    def open(self, worker_id: int) -> None:
+        gone = self.membership.state(worker_id) in (State.LOST, State.LEFT)
+        self.membership.open(worker_id, self.now)
+        self.no_place.discard(worker_id)
+        if gone and worker_id not in self.processes:
+            assert self.membership.state(worker_id) is State.JOINING, self.about
+            self.left.discard(worker_id)
+            self.starts[worker_id] = 0
+            self.awaited[worker_id] = self.now + 1100.0
+
+    def fault(self) -> None:
+        """Something happens to some slot."""
+        worker_id = self.rng.randrange(self.num_slots)
+        process = self.processes.get(worker_id)
+        faults: list[Callable[[int], None]] = [self.lose_place, self.open, self.leave]
+        if process is None:
+            faults.append(self.stale)
+        else:
+            faults += [lambda _: self.die(process), lambda _: self.mute(process)] * 2
+            faults.append(lambda _: self.answer_twice(process))
+        self.rng.choice(faults)(worker_id)
+        self.later(self.rng.expovariate(self.num_slots / 100), self.fault)
+
+    def lose_place(self, worker_id: int) -> None:
+        self.membership.lose_place(worker_id)
+        self.no_place.add(worker_id)
+        if worker_id not in self.processes:
+            self.awaited.pop(worker_id, None)
+            assert self.membership.state(worker_id) in (State.LOST, State.LEFT), self.about
+        self.later(self.rng.uniform(0, 60), lambda: self.open(worker_id))
+
+    def leave(self, worker_id: int) -> None:
+        within_s = self.rng.uniform(1, 30)
+        self.membership.leave(worker_id, within_s, self.now)
+        process = self.processes.get(worker_id)
+        if process is None:
+            self.awaited.pop(worker_id, None)
+        elif worker_id not in self.left:
+            self.attend()
+            process.join_by = process.leave_by = self.attended + within_s
+            if self.rng.random() < 0.7:
+                self.later(self.rng.uniform(0, 20), lambda: self.die(process))
+        self.left.add(worker_id)
+        self.later(self.rng.uniform(30, 100), lambda: self.open(worker_id))
+
+    def stale(self, _: int) -> None:
+        """Something is heard of a process that has ended."""
+        if not self.past:
+            return
+        key = self.rng.choice(self.past[-1000:])
+        state = self.membership.state(key[0])
+        self.membership.ready(*key, self.now)
+        self.membership.heard(*key, self.now)
+        assert not self.membership.ended(*key, self.now), self.about
+        assert self.membership.state(key[0]) is state, self.about
+
+    def mute(self, process: Process) -> None:
+        self.counts["mute"] += 1
+        process.silent = True
+
+    def answer_twice(self, process: Process) -> None:
+        if process.joined and process.alive and not process.silent:
+            self.answer(process)
+
+
+@pytest.mark.parametrize(("seed", "num_slots"), [(0, 1), (1, 10), (2, 100), (3, 1000), (4, 3000)])
+def test_random_faults(seed: int, num_slots: int) -> None:
+    num_events = {1: 2_000, 10: 20_000, 100: 80_000, 1000: 400_000, 3000: 500_000}[num_slots]
+    run = Simulation(seed, num_slots).run(num_events)
+    if num_slots >= 10:
+        for kind in ("deaths", "hangs", "silent", "absences", "leave too slowly", "sound"):
+            assert run.counts[kind], f"no {kind}, {run.counts}: {run.about}"
+        assert {state for state in State if any(state.value in kind for kind in run.counts)} == {
+            *State
+        }
+    if num_slots >= 1000:
+        # Fewer than a third of all are asked at one look, at most 0.4 s after the last.
+        assert run.most_pings < num_slots / 3, f"{run.most_pings} at once: {run.about}"

@@ -1,0 +1,126 @@
+"""PettingZoo's parallel envs: the keys of each group of agents, and agents that die early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.pettingzoo_env import Lives
+
+import distcollect as dc
+
+pytest.importorskip("pettingzoo", reason="the pettingzoo extra is not installed")
+
+
+def test_agents_that_die_early() -> None:
+    with dc.SyncDataCollector(Lives, frames_per_batch=8) as collector:
+        # Two resets when it was tried out: this is the episode numbered 0 or 1, then the next.
+        batch = collector.next()
+    after = batch["next"]
+    ant, bee = batch["ant"], batch["bee"]
+    assert ant["observation"].shape == (8, 2, 2)
+    assert bee["observation"].shape == (8, 1, 2)
+    assert ant["action"].shape == (8, 2, 3)
+    assert bee["action"].shape == (8, 1)
+    assert bee["action"].dtype == torch.int64
+    alive = torch.tensor([[True, True], [True, True], [False, True], [False, True]] * 2)
+    assert torch.equal(ant["mask"], alive)
+    # An agent's last observation is there when it dies; then there are zeros.
+    assert after["ant", "observation"][:4, 0, 0].tolist() == [2, 3, 0, 0]
+    assert after["ant", "observation"][:4, 1, 0].tolist() == [2, 3, 4, 5]
+    assert ant["observation"][4, :, 0].tolist() == [1, 1]
+    assert after["ant", "mask"][:4].tolist() == [[True, True], *2 * [[False, True]], 2 * [False]]
+    assert after["ant", "reward"][:4].squeeze(-1).tolist() == [[10, 11], [20, 21], [0, 31], [0, 41]]
+    assert after["bee", "reward"][:4].flatten().tolist() == [12, 22, 32, 0]
+    assert after["reward"][:4].flatten().tolist() == [33, 63, 63, 41]
+    assert after["ant", "terminated"][:4, 0, 0].tolist() == [False, True, True, True]
+    assert ant["done"][:5, 0, 0].tolist() == [False, False, True, True, False]
+    assert after["done"].flatten().tolist() == 2 * [False, False, False, True]
+    ends = after.exclude("ant", "bee")[[3, 7]]
+    assert sorted(ends["truncated"].flatten().tolist()) == [False, True]
+    assert torch.equal(ends["terminated"], ~ends["truncated"])
+
+
+def test_only_agents_that_are_there_act() -> None:
+    env = dc.PettingZooEnv(Lives())
+    env.reset()
+    for expected in (["ant_0", "ant_1", "bee"], ["ant_0", "ant_1", "bee"], ["ant_1", "bee"]):
+        env.step(env.action_space.sample())
+        assert env.env.acted == expected
+
+
+def test_seeds() -> None:
+    tag = pytest.importorskip("mpe2.simple_tag_v3", reason="the test extra is not installed")
+
+    def collect(seed: int) -> Any:
+        with dc.SyncDataCollector(tag.parallel_env, frames_per_batch=60) as collector:
+            collector.set_seed(seed)
+            return collector.next().exclude("collector")
+
+    first = collect(3)
+    assert (first == collect(3)).all()
+    assert not torch.equal(first["agent", "observation"], collect(4)["agent", "observation"])
+
+
+def test_an_env_that_raises_is_made_anew() -> None:
+    fails = iter([True])
+
+    class Failing(Lives):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fails = next(fails, False)
+
+        def step(self, actions: dict[str, Any]) -> Any:
+            if self.fails and self.count == 2:
+                raise RuntimeError("lost")
+            return super().step(actions)
+
+    faults = dc.Faults(max_env_faults=1)
+    with dc.SyncDataCollector(Failing, frames_per_batch=6, faults=faults) as collector:
+        batch = collector.next()
+    assert batch["ant", "observation"][:, 1, 0].tolist() == [1, 2, 1, 2, 3, 4]
+    assert batch["next", "ant", "observation"][:, 1, 0].tolist() == [2, 3, 2, 3, 4, 5]
+    assert batch["next", "reward"].flatten().tolist() == [33, 63, 33, 63, 63, 41]
+    assert batch["collector", "faulted"].tolist() == [False, True, *4 * [False]]
+
+
+def test_entries_of_a_dict_observation_are_the_groups() -> None:
+    space = spaces.Dict(
+        {"observation": spaces.Box(0, 100, (2,), np.float32), "action_mask": spaces.MultiBinary(2)}
+    )
+    with dc.SyncDataCollector(lambda: Lives(space), frames_per_batch=8) as collector:
+        batch = collector.next()
+    assert batch["ant", "observation"].shape == (8, 2, 2)
+    assert batch["ant", "action_mask"][0].tolist() == [[1, 0], [1, 0]]
+
+
+def test_groups_of_ones_own() -> None:
+    groups = {"first": ["ant_0"], "others": ["ant_1"], "bees": ["bee"]}
+    env = Lives()
+    with dc.SyncDataCollector(dc.PettingZooEnv(env, groups), frames_per_batch=8) as collector:
+        batch = collector.next()
+    assert batch["first", "action"].shape == (8, 1, 3)
+    assert batch["next", "bees", "reward"].shape == (8, 1, 1)
+    assert env.closed
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        ({"all": ["ant_0", "ant_1", "bee"]}, dc.SpaceError, "'bee' has another action space"),
+        ({"ants": ["ant_0", "ant_1"]}, dc.ArgumentError, "each of the agents"),
+        ({"ants": ["ant_0", "ant_1"], "b": ["bee", "bee"]}, dc.ArgumentError, "each of the agents"),
+    ],
+)
+def test_groups_that_cannot_be(groups: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        dc.PettingZooEnv(Lives(), groups)
+
+
+def test_an_entry_of_a_name_that_is_taken() -> None:
+    space = spaces.Dict({"observation": spaces.Discrete(2), "mask": spaces.Discrete(2)})
+    with pytest.raises(dc.SpaceError, match=r"needs the names \['mask'\]"):
+        dc.PettingZooEnv(Lives(space))

@@ -1,0 +1,145 @@
+"""When policies are called in inference mode."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.counting_envs import CountingEnv, CountingMaker
+from helpers.policy_binding import N, bind, call, pick
+from torch import nn
+
+import distcollect as dc
+
+
+def test_no_gradients_and_no_inference_mode_while_exploring() -> None:
+    flags: list[tuple[bool, bool]] = []
+
+    def policy(x: torch.Tensor) -> torch.Tensor:
+        flags.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return pick(x)
+
+    with dc.SyncDataCollector("CartPole-v1", lambda x: policy(x) % 2, frames_per_batch=4) as one:
+        one.next()
+    assert set(flags) == {(False, False)}
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda x: torch.full((len(x), 2), 0.5, requires_grad=True),
+        lambda x: torch.full((len(x), 2), 0.5, dtype=torch.bfloat16),
+        lambda x: torch.full((len(x), 2), 0.5, dtype=torch.float64),
+        lambda x: (x[:, :2] * 0 + 0.5, {"h": x.to(torch.bfloat16)}),
+        lambda x: (x[:, :2] * 0 + 0.5, {"h": x.clone().requires_grad_()}),
+    ],
+    ids=["needs grad", "bfloat16", "float64", "bfloat16 extra", "extra needs grad"],
+)
+def test_unusual_tensors_from_a_policy(policy: Any) -> None:
+    maker = CountingMaker(action="box")
+    with dc.SyncDataCollector(maker, policy, frames_per_batch=4) as collector:
+        batch = collector.next()
+    assert batch["action"].dtype == torch.float32
+    assert (batch["action"] == 0.5).all()
+    assert not batch["action"].requires_grad
+    if "h" in batch.keys():  # noqa: SIM118 - a TensorDict's own "in" looks at values
+        assert not batch["h"].requires_grad
+        assert torch.equal(batch["h"], batch["observation"].to(batch["h"].dtype))
+
+
+def test_a_policy_may_change_its_input() -> None:
+    """What it does to it shows nowhere in the batch."""
+
+    def policy(x: torch.Tensor) -> torch.Tensor:
+        action = pick(x)
+        x.fill_(-1)
+        return action
+
+    with dc.SyncDataCollector(partial(CountingEnv, 3), policy, frames_per_batch=20) as collector:
+        batch = collector.next()
+    assert (batch["observation"][:, 0] == 3).all()
+    assert torch.equal(batch["action"], pick(batch["observation"]))
+
+
+def test_a_policy_may_take_its_input_apart() -> None:
+    def policy(observation: dict[str, Any]) -> torch.Tensor:
+        return observation.pop("inner").pop("echo") % 5
+
+    call(policy, "dict")
+
+
+class Keeping(nn.Module):
+    """Keeps a tensor in some place, and notes whether it was called in inference mode."""
+
+    def __init__(self, keep: Callable[[Keeping, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.shelf: dict[str, list[Any]] = {"top": [types.SimpleNamespace(drawer=None)]}
+        self.keep = keep
+        self.modes: list[bool] = []
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.modes.append(torch.is_inference_mode_enabled())
+        self.calls += 1
+        logits = self.linear(observation)
+        self.keep(self, logits)
+        return logits.argmax(-1)
+
+
+def _in_an_attribute(module: Keeping, value: torch.Tensor) -> None:
+    module.linear.last = value
+
+
+def _deep_inside(module: Keeping, value: torch.Tensor) -> None:
+    module.shelf["top"][0].drawer = (value,)
+
+
+def _as_a_buffer(module: Keeping, value: torch.Tensor) -> None:
+    module.register_buffer("last", value)
+
+
+def _nowhere(module: Keeping, value: torch.Tensor) -> None:
+    """It is forgotten."""
+
+
+@pytest.mark.parametrize(
+    ("keep", "fast"),
+    [(_nowhere, True), (_in_an_attribute, False), (_deep_inside, False), (_as_a_buffer, False)],
+)
+def test_a_shared_module_gets_inference_mode_if_it_keeps_no_tensor(keep: Any, fast: bool) -> None:
+    module = Keeping(keep)
+    bound, _ = bind(module, shared=True)
+    bound.try_out()
+    with bound.exploring():
+        bound()
+    assert module.modes == [False, fast]
+    # Nothing that it holds now stops it from being trained.
+    kept = getattr(module.linear, "last", torch.zeros(N, 5))
+    (module.linear(torch.ones(N, 4)) * kept * module.calls).sum().backward()
+
+
+def test_a_shared_function_may_keep_anything_anywhere() -> None:
+    modes = []
+
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        modes.append(torch.is_inference_mode_enabled())
+        return pick(observation)
+
+    bound, _ = bind(policy, shared=True)
+    bound.try_out()
+    with bound.exploring():
+        bound()
+    assert modes == [False, False]
+
+
+def test_a_copy_always_gets_inference_mode() -> None:
+    module = Keeping(_in_an_attribute)
+    bound, _ = bind(module)
+    bound.try_out()
+    assert module.modes == [True]

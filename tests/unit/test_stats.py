@@ -1,0 +1,315 @@
+"""What the statistics count, and how they read."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.countdown_env import Countdown
+
+import distcollect as dc
+from distcollect.results import (
+    EpisodeStats,
+    Frames,
+    Lags,
+    LedgerReport,
+    Stats,
+    TrainerTimes,
+    WorkerTimes,
+)
+from distcollect.rollout.header import Header, Work
+from distcollect.rollout.layout import Layout
+from distcollect.rollout.slab import Slab
+from distcollect.telemetry.display import log_line
+from distcollect.telemetry.prometheus import exposition
+from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.telemetry.step_timer import Episodes
+
+S = 1_000_000_000  # ns
+
+
+def test_episodes_are_those_of_a_loop_over_all_frames() -> None:
+    rng = np.random.default_rng(0)
+    n, steps = 3, 6
+    episodes = Episodes(n)
+    next_id = n
+    ids = np.arange(n)
+    returns, lengths = np.zeros(n), np.zeros(n, int)
+    for number in range(60):
+        slab = Slab(Layout(n, (), (), ()), steps)
+        slab.clear()
+        expected = []
+        # Some rollouts are cut short, now and then before a row has a frame.
+        real = rng.integers(0, steps + 1, n) if number % 3 == 0 else np.full(n, steps)
+        slab.num_frames = int(real.sum())
+        for row in range(n):
+            slab.traj_ids[row] = -1
+            slab.reward[row] = 0
+            for step in range(real[row]):
+                reward = float(rng.integers(1, 9))
+                slab.traj_ids[row, step] = ids[row]
+                slab.reward[row, step] = reward
+                returns[row] += reward
+                lengths[row] += 1
+                fate = rng.choice(["on", "terminated", "truncated", "faulted", "reset"], p=_FATES)
+                if fate == "on":
+                    continue
+                if fate != "reset":
+                    (slab.terminated if fate == "terminated" else slab.truncated)[row, step] = True
+                    slab.faulted[row, step] = fate == "faulted"
+                if fate in ("terminated", "truncated"):
+                    expected.append((returns[row], lengths[row]))
+                ids[row], next_id = next_id, next_id + 1
+                returns[row] = lengths[row] = 0
+        found = episodes.add(slab)
+        assert list(zip(*found, strict=True)) == expected
+
+
+_FATES = [0.8, 0.07, 0.06, 0.03, 0.04]
+
+
+def test_a_reward_that_is_no_number_spoils_no_other_episode() -> None:
+    episodes = Episodes(1)
+    found = []
+    for number, reward in enumerate((1.0, math.nan, math.inf, 2.0, 3.0)):
+        slab = Slab(Layout(1, (), (), ()), 2)
+        slab.clear()
+        slab.num_frames = 2
+        slab.traj_ids[0] = number
+        slab.reward[0] = reward
+        slab.terminated[0, 1] = True
+        found += episodes.add(slab)[0]
+    assert repr(found) == "[2.0, nan, inf, 4.0, 6.0]"
+
+
+def test_infinite_returns_have_no_mean() -> None:
+    stats_recorder = StatsRecorder(Clock())
+    stats_recorder.collected(
+        header(work=Work(S, returns=(math.inf, -math.inf, 1.0), lengths=(1, 1, 1)))
+    )
+    episodes = snapshot(stats_recorder).episodes
+    assert (episodes.count, episodes.min_return, episodes.max_return) == (3, -math.inf, math.inf)
+    assert math.isnan(episodes.mean_return)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def header(worker_id: int = 0, incarnation: int = 0, work: Work = Work(), **kw: Any) -> Header:  # noqa: B008
+    return Header(worker_id, incarnation, 0, 10, 10, 100, (0, 0), work=work, **kw)
+
+
+def snapshot(stats_recorder: StatsRecorder, ledger: LedgerReport | None = None) -> Stats:
+    return stats_recorder.snapshot(
+        Stats(collector="X"), states={0: "ready"}, ready={0: 2}, ledger=ledger
+    )
+
+
+def test_the_trainers_time_is_split_by_what_it_did() -> None:
+    clock = Clock()
+    stats_recorder = StatsRecorder(clock)
+    assert snapshot(stats_recorder).trainer == TrainerTimes()
+    for activity, seconds in (
+        ("collect", 4),
+        ("transfer", 2),
+        ("assemble", 1),
+        ("train", 2),
+    ):
+        stats_recorder.does(activity)
+        clock.now += seconds * S
+    with stats_recorder.publishing():
+        clock.now += S
+    assert snapshot(stats_recorder).trainer == TrainerTimes(0.2, 0.4, 0.1, 0.2, 0.1)
+    stats_recorder.end()
+    clock.now += 100 * S
+    stats = snapshot(stats_recorder)
+    assert stats.trainer == TrainerTimes(0.2, 0.4, 0.1, 0.2, 0.1)
+    assert stats.elapsed_s == 10
+
+
+def test_rates_are_of_late_and_on_average() -> None:
+    clock = Clock()
+    stats_recorder = StatsRecorder(clock)
+    stats_recorder.does("collect")
+    for second in range(100):
+        clock.now += S
+        stats_recorder.delivered([(0, [(0, 10 if second < 50 else 20)])])
+    stats = snapshot(stats_recorder)
+    assert stats.mean_frames_per_s == 15
+    assert stats.frames_per_s == 20
+    assert stats.workers[0].frames_per_s == 20
+    clock.now += 40 * S
+    assert snapshot(stats_recorder).frames_per_s == pytest.approx(20 * 10 / 50)
+
+
+def test_the_first_batch_has_a_rate_whenever_it_came() -> None:
+    clock = Clock()
+    stats_recorder = StatsRecorder(clock)
+    stats_recorder.does("collect")
+    clock.now += S // 10
+    stats_recorder.delivered([(0, [(0, 10)])])
+    for seconds in (1, 2, 5):
+        clock.now = seconds * S
+        stats = snapshot(stats_recorder)
+        assert stats.frames_per_s == stats.workers[0].frames_per_s == 10 / seconds
+
+
+def test_batches_that_take_long_have_a_rate_too() -> None:
+    clock = Clock()
+    stats_recorder = StatsRecorder(clock)
+    stats_recorder.does("collect")
+    for _ in range(4):
+        clock.now += 60 * S
+        stats_recorder.delivered([(0, [(0, 600)])])
+    assert snapshot(stats_recorder).frames_per_s == 10
+
+
+def test_the_rate_of_a_batch_is_that_of_all_its_rollouts() -> None:
+    clock = Clock()
+    stats_recorder = StatsRecorder(clock)
+    stats_recorder.does("collect")
+    clock.now += 2 * S
+    stats_recorder.delivered((worker_id, [(0, 10)]) for worker_id in range(64))
+    stats = snapshot(stats_recorder)
+    assert stats.frames_per_s == stats.mean_frames_per_s == 320
+    assert {worker.frames_per_s for worker in stats.workers.values()} == {5}
+
+
+def test_a_replaced_process_adds_to_its_worker() -> None:
+    stats_recorder = StatsRecorder(Clock())
+    stats_recorder.joined(0, 0)
+    stats_recorder.collected(
+        header(work=Work(8 * S, 4 * S, 2 * S, 1 * S, 2 * S, 4 * S, (1.0, 3.0), (5, 7)))
+    )
+    stats_recorder.joined(0, 1)
+    stats_recorder.collected(header(incarnation=0, work=Work(99 * S)))  # too late
+    stats_recorder.collected(
+        header(incarnation=1, work=Work(8 * S, 4 * S, 2 * S, 1 * S, 2 * S, 4 * S))
+    )
+    lost = Frames(20, 10, {"worker_lost": 10}, at_most=7)
+    stats = snapshot(stats_recorder, LedgerReport({0: lost}, lost))
+    assert stats.times == WorkerTimes(0.4, 0.2, 0.1, pytest.approx(0.1), 0.2, 0.0, 0.5)
+    assert stats.num_restarts == stats.workers[0].num_restarts == 1
+    assert stats.lost == stats.workers[0].lost == {"worker_lost": 10}
+    assert stats.may_be_lost == stats.workers[0].may_be_lost == 7
+    assert stats.episodes == EpisodeStats(2, 2.0, 6.0, 1.0, 3.0)
+
+
+def test_lags() -> None:
+    lags = Lags({0: 50, 1: 30, 4: 20})
+    assert (lags.mean, lags.max) == (1.1, 4)
+    assert [lags.quantile(share) for share in (0.5, 0.51, 0.8, 0.95, 1.0)] == [0, 1, 1, 4, 4]
+    assert (Lags().mean, Lags().max, Lags().quantile(0.5)) == (0.0, 0, 0)
+
+
+def test_a_snapshot_survives_json() -> None:
+    stats_recorder = StatsRecorder(Clock())
+    stats_recorder.joined(3, 0)
+    stats_recorder.does("collect")
+    stats_recorder.delivered([(3, [(0, 5), (2, 5)])])
+    stats = snapshot(stats_recorder)
+    assert math.isnan(stats.episodes.mean_return)
+    text = json.dumps({"from_the_future": 1, **stats.as_dict()}, allow_nan=False)
+    again = Stats.from_dict(json.loads(text))
+    assert repr(again) == repr(stats)  # NaN is not equal to itself
+
+
+def test_remaining_time() -> None:
+    assert Stats(frames=100, total_frames=400, frames_per_s=10).remaining_s == 30
+    assert Stats(frames=100, frames_per_s=10).remaining_s is None
+    assert Stats(frames=100, total_frames=400).remaining_s is None
+    # Of each 40 frames half are padding, and 200 are of an earlier run.
+    half = Stats(frames=240, resumed_frames=200, total_frames=400, delivered=20, frames_per_s=10)
+    assert half.remaining_s == 160 / 20
+
+
+def test_a_dropped_collector_ends_what_is_told() -> None:
+    told: list[Stats] = []
+    some = threading.Event()
+
+    def tell(stats: Stats) -> None:
+        told.append(stats)
+        if stats.frames:  # it was not told of the batch while that was made
+            some.set()
+
+    monitor = dc.Monitor(callback=tell, every_s=0.01, view=False)
+    collector = dc.SyncDataCollector(Countdown, frames_per_batch=10, monitor=monitor)
+    collector.next()
+    assert some.wait(20)
+    thread = next(t for t in threading.enumerate() if t.name == "distcollect-monitor")
+    del collector
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert told[-1].ended
+    assert told[-1].frames == 10
+
+
+def test_exposition_has_a_number_in_each_line() -> None:
+    for line in exposition(Stats()).splitlines():
+        if not line.startswith("# TYPE "):
+            assert math.isfinite(float(line.split()[1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"every_s": 0}, "every_s"),
+        ({"callback": 3}, "callback"),
+        ({"tensorboard": True}, "run_dir"),
+        ({"prometheus_port": 1 << 16}, "65535"),
+        ({"prometheus_port": "x"}, "whole number"),
+        ({"run_dir": __file__}, "a file"),
+    ],
+)
+def test_monitors_that_make_no_sense(options: dict[str, Any], says: str) -> None:
+    with pytest.raises((dc.ArgumentError, dc.ArgumentTypeError), match=says):
+        dc.Monitor(**options)
+
+
+def test_a_monitor_that_cannot_be(tmp_path: Path, started: Any) -> None:
+    (tmp_path / "file").touch()
+    for monitor, error in (
+        (dc.Monitor(run_dir=tmp_path / "file" / "sub"), dc.ArgumentError),
+        ("stats.jsonl", dc.ArgumentTypeError),
+    ):
+        with pytest.raises(error):
+            dc.MultiSyncDataCollector(Countdown, frames_per_batch=4, monitor=monitor)
+    assert not started()
+
+
+def test_a_total_that_stands_for_endless_has_a_line_too() -> None:
+    line = log_line(Stats(frames=9, total_frames=sys.maxsize, frames_per_s=0.1))
+    assert "(0%), years to go" in line
+
+
+def test_log_line() -> None:
+    stats = Stats(
+        frames=500,
+        total_frames=1000,
+        frames_per_s=100,
+        mean_frames_per_s=90,
+        lag=Lags({1: 500}),
+        episodes=EpisodeStats(3, 10.5, 20.0, 9.0, 12.0),
+        trainer=TrainerTimes(collect=0.5, train=0.5),
+        lost={"stale": 40},
+        may_be_lost=9,
+        num_restarts=2,
+    )
+    assert log_line(stats) == (
+        "500 of 1,000 frames (50%), 0:00:05 to go, 100 frames/s now, 90 on average, 3 episodes, "
+        "return 10.5 (9 to 12), length 20, lag 1 (at most 1), trainer waits 50%, workers 0%, "
+        "lost: stale 40, at most 9 more, 2 restarts"
+    )

@@ -1,0 +1,228 @@
+"""TorchRL envs are stepped as its own collectors step them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from helpers.torchrl_checks import (
+    KIND_NAMES,
+    check_an_env_that_raises_is_made_anew,
+    check_the_same_frames_as_from_torchrls_collector,
+    entries,
+    zoo,
+)
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule as Mod
+from torch import nn
+
+import distcollect as dc
+
+__all__ = ["zoo"]
+
+
+def test_every_kind_is_tested(zoo: Any) -> None:
+    assert list(zoo.KINDS) == KIND_NAMES
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KIND_NAMES if kind != "parallel"])
+def test_the_same_frames_as_from_torchrls_collector(zoo: Any, kind: str) -> None:
+    check_the_same_frames_as_from_torchrls_collector(zoo, kind)
+
+
+def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
+    pytest.importorskip("pettingzoo", reason="the pettingzoo extra is not installed")
+    from helpers.pettingzoo_env import Lives  # noqa: PLC0415
+    from torchrl.envs import PettingZooWrapper  # noqa: PLC0415
+
+    def make() -> Lives:
+        return Lives(lives={"ant_0": 2, "ant_1": 4})
+
+    def choose(observation: torch.Tensor) -> torch.Tensor:
+        return (observation[..., :1] / 10).expand(*observation.shape[:-1], 3)
+
+    policy = Mod(choose, in_keys=[("ant", "observation")], out_keys=[("ant", "action")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is tested with another version
+        env = PettingZooWrapper(make(), use_mask=True, done_on_any=False)
+    sizes = {"frames_per_batch": 12, "total_frames": 12}
+    reference = zoo.Collector(env, policy, auto_register_policy_transforms=False, **sizes)
+    theirs = entries(next(iter(reference)).clone())
+    reference.shutdown()
+    with dc.SyncDataCollector(make(), policy, **sizes) as collector:
+        ours = entries(collector.next())
+    assert theirs.keys() == ours.keys() - {("next", "reward")}
+    for key, value in theirs.items():
+        # Of agents that are gone TorchRL says that they were both terminated and truncated, and of
+        # an episode in which agents ended in different ways that it was neither.
+        name = key if isinstance(key, str) else key[-1]
+        if name not in ("terminated", "truncated"):
+            assert ours[key].dtype == value.dtype, key
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=0, msg=str(key))
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "discrete", "one-hot", "multi-categorical", "binary", "agents", "serial"]
+)
+def test_random_actions_are_the_specs(zoo: Any, kind: str) -> None:
+    env = zoo.KINDS[kind]()
+    [(key, spec)] = env.full_action_spec_unbatched.items(include_nested=True, leaves_only=True)
+    torch_state = torch.get_rng_state()
+    with dc.SyncDataCollector(zoo.KINDS[kind], frames_per_batch=60) as collector:
+        actions = collector.next()[key]
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    drawn = actions.reshape(-1, *spec.shape)
+    assert actions.dtype == spec.dtype
+    assert all(spec.is_in(action) for action in drawn)
+    assert len(drawn.flatten(1).unique(dim=0) if spec.shape else drawn.unique()) > 1
+
+
+def test_a_distribution_over_one_hot_actions(zoo: Any) -> None:
+    def policy(observation: torch.Tensor) -> torch.distributions.Distribution:
+        return torch.distributions.OneHotCategorical(logits=torch.ones(len(observation), 3))
+
+    with dc.SyncDataCollector(zoo.KINDS["one-hot"], policy, frames_per_batch=10) as collector:
+        batch = collector.next()
+    assert batch["action"].shape == (10, 3)
+    assert (batch["action"].sum(-1) == 1).all()
+
+
+def test_a_policy_gets_entries_by_name(zoo: Any) -> None:
+    def policy(observation: torch.Tensor, step_count: torch.Tensor) -> torch.Tensor:
+        assert observation.shape == (5, 3)
+        return step_count.float() / 10
+
+    with dc.SyncDataCollector(
+        zoo.KINDS["transformed batched"](), policy, frames_per_batch=40
+    ) as collector:
+        batch = collector.next()
+    assert torch.equal(batch["action"], batch["step_count"].float() / 10)
+
+
+def test_trajectories_are_cut(zoo: Any) -> None:
+    settings = {"frames_per_batch": 55, "max_frames_per_traj": 2, "reset_at_each_iter": True}
+    with dc.SyncDataCollector(zoo.Counter(batch_size=(5,)), **settings) as collector:
+        for _ in range(2):
+            batch = collector.next()
+            assert batch["observation"][..., 0].tolist() == 5 * [[i % 2 for i in range(11)]]
+            assert batch["next", "observation"][..., 0].tolist() == 5 * [
+                [1 + i % 2 for i in range(11)]
+            ]
+            assert (batch["next", "truncated"][..., 0] == (torch.arange(11) % 2 == 1)).all()
+
+
+def test_seeds(zoo: Any) -> None:
+    def collect(num_envs: int, seed: int) -> TensorDictBase:
+        make = zoo.pendulum
+        with dc.SyncDataCollector(
+            make, frames_per_batch=40 * num_envs, envs_per_worker=num_envs
+        ) as collector:
+            collector.next()
+            collector.set_seed(seed)
+            return collector.next().exclude("collector").reshape(num_envs, 40)
+
+    first = collect(2, 1)
+    assert (first == collect(2, 1)).all()
+    assert (first[:1] == collect(1, 1)).all()
+    assert not torch.equal(first["observation"][0], first["observation"][1])
+    assert not torch.equal(first["observation"], collect(2, 2)["observation"])
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_vector_envs_of_gym(zoo: Any, mode: AutoresetMode) -> None:
+    cut = 12 if mode is AutoresetMode.DISABLED else None
+    with dc.SyncDataCollector(
+        zoo.vector_env(mode), frames_per_batch=300, max_frames_per_traj=cut
+    ) as collector:
+        batch = collector.next()
+    assert batch.shape == (3, 100)
+    assert batch["action"].shape == (3, 100, 2)
+    after, ended = batch["next", "observation"][:, :-1], batch["next", "done"][:, :-1, 0]
+    assert ended.any(1).all()
+    assert torch.equal(after[~ended], batch["observation"][:, 1:][~ended])
+    # Poles at the start are upright, one that has fallen leans by 12 degrees.
+    fallen = batch["next", "terminated"][:, :-1, 0][ended]
+    assert fallen.any()
+    assert (after[ended][fallen][:, 2].abs() > 0.2).all()
+    assert (batch["observation"][:, 1:][ended].abs() < 0.051).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "serial"])
+def test_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
+    check_an_env_that_raises_is_made_anew(zoo, kind)
+
+
+def test_an_env_given_as_it_is_cannot_be_made_anew(zoo: Any) -> None:
+    with (
+        dc.SyncDataCollector(zoo.Counter(fails_at=2), frames_per_batch=12) as collector,
+        pytest.raises(dc.EnvError, match=r"env 0 \(Counter\): step\(\) raised.*worn out"),
+    ):
+        collector.next()
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "error", "message"),
+    [
+        (lambda zoo: [zoo.Counter, "CartPole-v1"], {}, dc.ArgumentError, "listed together"),
+        (lambda zoo: zoo.Counter, {"info_keys": ["x"]}, dc.ArgumentError, "info_dict_reader"),
+        (lambda zoo: zoo.Counter(batch_size=(2, 2)), {}, dc.SpaceError, "one dimension at most"),
+        (lambda zoo: zoo.Counter(batch_size=(5,)), {"envs_per_worker": 2}, dc.ArgumentError, "5"),
+        (lambda zoo: 2 * [zoo.Counter()], {}, dc.ArgumentError, "same object"),
+        (
+            lambda zoo: [zoo.Counter, zoo.KINDS["one-hot"]],
+            {},
+            dc.SpaceError,
+            r"env 1 \(Counter\) has other specs.*actions of OneHot\[3\] instead of Box",
+        ),
+        (lambda zoo: [zoo.Counter, zoo.Agents], {}, dc.SpaceError, "observations of Dict"),
+        (lambda zoo: zoo.with_text(), {}, dc.SpaceError, "'text': NonTensor.*no batch can carry"),
+        (
+            lambda zoo: zoo.vector_env(AutoresetMode.SAME_STEP),
+            {"max_frames_per_traj": 5},
+            dc.ArgumentError,
+            "can't work with this native vector env",
+        ),
+    ],
+)
+def test_what_cannot_be(
+    zoo: Any, given: Any, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dc.SyncDataCollector(given(zoo), frames_per_batch=20, **settings)
+
+
+def test_workers_take_no_instance(zoo: Any) -> None:
+    with pytest.raises(dc.ArgumentError, match="can't be sent to workers"):
+        dc.RPCDataCollector(zoo.Counter(), frames_per_batch=20)
+
+
+def test_devices() -> None:
+    """Each is where it was told to be; the batch is where it is wanted."""
+    from torchrl.envs import GymEnv  # noqa: PLC0415
+
+    seen = []
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            seen.append(observation.device.type)
+            return observation[:, :1] * 0 * self.scale
+
+    with dc.SyncDataCollector(
+        lambda: GymEnv("Pendulum-v1"),
+        Policy(),
+        frames_per_batch=4,
+        env_device="cpu",
+        policy_device="cpu",
+        storing_device="meta",
+    ) as collector:
+        batch = collector.next()
+        assert collector.call("device") == {0: [torch.device("cpu")]}
+    assert batch["observation"].device.type == batch["next", "reward"].device.type == "meta"
+    assert set(seen) == {"cpu"}

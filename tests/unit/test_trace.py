@@ -1,0 +1,207 @@
+"""Traces: offsets between clocks, the spans of a rollout, and the file."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from helpers.trace_checks import (
+    assert_answered,
+    assert_named,
+    assert_nested,
+    load,
+    spans,
+)
+
+import distcollect as dc
+from distcollect.rollout.header import Span
+from distcollect.telemetry import step_timer
+from distcollect.telemetry.step_timer import TracingStepTimer
+from distcollect.telemetry.trace import STEPS, WEIGHTS, ClockOffset, Trace
+
+SKEW = 5 * 86_400 * 1_000_000_000  # ns: another host was started days ago
+US = 1000  # ns
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
+
+
+@pytest.mark.parametrize("skew", [0, SKEW, -SKEW])
+def test_offset_puts_each_rollout_between_question_and_answer(skew: int) -> None:
+    rng = random.Random(0)
+    clock, now = ClockOffset(), 10**12
+    for _ in range(300):
+        asked = now
+        begun = asked + rng.randrange(20 * US, 400 * US)
+        ended = begun + rng.randrange(5000 * US)
+        heard = ended + rng.randrange(20 * US, 400 * US)
+        offset = clock.narrow(asked, begun - skew, ended - skew, heard)
+        assert asked <= begun - skew + offset <= ended - skew + offset <= heard
+        if skew:
+            assert abs(offset - skew) <= clock.error_ns < 400 * US
+        now = heard + rng.randrange(1000 * US)
+    # The fastest messages tell most.
+    assert abs(offset - skew) < 30 * US
+
+
+def test_one_clock_needs_no_offset() -> None:
+    clock = ClockOffset()
+    assert [clock.narrow(t, t + 3 * US, t + 9 * US, t + 500 * US) for t in (0, 10**9)] == [0, 0]
+
+
+def test_offset_follows_clocks_that_drift() -> None:
+    clock = ClockOffset()
+    for number in range(1000):
+        asked = number * 10**9
+        skew = SKEW + 50 * US * number  # 50 ppm
+        begun, ended, heard = asked + 100 * US, asked + 900 * US, asked + 1000 * US
+        offset = clock.narrow(asked, begun - skew, ended - skew, heard)
+        assert asked <= begun - skew + offset <= ended - skew + offset <= heard
+
+
+def test_spans_are_nested_even_if_clocks_drift_within_a_rollout(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", clock=lambda: 0)
+
+    def theirs(at: int) -> int:
+        return SKEW + at + at // 1000  # 1000 ppm
+
+    for number in range(20):
+        asked, heard = number * 10**9, (number + 1) * 10**9 - 50 * US
+        steps = [asked + 50 * US + step * 10**6 for step in range(1000)]
+        noted = [(STEPS, "rollout", theirs(steps[0]), theirs(steps[-1]))]
+        noted += [(STEPS, "env", theirs(a), theirs(b)) for a, b in pairwise(steps)]
+        received = [(WEIGHTS, "receive", theirs(at), theirs(at + 10**6)) for at in steps[::100]]
+        trace.rollout(0, 0, noted + received, asked, heard)
+    trace.close()
+    events = load(tmp_path / "trace.json")
+    assert_nested(events)
+    assert_answered(events, "worker 0")
+    assert len(spans(events, "worker 0", WEIGHTS)) == 200
+
+
+def test_a_collector_that_steps_its_envs_itself(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    collector = dc.SyncDataCollector(
+        "CartPole-v1", frames_per_batch=8, monitor=dc.Monitor(trace=path, view=False)
+    )
+    with collector:
+        for _ in range(3):
+            collector.next()
+    events = load(path)
+    assert_named(events, {"trainer"})
+    assert_nested(events)
+    steps = [name for name, _, _ in spans(events, "trainer", STEPS)]
+    assert steps.count("rollout") == 3
+    assert steps.count("env") == 24
+    collecting = [span for span in spans(events, "trainer", "batches") if span[0] == "collect"]
+    assert len(collecting) == 3
+
+
+class FakeSlab:
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+
+
+def timed_rollouts(monkeypatch: pytest.MonkeyPatch, count: int, num_steps: int) -> list[list[Span]]:
+    """What a recorder notes of rollouts with steps of a microsecond, as the engine times them."""
+    now = [0]
+
+    def clock() -> int:
+        now[0] += 100
+        return now[0]
+
+    monkeypatch.setattr(step_timer, "clock_ns", clock)
+    recorder = TracingStepTimer(1)
+    recorder._episodes.add = lambda slab: ([], [])  # type: ignore[method-assign]
+    found = []
+    for _ in range(count):
+        recorder.begin()
+        for step in range(num_steps):
+            now[0] += 1000
+            if step >= recorder.due:
+                recorder.timed(clock(), clock(), clock(), recorder.stride)
+                recorder.due = step + recorder.stride
+        recorder.collected(FakeSlab(num_steps))
+        recorder.end()
+        found.append(list(recorder.spans()))
+    return found
+
+
+def test_the_first_rollouts_are_noted_whole_and_then_every_so_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = timed_rollouts(monkeypatch, 200, num_steps=70)
+    num_envs = [sum(name == "env" for _, name, _, _ in spans) for spans in found]
+    assert num_envs[:4] == [70] * 4
+    with_steps = [number for number, count in enumerate(num_envs) if count]
+    assert with_steps == [0, 1, 2, 3, 64, 128, 192]
+    assert num_envs[64] == pytest.approx(10, abs=1)  # those that are timed anyway
+    assert all(len(spans) >= 2 for spans in found)
+
+
+def test_a_long_rollout_is_noted_from_end_to_end_with_fewer_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (found,) = timed_rollouts(monkeypatch, 1, num_steps=10_000)
+    steps = [span for span in found if span[1] == "env"]
+    assert 100 < len(steps) <= 257
+    begin, end = found[0][2:]
+    assert steps[0][2] - begin < (end - begin) / 50
+    assert end - steps[-1][3] < (end - begin) / 50
+    gaps = {b[2] - a[2] for a, b in pairwise(steps)}
+    assert max(gaps) == min(gaps)
+
+
+def test_the_file_is_bounded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = Trace(tmp_path / "trace.json", max_events=50, clock=lambda: 0)
+    for number in range(100):
+        trace.does("train" if number % 2 else "collect", number * US, (number + 1) * US)
+    # It is complete as soon as it is full.
+    trace._thread.join(10)
+    events = load(tmp_path / "trace.json")
+    trace.fetched(0, 0, US)
+    trace.rollout_here([])
+    trace.close()
+    assert load(tmp_path / "trace.json") == events
+    assert len(events) == 51
+    assert events[-1]["name"].startswith("the trace is full")
+    assert events[-1]["ts"] == max(event.get("ts", 0) for event in events)
+    assert "is full, and ends here; the run goes on" in caplog.text
+
+
+def test_a_disk_that_is_full_ends_the_trace_only(caplog: pytest.LogCaptureFixture) -> None:
+    trace = Trace("/dev/full")
+    trace.does("train", 0, US)
+    trace._thread.join(10)
+    trace.does("collect", US, 2 * US)
+    trace.close()
+    assert "ends here; the run goes on" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            "nowhere/trace.json",
+            ValueError,
+            "nowhere/trace.json.*No such file.*folder that is there",
+        ),
+        (".", ValueError, r"trace='\.' can't be written \(Is a directory\)"),
+        (5, TypeError, "trace=5: must be the path of a file"),
+    ],
+)
+def test_what_cant_be_written_is_refused_before_anything_is_started(
+    given: Any, error: type[Exception], message: str, started: Callable[[], list[str]]
+) -> None:
+    options: list[dict[str, Any]] = [{"monitor": dc.Monitor(trace=given)}, {"trace": given}]
+    for option in options:
+        with pytest.raises(dc.DistCollectError, match=message) as info:
+            dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1, **option)
+        assert isinstance(info.value, error)
+    assert not started()
