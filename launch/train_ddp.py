@@ -1,11 +1,11 @@
-"""Learns CartPole-v1 by PPO with two trainers, each with its own workers.
+"""PPO learns CartPole-v1 with two trainers, which have workers of their own.
 
     torchrun --standalone --nproc-per-node=4 launch/train_ddp.py  # two trainers, a worker for each
 
-Ranks 0 and 1 run main(). The other ranks are workers, shared between the two trainers. A trainer
-learns from the batches of its own workers. DDP averages the gradients, so both trainers have the
-same policy after each step, and each sends it to its own workers. Rank 0 reports on the episodes of
-all workers. Everything else, also the files in the --out folder, is as in train_ppo.py.
+Ranks 0 and 1 run main(), the others are workers, dealt out to the two. A trainer learns from what
+its own workers collect; DDP averages the gradients, so that after each step both have the same
+policy, which each of them sends to its own workers. Rank 0 reports on the episodes of all workers.
+All else, and what is in the --out folder, is as in train_ppo.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def of_all_trainers(own: TensorDict) -> TensorDict:
 
 
 def main() -> None:
-    """Train; runs on each trainer. RANK is the trainer's number, and WORLD_SIZE counts trainers."""
+    """Train; runs on the trainers, each of which sees its rank among them."""
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the trainers share the cores with the workers
@@ -55,14 +55,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = ActorCritic()
-    losses = DistributedDataParallel(Losses(model))  # one call computes all gradients
+    losses = DistributedDataParallel(Losses(model))  # all that has gradients, in one call
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=1e-5)
     num_batches = max(1, args.total_frames // args.frames_per_batch)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, num_batches)
     episodes, solved = Episodes(), False
 
     num_workers = torch.tensor(args.num_workers)
-    dist.all_reduce(num_workers)  # the sum over all trainers
+    dist.all_reduce(num_workers)  # of all trainers
     share = args.frames_per_batch * args.num_workers // int(num_workers)
     collector = dc.RPCDataCollector(
         ENV,
@@ -77,8 +77,7 @@ def main() -> None:
     start = time.monotonic()
     path = args.out / "metrics.jsonl" if rank == 0 else Path(os.devnull)
     with collector, bar, path.open("w", buffering=1) as metrics:
-        # With equal seeds, both trainers would collect the same frames.
-        collector.set_seed(TRAINERS * args.seed + rank)
+        collector.set_seed(TRAINERS * args.seed + rank)  # with the same they would see the same
         for batch in collector:
             episodes.add(of_all_trainers(batch.select(("next", "reward"), ("next", "done"))))
             versions = batch["collector", "policy_version"]
@@ -91,13 +90,13 @@ def main() -> None:
             metrics.write(json.dumps(row) + "\n")
             bar.set_postfix({"return": episodes.average or 0.0, "policy lag": lag}, refresh=False)
             bar.update(episodes.frames - bar.n)
-            # All trainers have the returns of the same episodes, so they stop together.
+            # The trainers know of the same episodes, so they stop together.
             solved = solved or episodes.reached(args.solved_at)
             if solved and not args.keep_going:
                 break
 
-    # Without the barrier, torch may destroy the group while it holds the interpreter lock, and a
-    # thread of the group needs this lock to release the last gathered tensors.
+    # Else torch may end the group, with the interpreter locked, while a thread of that group still
+    # needs it to give the last gathered tensors back.
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:

@@ -1,13 +1,13 @@
-"""Learns Crazy Climber, or another Atari game, by IMPALA, from workers that never wait for it.
+"""IMPALA learns Crazy Climber, or another Atari game, from workers that never wait for it.
 
     python launch/train_impala.py                                       # starts its own workers
     torchrun --standalone --nproc-per-node=3 launch/train_impala.py     # one trainer, two workers
 
-It needs the package's extra "atari". Each batch is a rollout of the worker that is done first, and
-new weights are sent while all workers keep collecting. So the policy that chose an action is a few
-versions older than the policy that learns from it; Staleness sets the limit. V-trace corrects for
-the difference with the probabilities that the workers stored. The script writes metrics.jsonl,
-learning_curve.png and policy.pt to the --out folder.
+It needs the package's extra "atari". Each batch is a rollout of whichever worker is done first, and
+new weights are sent while all of them collect on. So the policy that chose an action is a few
+versions older than the one that learns from it (Staleness says how many at most); V-trace makes up
+for that by the probabilities that the workers stored. In the --out folder are then metrics.jsonl,
+learning_curve.png and policy.pt.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from train_ppo import parser
 import distcollect as dc
 
 GAMMA = 0.99  # discount of future rewards
-RHO_MAX = 1.0  # upper limit of V-trace's importance weights: affects which value is learnt
-C_MAX = 1.0  # the same: affects how far later steps change an earlier value
-ENTROPY = 0.01  # weight of the entropy bonus
-VALUE_WEIGHT = 0.5  # of the critic's loss, relative to the actor's
+RHO_MAX = 1.0  # bounds the importance weights of V-trace: what value is learnt ...
+C_MAX = 1.0  # ... and how far along a trajectory
+ENTROPY = 0.01  # reward for staying undecided
+VALUE_WEIGHT = 0.5  # of the critic's loss, next to the actor's
 LEARNING_RATE = 1e-3  # at the start; falls to 0 over --total-frames
 MAX_GRAD_NORM = 0.5
 MAX_POLICY_LAG = 2  # versions
-WINDOW = 20  # episodes in the average return
+WINDOW = 20  # episodes that the average return is taken over
 
 
 class ActorCritic(nn.Module):
-    """A small convolutional network with two heads: the actor and the critic."""
+    """A small convolutional network with two heads: which action to choose, what to expect."""
 
     def __init__(self, actions: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ActorCritic(nn.Module):
             layer(nn.Linear(32 * 9 * 9, 256)),
             nn.ReLU(),
         )
-        self.actor = layer(nn.Linear(256, actions), gain=0.01)  # almost uniform at the start
+        self.actor = layer(nn.Linear(256, actions), gain=0.01)  # almost uniform at first
         self.critic = layer(nn.Linear(256, 1), gain=1.0)
 
     def forward(self, observation: Tensor) -> Distribution:
@@ -67,14 +67,14 @@ class ActorCritic(nn.Module):
         return self.both(observation)[0]
 
     def both(self, observation: Tensor) -> tuple[Distribution, Tensor]:
-        """The policy for uint8 images ``[F, 4, 84, 84]``, and the expected return, ``[F, 1]``."""
+        """The policy for uint8 images ``[F, 4, 84, 84]``, and the return to expect, ``[F, 1]``."""
         features = self.body(observation / 255)
         policy = Categorical(logits=self.actor(features), validate_args=False)
         return policy, self.critic(features)
 
 
 def layer(module: nn.Conv2d | nn.Linear, gain: float = 2**0.5) -> nn.Module:
-    """The module, with orthogonal weights scaled by ``gain``."""
+    """The same, with orthogonal weights scaled by ``gain``."""
     nn.init.orthogonal_(module.weight, gain)
     assert module.bias is not None
     nn.init.zeros_(module.bias)
@@ -82,24 +82,22 @@ def layer(module: nn.Conv2d | nn.Linear, gain: float = 2**0.5) -> nn.Module:
 
 
 class VTrace(NamedTuple):
-    """Results of V-trace for frames, ``[rows, T, 1]``."""
+    """What V-trace says about frames, ``[rows, T, 1]``."""
 
-    target: Tensor  # of the critic
-    advantage: Tensor  # of the actions taken, multiplied by their importance weights
+    target: Tensor  # what the critic should say
+    advantage: Tensor  # of the actions taken; their importance weights are in it
 
 
 def vtrace(after: TensorDict, log_ratio: Tensor, value: Tensor, next_value: Tensor) -> VTrace:
-    """V-trace (Espeholt et al. 2018, arXiv:1802.01561, section 4.1).
-
-    All tensors are ``[rows, T, 1]``.
+    """V-trace (Espeholt et al. 2018, arXiv:1802.01561, section 4.1); all is ``[rows, T, 1]``.
 
     Args:
-        after: "next" of a batch: the results of the steps.
-        log_ratio: logarithm of the ratio of each action's probabilities: that of the policy that
-            learns over that of the policy that chose the action.
-        value: of the states before the steps.
-        next_value: of the states after the steps. At the end of an episode this is its true final
-            state, not the first state of the next episode.
+        after: a batch's "next": what each step brought.
+        log_ratio: of an action's probability: that of the policy that learns, over that of the one
+            that chose it.
+        value: of the states that the steps were taken in.
+        next_value: of the states that they led to, which at the end of an episode is its true
+            final state, not the first of the next episode.
     """
     ratio = log_ratio.exp()
     rho, c = ratio.clamp(max=RHO_MAX), ratio.clamp(max=C_MAX)
@@ -107,8 +105,8 @@ def vtrace(after: TensorDict, log_ratio: Tensor, value: Tensor, next_value: Tens
     next_target = next_value * ~after["terminated"]
     delta = rho * (reward + GAMMA * next_target - value)
     target = torch.empty_like(value)
-    # The difference between target and value of the next step. It is 0 where an episode or the
-    # rollout ends.
+    # How far the target is from the value, one step ahead. Where an episode or the rollout ends,
+    # nothing more is known than the value.
     ahead = torch.zeros_like(value[:, 0])
     for step in reversed(range(value.shape[1])):
         ahead = ahead * goes_on[:, step]
@@ -119,9 +117,8 @@ def vtrace(after: TensorDict, log_ratio: Tensor, value: Tensor, next_value: Tens
 
 
 def next_values(model: ActorCritic, batch: TensorDict, value: Tensor) -> Tensor:
-    """The critic's values of the states after the steps, ``[rows, T, 1]``."""
-    # The value after a step is that before the next step, except at the end of an episode or of the
-    # rollout.
+    """The critic's values of the states that the steps led to, ``[rows, T, 1]``."""
+    # They are those of the next step's, but where an episode or the rollout ends.
     next_value = value.roll(-1, dims=1)
     ends = batch["next", "done"].squeeze(-1).clone()
     ends[:, -1] = True
@@ -132,14 +129,14 @@ def next_values(model: ActorCritic, batch: TensorDict, value: Tensor) -> Tensor:
 def learn(
     model: ActorCritic, optimizer: torch.optim.Optimizer, batch: TensorDict
 ) -> dict[str, float]:
-    """Make one update with a rollout; returns its losses and the mean clipped importance weight."""
+    """One update with a rollout; its losses, and the mean clipped importance weight."""
     policy, value = model.both(batch["observation"].flatten(0, 1))
     log_prob = policy.log_prob(batch["action"].flatten()).view(*batch.shape, 1)
     value = value.view(*batch.shape, 1)
     with torch.no_grad():
         log_ratio = log_prob - batch["action_log_prob"][..., None]
         after = batch["next"].clone(recurse=False)
-        after["reward"] = after["reward"].clamp(-1, 1)  # games have very different scores
+        after["reward"] = after["reward"].clamp(-1, 1)  # points differ much from game to game
         target, advantage = vtrace(after, log_ratio, value, next_values(model, batch, value))
     actor_loss = -(log_prob * advantage).mean()
     critic_loss = (value - target).square().mean()
@@ -158,15 +155,15 @@ def learn(
 
 
 class Episodes:
-    """Returns of the finished episodes. Rollouts of different workers arrive in any order."""
+    """Returns of the finished episodes, whose rollouts come in between those of others."""
 
     def __init__(self) -> None:
-        self.finished: list[tuple[int, float]] = []  # (frames so far, return)
+        self.finished: list[tuple[int, float]] = []  # (frames until then, return)
         self.latest: deque[float] = deque(maxlen=WINDOW)
         self._running: dict[int, float] = defaultdict(float)  # by traj_id
 
     def add(self, batch: TensorDict, frames: int) -> None:
-        """Add a batch's rewards; ``frames``: the frames so far, with those of this batch."""
+        """Count a batch's rewards; ``frames``: so many with these."""
         traj_ids = batch["collector", "traj_ids"]
         for traj_id in traj_ids.unique().tolist():
             steps = batch["next"][traj_ids == traj_id]
@@ -187,18 +184,18 @@ class Episodes:
 
 
 def make_env(game: str, num_envs: int) -> AtariVectorEnv:
-    """Several copies of the game. An observation is 4 grey images of 84x84, 4 game frames apart."""
+    """The game, several times: 4 grey images of 84x84, each 4 of the game's frames later."""
     return AtariVectorEnv(
         game,
         num_envs,
         num_threads=1,
-        reward_clipping=False,  # learn() clips
+        reward_clipping=False,  # that is the learner's business
         autoreset_mode="SameStep",
     )
 
 
 def num_actions(game: str) -> int:
-    """The number of actions of the game."""
+    """How many actions the game knows."""
     env = make_env(game, 1)
     env.close()
     assert isinstance(env.single_action_space, Discrete)
@@ -226,7 +223,7 @@ def plot(
 
 
 def main() -> None:
-    """Train; runs on the trainer only."""
+    """Train; runs on the trainer alone."""
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the trainer shares the cores with the workers
@@ -295,7 +292,7 @@ def parse_args() -> argparse.Namespace:
     measure = f"average return over {WINDOW} episodes"
     command = parser(__doc__, split="a worker's envs", measure=measure)
     add = command.add_argument
-    add("--game", default="crazy_climber", help="its name in ale-py (%(default)s)")
+    add("--game", default="crazy_climber", help="as ale-py calls it (%(default)s)")
     command.set_defaults(
         total_frames=250_000,
         frames_per_batch=160,

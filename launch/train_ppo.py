@@ -1,12 +1,12 @@
-"""Learns CartPole-v1 by PPO, with environments that are stepped in other processes.
+"""PPO learns CartPole-v1 from environments that are stepped in other processes.
 
     python launch/train_ppo.py                                          # starts its own workers
     torchrun --standalone --nproc-per-node=3 launch/train_ppo.py        # one trainer, two workers
 
 Both do the same: collect a batch with the newest policy, learn from it, send the new weights to
-the workers. They stop when the average return over 100 episodes is high enough, and write
-metrics.jsonl, learning_curve.png and policy.pt to the --out folder. train_recurrent_ppo.py and
-train_ddp.py import from this script.
+the workers, until the average return over 100 episodes is high enough. In the --out folder are then
+metrics.jsonl, learning_curve.png and policy.pt. train_recurrent_ppo.py and train_ddp.py build on
+this script.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ import distcollect as dc
 ENV = "CartPole-v1"
 OBSERVATIONS, ACTIONS, HIDDEN = 4, 2, 64
 GAMMA = 0.98  # discount of future rewards
-LAMBDA = 0.95  # of the advantage estimate: 0 uses only the critic, 1 only the sampled returns
+LAMBDA = 0.95  # of the advantage estimate: 0 trusts the critic alone, 1 the sampled returns alone
 CLIP = 0.2  # how far an action's probability may move in one batch
-ENTROPY = 0.001  # weight of the entropy bonus
-VALUE_WEIGHT = 0.5  # of the critic's loss, relative to the actor's
+ENTROPY = 0.001  # reward for staying undecided
+VALUE_WEIGHT = 0.5  # of the critic's loss, next to the actor's
 LEARNING_RATE = 1e-3  # at the start; falls to 0 over --total-frames
 MAX_GRAD_NORM = 0.5
 EPOCHS, MINIBATCHES = 10, 4
-WINDOW = 100  # episodes in the average return
+WINDOW = 100  # episodes that the average return is taken over
 
 
 class ActorCritic(nn.Module):
-    """Two networks: the actor gives the action's distribution, the critic the expected return."""
+    """Two networks: which action to choose, and what return to expect."""
 
     def __init__(self, observations: int = OBSERVATIONS) -> None:
         super().__init__()
-        self.actor = mlp(observations, ACTIONS, gain=0.01)  # almost uniform at the start
+        self.actor = mlp(observations, ACTIONS, gain=0.01)  # almost uniform at first
         self.critic = mlp(observations, 1, gain=1.0)
 
     def forward(self, observation: Tensor) -> Categorical:
@@ -55,7 +55,7 @@ class ActorCritic(nn.Module):
         return Categorical(logits=self.actor(observation), validate_args=False)
 
     def value(self, frames: TensorDict) -> Tensor:
-        """The expected return from each frame, ``[..., 1]``."""
+        """Expected return from each frame on, ``[..., 1]``."""
         value: Tensor = self.critic(frames["observation"])
         return value
 
@@ -84,16 +84,16 @@ def linear(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
 
 
 def gae(after: TensorDict, value: Tensor, next_value: Tensor) -> Tensor:
-    """Generalised advantage estimates; all tensors are ``[rows, T, 1]``.
+    """Generalised advantage estimates, ``[rows, T, 1]`` as everything here.
 
     Args:
-        after: "next" of a batch: the results of the steps.
-        value: of the states before the steps.
-        next_value: of the states after the steps. At the end of an episode this is its true final
-            state, not the first state of the next episode.
+        after: a batch's "next": what each step brought.
+        value: of the states that the steps were taken in.
+        next_value: of the states that they led to, which at the end of an episode is its true
+            final state, not the first of the next episode.
     """
-    # After a termination there are no more rewards. After a truncation there would be; next_value
-    # estimates them. No estimate goes beyond the end of an episode.
+    # An episode that terminated has no future. One that was truncated has, and next_value stands
+    # for it. No estimate reaches past either end.
     delta = after["reward"] + GAMMA * next_value * ~after["terminated"] - value
     advantage = torch.empty_like(delta)
     ahead = torch.zeros_like(delta[:, 0])
@@ -104,14 +104,14 @@ def gae(after: TensorDict, value: Tensor, next_value: Tensor) -> Tensor:
 
 
 class Losses(nn.Module):
-    """The loss that PPO minimises."""
+    """What PPO makes smaller."""
 
     def __init__(self, model: Any, value_weight: float = VALUE_WEIGHT) -> None:
         super().__init__()
         self.model, self.value_weight = model, value_weight
 
     def forward(self, sequences: TensorDict) -> tuple[Tensor, Tensor]:
-        """The loss for frames ``[n, t]``, and its parts: actor loss, critic loss, entropy."""
+        """For frames ``[n, t]`` the loss, and what it consists of: of actor, critic, entropy."""
         policy, value = self.model.evaluate(sequences)
         ratio = (policy.log_prob(sequences["action"]) - sequences["action_log_prob"]).exp()
         gain = sequences["advantage"].squeeze(-1)
@@ -131,14 +131,14 @@ def learn(
     batch: TensorDict,
     sequence_length: int = 1,
 ) -> dict[str, float]:
-    """Train the model on a batch, in minibatches of sequences.
+    """Improve the model with a batch, many sequences at a time.
 
     Args:
-        model: the model to train.
+        model: to be improved.
         losses: of the model.
         optimizer: of the model's parameters.
         batch: ``[rows, T]``.
-        sequence_length: in frames; T is a multiple of it. Only recurrent models need more than 1.
+        sequence_length: in frames; T is a multiple of it. Matters to recurrent models alone.
 
     Returns:
         The mean losses.
@@ -148,7 +148,7 @@ def learn(
         advantage = gae(batch["next"], value, next_value)
     frames = batch.exclude("next", "collector", "done", "terminated", "truncated")
     frames["advantage"], frames["target"] = advantage, advantage + value
-    # The order of the sequences does not matter from here on.
+    # From here on it is only a heap of sequences.
     num_sequences = batch.shape[1] // sequence_length
     sequences = frames.unflatten(1, (num_sequences, sequence_length)).flatten(0, 1)
     totals = torch.zeros(3)
@@ -165,20 +165,17 @@ def learn(
 
 
 class Episodes:
-    """Returns of the finished episodes.
-
-    In sync mode each row of a batch continues the same row of the batch before.
-    """
+    """Returns of the finished episodes. In sync mode a row of each batch continues the last's."""
 
     def __init__(self) -> None:
         self.frames = 0
-        self.finished: list[tuple[int, float]] = []  # (frames so far, return)
+        self.finished: list[tuple[int, float]] = []  # (frames until then, return)
         self.latest: deque[float] = deque(maxlen=WINDOW)
-        self.averages: list[tuple[int, float]] = []  # (frames so far, average), one per batch
+        self.averages: list[tuple[int, float]] = []  # (frames until then, average), by batch
         self._running: Tensor | None = None
 
     def add(self, batch: TensorDict) -> None:
-        """Add a batch's rewards."""
+        """Count a batch's rewards."""
         rewards, dones = batch["next", "reward"], batch["next", "done"]
         if self._running is None:
             self._running = torch.zeros_like(rewards[:, 0])
@@ -221,7 +218,7 @@ def plot(path: Path, title: str, episodes: Episodes, target: float) -> None:
 
 
 def main() -> None:
-    """Train; runs on the trainer only."""
+    """Train; runs on the trainer alone."""
     args = parser(__doc__).parse_args()
     torch.set_num_threads(1)  # the trainer shares the cores with the workers
     torch.manual_seed(args.seed)
@@ -237,14 +234,14 @@ def train(
     sequence_length: int = 1,
     value_weight: float = VALUE_WEIGHT,
 ) -> None:
-    """Collect batches and learn from them until the target is reached.
+    """Collect batches and learn from them, until the model is good enough.
 
     Args:
         args: the command line.
         title: of the learning curve.
-        env: the collector's ``create_env_fn``.
-        model: has the methods of :class:`ActorCritic`.
-        sequence_length: see :func:`learn`.
+        env: what the collector takes.
+        model: as :class:`ActorCritic`.
+        sequence_length: as :func:`learn` has it.
         value_weight: of the critic's loss.
     """
     args.out.mkdir(parents=True, exist_ok=True)
@@ -310,7 +307,7 @@ def finish(
     *,
     solved: bool,
 ) -> None:
-    """Save and print the result; exit with status 1 if --require-solved is given and not met."""
+    """Save and say what came out; exits with 1 if that isn't what was asked for."""
     torch.save(model.state_dict(), args.out / "policy.pt")
     plot(args.out / "learning_curve.png", title, episodes, args.solved_at)
     print(
@@ -328,24 +325,19 @@ def parser(
     split: str = "all workers' envs",
     measure: str = f"average return over {WINDOW} episodes",
 ) -> argparse.ArgumentParser:
-    """The command line of this script and of the other examples, which set other defaults.
+    """The command line of this and the other examples, which set other defaults.
 
     Args:
         description: of the script.
-        split: the envs that share a batch.
-        measure: the quantity that is compared with --solved-at.
+        split: what a batch is split over.
+        measure: by what the task counts as solved.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--seed", type=int, default=0)
-    add(
-        "--total-frames",
-        type=positive,
-        default=500_000,
-        help="the most frames to collect (%(default)s)",
-    )
+    add("--total-frames", type=positive, default=500_000, help="at most so many (%(default)s)")
     add(
         "--frames-per-batch",
         type=positive,
@@ -356,7 +348,7 @@ def parser(
         "--num-workers",
         type=positive,
         default=dc.num_workers(default=2),
-        help="default: all that the launch provides, or 2 without a launcher",
+        help="default: all that the launch has, or 2 without a launcher",
     )
     add("--envs-per-worker", type=positive, default=4, help="%(default)s")
     add("--out", type=Path, default=Path("runs/ppo_cartpole"), help="a folder (%(default)s)")
@@ -366,8 +358,8 @@ def parser(
         default=475.0,
         help=f"{measure} at which to stop (%(default)s)",
     )
-    add("--keep-going", action="store_true", help="don't stop at --solved-at")
-    add("--require-solved", action="store_true", help="exit with status 1 if that isn't reached")
+    add("--keep-going", action="store_true", help="don't stop there")
+    add("--require-solved", action="store_true", help="exit with 1 if it isn't reached")
     return parser
 
 

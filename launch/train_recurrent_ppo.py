@@ -1,13 +1,13 @@
-"""Learns CartPole-v1 without velocities by recurrent PPO: the policy needs a memory.
+"""Recurrent PPO learns CartPole-v1 without velocities: what moves, only memory can tell.
 
     python launch/train_recurrent_ppo.py
     torchrun --standalone --nproc-per-node=3 launch/train_recurrent_ppo.py
 
-The policy carries a hidden state from frame to frame, and a batch has the state before each frame.
-The learner cuts a batch into short sequences, and computes each one again from its first state. The
-state is reset where ``is_init`` marks the start of an episode. The average return reaches 400 after
-some 200,000 frames; without memory (--feed-forward) it stays near 50. Everything else is as in
-train_ppo.py.
+The policy carries a hidden state from frame to frame, and batches have the one before each frame.
+So the learner cuts them into short sequences and goes through each from the state it began with,
+which starts anew where ``is_init`` says that an episode does. It takes some 200,000 frames to an
+average return of 400, while a policy without memory (--feed-forward) stays near 50. All else is as
+in train_ppo.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import distcollect as dc
 POSITIONS = [0, 2]  # of the cart, and the pole's angle
 HIDDEN = 64
 SEQUENCE_LENGTH = 16  # frames that gradients flow through
-RETURN = 1 / (1 - GAMMA)  # the largest possible discounted return
-VALUE_WEIGHT = 0.5 / RETURN**2  # so that the critic doesn't dominate the memory that both share
+RETURN = 1 / (1 - GAMMA)  # no discounted return is larger
+VALUE_WEIGHT = 0.5 / RETURN**2  # the critic is not to drown out the actor in their common memory
 
 
 class PositionsOnly(gym.ObservationWrapper):
-    """Leaves the velocities out of the observation."""
+    """Shows where things are, but not how fast they move."""
 
     def __init__(self, env: gym.Env) -> None:
         super().__init__(env)
@@ -45,27 +45,27 @@ class PositionsOnly(gym.ObservationWrapper):
 
 
 def make_env() -> gym.Env:
-    """The env maker; workers call it."""
+    """One of each worker's."""
     return PositionsOnly(gym.make(ENV))
 
 
 class RecurrentActorCritic(nn.Module):
-    """A recurrent cell that the actor and the critic share."""
+    """One memory, and on top of it: which action to choose, and what return to expect."""
 
     def __init__(self) -> None:
         super().__init__()
         self.memory = nn.GRUCell(len(POSITIONS), HIDDEN)
-        self.actor = linear(HIDDEN, ACTIONS, gain=0.01)  # almost uniform at the start
+        self.actor = linear(HIDDEN, ACTIONS, gain=0.01)  # almost uniform at first
         self.critic = linear(HIDDEN, 1, gain=1.0)
 
     def initial_state(self, num_envs: int) -> dict[str, Tensor]:
-        """The state at the start of an episode."""
+        """What episodes begin with."""
         return {"hidden": torch.zeros(num_envs, HIDDEN)}
 
     def forward(
         self, observation: Tensor, hidden: Tensor, is_init: Tensor
     ) -> tuple[Categorical, dict[str, Tensor]]:
-        """The policy: workers store the "hidden" and "is_init" that each frame starts with."""
+        """The policy: workers store "hidden" and "is_init" as they are before each frame."""
         hidden = self.memory(observation, hidden * ~is_init)
         return self.policy(hidden), {"hidden": hidden}
 
@@ -74,14 +74,14 @@ class RecurrentActorCritic(nn.Module):
         return Categorical(logits=self.actor(hidden), validate_args=False)
 
     def value(self, frames: TensorDict) -> Tensor:
-        """The expected return from each frame, ``[..., 1]``, computed from its stored state."""
+        """Expected return from each frame on, ``[..., 1]``, by its stored state."""
         before = frames["hidden"]
         after = self.memory(frames["observation"].flatten(0, -2), before.flatten(0, -2))
         value: Tensor = self.critic(after.view_as(before))
         return RETURN * value
 
     def evaluate(self, sequences: TensorDict) -> tuple[Categorical, Tensor]:
-        """The policy and the value in each frame, computed from the first frame's stored state."""
+        """The policy and the value in each frame, from the first one's stored state on."""
         hidden = sequences["hidden"][:, 0]
         each = []
         for observation, is_init in zip(
@@ -94,9 +94,9 @@ class RecurrentActorCritic(nn.Module):
 
 
 def main() -> None:
-    """Train; runs on the trainer only."""
+    """Train; runs on the trainer alone."""
     command = parser(__doc__)
-    command.add_argument("--feed-forward", action="store_true", help="use a policy without memory")
+    command.add_argument("--feed-forward", action="store_true", help="see it fail without memory")
     command.set_defaults(
         frames_per_batch=2048,
         envs_per_worker=8,

@@ -1,12 +1,12 @@
-"""Learns Pendulum-v1 by SAC from a replay buffer that is filled during the training.
+"""SAC learns Pendulum-v1 from a replay buffer that workers fill while it trains.
 
     python launch/train_sac.py                                          # starts its own workers
     torchrun --standalone --nproc-per-node=3 launch/train_sac.py        # one trainer, two workers
 
-Workers collect with the newest actor that they have, and the trainer samples from the frames of the
-last minutes. RateLimited fixes how often each frame is sampled, so that the speeds of collection
-and training don't affect the learning. The script writes metrics.jsonl, learning_curve.png and
-policy.pt to the --out folder.
+Nobody waits for a batch: workers collect with the newest actor they have, and the trainer samples
+from the frames of the last minutes. RateLimited keeps the two in step, so that it makes no
+difference to learning which of them is the faster. In the --out folder are then metrics.jsonl,
+learning_curve.png and policy.pt.
 """
 
 from __future__ import annotations
@@ -34,48 +34,47 @@ import distcollect as dc
 ENV = "Pendulum-v1"
 OBSERVATIONS, ACTIONS, HIDDEN = 3, 1, 128
 GAMMA = 0.99  # discount of future rewards
-TARGET_ENTROPY = -1.0 * ACTIONS  # of the actor; the temperature is adjusted to reach it
-TARGET_RATE = 0.005  # how far the target critics move towards the critics at each update
+TARGET_ENTROPY = -1.0 * ACTIONS  # how undecided the actor is to stay; sets the temperature
+TARGET_RATE = 0.005  # by which the target critics follow the critics at each update
 LEARNING_RATE = 1e-3
 CAPACITY = 100_000  # frames in the replay buffer
 RANDOM_FRAMES = 1000  # with random actions, before the first update
-SAMPLES = 128  # frames in each update
+SAMPLES = 128  # frames that an update learns from
 UPDATES_PER_FRAME = 1.0
-UPDATES_PER_PUSH = 20  # updates between two publications of the actor
-EPISODES = 10  # in each evaluation
+UPDATES_PER_PUSH = 20  # updates from one publication of the actor to the next
+EPISODES = 10  # of an evaluation
 
 
 class SquashedNormal(TransformedDistribution):
-    """A normal distribution whose samples are mapped to the range -1 to 1 by tanh."""
+    """Draws from a normal distribution, and squeezes that by tanh between -1 and 1."""
 
     def __init__(self, mean: Tensor, std: Tensor) -> None:
-        # With the cache, log_prob needs no inverse of tanh, which doesn't exist for samples that
-        # were rounded to 1.
+        # The cache spares an inverse of tanh, which has none for what was rounded to 1.
         drawn = Independent(Normal(mean, std, validate_args=False), 1)
         super().__init__(drawn, [TanhTransform(cache_size=1)], validate_args=False)
 
     @property
     def mode(self) -> Tensor:
-        """The action without exploration."""
+        """The middle: what is done where nothing is to be explored."""
         middle: Tensor = self.transforms[0](self.base_dist.mean)
         return middle
 
 
 class Actor(nn.Module):
-    """The policy. Workers need no other network."""
+    """The policy, all that the workers need."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = mlp(OBSERVATIONS, 2 * ACTIONS)
 
     def forward(self, observation: Tensor) -> SquashedNormal:
-        """Workers sample from this distribution; evaluations take its mode."""
+        """Workers sample from it; evaluations take its mode."""
         mean, log_std = self.body(observation).chunk(2, -1)
         return SquashedNormal(mean, log_std.clamp(-5, 2).exp())
 
 
 class Critics(nn.Module):
-    """Two estimates of the expected return after an action."""
+    """Two estimates of what return to expect after an action."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +98,7 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Ring:
-    """A replay buffer of the newest frames. The collector needs ``extend``, the loop ``sample``."""
+    """The newest frames: a replay buffer is anything with ``extend``, and here ``sample``."""
 
     KEYS = (
         "observation",
@@ -118,7 +117,7 @@ class Ring:
         return min(self._added, self._capacity)
 
     def extend(self, frames: TensorDict) -> None:
-        """Add frames ``[F]``; they overwrite the oldest ones."""
+        """Take frames ``[F]``; the oldest make room for them."""
         frames = frames.select(*self.KEYS)
         if self._frames is None:
             self._frames = frames[:1].expand(self._capacity).clone()
@@ -126,7 +125,7 @@ class Ring:
         self._added += len(frames)
 
     def sample(self, num_frames: int) -> TensorDict:
-        """Frames chosen at random, ``[num_frames]``."""
+        """Any of the frames, ``[num_frames]``."""
         assert self._frames is not None
         return self._frames[torch.randint(len(self), (num_frames,))]
 
@@ -142,7 +141,7 @@ class Learner:
         self.optimizer = torch.optim.Adam(learned, LEARNING_RATE, fused=True)
 
     def learn(self, frames: TensorDict) -> dict[str, Tensor]:
-        """Make one update with these frames; returns its losses and the temperature."""
+        """One update with some frames; its losses, and what the temperature is."""
         temperature = self.log_temperature.exp().detach()
         target = self.target(frames["next"], temperature)
         value = self.critics(frames["observation"], frames["action"])
@@ -151,7 +150,7 @@ class Learner:
         policy = self.actor(frames["observation"])
         action = policy.rsample()
         log_prob = policy.log_prob(action)[..., None]
-        self.critics.requires_grad_(False)  # the actor's loss must not train the critics
+        self.critics.requires_grad_(False)  # they are not to please the actor
         value = self.critics(frames["observation"], action).amin(0)
         self.critics.requires_grad_(True)
         actor_loss = (temperature * log_prob - value).mean()
@@ -171,13 +170,12 @@ class Learner:
 
     @torch.no_grad()
     def target(self, after: TensorDict, temperature: Tensor) -> Tensor:
-        """The critics' target, ``[F, 1]``, from the frames' "next"."""
+        """What the critics should say, ``[F, 1]``, by the frames' "next"."""
         policy = self.actor(after["observation"])
         action = policy.sample()
         log_prob = policy.log_prob(action)[..., None]
         value = self.target_critics(after["observation"], action).amin(0)
-        # After a truncation there would be more rewards: the value of the true final observation
-        # estimates them.
+        # An episode that was truncated has a future: its true final observation stands for it.
         future = ~after["terminated"] * (value - temperature * log_prob)
         target: Tensor = after["reward"] + GAMMA * future
         return target
@@ -212,7 +210,7 @@ def plot(path: Path, returns: list[tuple[int, float]], target: float) -> None:
 
 
 def main() -> None:
-    """Train; runs on the trainer only."""
+    """Train; runs on the trainer alone."""
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the trainer shares the cores with the workers
@@ -248,7 +246,7 @@ def main() -> None:
             if updates % args.updates_per_evaluation:
                 continue
 
-            collector.update_policy_weights_(learner.actor)  # evaluate() plays the newest version
+            collector.update_policy_weights_(learner.actor)  # what is to be evaluated
             evaluation = collector.evaluate(EPISODES, seed=args.seed)
             frames, seconds = collector.frames, time.monotonic() - start
             row = {
