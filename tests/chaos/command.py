@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None, *, testbed: Path | None = None) -> i
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="chaos.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests/chaos/run.py", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="in all (default: 120)")
     parser.add_argument("--seed", type=int, help="of the injuries; else drawn, and printed")
     parser.add_argument("--workers", type=int, default=3, help="that the trainer starts")

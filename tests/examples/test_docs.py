@@ -104,6 +104,26 @@ def test_pages_of_contributing_exist() -> None:
             assert any(place.exists() for place in places), name
 
 
+def test_contributing_names_what_is_there() -> None:
+    """Its modules, and the classes and functions that it names after them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for module, names in re.findall(r"`([\w/]+\.py)`(?:: ((?:`[\w.]+`(?:, )?)+))?", text):
+        [place] = [p for p in (ROOT / module, ROOT / "distcollect" / module) if p.exists()]
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"\b{name}\b", place.read_text()), (module, name)
+
+
+def test_the_map_is_the_import_contract() -> None:
+    """The picture in CONTRIBUTING has the layers of pyproject.toml."""
+    picture = (ROOT / "CONTRIBUTING.md").read_text().partition("```text\n")[2].partition("```")[0]
+    cells = [line.partition("|")[2] for line in picture.splitlines() if "|" in line]
+    contract = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
+    layers = [line for line in contract.splitlines() if line.strip()]
+    assert [set(re.findall(r"\w+", cell)) for cell in cells] == [
+        set(re.findall(r"distcollect\.(\w+)", layer)) for layer in layers
+    ]
+
+
 def public() -> list[tuple[str, Any]]:
     """All public names of the package, and the public methods of its classes."""
     found = []
@@ -200,8 +220,8 @@ def test_variables_are_those_of_the_code() -> None:
     """The names that the code reads, found in its text."""
     page = PAGES["launching.md"].read_text().partition("## Environment variables")[2]
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    code = "".join(path.read_text() for path in (ROOT / "distcollect").glob("*.py"))
-    own = {"DISTCOLLECT_RUN"}  # what `distcollect submit` passes to its jobs
+    code = "".join(path.read_text() for path in (ROOT / "distcollect").rglob("*.py"))
+    own = {"DISTCOLLECT_RUN"}  # what `distcollect submit` tells its jobs
     assert listed == set(re.findall(r'"(DISTCOLLECT\w+)"', code)) - own
     written = "".join(page.read_text() for page in PAGES.values())
     assert set(re.findall(r"DISTCOLLECT_\w+", written)) <= listed

@@ -14,9 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from chaos.hosts import Hosts
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
 
-HERE = Path(__file__).parent
+from chaos.hosts import Hosts  # noqa: E402 - it is beside the tests
+
 REPEATS = 3
 PORT = 4711
 # What collect_on_hosts.py prints.
@@ -54,7 +56,7 @@ def delivered(hosts: Hosts, env: dict[str, str]) -> tuple[float, float]:
     """Bytes of observations per second at the trainer; bytes on the wire for each."""
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d")
     run = (sys.executable, "-m", "torch.distributed.run", *options)
-    command = (*run, "--rdzv-endpoint=node1:29511", str(HERE / "hosts.py"), "rate")
+    command = (*run, "--rdzv-endpoint=node1:29511", str(HERE / "collect_on_hosts.py"), "rate")
     ranks = [
         subprocess.Popen([*hosts.on(h), *command], env=env, stdout=subprocess.PIPE, text=True)
         for h in (1, 2)
