@@ -85,6 +85,6 @@ class LoopbackWorkers:
 def loopback_collector(
     *args: Any, kind: Callable[..., dc.RPCDataCollector] = dc.RPCDataCollector, **kwargs: Any
 ) -> dc.RPCDataCollector:
-    """An RPCDataCollector, or one derived from it, whose workers are threads."""
+    """An RPCDataCollector, or a subclass, whose workers are threads."""
     with patch.object(session, "Workers", LoopbackWorkers):
         return kind(*args, **kwargs)

@@ -236,7 +236,7 @@ class Run:
         elif method is WorkerService.handover_outcome:
             process.kept[args[0]].outcome = answer
         elif method is WorkerService.cancel_handover:
-            process.kept[args[0]].refused |= self.rng.random() < 0.7  # else it was taken before
+            process.kept[args[0]].refused |= self.rng.random() < 0.7  # else: taken before
         else:
             assert method is WorkerService.preempt
             assert process.collecting is not None or process.doomed

@@ -102,7 +102,7 @@ def check_calls(world: Loopback | Rpc) -> None:
         assert "in fail\n" in caught.value.remote_traceback
         assert not isinstance(caught.value, dc.WorkerLost)
 
-    # More answers owed than any pool of threads has threads.
+    # More open calls than any thread pool has threads.
     later = [ask(world.peer, Service.later, f"key{i}") for i in range(20)]
     assert ask(world.peer, Service.echo).result(SOON_S) == ()
     assert not any(answer.done() for answer in later)
@@ -171,7 +171,7 @@ def check_evicting_a_peer_fails_what_it_owes(world: Loopback | Rpc) -> None:
         pending,
         world.transport.call(world.peer, Service.echo),
         world.transport.collect(world.peer, CollectRequest(SMALL)),
-        world.transport.call(world.peer + 12_345, Service.echo),  # nobody ever had this id
+        world.transport.call(world.peer + 12_345, Service.echo),  # no peer ever had this id
     ):
         with pytest.raises(dc.WorkerLost):
             answer.result(1)

@@ -188,7 +188,7 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
         transport.versions[worker_id] = 1
 
     def wait(timeout_s: float) -> None:
-        transport.answer(1)  # what is left from before
+        transport.answer(1)  # requests left from before
         for worker_id in (0, 1):
             assert not pool._core.user_is_due
             transport.answer(worker_id).arrive()

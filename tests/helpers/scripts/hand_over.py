@@ -111,7 +111,7 @@ def hand_over(collector):
 
 
 def take_over(collector):
-    """Take whatever the first trainer sends; frames taken."""
+    """Take all rollouts that the first trainer offers; return the number of frames."""
     transport = collector._session.workers.transport
     taken = 0
     while True:
