@@ -376,7 +376,7 @@ class Pool:
         with self._lock:
             self.version = version
             epoch = self._sender.resume(version)
-            self._loop.do(self._core.resumed, version, frames)
+            self._loop.do(self._core.resumed, version, frames, self.acknowledged)
         request = ResumeRequest(version, first_traj_id, epoch)
         self._call_all(WorkerService.resume, lambda _: (request,), timeout_s)
 

@@ -10,7 +10,7 @@ all the workers that it is sent to) and what concerns all requests at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -172,17 +172,19 @@ class PoolCore:
             self._compare_versions(slot)
         self._advance()
 
-    def resumed(self, version: int, frames: int) -> None:
-        """The run goes on where another one was: all workers have ``version``.
+    def resumed(self, version: int, frames: int, acknowledged: Mapping[int, int]) -> None:
+        """The run goes on where another one was.
 
         Args:
             version: its policy_version.
-            frames: that it delivered; they count as requested.
+            frames: the number of frames that it delivered; they count as requested.
+            acknowledged: maps worker_id to the version that the worker has by the new numbers. It
+                is below ``version`` for a worker that still waits for its weights.
         """
         self._scheduler.frames_asked += frames
         self.versions.publish(version, self.slots.worker_ids)
         for slot in self.slots:
-            slot.acknowledged = version
+            slot.acknowledged = acknowledged[slot.worker_id]
             self._compare_versions(slot)
 
     def _compare_versions(self, slot: WorkerSlot | None) -> None:
