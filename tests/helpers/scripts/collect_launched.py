@@ -72,7 +72,7 @@ def main():
                     policy.version += 1
                 collector.update_policy_weights_()
             worker_ids = batch["collector", "worker_id"].unique().tolist()
-            shared = len(collector._session.pool._transport._mapped)
+            shared = len(collector._session.workers.transport._mapped)
             seen.append(
                 {
                     "shape": list(batch.shape),
