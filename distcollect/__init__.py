@@ -10,9 +10,7 @@
             collector.update_policy_weights_(policy)
 """
 
-import ast
-import importlib
-from pathlib import Path
+import importlib as _importlib
 from typing import TYPE_CHECKING, Any
 
 from distcollect.version import __version__
@@ -139,24 +137,76 @@ __all__ = [
 ]
 
 
-# Where each public name is defined, read from the imports above, which only type checkers run: a
-# worker process, which imports single modules of this package, does not load the collectors.
+# Where each public name is defined. It is imported at its first use: a worker process, which
+# imports single modules of this package, does not load the collectors.
 _MODULES = {
-    alias.name: node.module
-    for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8")))
-    if isinstance(node, ast.ImportFrom) and node.module
-    for alias in node.names
-    if alias.name in __all__ and alias.name not in globals()
+    "ArgumentError": "distcollect.errors",
+    "ArgumentTypeError": "distcollect.errors",
+    "AutoUpdater": "distcollect.weights.broadcast",
+    "BatchTimeout": "distcollect.errors",
+    "Bottleneck": "distcollect.telemetry.bottleneck",
+    "BroadcastUpdater": "distcollect.weights.broadcast",
+    "Checkpoint": "distcollect.collectors.checkpoint",
+    "CollectorStateError": "distcollect.errors",
+    "DataCollectorBase": "distcollect.collectors.base",
+    "DeadlineError": "distcollect.errors",
+    "DistCollectError": "distcollect.errors",
+    "EnvContext": "distcollect.envs.make",
+    "EnvError": "distcollect.errors",
+    "EpisodeStats": "distcollect.results",
+    "Evaluation": "distcollect.results",
+    "EvaluationWorkers": "distcollect.config",
+    "Exploration": "distcollect.policy.base",
+    "Faults": "distcollect.config",
+    "Frames": "distcollect.results",
+    "LagStats": "distcollect.results",
+    "Lags": "distcollect.results",
+    "LaunchError": "distcollect.errors",
+    "LedgerReport": "distcollect.results",
+    "Monitor": "distcollect.config",
+    "MultiSyncDataCollector": "distcollect.collectors.local",
+    "MultiaSyncDataCollector": "distcollect.collectors.local",
+    "PettingZooEnv": "distcollect.envs.pettingzoo",
+    "PolicyError": "distcollect.errors",
+    "PolicyNotSendable": "distcollect.errors",
+    "PushHandle": "distcollect.weights.push_handle",
+    "RPCDataCollector": "distcollect.collectors.rpc",
+    "RPCUpdater": "distcollect.weights.updaters",
+    "RateLimited": "distcollect.collectors.replay",
+    "ReplayBuffer": "distcollect.collectors.replay",
+    "RolloutGone": "distcollect.errors",
+    "RolloutReference": "distcollect.trainer.handover",
+    "SharedMemoryUpdater": "distcollect.weights.updaters",
+    "SpaceError": "distcollect.errors",
+    "Staleness": "distcollect.config",
+    "Stats": "distcollect.results",
+    "SyncDataCollector": "distcollect.collectors.sync",
+    "TrainerTimes": "distcollect.results",
+    "WeightSource": "distcollect.transport.worker_service",
+    "WeightSync": "distcollect.config",
+    "WeightUpdaterBase": "distcollect.weights.updaters",
+    "WeightsError": "distcollect.errors",
+    "WeightsTimeout": "distcollect.errors",
+    "WorkerError": "distcollect.errors",
+    "WorkerLost": "distcollect.errors",
+    "WorkerMismatch": "distcollect.errors",
+    "WorkerState": "distcollect.results",
+    "WorkerStats": "distcollect.results",
+    "WorkerThroughput": "distcollect.results",
+    "WorkerTimes": "distcollect.results",
+    "aSyncDataCollector": "distcollect.collectors.local",
+    "num_workers": "distcollect.launch.run",
+    "run": "distcollect.launch.run",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'distcollect' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
+    value = getattr(_importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__}.difference({"Any", "TYPE_CHECKING"}))

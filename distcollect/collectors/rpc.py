@@ -11,7 +11,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from distcollect.collectors.base import DataCollectorBase
-from distcollect.collectors.session import Session
+from distcollect.collectors.session import Session, stop
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import timed
 from distcollect.collectors.worker_options import RPCOptions, WorkerOptions
@@ -64,10 +64,10 @@ class RPCDataCollector(DataCollectorBase):
         traces = self._monitor_thread.trace is not None
         self._session = Session(self._options, self._stats_recorder, traces=traces)
         # Also for a collector that is dropped without shutdown().
-        self._close_session = weakref.finalize(self, self._session.close)
+        self._stop_session = weakref.finalize(self, stop, self._session.pool, self._session.workers)
 
     def _release(self, *, close_envs: bool) -> None:
-        self._close_session()
+        self._stop_session()
 
     @property
     def policy_version(self) -> int:

@@ -206,14 +206,18 @@ class Session:
         timeout_s = self._options.fault_limits.batch_timeout_s
         self.pool.resume(version, self._first_traj_id, frames, timeout_s)
 
-    # Stop.
 
-    def close(self) -> None:
-        """End everything, in this order. To be called once."""
-        try:
-            # No more requests. What other trainers may still take is settled with the workers.
-            self.pool.close()
-        finally:
-            # Stops the workers, reaps their processes, and closes the transport.
-            self.workers.close()
-        log.info("where the frames went:\n%s", self.pool.ledger)
+def stop(pool: Pool, workers: Workers) -> None:
+    """End a session's parts, in this order. To be called once.
+
+    A finalizer of the collector calls this. It must not refer to the session: the session holds the
+    user's arguments, and one of these, such as a bound method, may refer to the collector, which
+    would then never be finalized.
+    """
+    try:
+        # No more requests. What other trainers may still take is settled with the workers.
+        pool.close()
+    finally:
+        # Stops the workers, reaps their processes, and closes the transport.
+        workers.close()
+    log.info("where the frames went:\n%s", pool.ledger)

@@ -105,6 +105,7 @@ class BatchStream(ABC):
         if options.trajs_per_batch is not None:
             self._trajectories = WholeTrajectories(options.trajs_per_batch)
         self._background: Background | None = None
+        self._closes_envs = True
         self._monitor_thread = MonitorThread(options.monitor, options.trace)
         self._stats_recorder = StatsRecorder(trace=self._monitor_thread.trace)
         # For a collector that is never shut down.
@@ -238,7 +239,12 @@ class BatchStream(ABC):
 
         limit = buffer if isinstance(buffer, RateLimited) else None
         self._state = CollectorState.FILLING  # first: the thread may shut the collector down
-        self._background = Background(collect, limit)
+        try:
+            self._background = Background(collect, limit)
+        except BaseException:
+            if self._state is CollectorState.FILLING:
+                self._state = CollectorState.OPEN
+            raise
 
     def _before_start(self) -> None:  # noqa: B027 - most have nothing to do
         """Make sure that collecting on another thread is safe."""
@@ -290,7 +296,8 @@ class BatchStream(ABC):
             background.stop()
             if timeout is not None:
                 background.join(timeout)
-        self._shut_down(close_envs=close_env)
+        self._closes_envs = close_env
+        self.shutdown()
         if background is not None:
             background.join(JOIN_TIMEOUT_S)
         self._raise_from_background()
@@ -329,10 +336,6 @@ class BatchStream(ABC):
 
     def shutdown(self) -> None:
         """End what the collector started and release what it holds. May be called again."""
-        self._shut_down(close_envs=True)
-
-    def _shut_down(self, *, close_envs: bool) -> None:
-        """End everything, in this order; nothing if that was done before."""
         if self._state is CollectorState.SHUT_DOWN:
             return
         if self._background is not None:
@@ -341,7 +344,7 @@ class BatchStream(ABC):
         self._stats_recorder.end()
         tensor_cache.forget()
         try:
-            self._release(close_envs=close_envs)
+            self._release(close_envs=self._closes_envs)
         finally:
             self._monitor_thread.close(self.stats())
 

@@ -47,11 +47,13 @@ def check_total_frames(total_frames: int, frames_per_batch: int) -> None:
         ArgumentError: it is neither positive nor -1.
         ArgumentTypeError: it is not an int.
     """
+    if total_frames == -1:
+        return
     if isinstance(total_frames, bool) or not isinstance(total_frames, int):
         raise ArgumentTypeError(f"total_frames={total_frames!r}: must be a whole number")
-    if total_frames < 1 and total_frames != -1:
+    if total_frames < 1:
         raise ArgumentError(f"total_frames={total_frames}: must be at least 1, or -1 for endless")
-    if total_frames % frames_per_batch and total_frames != -1:
+    if total_frames % frames_per_batch:
         rounded = -(-total_frames // frames_per_batch) * frames_per_batch
         warnings.warn(
             f"total_frames={total_frames} is no multiple of frames_per_batch={frames_per_batch}: "

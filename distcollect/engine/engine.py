@@ -192,9 +192,9 @@ class Engine:
             self._reset_due = True
             raise
         finally:
+            self._interrupts.rollout_ended()
             cells[BUSY] = 0
             self.step_timer.end()
-            self._interrupts.rollout_ended()
 
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]

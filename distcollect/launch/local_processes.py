@@ -99,7 +99,8 @@ class LocalProcesses:
     def __init__(self, events: ProcessEvents) -> None:
         """Report to ``events``."""
         self._events = events
-        self._lock = threading.Lock()
+        # Reentrant: garbage collection under it may finalize a collector, which ends its processes.
+        self._lock = threading.RLock()
         self._running: dict[tuple[int, int], _Running] = {}
         self._reapers: list[threading.Thread] = []
         self._closed = threading.Event()
@@ -179,14 +180,16 @@ class LocalProcesses:
         """Wait up to ``grace_s`` for all to end by themselves, then kill them; reap every one."""
         deadline = time.monotonic() + grace_s
         self._closed.set()
-        for reaper in self._reapers:
+        # Not this thread, on which a collector may be finalized.
+        reapers = [r for r in self._reapers if r is not threading.current_thread()]
+        for reaper in reapers:
             reaper.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             remaining = dict(self._running)
         for (worker_id, _), running in remaining.items():
             log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
             _kill_group(running.process.pid)
-        for reaper in self._reapers:
+        for reaper in reapers:
             reaper.join(5)
         # By a signal: a forked child of this process may hold its pipe open.
         self._guard.kill()

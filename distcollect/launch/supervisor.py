@@ -251,9 +251,11 @@ def _spawn(
 
 def _kill_at_end(connection: ControlConnection, processes: LocalProcesses) -> None:
     """Kill all processes once the trainer is gone."""
-    while connection.receive() is not None:
-        pass
-    processes.kill_all()
+    try:
+        while connection.receive() is not None:
+            pass
+    finally:
+        processes.kill_all()
 
 
 def supervise_rank(launch: Launch) -> None:

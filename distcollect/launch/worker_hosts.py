@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,7 @@ class WorkerHosts(JoinServerEvents):
         address: this host's, on the interface by which they reach it.
         first_traj_id: the trajectory ids of this trainer begin here, and end where the next
             trainer's begin.
+        local_hosts: this host alone, for collectors that start local workers within a launch.
         store: torchrun's store, kept open where this process serves it.
         patience_s: how long to wait until enough workers have joined, if :attr:`is_elastic`.
     """
@@ -98,6 +100,7 @@ class WorkerHosts(JoinServerEvents):
         self.address = address
         self.first_traj_id = trainer * TRAJ_IDS_PER_TRAINER
         self.patience_s = patience_s
+        self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()
         self._num_expected = num_expected
         self._token = token
         self._num_ranks = num_ranks
@@ -244,13 +247,19 @@ class WorkerHosts(JoinServerEvents):
                 are to wait for it.
         """
         # First, while the supervisors are there to end its processes.
-        self._events.launch_ended()
+        self.end_collector()
+        for hosts in self.local_hosts:
+            hosts.end_collector()
         with self._lock:
             if self._num_ranks is not None:
                 self._changed.wait_for(
                     lambda: len(self._seen) == self._num_ranks, _LATE_RANKS_TIMEOUT_S
                 )
         self._end_supervisors(failed=failed, resumes=resumes)
+
+    def end_collector(self) -> None:
+        """End what the collector started that uses these hosts; nothing if none does."""
+        self._events.launch_ended()
 
     def _end_supervisors(self, *, failed: bool = False, resumes: bool = False) -> None:
         for connection in list(self._supervisors.values()):
@@ -377,4 +386,7 @@ def open_hosts(
         )
     token = read_token() or secrets.token_hex(16)
     num_local = num_cores() if num_workers is None else num_workers
-    return WorkerHosts(address, token, num_local=num_local, port=port)
+    hosts = WorkerHosts(address, token, num_local=num_local, port=port)
+    if _launched is not None:
+        _launched.local_hosts.add(hosts)
+    return hosts

@@ -211,7 +211,12 @@ class JoinServer:
                 hello = _without_token(decode_as(Hello, frame))
             self._refuse(peer, hello, f"{differing}; install the same on all hosts")
         else:
-            self._admit(peer, _without_token(decode_as(Hello, frame)))
+            try:
+                admitted = _without_token(decode_as(Hello, frame))
+            except LaunchError as error:  # for example a rank of the doctor at a trainer's port
+                self._refuse(peer, None, str(error))
+            else:
+                self._admit(peer, admitted)
 
     def _refuse(self, peer: _Peer, hello: Hello | None, reason: str) -> None:
         peer.state = _State.REFUSED

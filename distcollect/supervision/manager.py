@@ -100,6 +100,7 @@ class Workers:
         events = PostedHostEvents(
             self._lifecycle, self.transport.endpoint, self._posted.put, end_launch=self.close
         )
+        self._steps = self._stop_steps()
         try:
             self._hosts.attach(events, count, faults.start_timeout_s)
             self._thread.start()
@@ -203,8 +204,7 @@ class Workers:
         deadline = time.monotonic() + limit_s
         while status.num_present < least:
             exit_if_requested()
-            if status.failure is not None:
-                raise status.failure
+            self._check_start()
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise DeadlineError(
@@ -214,9 +214,16 @@ class Workers:
                 )
             with status.lock:
                 status.changed.wait_for(
-                    lambda: status.num_present >= least or status.failure is not None,
+                    lambda: status.num_present >= least or status.has_ended,
                     min(remaining, LOOK_UP_S),
                 )
+
+    def _check_start(self) -> None:
+        """Raise what keeps workers from joining, if anything does."""
+        if self._status.failure is not None:
+            raise self._status.failure
+        if self._status.is_stopping:
+            raise CollectorStateError("the launch ended while workers were awaited")
 
     def _await_start(self) -> None:
         """Wait until the first process in every slot is ready, and one at least; enter RUNNING."""
@@ -230,8 +237,7 @@ class Workers:
             while status.phase is not Phase.STARTING or any(
                 w not in status.probes for w in awaited
             ):
-                if status.failure is not None:
-                    raise status.failure
+                self._check_start()
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     missing = [w for w in status.states if w not in status.probes]
@@ -246,8 +252,13 @@ class Workers:
 
     def close(self) -> None:
         """End all workers and reap them; again it does nothing."""
-        if not self._status.begin_stop():
-            return
+        self._status.begin_stop()
+        # Each step is done once, and even if one before it raised, as by a Ctrl-C. A further call,
+        # from another thread too, does the steps that remain.
+        self._steps.close()
+
+    def _stop_steps(self) -> contextlib.ExitStack:
+        """The steps of :meth:`close`, in their order."""
         half_s = self._faults.stop_timeout_s / 2
         steps: list[Callable[[], object]] = [
             # Workers stop stepping. They answer what they still owe, and close their envs.
@@ -266,10 +277,10 @@ class Workers:
             _in_use.release,
             partial(self._status.enter, Phase.CLOSED),
         ]
-        # In this order. Each step is done even if one before it raised, as by a Ctrl-C.
-        with contextlib.ExitStack() as stack:
-            for step in reversed(steps):
-                stack.callback(step)
+        stack = contextlib.ExitStack()
+        for step in reversed(steps):
+            stack.callback(step)
+        return stack
 
     # The supervision thread.
 
@@ -304,4 +315,5 @@ class Workers:
         if self._thread.is_alive():
             self._posted.put(self._lifecycle.account_for_rest)
             self._posted.put(None)
-            self._thread.join(5)
+            if self._thread is not threading.current_thread():  # as a collector's finalizer may be
+                self._thread.join(5)

@@ -66,6 +66,11 @@ class Status:
         return self.phase in (Phase.STOPPING, Phase.CLOSED)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the run can't go on, or is being ended."""
+        return self.failure is not None or self.is_stopping
+
+    @property
     def starts_processes(self) -> bool:
         """Whether lost processes are replaced."""
         return self.phase in (Phase.STARTING, Phase.RUNNING)

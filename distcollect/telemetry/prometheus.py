@@ -136,6 +136,9 @@ class Prometheus:
             return body
 
         self._server.set_app(serve)
+        handler: Any = self._server.RequestHandlerClass
+        # A client that connects and sends nothing is dropped after this many seconds.
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": 5.0})
         self.port: int = self._server.server_address[1]
         log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self.port)
 

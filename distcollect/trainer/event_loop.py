@@ -96,8 +96,8 @@ class EventLoop:
             results.append(event(*args))
 
         with self.lock:
-            self._events.append(handle)
             try:
+                self._events.append(handle)
                 self._drain()
             except BaseException:  # Ctrl-C as well
                 if handle in self._events:
@@ -118,13 +118,26 @@ class EventLoop:
             while True:
                 if self._core.commands:
                     command = self._core.commands.popleft()
-                    self._executors[type(command)](command)
+                    self._execute(command)
                 elif self._events:
                     self._events.popleft()()
                 else:
                     return
         finally:
             self.is_draining = False
+
+    def _execute(self, command: Command) -> None:
+        try:
+            self._executors[type(command)](command)
+        except BaseException as error:  # Ctrl-C as well
+            # Whether the worker got the call, and whether its answer will be seen, is not known: it
+            # is replaced, rather than waited for.
+            slot = command.slot if isinstance(command, SetUp) else None
+            if isinstance(command, Collect | Fetch | Keep | AwaitTaken):
+                slot = command.request.slot
+            if slot is not None:
+                self._events.append(partial(self._core.unreachable, slot, error))
+            raise
 
     def _then(
         self,

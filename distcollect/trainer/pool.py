@@ -217,7 +217,7 @@ class Pool:
             DistCollectError: the run can't go on.
         """
         requests = self._gather(Wanted.ALL, timeout_s, deadline_s=self._plan.deadline_s)
-        rollouts = [request.rollout for request in requests if request.rollout is not None]
+        rollouts = [request.take_rollout() for request in requests]
         return sorted(rollouts, key=lambda rollout: origin(rollout.header))
 
     def gather_next(self, timeout_s: float) -> Rollout:
@@ -226,8 +226,7 @@ class Pool:
         Raises: as :meth:`gather_all`.
         """
         [request] = self._gather(Wanted.NEXT, timeout_s)
-        assert request.rollout is not None
-        return request.rollout
+        return request.take_rollout()
 
     def hand_over(self, timeout_s: float, keep_s: float) -> tuple[RolloutRequest, str]:
         """The next rollout of whichever worker, for another trainer to take; async mode only.

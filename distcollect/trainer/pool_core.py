@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from distcollect.config import Staleness
+from distcollect.errors import WorkerLost
 from distcollect.rollout.layout import Tensors
 from distcollect.telemetry.recorder import Activity
 from distcollect.trainer.pool_commands import (
@@ -263,6 +264,10 @@ class PoolCore:
         self.requests.keep_no_longer(request, "worker_lost")
         self._failed(request.slot, error)
 
+    def unreachable(self, slot: WorkerSlot, error: BaseException) -> None:
+        """A call to a worker was interrupted, so that its answer may never be seen."""
+        self._failed(slot, WorkerLost(f"a call to it was interrupted by {error!r}"))
+
     def _failed(self, slot: WorkerSlot, error: BaseException) -> None:
         if not slot.is_gone:
             # It is lost, or will be: what it owes is given up then.
@@ -422,7 +427,9 @@ class PoolCore:
         ready = arrived.first_ready()
         if ready is not None:
             return self._scheduler.choose_to_refer() or ready
-        return None if self.slots.num_collecting else arrived.first_here()
+        if self.slots.num_collecting or not arrived.num_here:
+            return None
+        return self._scheduler.choose_among(arrived.here())
 
     # What the user waits for, in words.
 

@@ -64,11 +64,9 @@ class ArrivedRollouts:
         """The first that lies on its worker and is not being fetched."""
         return next(iter(self._ready), None)
 
-    def first_here(self) -> RolloutRequest | None:
-        """The first that is on the trainer."""
-        if not self.num_here:
-            return None
-        return next(request for request in self._all if request.state is RolloutState.HERE)
+    def here(self) -> list[RolloutRequest]:
+        """Those that are on the trainer."""
+        return [request for request in self._all if request.state is RolloutState.HERE]
 
     def add(self, request: RolloutRequest) -> None:
         """A rollout lies on its worker."""
@@ -347,6 +345,7 @@ class Requests:
             self._ledger.lose(*origin(request.offer.header), cause)
             if request.rollout is None:
                 self._commands(Decline(request.offer))
+        request.rollout = None
         self._scheduler.given_up(request, is_wanted=self.is_current(request))
         self._settle(request)
 

@@ -7,7 +7,7 @@ batch: whoever changes a slot calls :meth:`Scheduler.refresh` for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 from distcollect.config import Staleness
@@ -58,6 +58,10 @@ class Scheduler:
     def choose_to_refer(self) -> RolloutRequest | None:
         """The one to hand over to another trainer; None: the first that lies on its worker."""
         return None
+
+    def choose_among(self, here: Sequence[RolloutRequest]) -> RolloutRequest:
+        """The one to hand over to another trainer, of rollouts that were fetched before."""
+        return here[0]
 
     def may_end_early(self, num_arrived: int) -> bool:
         """Whether this many of a batch's rollouts are enough to preempt the others."""
@@ -342,6 +346,9 @@ class BoundedStalenessScheduler(AsyncScheduler):
     def choose_to_refer(self) -> RolloutRequest | None:
         self._sort()
         return self._ready.first()
+
+    def choose_among(self, here: Sequence[RolloutRequest]) -> RolloutRequest:
+        return min(here, key=self._by_slack)
 
     def _ticket(self, slot: WorkerSlot) -> StalenessTicket:
         return self._pacer.ask(slot.worker_id, slot.acknowledged)

@@ -239,6 +239,12 @@ class RolloutRequest:
     arrival: int = -1
     key: str = ""
 
+    def take_rollout(self) -> Rollout:
+        """The rollout, for the user. Nothing here refers to its tensors any more."""
+        rollout, self.rollout = self.rollout, None
+        assert rollout is not None
+        return rollout
+
     def become(self, state: RolloutState) -> None:
         """Change the state; RuntimeError if that is not possible from the present one."""
         if state not in _ROLLOUT_TRANSITIONS[self.state]:

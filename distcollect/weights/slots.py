@@ -102,6 +102,8 @@ class _Slot:
         wanted: the order of the newest publication for it. With this one or a later one it has
             what it is to have.
         acknowledged: the version that the process has.
+        held: the order of the publication that it has; 0: its first weights. Unlike a version, an
+            order never stands for other weights.
         state: see :class:`SlotState`.
         turn: orders the slots that wait.
         alone: its last push failed, so the next one goes to no other worker.
@@ -115,6 +117,7 @@ class _Slot:
     newest: Publication | None = None
     wanted: int = 0
     acknowledged: int = 0
+    held: int = 0
     state: SlotState = SlotState.IDLE
     turn: int = 0
     alone: bool = False
@@ -218,10 +221,12 @@ class WeightSlots:
     def forget(self, worker_id: int, *, replaced: bool) -> int | None:
         """A slot's process is gone; ``replaced``: another one comes. Its peer, if it had one."""
         slot = self._slots.get(worker_id)
+        if slot is None and replaced:  # its first process is still to come
+            self._slots[worker_id] = _Slot(worker_id, None, state=SlotState.ABSENT)
         if slot is None or slot.state is SlotState.VACANT:
             return None
         peer, slot.peer = slot.peer, None
-        slot.acknowledged = 0
+        slot.acknowledged = slot.held = 0
         if not replaced:
             slot.enter(SlotState.VACANT)
             slot.newest = None
@@ -287,7 +292,7 @@ class WeightSlots:
         return (
             all(
                 # After a failure a worker may have another version than it acknowledged.
-                slot is not None and slot.acknowledged == publication.version and not slot.alone
+                slot is not None and slot.held == publication.order and not slot.alone
                 for slot in slots
             )
             and publication.epoch == self._epoch
@@ -304,6 +309,7 @@ class WeightSlots:
             self._wait(slot)
             return None
         slot.acknowledged = publication.version
+        slot.held = publication.order
         slot.attempts = 0
         slot.alone = False
         done = [handle for order, handle in slot.handles if order <= publication.order]

@@ -176,13 +176,11 @@ def test_trajectory_ids(kind: str) -> None:
     assert ids.unique().numel() == N + int(done[:, :-1].sum())
 
 
-def test_a_rollout_cannot_begin_within_another() -> None:
+def test_phases_of_a_rollout() -> None:
     interrupts = Interrupts()
     interrupts.preempt()  # without a rollout it has no effect
     interrupts.rollout_begins(preempted=False)
     assert not interrupts.pending
-    with pytest.raises(AssertionError, match="COLLECTING"):
-        interrupts.rollout_begins(preempted=False)
     interrupts.preempt()
     assert interrupts.pending
     assert interrupts.handle()
@@ -361,3 +359,18 @@ def test_an_env_that_raises_is_named() -> None:
 
 def _raise(message: str) -> Any:
     raise RuntimeError(message)
+
+
+def test_an_interrupt_at_the_end_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C may come while a rollout ends: the next rollout begins as usual."""
+    engine = engine_of()
+    collect(engine)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.step_timer, "end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            collect(engine)
+    assert collect(engine).numel()
