@@ -50,7 +50,7 @@ def test_all_addresses_of_an_interface(spare: str) -> None:
     )
     command = [sys.executable, "-c", start]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    assert "listens on 10.213.77.1, not on 10.213.77.2" in done.stderr
+    assert "listens on 10.213.77.1 instead of 10.213.77.2" in done.stderr
 
 
 def test_ways_that_lead_here(spare: str) -> None:
