@@ -83,7 +83,7 @@ def test_goes_on_where_it_was_cut_off(
     assert b"Traceback" not in said
     assert marked.gone()
 
-    monkeypatch.setattr(collect, "_TELL_EVERY_S", 0.1)
+    monkeypatch.setattr(collect, "_PRINT_EVERY_S", 0.1)
     assert cli.main(arguments(out, seed=5)) == 0
     assert recorded(out) == 4000 > second > first > 0
     # Without a terminal. 134 batches of 30 frames are the first to reach 4000.

@@ -40,7 +40,7 @@ README = (ROOT / "README.md").read_text()
     ("typed", "question"),
     [
         ("submit --trust-folder --run-folder new five.py", "SLURM doesn't answer: is this a login"),
-        ("cancel submitted", "SLURM did not take 'scancel 12': .*down.*Try again"),
+        ("cancel submitted", "SLURM refused 'scancel 12': .*down.*Try again"),
     ],
 )
 @pytest.mark.usefixtures("folders")

@@ -53,13 +53,13 @@ received = []
 
 def count_received():
     """Record the bytes of rollouts that arrive in this process."""
-    complete = RpcTransport.complete
+    copy_shared = RpcTransport._copy_shared
 
     def counting(self, peer, sent, fetched):
         received.append(sum(tensor.nbytes for tensor in sent))
-        complete(self, peer, sent, fetched)
+        copy_shared(self, peer, sent, fetched)
 
-    RpcTransport.complete = counting
+    RpcTransport._copy_shared = counting
 
 
 def wait_until(condition):
