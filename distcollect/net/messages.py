@@ -258,7 +258,7 @@ class WorkerBoot(Message):
         settings: see :class:`WorkerSettings`.
         cores: to run on; None: those of its parent.
         num_threads: for torch to use.
-        counters_fd: descriptor of its :class:`~distcollect.common.step_counter.SharedCounters`.
+        counters_fd: descriptor of its :class:`~distcollect.common.step_counter.SharedStepCounter`.
         sys_path: of the process that starts it.
     """
 

@@ -79,7 +79,7 @@ class Lifecycle:
             hosts: where processes are started.
             transport: reaches them.
             faults: the timeouts.
-            plan_for: worker_id to its pickled :class:`~distcollect.engine.build.WorkerPlan`.
+            plan_for: worker_id to its pickled :class:`~distcollect.engine.plan.WorkerPlan`.
             status: shared with the user's thread.
             num_first: slots, from 0, whose first processes all have to become ready.
             post: has the supervision thread call a function.

@@ -58,7 +58,7 @@ class Workers:
         Args:
             num_workers: None: all that the launch provides, or one for each core.
             faults: the timeouts.
-            plan_for: worker_id to its pickled :class:`~distcollect.engine.build.WorkerPlan`.
+            plan_for: worker_id to its pickled :class:`~distcollect.engine.plan.WorkerPlan`.
             listen: "HOST:PORT" where further workers may join.
             local: start them on this host, even in a launch.
 
