@@ -9,10 +9,12 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
 
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 
 ZYGOTE = "DISTCOLLECT_ZYGOTE"
 
+_START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
 # Libraries read these when they are loaded: a zygote with other values of them is of no use.
 _READ_AT_IMPORT = (
@@ -56,9 +59,13 @@ _DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
+# First of all it is made sure that it ends with its parent: the imports take seconds.
 _BOOT = """
-import json, sys
+import ctypes, json, os, sys
 boot = json.loads(sys.stdin.readline())
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() != boot["parent"]:
+    os._exit(1)
 sys.path[:] = boot["sys_path"]
 from distcollect.worker.zygote import serve
 boot = serve(boot["fd"])
@@ -167,7 +174,11 @@ class ForkedProcess:
 
 
 class Zygote:
-    """A process to fork workers from, started by this process."""
+    """A process to fork workers from, started by this process.
+
+    Attributes:
+        pid: its process id.
+    """
 
     def __init__(self) -> None:
         """Start it; it imports what it needs while this process goes on.
@@ -181,21 +192,14 @@ class Zygote:
         self._is_gone = False
         self._read_at_import = read_at_import(os.environ)
         self._sock, theirs = make_sockets()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-                env={**_DEFAULTS, **os.environ},
-                pass_fds=[theirs.fileno()],
-            )
-            assert self._process.stdin is not None
-            boot = {"fd": theirs.fileno(), "sys_path": sys.path}
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps(boot).encode() + b"\n")
-                self._process.stdin.close()
-        self._reader = threading.Thread(target=self._read, name="distcollect-zygote", daemon=True)
+        started: Future[subprocess.Popen[bytes]] = Future()
+        # The kernel ends the zygote with the thread that starts it: this one lasts.
+        self._reader = threading.Thread(
+            target=self._run, args=(theirs, started), name="distcollect-zygote", daemon=True
+        )
         self._reader.start()
+        self._process = started.result(_START_TIMEOUT_S)
+        self.pid = self._process.pid
 
     @property
     def is_usable(self) -> bool:
@@ -252,7 +256,14 @@ class Zygote:
         if threading.current_thread() is not self._reader:
             self._reader.join(_END_TIMEOUT_S)
 
-    def _read(self) -> None:
+    def _run(self, theirs: socket.socket, started: Future[subprocess.Popen[bytes]]) -> None:
+        try:
+            with theirs:
+                process = _start(theirs.fileno())
+        except OSError as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
         while True:
             try:
                 message, _ = receive(self._sock)
@@ -266,7 +277,7 @@ class Zygote:
                 with self._lock:
                     del self._forked[message.number]
         # It has ended, or does so at once: it closes its socket only then.
-        code = self._process.wait()
+        code = process.wait()
         with self._lock:
             self._is_gone = True
             lost = list(self._forked.values())
@@ -274,6 +285,23 @@ class Zygote:
         self._sock.close()
         for forked in lost:
             forked.lose(f"the process to fork it from has ended with code {code}")
+
+
+def _start(fd: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**_DEFAULTS, **os.environ},
+        pass_fds=[fd],
+    )
+    assert process.stdin is not None
+    boot = {"fd": fd, "parent": os.getpid(), "sys_path": sys.path}
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(boot).encode() + b"\n")
+        process.stdin.close()
+    return process
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
@@ -326,6 +354,12 @@ def fork(
         return _current().fork(boot, environ, counters_fd, on_forked)
     except OSError as error:
         raise Unavailable(str(error)) from error
+
+
+def pid() -> int | None:
+    """The process id of this process's zygote; None if there is none."""
+    zygote = _zygote
+    return None if zygote is None else zygote.pid
 
 
 def end_if_unwanted() -> None:

@@ -76,13 +76,12 @@ def serve(fd: int) -> WorkerBoot:
     Returns:
         In each worker, what it starts with. In the zygote it doesn't return.
     """
-    parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a worker then doesn't write to the shared pages
-    zygote = _Zygote(socket.socket(fileno=fd), parent)
+    zygote = _Zygote(socket.socket(fileno=fd))
     try:
         zygote.run()
     except _Forked as forked:
@@ -91,24 +90,16 @@ def serve(fd: int) -> WorkerBoot:
 
 
 class _Zygote:
-    def __init__(self, sock: socket.socket, parent: int) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._parent = parent
+        self._pid = os.getpid()
         self._retired = False
         self._workers: dict[int, _Worker] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ, self._receive)
-        # A forked child of the parent may keep the other end of the socket open when it is gone.
-        try:
-            self._parent_fd = os.pidfd_open(parent)
-        except ProcessLookupError:
-            self._end()
-        self._selector.register(self._parent_fd, selectors.EVENT_READ, self._end)
 
     def run(self) -> None:
-        """Do what is requested, until the parent is gone or needs no more."""
-        if os.getppid() != self._parent:
-            self._end()
+        """Do what is requested, until the parent needs no more."""
         while self._workers or not self._retired:
             for key, _ in self._selector.select():
                 key.data()
@@ -160,11 +151,11 @@ class _Zygote:
     def _leave(self) -> None:
         """In a child: close what belongs to the zygote."""
         os.setsid()
-        _prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+        _end_with(self._pid)
         self._selector.close()
         self._sock.close()
-        for fd in (self._parent_fd, *(worker.pidfd for worker in self._workers.values())):
-            os.close(fd)
+        for worker in self._workers.values():
+            os.close(worker.pidfd)
 
     def _reap(self, worker: _Worker) -> None:
         # Before it is reaped, as its number could then be another process's.
@@ -179,6 +170,13 @@ class _Zygote:
     def _answer(self, answer: Forked | Ended | Unforkable) -> None:
         with contextlib.suppress(OSError):  # the parent is gone, which the loop sees next
             send(self._sock, answer)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent's thread that started it ends."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
 
 
 def _why_not() -> str:
