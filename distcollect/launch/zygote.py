@@ -178,6 +178,7 @@ class Zygote:
 
     Attributes:
         pid: its process id.
+        is_gone: it has ended.
     """
 
     def __init__(self) -> None:
@@ -189,7 +190,7 @@ class Zygote:
         self._lock = threading.RLock()
         self._forked: dict[int, ForkedProcess] = {}
         self._num_requests = 0
-        self._is_gone = False
+        self.is_gone = False
         self._read_at_import = read_at_import(os.environ)
         self._sock, theirs = make_sockets()
         started: Future[subprocess.Popen[bytes]] = Future()
@@ -204,7 +205,7 @@ class Zygote:
     @property
     def is_usable(self) -> bool:
         """Whether workers of this process, with its environment of now, can be forked from it."""
-        return not self._is_gone and self._read_at_import == read_at_import(os.environ)
+        return not self.is_gone and self._read_at_import == read_at_import(os.environ)
 
     def fork(
         self,
@@ -279,7 +280,7 @@ class Zygote:
         # It has ended, or does so at once: it closes its socket only then.
         code = process.wait()
         with self._lock:
-            self._is_gone = True
+            self.is_gone = True
             lost = list(self._forked.values())
             self._forked.clear()
         self._sock.close()
@@ -359,7 +360,7 @@ def fork(
 def pid() -> int | None:
     """The process id of this process's zygote; None if there is none."""
     zygote = _zygote
-    return None if zygote is None else zygote.pid
+    return None if zygote is None or zygote.is_gone else zygote.pid
 
 
 def end_if_unwanted() -> None:
