@@ -128,7 +128,7 @@ def test_it_waits_for_the_next_collector_or_ends(
 
 def test_an_unknown_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(zygote.ZYGOTE, "never")
-    with pytest.raises(dc.ArgumentError, match="DISTCOLLECT_ZYGOTE='never'.*keep, collector, off"):
+    with pytest.raises(dc.ArgumentError, match=r"DISTCOLLECT_ZYGOTE='never'.*keep, collector, off"):
         collect(1)
 
 
