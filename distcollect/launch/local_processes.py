@@ -21,9 +21,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import SharedStepCounter
+from distcollect.launch import zygote
 from distcollect.net.messages import WorkerBoot, to_frame
 
 log = logging.getLogger(__name__)
@@ -38,8 +40,9 @@ boot = json.loads(sys.stdin.readline())
 if boot["cores"]:
     os.sched_setaffinity(0, boot["cores"])
 sys.path[:] = boot["sys_path"]
+from distcollect.net.messages import WorkerBoot, decode_as
 from distcollect.worker.main import main
-main(boot)
+main(decode_as(WorkerBoot, boot))
 """
 
 # Reads process groups ("+PGID" to add one, "-PGID" to remove it), and kills them once its parent is
@@ -74,23 +77,72 @@ class ProcessEvents:
         """A process takes more memory than it may; repeated while that is so."""
 
 
+class _Process(Protocol):
+    """A worker process.
+
+    Attributes:
+        pid: its process id; None until it is known.
+    """
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code, -N if signal N ended it."""
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+
+    def kill(self) -> None:
+        """End it and what it has started at once."""
+
+
+class _OwnProcess:
+    """A worker that this process has started itself."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid: int | None = process.pid
+
+    def wait(self) -> int:
+        code = self._process.wait()
+        self.kill()  # what its envs started doesn't always end with it
+        return code
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
 @dataclass
 class _Running:
     """A process, and what its watchdog has seen of it.
 
     Attributes:
         boot: what it was started with.
+        env: environment variables that were added for it.
+        is_killed: it was killed by this process.
         stepped: frames stepped when that number last changed; -1: it isn't stepping.
         since: when it last changed, in seconds of the monotonic clock.
         reason: why the watchdog has ended it; "" if it hasn't.
     """
 
-    process: subprocess.Popen[bytes]
+    process: _Process
     counters: SharedStepCounter
     boot: WorkerBoot
+    env: Mapping[str, str]
+    is_killed: bool = False
     stepped: int = -1
     since: float = 0.0
     reason: str = ""
+
+    def kill(self) -> None:
+        """End it and what it has started at once."""
+        self.is_killed = True
+        self.process.kill()
 
 
 class LocalProcesses:
@@ -98,6 +150,7 @@ class LocalProcesses:
 
     def __init__(self, events: ProcessEvents) -> None:
         """Report to ``events``."""
+        zygote.warm_up()
         self._events = events
         # Reentrant: garbage collection under it may finalize a collector, which ends its processes.
         self._lock = threading.RLock()
@@ -122,13 +175,8 @@ class LocalProcesses:
             OSError: the system can't start it.
         """
         counters = SharedStepCounter()
-        try:
-            process = self._start(
-                replace(boot, counters_fd=counters.fd, sys_path=tuple(sys.path)), env
-            )
-        finally:
-            counters.close()
-        running = _Running(process, counters, boot)
+        boot = replace(boot, counters_fd=counters.fd, sys_path=tuple(sys.path))
+        running = _Running(self._start(boot, env, counters), counters, boot, env)
         with self._lock:
             self._running[boot.worker_id, boot.incarnation] = running
             if self._watchdog is None and (boot.settings.step_timeout_s or boot.settings.max_bytes):
@@ -142,27 +190,45 @@ class LocalProcesses:
         self._reapers = [thread for thread in self._reapers if thread.is_alive()] + [reaper]
         reaper.start()
 
-    def _start(self, boot: WorkerBoot, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, **env},
-            pass_fds=[boot.counters_fd],
-        )
+    def _start(
+        self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
+    ) -> _Process:
+        def forked(pid: int) -> None:
+            counters.close()
+            self._tell_guard(f"+{pid}")
+
+        try:
+            return zygote.fork(boot, env, counters.fd, forked)
+        except zygote.Unavailable as error:
+            log.debug("worker %d is started by itself: %s", boot.worker_id, error)
+            return self._start_alone(boot, env, counters)
+
+    def _start_alone(
+        self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
+    ) -> _OwnProcess:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                env={**os.environ, **env},
+                pass_fds=[boot.counters_fd],
+            )
+        finally:
+            counters.close()
         self._tell_guard(f"+{process.pid}")
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(to_frame(boot)).encode() + b"\n")
             process.stdin.close()
-        return process
+        return _OwnProcess(process)
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a worker at once, and all that it started; do nothing if it has ended."""
         with self._lock:
             running = self._running.get((worker_id, incarnation))
         if running is not None:
-            _kill_group(running.process.pid)
+            running.kill()
 
     def terminate(self) -> None:
         """Ask all workers to leave."""
@@ -174,7 +240,7 @@ class LocalProcesses:
         """End all workers at once."""
         with self._lock:
             for running in self._running.values():
-                _kill_group(running.process.pid)
+                running.kill()
 
     def close(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for all to end by themselves, then kill them; reap every one."""
@@ -188,9 +254,10 @@ class LocalProcesses:
             remaining = dict(self._running)
         for (worker_id, _), running in remaining.items():
             log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
-            _kill_group(running.process.pid)
+            running.kill()
         for reaper in reapers:
             reaper.join(5)
+        zygote.end_if_unwanted()
         # By a signal: a forked child of this process may hold its pipe open.
         self._guard.kill()
         self._guard.wait(5)
@@ -199,15 +266,31 @@ class LocalProcesses:
             self._guard.stdin.close()
 
     def _reap(self, running: _Running) -> None:
-        boot, process = running.boot, running.process
-        code = process.wait()
-        # What its envs started doesn't always end with it.
-        _kill_group(process.pid)
-        self._tell_guard(f"-{process.pid}")
+        boot, reason = running.boot, ""
+        try:
+            code = self._wait(running)
+        except OSError as error:
+            code, reason = -1, f"it could not be started: {error}"
+        if running.process.pid is not None:
+            self._tell_guard(f"-{running.process.pid}")
         with self._lock:
             del self._running[boot.worker_id, boot.incarnation]
-        process_exit = ProcessExit(code, running.counters.stepped, running.reason)
+        process_exit = ProcessExit(code, running.counters.stepped, running.reason or reason)
         self._events.exited(boot.worker_id, boot.incarnation, process_exit)
+
+    def _wait(self, running: _Running) -> int:
+        try:
+            return running.process.wait()
+        except zygote.Unavailable as error:
+            log.warning(
+                "worker %d starts by itself, which takes longer: %s", running.boot.worker_id, error
+            )
+        with self._lock:
+            if running.is_killed:
+                running.counters.close()
+                return -signal.SIGKILL
+            running.process = self._start_alone(running.boot, running.env, running.counters)
+        return running.process.wait()
 
     def _watch_all(self) -> None:
         """End processes that hang in a step, report those that take too much memory."""
@@ -231,11 +314,13 @@ class LocalProcesses:
         if limit_s is not None and now - running.since >= limit_s and not running.reason:
             running.reason = f"its envs finished no step within {now - running.since:.1f} s"
             log.warning("worker %d: %s; killing it", running.boot.worker_id, running.reason)
-            _kill_group(running.process.pid)
+            running.kill()
 
     def _watch_memory(self, running: _Running) -> None:
         boot = running.boot
         if boot.settings.max_bytes is None:
+            return
+        if running.process.pid is None:
             return
         num_bytes = _resident_bytes(running.process.pid)
         if num_bytes > boot.settings.max_bytes:
@@ -254,8 +339,3 @@ def _resident_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
         return 0
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
