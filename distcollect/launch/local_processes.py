@@ -223,8 +223,11 @@ class LocalProcesses:
                 return
             now = time.monotonic()
             for running in all_running:
-                self._watch_progress(running, now)
-                self._watch_memory(running)
+                try:
+                    self._watch_progress(running, now)
+                    self._watch_memory(running)
+                except Exception:  # the other processes, and later ones, need the watch
+                    log.exception("watching worker %d failed", running.boot.worker_id)
 
     def _watch_progress(self, running: _Running, now: float) -> None:
         overdue = running.watch.overdue(running.counters.blocks(), now)

@@ -271,7 +271,8 @@ class Worker(WorkerService):
     def _resume(self, request: ResumeRequest) -> None:
         self._configured_receiver.renumber(request.version, request.epoch)
         self._first_traj_id = request.first_traj_id
-        self._configured.use_traj_ids(self._new_traj_ids())
+        with self._configured.counter.doing(Task.SET_UP):
+            self._configured.use_traj_ids(self._new_traj_ids())
 
     def _new_traj_ids(self) -> Iterator[int]:
         return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)

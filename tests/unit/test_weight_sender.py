@@ -220,10 +220,13 @@ def test_one_that_falls_silent_ends_a_broadcast_that_waits_for_it(
             assert_within(given_up)
             raise RuntimeError("the broadcast was given up")
 
+    stopped: Future[int] = Future()
     waiting: Future[int] = Future()
 
     def receive(peer: int, push: Push) -> Any:
-        return waiting if len(updater.sent) == 1 and peer != 102 else push.version
+        if len(updater.sent) > 1:
+            return push.version
+        return {100: stopped, 101: waiting}.get(peer, push.version)
 
     updater.send = send  # type: ignore[method-assign]
     world.transport.receive = receive
