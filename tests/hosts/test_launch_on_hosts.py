@@ -99,14 +99,21 @@ def test_a_host_that_vanishes_while_it_receives_weights_leaves_the_others_in_one
         await_line(ranks[0], "sending")
         subprocess.run([*plug, "unplug"], check=True, timeout=20)
         tell(ranks[0])
-        line = next(line for line in ranks[0].stdout if line.startswith('{"groups"'))
-    finally:
+        said = json.loads(next(line for line in ranks[0].stdout if line.startswith('{"groups"')))
         subprocess.run([*plug, "plug"], check=True, timeout=20)
-    said = json.loads(line)
-    assert said["groups"] == [[0, 1, 2, 3, 4], [0, 2]]
-    assert said["acknowledged"] == [0, 1, 2]
-    assert said["left_out"] == {"3": "WeightsTimeout", "4": "WeightsTimeout"}
-    tell(ranks[0])
+        [first, second] = said["groups"]
+        assert first == [0, 1, 2, 3, 4]
+        # Worker 1 may have had it before.
+        assert {0, 2} <= set(second) <= {0, 1, 2}
+        assert said["acknowledged"] == [0, 1, 2]
+        assert said["left_out"] == {"3": "WeightsTimeout", "4": "WeightsTimeout"}
+        tell(ranks[0])
+    except BaseException:
+        subprocess.run([*plug, "plug"], check=True, timeout=20)
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+        raise
     outputs = finish(ranks)
     assert "done" in outputs[0].splitlines()
 
