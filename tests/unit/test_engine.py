@@ -16,7 +16,7 @@ from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
 from tensordict import TensorDict
 from torch import nn
 
-from distcollect.common.step_counter import StepCounter
+from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.interrupts import Interrupts, Stopped
@@ -305,7 +305,7 @@ def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
     policy.at_call = interrupt
     with pytest.raises(KeyboardInterrupt):
         collect(engine)
-    assert engine.counter.memory[1] == 0
+    assert engine.counter.cells[TASK] == Task.IDLE
     batch = collect(engine)
     assert not (batch["collector", "traj_ids"][:, 0] == last_ids).any()
     assert (batch["observation"][:, 0, 2] == 0).all()

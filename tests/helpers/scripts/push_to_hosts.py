@@ -38,7 +38,6 @@ def main():
         faults=dc.Faults(silence_timeout_s=300, weights_timeout_s=300, stop_timeout_s=30),
         weight_updater=dc.BroadcastUpdater(),
     ) as collector:
-        collector.update_policy_weights_(policy)  # now all are connected
         groups = []
         updater = collector._session.updater
         sources, send = updater.sources, updater.send
@@ -54,7 +53,10 @@ def main():
             sys.stdin.readline()
             send(payload)
 
-        updater.sources, updater.send = note_group, send_when_told
+        updater.sources = note_group
+        collector.update_policy_weights_(policy)  # now the members of this group are connected
+        groups.clear()
+        updater.send = send_when_told
         began = time.monotonic()
         handle = collector.update_policy_weights_(policy, wait=False)
         handle.wait(100)
