@@ -24,13 +24,16 @@ from pathlib import Path
 from typing import Protocol
 
 from distcollect.common.process_exit import ProcessExit
-from distcollect.common.step_counter import SharedStepCounter
+from distcollect.common.step_counter import STACK_SIGNAL, SharedStepCounter
 from distcollect.launch import zygote
+from distcollect.launch.progress_watch import ProgressWatch
 from distcollect.net.messages import WorkerBoot, to_frame
 
 log = logging.getLogger(__name__)
 
 _WATCHDOG_PERIOD_S = 1.0
+# From the signal that has a process write its stack until that is read, and the process ended.
+_STACK_S = 0.25
 
 # sys.path is set first: it may be what makes distcollect importable. The cores are set before
 # anything starts threads.
@@ -124,9 +127,9 @@ class _Running:
     Attributes:
         boot: what it was started with.
         env: environment variables that were added for it.
+        watch: whether it makes progress.
         is_killed: it was killed by this process.
-        stepped: frames stepped when that number last changed; -1: it isn't stepping.
-        since: when it last changed, in seconds of the monotonic clock.
+        is_overdue: it was asked for its stack, as it made no progress.
         reason: why the watchdog has ended it; "" if it hasn't.
     """
 
@@ -134,9 +137,9 @@ class _Running:
     counters: SharedStepCounter
     boot: WorkerBoot
     env: Mapping[str, str]
+    watch: ProgressWatch
     is_killed: bool = False
-    stepped: int = -1
-    since: float = 0.0
+    is_overdue: bool = False
     reason: str = ""
 
     def kill(self) -> None:
@@ -176,10 +179,12 @@ class LocalProcesses:
         """
         counters = SharedStepCounter()
         boot = replace(boot, counters_fd=counters.fd, sys_path=tuple(sys.path))
-        running = _Running(self._start(boot, env, counters), counters, boot, env)
+        process = self._start(boot, env, counters)
+        watch = ProgressWatch(boot.settings.step_timeout_s)
+        running = _Running(process, counters, boot, env, watch)
         with self._lock:
             self._running[boot.worker_id, boot.incarnation] = running
-            if self._watchdog is None and (boot.settings.step_timeout_s or boot.settings.max_bytes):
+            if self._watchdog is None:
                 self._watchdog = threading.Thread(
                     target=self._watch_all, name="distcollect-watchdog", daemon=True
                 )
@@ -293,28 +298,35 @@ class LocalProcesses:
         return running.process.wait()
 
     def _watch_all(self) -> None:
-        """End processes that hang in a step, report those that take too much memory."""
+        """End processes that hang, report those that take too much memory."""
         while True:
             with self._lock:
                 all_running = list(self._running.values())
             limits = [limit / 4 for r in all_running if (limit := r.boot.settings.step_timeout_s)]
+            limits += [_STACK_S for running in all_running if running.is_overdue]
             if self._closed.wait(min([_WATCHDOG_PERIOD_S, *limits])):
                 return
             now = time.monotonic()
             for running in all_running:
-                self._watch_steps(running, now)
-                self._watch_memory(running)
+                try:
+                    self._watch_progress(running, now)
+                    self._watch_memory(running)
+                except Exception:  # the other processes, and later ones, need the watch
+                    log.exception("watching worker %d failed", running.boot.worker_id)
 
-    def _watch_steps(self, running: _Running, now: float) -> None:
-        stepped = running.counters.stepped if running.counters.busy else -1
-        if stepped != running.stepped or stepped == -1:
-            running.stepped, running.since = stepped, now
+    def _watch_progress(self, running: _Running, now: float) -> None:
+        overdue = running.watch.overdue(running.counters.blocks(), now)
+        if running.reason:
             return
-        limit_s = running.boot.settings.step_timeout_s
-        if limit_s is not None and now - running.since >= limit_s and not running.reason:
-            running.reason = f"its envs finished no step within {now - running.since:.1f} s"
+        if overdue and running.is_overdue:  # by now it has written its stack, if it can
+            stack = running.counters.stack()
+            running.reason = overdue + (f"; it was in {stack}" if stack else "")
             log.warning("worker %d: %s; killing it", running.boot.worker_id, running.reason)
             running.kill()
+        elif overdue and running.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running.process.pid, STACK_SIGNAL)
+        running.is_overdue = bool(overdue)
 
     def _watch_memory(self, running: _Running) -> None:
         boot = running.boot
