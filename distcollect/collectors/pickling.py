@@ -11,6 +11,7 @@ import cloudpickle
 from torch import nn
 
 from distcollect.engine.plan import WorkerPlan
+from distcollect.envs.registered import pickled_registry
 from distcollect.errors import ArgumentError, PolicyNotSendable
 
 
@@ -29,7 +30,8 @@ def pickled_plans(plan: WorkerPlan, makers: Sequence[object]) -> list[bytes]:
         ArgumentError: an env maker, or something else in the plan, can't be pickled.
     """
     policy, models = _on_cpu(plan.policy, plan.models)
-    plan = replace(plan, policy=policy, models=models)
+    registry = pickled_registry([maker for maker in makers if isinstance(maker, str)])
+    plan = replace(plan, policy=policy, models=models, registry=registry)
     payloads: list[bytes] = []
     for maker in makers:
         is_same = bool(payloads) and maker is makers[0]

@@ -24,6 +24,7 @@ from distcollect.engine.build import build_engine, build_evaluator
 from distcollect.engine.engine import Engine
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.plan import WorkerPlan
+from distcollect.envs.registered import register_all
 from distcollect.errors import RolloutGone, WorkerError
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
@@ -192,6 +193,8 @@ class Worker(WorkerService):
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
                 " what they are made of must be importable here too"
             ) from error
+        if plan.registry is not None:
+            register_all(plan.registry)
         plan = plan.with_policy_made()
         self._evaluator = build_evaluator(
             plan, worker_id=self.worker_id, incarnation=self._incarnation
