@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
+from collections import deque
 
 import numpy as np
 
 # What stands where in the memory; both are int64.
 STEPPED = 0  # frames stepped in all
 BUSY = 1  # 1 while envs are stepped or reset for a rollout, else 0
+
+_RECENT_FAULTS = 20
 
 
 class StepCounter:
@@ -34,6 +38,7 @@ class StepCounter:
         self.cells = self.memory.data
         self.lost: dict[str, int] = {}
         self.env_faults = 0
+        self._recent_faults: deque[tuple[float, str]] = deque(maxlen=_RECENT_FAULTS)
 
     @classmethod
     def inherited(cls, fd: int) -> StepCounter:
@@ -55,6 +60,17 @@ class StepCounter:
         """Count ``frames`` that will never be delivered."""
         if frames:
             self.lost[cause] = self.lost.get(cause, 0) + frames
+
+    def env_raised(self, message: str) -> None:
+        """An env raised; ``message`` names it and says what."""
+        self.env_faults += 1
+        self._recent_faults.append((time.time(), message))
+
+    def take_faults(self) -> list[tuple[float, str]]:
+        """Time and message of the newest faults since the last call, at most twenty."""
+        taken = list(self._recent_faults)
+        self._recent_faults.clear()
+        return taken
 
 
 class SharedStepCounter:

@@ -238,7 +238,7 @@ def test_rate_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
 
     def limited() -> dc.RateLimited:
         buffer = ReplayBuffer(storage=ListStorage(100), batch_size=4)
-        return dc.RateLimited(buffer, 2.0, min_size=8, slack=0.0)
+        return dc.RateLimited(buffer, 2.0, min_size=8, slack=0.0, timeout_s=5.0)
 
     first = limited()
     frames = TensorDict({"observation": torch.arange(12.0)}, [12])
