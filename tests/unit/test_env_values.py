@@ -13,6 +13,7 @@ from gymnasium.wrappers import TransformObservation
 from helpers.counting_envs import CountingEnv, CountingVectorEnv, check_frames
 from helpers.env_contract import batch_of, drive, sample
 
+import distcollect as dc
 from distcollect.errors import EnvError
 
 
@@ -131,6 +132,16 @@ def test_observation_of_another_dtype_with_the_same_numbers(convert: Any) -> Non
         batch.reset()
         [frames] = drive(batch, 20)
         assert check_frames(frames) == 20
+
+
+def test_reward_that_float32_cannot_hold(caplog: pytest.LogCaptureFixture) -> None:
+    env = Told(1, 1e300)
+    with dc.SyncDataCollector(env, frames_per_batch=2) as collector:
+        collector.next()
+        assert not caplog.messages
+        batches = [collector.next(), collector.next()]
+    assert batches[0]["next", "reward"].flatten()[1] == float("inf")
+    assert caplog.text.count("too large for float32") == 1
 
 
 def native(observation: str) -> CountingVectorEnv:
