@@ -71,14 +71,10 @@ def rendered(stats: Stats, height: int) -> RenderableType:
 
 
 def fault_line(fault: EnvFault) -> str:
-    """When and where an env raised, and what, in one line."""
+    """When and where an env raised, and what, in one line without control characters."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fault.time))
-    return f"{at}, worker {fault.worker_id} on {fault.host}: {' '.join(fault.message.split())}"
-
-
-def printable(text: str) -> str:
-    """``text`` without control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    line = f"{at}, worker {fault.worker_id} on {fault.host}: {' '.join(fault.message.split())}"
+    return "".join(c if c.isprintable() else "?" for c in line)  # a terminal would obey them
 
 
 def _worth_showing(

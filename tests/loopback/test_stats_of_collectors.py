@@ -13,7 +13,6 @@ import pytest
 from helpers.envs import CountdownEnv, StumblingEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.policies import ConstantPolicy
-from helpers.waiting import eventually
 
 import distcollect as dc
 from distcollect.results import (
@@ -122,10 +121,11 @@ def test_envs_that_raise(kind: bool | None) -> None:
 def test_env_that_ends_its_worker() -> None:
     limits = dc.Faults(max_env_faults=1, max_restarts=0)
     collector = loopback_collector(StumblesFor(9), num_workers=2, frames_per_batch=4, faults=limits)
-    with collector:
-        eventually(lambda: collector.next() is not None and collector.stats().num_env_faults)
-        stats = collector.stats()
-    # No rollout of this worker ever tells of them.
+    with collector, pytest.raises(dc.EnvError, match="stumbled"):
+        for _ in collector:
+            pass
+    stats = collector.stats()
+    # The second ended the worker: no rollout tells of it.
     assert stats.num_env_faults == stats.workers[0].num_env_faults == 2
     assert [fault.worker_id for fault in stats.env_faults] == [0, 0]
     assert collector.ledger.workers[0].env_faults == 2
