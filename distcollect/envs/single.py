@@ -170,13 +170,21 @@ class SingleEnvBatch(EnvBatch):
                 return result
 
     def _reset_rows(self, rows: list[int]) -> None:
+        # As fast as stepping, as the episodes of an untrained policy are short.
+        cells = self._cells
         remaining = iter(rows)
         row = 0
         while True:
             try:
                 for row in remaining:
                     value, info = self._envs[row].reset()
-                    self._put(row, value, "reset")
+                    if cells is None:
+                        self._put(row, value, "reset")
+                    else:
+                        try:
+                            cells[row][:] = value
+                        except (TypeError, ValueError):
+                            self._put(row, value, "reset")
                     if self._info_paths:
                         self._put_reset_info(row, info)
             except Exception as err:  # noqa: BLE001 - it becomes an EnvError

@@ -136,5 +136,5 @@ def test_in_worker_processes(sync: bool, capfd: pytest.CaptureFixture[str]) -> N
             assert batch["collector", "worker_id"][marked].tolist() == [1] * int(marked.sum())
             assert batch["next", "truncated"][marked].all()
     assert total == 1
-    said = rf"^20.* worker 1 on {socket.gethostname()}: env 1 \(StumblingEnv\): step\(\) raised"
+    said = rf"^20.* worker 1 on {socket.gethostname()}: env 1 \(CartPole-v1\): step\(\) raised"
     assert re.search(said, capfd.readouterr().err, re.MULTILINE)
