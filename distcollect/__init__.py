@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from distcollect.launch.run import num_workers, run
     from distcollect.policy.base import Exploration
     from distcollect.results import (
+        EnvFault,
         EpisodeStats,
         Evaluation,
         Frames,
@@ -89,6 +90,7 @@ __all__ = [
     "DistCollectError",
     "EnvContext",
     "EnvError",
+    "EnvFault",
     "EpisodeStats",
     "Evaluation",
     "EvaluationWorkers",
@@ -153,6 +155,7 @@ _MODULES = {
     "DistCollectError": "distcollect.errors",
     "EnvContext": "distcollect.envs.make",
     "EnvError": "distcollect.errors",
+    "EnvFault": "distcollect.results",
     "EpisodeStats": "distcollect.results",
     "Evaluation": "distcollect.results",
     "EvaluationWorkers": "distcollect.config",

@@ -23,6 +23,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class DistCollectError(Exception):
     """Base of all errors raised by distcollect."""
@@ -77,7 +79,16 @@ class WorkerError(DistCollectError, RuntimeError):
 
 
 class EnvError(WorkerError):
-    """An env raised, or could not be made. The message names the env."""
+    """An env raised, or could not be made. The message names the env.
+
+    Attributes:
+        num_env_faults: how often envs had raised in the worker's process; 0 if that is not known.
+        env_faults: the newest of these that were not reported before, each an
+            :class:`~distcollect.EnvFault`.
+    """
+
+    num_env_faults: int = 0
+    env_faults: tuple[Any, ...] = ()
 
 
 class PolicyError(WorkerError):

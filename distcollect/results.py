@@ -135,6 +135,25 @@ class EpisodeStats:
 
 
 @dataclass(frozen=True)
+class EnvFault:
+    """An env raised. It was replaced, or its worker ended if it had raised too often.
+
+    Attributes:
+        worker_id: the worker that steps the env.
+        incarnation: number of the process in the worker's slot, counted from 0.
+        host: name of the worker's host.
+        time: when it raised, by the clock of that host, in seconds since 1970.
+        message: names the env, its method and the error.
+    """
+
+    worker_id: int = 0
+    incarnation: int = 0
+    host: str = ""
+    time: float = 0.0
+    message: str = ""
+
+
+@dataclass(frozen=True)
 class WorkerStats:
     """Statistics of one worker: of all processes that have had its worker_id.
 
@@ -148,7 +167,7 @@ class WorkerStats:
         num_bytes: size in bytes of its rollouts that were fetched.
         num_ready: number of its rollouts that are ready and not delivered yet.
         num_restarts: number of times its process was replaced.
-        num_env_faults: number of times an env raised in the present process.
+        num_env_faults: number of times an env raised.
         num_episodes: number of episodes that ended.
         lost: number of frames that were stepped and not delivered, by cause.
         may_be_lost: at most this many more frames are lost, if its host vanished with the count.
@@ -192,6 +211,8 @@ class Stats:
         num_ready: number of rollouts that are ready and not delivered yet.
         mean_ready: the mean of this number over the moments when a batch was requested.
         num_restarts: number of times that worker processes were replaced.
+        num_env_faults: number of times that envs raised.
+        env_faults: the last twenty of these, the newest last.
         lost: number of frames that were stepped and not delivered, by cause.
         may_be_lost: at most this many more frames are lost, on hosts that vanished.
         sync: whether a batch is collected when it is requested.
@@ -218,6 +239,8 @@ class Stats:
     num_ready: int = 0
     mean_ready: float = 0.0
     num_restarts: int = 0
+    num_env_faults: int = 0
+    env_faults: Sequence[EnvFault] = ()
     lost: Mapping[str, int] = field(default_factory=dict)
     may_be_lost: int = 0
     sync: bool = False
@@ -249,6 +272,7 @@ class Stats:
             "episodes": lambda value: _known(EpisodeStats, value),
             "trainer": lambda value: _known(TrainerTimes, value),
             "times": lambda value: _known(WorkerTimes, value),
+            "env_faults": lambda value: tuple(_known(EnvFault, each) for each in value),
             "workers": lambda value: {int(w): _worker(each) for w, each in value.items()},
         }
         read = {k: parts[k](v) if k in parts else v for k, v in given.items()}
@@ -281,6 +305,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(each) for each in value]
     return {name: _plain(each) for name, each in vars(value).items()}
 
 
@@ -323,6 +349,7 @@ class Frames:
         lost: frames that will never be delivered, by cause.
         open: frames that were stepped, and are neither delivered nor lost yet.
         at_most: at most this many more frames were stepped and lost, on hosts that vanished.
+        env_faults: how often an env raised.
     """
 
     stepped: int = 0
@@ -330,6 +357,7 @@ class Frames:
     lost: Mapping[str, int] = field(default_factory=dict)
     open: int = 0
     at_most: int = 0
+    env_faults: int = 0
 
 
 @dataclass(frozen=True)
@@ -349,6 +377,8 @@ class LedgerReport:
         heads = ["worker", "stepped", "delivered", *(f"lost: {cause}" for cause in causes), "open"]
         if self.total.at_most:
             heads.append("at most more")
+        if self.total.env_faults:
+            heads.append("env faults")
         rows = [heads]
         named = [*((str(worker_id), f) for worker_id, f in self.workers.items())]
         for name, frames in [*named, ("all", self.total)]:
@@ -356,6 +386,8 @@ class LedgerReport:
             rows.append([name, *(f"{n:,}" for n in [*numbers, frames.open])])
             if self.total.at_most:
                 rows[-1].append(f"{frames.at_most:,}")
+            if self.total.env_faults:
+                rows[-1].append(f"{frames.env_faults:,}")
         return text_table(rows)
 
 

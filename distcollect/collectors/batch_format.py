@@ -15,6 +15,7 @@ from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import MASK, TRAJ_IDS, Layout
+from distcollect.rollout.spaces import indexable
 
 PostProcess = Callable[[TensorDict], Any]
 
@@ -202,7 +203,7 @@ def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
 
     def spread(key: Any, value: torch.Tensor) -> torch.Tensor:
         out = value.new_full((*is_real.shape, *value.shape[1:]), -1 if key == TRAJ_IDS else 0)
-        out[is_real] = value
+        indexable(out)[is_real] = indexable(value)
         return out
 
     batch: TensorDict = frames.named_apply(spread, nested_keys=True, batch_size=is_real.shape)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
+import torch
 from torch import nn
 
 from distcollect.engine.plan import WorkerPlan
+from distcollect.envs.registered import pickled_registry
 from distcollect.errors import ArgumentError, PolicyNotSendable
 
 
@@ -26,15 +28,37 @@ def pickled_plans(plan: WorkerPlan, makers: Sequence[object]) -> list[bytes]:
 
     Raises:
         PolicyNotSendable: the policy can't be pickled.
-        ArgumentError: an env maker, or something else in the plan, can't be pickled.
+        ArgumentError: an env maker, or something else in the plan, can't be pickled; or the policy
+            is on several devices, and the plan does not name one.
     """
+    device = home(plan.policy, plan.models) if plan.device is None else plan.device
     policy, models = _on_cpu(plan.policy, plan.models)
-    plan = replace(plan, policy=policy, models=models)
+    registry = pickled_registry([maker for maker in makers if isinstance(maker, str)])
+    plan = replace(plan, policy=policy, models=models, device=device, registry=registry)
     payloads: list[bytes] = []
     for maker in makers:
         is_same = bool(payloads) and maker is makers[0]
         payloads.append(payloads[0] if is_same else _pickled(replace(plan, create_env_fn=maker)))
     return payloads
+
+
+def home(policy: Any, models: Mapping[str, nn.Module]) -> torch.device | None:
+    """The kind of device where policy and models are, for workers to use; None: the CPU.
+
+    Raises:
+        ArgumentError: they are on devices of several kinds, on several GPUs, or on "meta".
+    """
+    devices = {tensor.device for tensor in _tensors(policy, models)} or {torch.device("cpu")}
+    if devices == {torch.device("cpu")}:
+        return None
+    if len(devices) > 1 or torch.device("meta") in devices:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ArgumentError(
+            f"policy: its weights, with those of models, are on {found}; move them to one device "
+            "that holds values, or name the workers' by policy_device='cpu' or 'cuda'"
+        )
+    # A worker's host may number its GPUs in another way.
+    return torch.device(devices.pop().type)
 
 
 def _pickled(plan: WorkerPlan) -> bytes:
@@ -71,14 +95,18 @@ def _on_cpu(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[
 
     Submodules that policy and models share remain shared.
     """
-    if not any(
-        t.is_cuda for m in _modules(policy, models) for t in (*m.parameters(), *m.buffers())
-    ):
+    if all(tensor.is_cpu for tensor in _tensors(policy, models)):
         return policy, models
     policy, models = copy.deepcopy((policy, models))
     for module in _modules(policy, models):
         module.cpu()
     return policy, models
+
+
+def _tensors(policy: Any, models: Mapping[str, nn.Module]) -> Iterator[torch.Tensor]:
+    for module in _modules(policy, models):
+        yield from module.parameters()
+        yield from module.buffers()
 
 
 def _modules(policy: Any, models: Mapping[str, nn.Module]) -> list[nn.Module]:

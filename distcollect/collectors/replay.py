@@ -5,16 +5,24 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict
 
 from distcollect.common.threads import LOOK_UP_S
-from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, DeadlineError
-from distcollect.rollout.layout import MASK
+from distcollect.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectorStateError,
+    DeadlineError,
+    SpaceError,
+)
+from distcollect.rollout.layout import MASK, Layout
+from distcollect.rollout.spaces import can_be_indexed
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +46,24 @@ def check_replay_buffer(given: object) -> ReplayBuffer | None:
     raise ArgumentTypeError(
         f"replay_buffer={given!r}: must have a method extend(frames), as TorchRL's buffers do"
     )
+
+
+def check_can_hold(buffer: ReplayBuffer | None, layout: Layout) -> None:
+    """Raise SpaceError if ``buffer`` is one of TorchRL's that can't hold the frames.
+
+    TorchRL writes frames to one tensor by index, which torch can't do for some dtypes.
+    """
+    module = sys.modules.get("torchrl.data.replay_buffers.storages")
+    storage = getattr(buffer, "storage", None)
+    if module is None or not isinstance(storage, module.TensorStorage):
+        return
+    for leaf in layout.per_frame:
+        if not can_be_indexed(leaf.dtype):
+            raise SpaceError(
+                f"replay_buffer: its {type(storage).__name__} can't hold {leaf}, as torch can't "
+                "write that dtype by index: use TorchRL's ListStorage, or convert the entry to "
+                "another dtype in a wrapper of the env"
+            )
 
 
 def put(batch: TensorDict, buffer: ReplayBuffer) -> int:
@@ -71,7 +97,8 @@ class RateLimited:
     Collection waits while fewer than ``samples_per_insert`` samples per frame were drawn, and
     sampling waits while more were; either may be ahead by ``slack`` samples. Sampling also waits
     until the buffer has ``min_size`` frames. It is for the threads of one process (the collector's
-    ``start()``). Every attribute of the wrapped buffer can be used through this one.
+    ``start()``). Every attribute of the wrapped buffer can be used through this one. Its
+    ``state_dict()`` has the wrapped buffer's state and both counts.
 
     The scheme is that of Reverb's SampleToInsertRatio (Cassirer et al. 2021, arXiv:2102.04736).
     """
@@ -121,7 +148,31 @@ class RateLimited:
         self._changed = threading.Condition(self._lock)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._buffer, name)
+        found = getattr(self._buffer, name)
+        # Here, so that this buffer has a state only if the wrapped one has.
+        return {"state_dict": self._state, "load_state_dict": self._load_state}.get(name, found)
+
+    def _state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The state of the wrapped buffer, and how many frames were added and samples drawn."""
+        with self._lock:
+            state = self._buffer.state_dict(*args, **kwargs)
+            return {"buffer": state, "inserted": self._inserted, "sampled": self._sampled}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict()`` returned.
+
+        Raises:
+            ArgumentError: ``state`` is something else.
+        """
+        if not isinstance(state, Mapping) or not state.keys() >= {"buffer", "inserted", "sampled"}:
+            raise ArgumentError(
+                "this state is not of a RateLimited buffer: give what its state_dict() returned, "
+                "or load it into the wrapped buffer"
+            )
+        with self._lock:
+            self._buffer.load_state_dict(state["buffer"])
+            self._inserted, self._sampled = state["inserted"], state["sampled"]
+            self._changed.notify_all()
 
     def __len__(self) -> int:
         return len(self._buffer)

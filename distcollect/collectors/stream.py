@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from distcollect.collectors.batch_format import WholeTrajectories
 from distcollect.collectors.options import CollectorOptions
-from distcollect.collectors.replay import Background, RateLimited, put
+from distcollect.collectors.replay import Background, RateLimited, check_can_hold, put
 from distcollect.common import tensor_cache
 from distcollect.errors import CollectorStateError
 from distcollect.results import Stats
@@ -117,6 +117,11 @@ class BatchStream(ABC):
             # notebooks do with the last one; a port of Prometheus would be taken until then.
             self._close_monitor()
             raise
+        try:
+            check_can_hold(options.replay_buffer, self._layout)
+        except BaseException:
+            self.shutdown()
+            raise
 
     @abstractmethod
     def _open(self) -> None:
@@ -140,6 +145,10 @@ class BatchStream(ABC):
             except StopIteration:
                 return
             yield batch
+
+    def __next__(self) -> TensorDict:
+        """The same as :meth:`next`, so that ``next(collector)`` works."""
+        return self.next()
 
     def next(self, timeout_s: float | None = None) -> TensorDict:
         """Wait for the next batch.

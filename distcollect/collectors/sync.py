@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -25,7 +26,15 @@ from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import published
-from distcollect.results import Evaluation, Frames, LagStats, LedgerReport, Stats, WorkerState
+from distcollect.results import (
+    EnvFault,
+    Evaluation,
+    Frames,
+    LagStats,
+    LedgerReport,
+    Stats,
+    WorkerState,
+)
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
@@ -83,7 +92,7 @@ class SyncDataCollector(DataCollectorBase):
 
     def _snapshot(self, known: Stats) -> Stats:
         counts = self._engine.counter
-        frames = Frames(counts.stepped, lost=dict(counts.lost))
+        frames = Frames(counts.stepped, lost=dict(counts.lost), env_faults=counts.env_faults)
         return self._stats_recorder.snapshot(
             replace(known, sync=True, in_process=True, num_cores=num_cores()),
             states={0: WorkerState.READY.value if not known.ended else WorkerState.LEFT.value},
@@ -108,6 +117,10 @@ class SyncDataCollector(DataCollectorBase):
             num_bytes=0,
             policy_version=(self._version, self._version),
             env_faults=self._engine.counter.env_faults,
+            faults=tuple(
+                EnvFault(0, 0, socket.gethostname(), time_s, message)
+                for time_s, message in self._engine.counter.take_faults()
+            ),
             work=self._engine.step_timer.work(),
             spans=self._engine.step_timer.spans(),
         )

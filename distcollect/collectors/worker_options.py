@@ -39,7 +39,8 @@ class WorkerOptions(CollectorOptions):
         num_workers: number of workers; None: one for each maker in a list, else one for each core
             of this host.
         envs_per_worker: number of envs that each worker steps.
-        policy_device: where the workers' policies compute; None: where the policy is.
+        policy_device: where the workers' policies compute; None: on the kind of device where the
+            policy is now, so a policy on a GPU needs a GPU on each worker's host.
         models: further modules, by name, that are published with the policy as one version: an
             observation normalizer, an encoder inside the envs. Policy and env makers that
             refer to them refer to the workers' copies there.

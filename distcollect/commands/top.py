@@ -11,7 +11,7 @@ from pathlib import Path
 from distcollect.errors import ArgumentError
 from distcollect.results import Stats
 from distcollect.telemetry.bottleneck import find_bottleneck
-from distcollect.telemetry.display import log_line, rendered
+from distcollect.telemetry.display import fault_line, log_line, rendered
 from distcollect.telemetry.stats_file import newest, stats_file
 
 _LOOK_EVERY_S = 1.0
@@ -29,6 +29,8 @@ def run(given: argparse.Namespace) -> int:
     if given.once or not sys.stdout.isatty():
         stats = reading.stats
         print(f"{reading.age()}{log_line(stats)}\n{find_bottleneck(stats)}")
+        for fault in stats.env_faults:
+            print(f"env fault: {fault_line(fault)}")
         return 0
     try:
         _follow(given.run_dir, reading)

@@ -13,6 +13,8 @@ import mmap
 import os
 import re
 import signal
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,6 +45,9 @@ class Task(enum.IntEnum):
     SET_UP = 4  # taking a seed, or the state of an earlier run
 
 
+_RECENT_FAULTS = 20
+
+
 class StepCounter:
     """Frames stepped in all, and the frames among them that no rollout contains, by cause.
 
@@ -65,6 +70,7 @@ class StepCounter:
         self.env_faults = 0
         rest = memory[_BLOCK:]
         self.evaluation: StepCounter | None = StepCounter(rest) if len(rest) else None
+        self._recent_faults: deque[tuple[float, str]] = deque(maxlen=_RECENT_FAULTS)
 
     @classmethod
     def inherited(cls, fd: int) -> StepCounter:
@@ -111,6 +117,17 @@ class StepCounter:
         finally:
             cells[TASK], cells[LIMIT_MS] = before
             cells[NUM_TASKS] += 1
+
+    def env_raised(self, message: str) -> None:
+        """An env raised; ``message`` names it and says what."""
+        self.env_faults += 1
+        self._recent_faults.append((time.time(), message))
+
+    def take_faults(self) -> list[tuple[float, str]]:
+        """Time and message of the newest faults since the last call, at most twenty."""
+        taken = list(self._recent_faults)
+        self._recent_faults.clear()
+        return taken
 
 
 class SharedStepCounter:

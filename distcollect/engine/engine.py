@@ -7,10 +7,13 @@ in each step, :mod:`.ragged_loop` for vector envs with filler steps.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
+
+import numpy as np
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import NUM_TASKS, TASK, StepCounter, Task
@@ -28,6 +31,8 @@ from distcollect.policy.random import RandomPolicy
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.step_timer import StepTimer
+
+log = logging.getLogger(__name__)
 
 # Why the frames of a rollout are lost, by what ended it; any other error is an env's.
 _CAUSES: dict[type[BaseException], str] = {
@@ -94,6 +99,7 @@ class Engine:
         self._interrupts = Interrupts()
         self._seeds: Sequence[int] | None = None  # of the next reset
         self._reset_due = False
+        self._warned_of_rewards = False
         self._reset_envs_first()
         self._try_policy()
         self.layout = _layout(envs, policy)
@@ -246,6 +252,12 @@ class Engine:
                 array.fill(0)
         with policy.exploring():
             self._loop.fill(slab, policy, fresh=fresh)
+        if not self._warned_of_rewards and np.isinf(slab.reward).any():
+            self._warned_of_rewards = True
+            log.warning(
+                "an env returned a reward that is infinite, or too large for float32, as which "
+                "batches hold rewards: scale the rewards in a wrapper"
+            )
         self.step_timer.collected(slab)
 
     def _reset(self) -> None:

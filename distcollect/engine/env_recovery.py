@@ -74,7 +74,7 @@ class EnvRecovery:
         """
         error = fault.error
         while True:
-            self._counter.env_faults += 1
+            self._counter.env_raised(error.message)
             num_faults = self._count_fault(fault.rows)
             if num_faults > self._max_faults or not self._envs.can_rebuild(fault.rows[0]):
                 raise _final_error(error, num_faults - 1)

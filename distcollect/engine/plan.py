@@ -51,6 +51,8 @@ class WorkerPlan:
             env makers that refer to one of them still refer to the same object after pickling.
         exclude: patterns of names of weights that are never sent.
         max_env_faults: see :class:`~distcollect.config.Faults`.
+        registry: the env ids that the trainer knows, see
+            :func:`~distcollect.envs.registered.pickled_registry`; None: only this process's.
         traces: record the times at which the worker steps, resets and swaps weights.
     """
 
@@ -66,6 +68,7 @@ class WorkerPlan:
     models: Mapping[str, nn.Module] = field(default_factory=dict)
     exclude: Sequence[str] = ()
     max_env_faults: int = 0
+    registry: bytes | None = None
     traces: bool = False
 
     def with_policy_made(self) -> WorkerPlan:

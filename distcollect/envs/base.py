@@ -22,6 +22,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
+from distcollect.envs.fitting import MisfitError, write
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
 
@@ -177,6 +178,7 @@ class EnvBatch(ABC):
         reward = np.zeros(num_envs, np.float32)
         self._result = Step(reward, np.zeros(num_envs, bool), np.zeros(num_envs, bool), [], None)
         self._faults: list[Fault] = []  # of the running call
+        self._num_steps = 0
 
     @abstractmethod
     def reset(self, seeds: Sequence[int] | None = None) -> None:
@@ -210,6 +212,8 @@ class EnvBatch(ABC):
                 f"{self._name()}: it cannot reset single rows, so episodes can't be cut; pass a "
                 "maker of single envs and envs_per_worker instead"
             )
+        if rows is None:
+            self._num_steps += 1
         result = self._advance(action, rows)
         ended = result.ended
         to_reset = [] if self._resets_in_step else ended
@@ -309,36 +313,51 @@ class EnvBatch(ABC):
                 "maker must return envs with the same spaces each time"
             )
 
-    def _check(self, value: Any, call: str, row: int = 0, lead: tuple[int, ...] = ()) -> None:
-        """Raise EnvError if an observation does not fit its space.
+    def _part_at(self, value: Any, leaf: Leaf, path: KeyPath, call: str, row: int = 0) -> Any:
+        """The part of an observation that belongs to a leaf.
 
-        numpy itself would broadcast an array that is too small, and truncate fractions.
-
-        Args:
-            value: the observation, of shapes ``[*lead, *shape]``.
-            call: the method that returned it, for the message.
-            row: whose env returned it.
-            lead: see above.
+        Raises:
+            EnvError: the observation has no such part.
         """
-        for leaf, path in self._obs_paths:
-            where = ".".join(leaf.key)
-            part = value
-            for name in path:
-                try:
-                    part = part[name]
-                except (KeyError, IndexError, TypeError) as err:
-                    raise EnvError(
-                        f"{self._name(row)}: {call}() returned an observation without {where!r}, "
-                        "which its observation space has"
-                    ) from err
-            given, dtype = np.asarray(part), self.obs[leaf.key].dtype
-            fractions = given.dtype.kind not in "biu" and dtype.kind in "biu"
-            if given.shape != (*lead, *leaf.shape) or fractions:
+        for name in path:
+            try:
+                value = value[name]
+            except (KeyError, IndexError, TypeError) as err:
                 raise EnvError(
-                    f"{self._name(row)}: {call}() returned {where!r} of shape "
-                    f"{list(given.shape)} and dtype {given.dtype}, its observation space says "
-                    f"{[*lead, *leaf.shape]} and {dtype}"
-                )
+                    f"{self._name(row)}: {call}() returned an observation without "
+                    f"{'.'.join(leaf.key)!r}, which its observation space has{self._when}"
+                ) from err
+        return value
+
+    def _write(self, array: np.ndarray, part: Any, leaf: Leaf, call: str, row: int = 0) -> None:
+        """Write a part of an observation into ``array``.
+
+        Raises:
+            EnvError: it does not fit: ``array`` has another shape, or can't hold its numbers.
+        """
+        try:
+            write(array, part)
+        except MisfitError as misfit:
+            raise EnvError(
+                f"{self._name(row)}: {call}() returned {'.'.join(leaf.key)!r} {misfit}, its "
+                f"observation space says {list(array.shape)} and {array.dtype}{self._when}"
+            ) from misfit
+
+    def _write_info(self, array: np.ndarray, part: Any, leaf: Leaf, row: int = 0) -> None:
+        """The same for an entry of ``info``."""
+        try:
+            write(array, part)
+        except MisfitError as misfit:
+            raise EnvError(
+                f"{self._name(row)}: its info entry {'.'.join(leaf.key)!r} is {misfit}, expected "
+                f"{list(array.shape)} and {array.dtype}{self._when}; if it may be like that, "
+                "declare its space in info_keys"
+            ) from misfit
+
+    @property
+    def _when(self) -> str:
+        """For messages: the number of the last step, counted over all episodes."""
+        return f" (step {self._num_steps:,})"
 
     @contextlib.contextmanager
     def _naming_env(self, call: str, row: int = 0) -> Iterator[None]:
@@ -364,14 +383,6 @@ def missing_value(leaf: Leaf) -> Any:
 def describe(err: Exception) -> str:
     """An exception's type and message."""
     return f"{type(err).__name__}: {err}"
-
-
-def shape_error(env_name: str, leaf: Leaf, shape: tuple[int, ...]) -> EnvError:
-    """The error for an info entry whose shape is not the leaf's."""
-    return EnvError(
-        f"{env_name}: its info entry {'.'.join(leaf.key)!r} has shape {list(shape)}, expected "
-        f"{list(leaf.shape)}; if that shape is right, declare its space in info_keys"
-    )
 
 
 def called(attribute: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

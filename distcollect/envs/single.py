@@ -15,19 +15,18 @@ from distcollect.envs.base import (
     EnvState,
     Fault,
     InfoKeys,
-    KeyPath,
     Step,
     called,
     name_of,
-    shape_error,
     with_key_paths,
 )
+from distcollect.envs.fitting import MisfitError, flag, number, write
 from distcollect.envs.info import space_of_info
 from distcollect.envs.pettingzoo import OUTCOMES, PettingZooEnv
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, leaves_of, unflatten
 
-_NO_VALUE = object()
+_FALSE = np.False_
 
 
 class SingleEnvBatch(EnvBatch):
@@ -73,14 +72,24 @@ class SingleEnvBatch(EnvBatch):
         )
         self._discrete_key = self.action_leaves[0].key if is_discrete else None
         # Views of each row: writing through one takes two thirds of the time of array[row] = x.
-        views = [
-            [self.obs[leaf.key][row, ...] for leaf, _ in self._obs_paths] for row in self._rows
+        self._views = [
+            [(leaf, self.obs[leaf.key][row, ...], path) for leaf, path in self._obs_paths]
+            for row in self._rows
         ]
-        paths = [path for _, path in self._obs_paths]
-        # One view per row where the observation is a single array, else all views with their paths.
-        self._only_views = [view[0] for view in views] if paths == [()] else None
-        self._views = [list(zip(view, paths, strict=True)) for view in views]
+        self._cells = self._cells_of_rows()
+        # Faster to write to than the array, and takes no None.
+        self._reward_cells: Any = self._result.reward.data
         self._steps = [self._checked_step(row) for row in self._rows]
+
+    def _cells_of_rows(self) -> list[memoryview] | None:
+        """The memory of each row, if the observation is one vector; None: it is something else.
+
+        An assignment to it refuses another shape or dtype, and takes no longer than one to an
+        array, which would stretch and convert what does not fit.
+        """
+        if [path for _, path in self._obs_paths] != [()] or self._views[0][0][1].ndim != 1:
+            return None
+        return [view.data for [(_, view, _)] in self._views]
 
     @property
     def _rows(self) -> range:
@@ -109,16 +118,16 @@ class SingleEnvBatch(EnvBatch):
         self._steps[row] = self._checked_step(row)
         self._reset_row(row, None if seeds is None else int(seeds[0]))
 
-    def _advance(  # noqa: C901 - a hot loop: calls would cost more than what they do
+    def _advance(  # noqa: C901, PLR0912 - a hot loop: calls would cost more than what they do
         self, action: Arrays, rows: Sequence[int] | None
     ) -> Step:
         result = self._result
-        rewards, terminated, truncated, ended, _ = result
+        _, terminated, truncated, ended, _ = result
         if ended and rows is None:
             ended.clear()
             terminated.fill(False)
             truncated.fill(False)
-        reads_info, only_views, views = self._reads_info, self._only_views, self._views
+        reads_info, cells, reward_cells = self._reads_info, self._cells, self._reward_cells
         for leaf, _ in self._info_paths:
             self.obs[leaf.key][... if rows is None else rows] = self._missing[leaf.key]
         actions = self._split(action) if self._discrete_key is None else action[self._discrete_key]
@@ -126,56 +135,67 @@ class SingleEnvBatch(EnvBatch):
         remaining: Iterator[Any] = enumerate(zip(self._steps, actions, strict=False))
         if rows is not None:
             remaining = (each for each in remaining if each[0] in rows)
-        row, value = 0, _NO_VALUE
+        row = 0
         while True:  # after a row that raised, continue with the next one
             try:
                 for row, (step, act) in remaining:
                     value, reward, term, trunc, info = step(act)
-                    if only_views is not None:
-                        only_views[row][...] = value
+                    if cells is None:
+                        self._put(row, value, "step")
                     else:
-                        self._put(views[row], value)
-                    rewards[row] = reward
+                        try:
+                            cells[row][:] = value
+                        except (TypeError, ValueError):
+                            self._put(row, value, "step")
+                            cells = self._cells
+                    try:
+                        reward_cells[row] = reward
+                    except (TypeError, ValueError):
+                        reward_cells[row] = self._reward(reward, row)
                     if reads_info:
                         self._put_info(row, info)
                         self._put_outcomes(row, info)
-                    if term or trunc:
-                        terminated[row] = term
-                        truncated[row] = trunc
-                        ended.append(row)
+                    if (term is not False and term is not _FALSE) or (
+                        trunc is not False and trunc is not _FALSE
+                    ):
+                        is_terminated = self._flag(term, "terminated", row)
+                        is_truncated = self._flag(trunc, "truncated", row)
+                        if is_terminated or is_truncated:
+                            terminated[row] = is_terminated
+                            truncated[row] = is_truncated
+                            ended.append(row)
             except Exception as err:  # noqa: BLE001 - it becomes an EnvError
-                error = self._as_env_error(err, "step", row, value)
-                self._add_fault(row, error, stepped=False)
+                self._add_fault(row, self._as_env_error(err, "step", row), stepped=False)
             else:
                 return result
 
     def _reset_rows(self, rows: list[int]) -> None:
         # As fast as stepping, as the episodes of an untrained policy are short.
-        only_views = self._only_views
+        cells = self._cells
         remaining = iter(rows)
-        row, value = 0, _NO_VALUE
+        row = 0
         while True:
             try:
                 for row in remaining:
-                    value = _NO_VALUE
                     value, info = self._envs[row].reset()
-                    if only_views is not None:
-                        only_views[row][...] = value
+                    if cells is None:
+                        self._put(row, value, "reset")
                     else:
-                        self._put(self._views[row], value)
+                        try:
+                            cells[row][:] = value
+                        except (TypeError, ValueError):
+                            self._put(row, value, "reset")
                     if self._info_paths:
                         self._put_reset_info(row, info)
             except Exception as err:  # noqa: BLE001 - it becomes an EnvError
-                error = self._as_env_error(err, "reset", row, value)
-                self._add_fault(row, error, stepped=True)
+                self._add_fault(row, self._as_env_error(err, "reset", row), stepped=True)
             else:
                 return
 
     def _reset_row(self, row: int, seed: int | None) -> None:
         with self._naming_env("reset", row):
             value, info = self._envs[row].reset(seed=seed)
-            self._check(value, "reset", row)
-            self._put(self._views[row], value)
+            self._put(row, value, "reset")
             self._put_reset_info(row, info)
 
     def _add_fault(self, row: int, error: EnvError, *, stepped: bool) -> None:
@@ -189,21 +209,16 @@ class SingleEnvBatch(EnvBatch):
             with contextlib.suppress(Exception):
                 self._envs[row].close()
 
-    def _as_env_error(self, error: Exception, call: str, row: int, value: Any) -> EnvError:
-        """The EnvError for an exception while a row was stepped or reset.
-
-        Either the env raised, or numpy could not store the observation ``value`` that it returned.
-        """
+    def _as_env_error(self, error: Exception, call: str, row: int) -> EnvError:
+        """The EnvError for an exception while a row was stepped or reset."""
         try:
             with self._naming_env(call, row):
-                if value is not _NO_VALUE and not isinstance(error, EnvError):
-                    self._check(value, call, row)
                 raise error
         except EnvError as env_error:
             return env_error
 
     def _checked_step(self, row: int) -> Callable[[Any], Any]:
-        """An env's step function that checks its first result, then replaces itself by ``step``."""
+        """A row's step function that checks its first result, then replaces itself by ``step``."""
         step = self._envs[row].step
 
         def checked(action: Any) -> Any:
@@ -213,19 +228,40 @@ class SingleEnvBatch(EnvBatch):
                     f"{self._name(row)}: step() returned no (observation, reward, terminated, "
                     "truncated, info); is it an env of the old gym package?"
                 )
-            self._check(result[0], "step", row)
             self._steps[row] = step
             return result
 
         return checked
 
-    @staticmethod
-    def _put(views: Iterable[tuple[np.ndarray, KeyPath]], value: Any) -> None:
-        for view, path in views:
-            part = value
-            for name in path:
-                part = part[name]
-            view[...] = part
+    def _put(self, row: int, value: Any, call: str) -> None:
+        """Write an observation to its row.
+
+        Raises:
+            EnvError: it does not fit.
+        """
+        for leaf, view, path in self._views[row]:
+            part = self._part_at(value, leaf, path, call, row) if path else value
+            self._write(view, part, leaf, call, row)
+            if part.__class__ is not np.ndarray or part.dtype != view.dtype:
+                self._cells = None  # this env converts: trying the cells first would be slower
+
+    def _reward(self, value: Any, row: int) -> float:
+        try:
+            return number(value)
+        except MisfitError as misfit:
+            raise EnvError(
+                f"{self._name(row)}: step() returned {misfit} as the reward, which must be one "
+                f"number{self._when}"
+            ) from misfit
+
+    def _flag(self, value: Any, name: str, row: int) -> bool:
+        try:
+            return flag(value)
+        except MisfitError as misfit:
+            raise EnvError(
+                f"{self._name(row)}: step() returned {misfit} as {name!r}, which must be True or "
+                f"False{self._when}"
+            ) from misfit
 
     def _put_reset_info(self, row: int, info: Mapping[str, Any]) -> None:
         for leaf, _ in self._info_paths:
@@ -237,19 +273,15 @@ class SingleEnvBatch(EnvBatch):
             part: Any = info
             for name in path:
                 part = None if part is None else part.get(name)
-            if part is None:
-                continue
-            # Not for scalars: there numpy itself raises.
-            if leaf.shape and np.shape(part) != leaf.shape:
-                raise shape_error(self._name(row), leaf, np.shape(part))
-            self.obs[leaf.key][row] = part
+            if part is not None:
+                self._write_info(self.obs[leaf.key][row, ...], part, leaf, row)
 
     def _put_outcomes(self, row: int, info: Mapping[str, Any]) -> None:
         for leaf, path in self._outcome_paths:
             part = info[OUTCOMES]
             for name in path:
                 part = part[name]
-            self.outcomes[leaf.key][row] = part
+            write(self.outcomes[leaf.key][row, ...], part)
 
     def _split(self, action: Arrays) -> Iterable[Any]:
         """One action for each env, of the types that its space samples."""

@@ -18,14 +18,15 @@ from distcollect.envs.base import (
     InfoKeys,
     Step,
     called,
-    shape_error,
 )
+from distcollect.envs.fitting import MisfitError, write
 from distcollect.envs.info import EPISODE, first_of_each, space_of_info
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, unflatten
 
 # An env that raised may take this long to answer an earlier call before it is closed.
 _CLOSE_TIMEOUT_S = 1.0
+_SCALARS = ("rewards", "terminations", "truncations")
 # Wrappers that can't reset single rows: the first refuses, the second clears all rows' returns.
 _FULL_RESETS_ONLY = (NormalizeObservation, NormalizeReward)
 
@@ -104,7 +105,6 @@ class VectorBatch(EnvBatch):
             seed = [int(each) for each in seeds] if per_row else int(seeds[0])
         with self._naming_env("reset"):
             value, infos = self._env.reset(seed=seed)
-            self._check(value, "reset", lead=(self.num_envs,))
             self._put(value, "reset", slice(None))
             self._put_infos(self.obs, infos, self._all_rows)
         if not self._forgets_resets:
@@ -128,13 +128,14 @@ class VectorBatch(EnvBatch):
         with self._naming_env("step"):
             value, *scalars, infos = self._env.step(unflatten(self.action_space, parts))
             self._put(value, "step", slice(None))
-            for array, given in zip(result[:3], scalars, strict=True):
-                if np.shape(given) != array.shape:
+            for name, array, given in zip(_SCALARS, result[:3], scalars, strict=True):
+                try:
+                    write(array, given)
+                except MisfitError as misfit:
                     raise EnvError(
-                        f"{self._name()}: step() returned rewards, terminations or truncations "
-                        f"of shape {list(np.shape(given))} instead of {list(array.shape)}"
-                    )
-                array[...] = given
+                        f"{self._name()}: step() returned {name} {misfit}, expected "
+                        f"{list(array.shape)} and {array.dtype}{self._when}"
+                    ) from misfit
             if self._has_fillers and self._resetting.any():
                 result = self._result_with_fillers
                 np.logical_not(self._resetting, out=self._real)
@@ -168,13 +169,14 @@ class VectorBatch(EnvBatch):
 
     def _put(self, value: Any, call: str, rows: Any) -> None:
         for leaf, path in self._obs_paths:
-            part = value
-            for name in path:
-                part = part[name]
+            part = self._part_at(value, leaf, path, call)
             array = self.obs[leaf.key]
-            if np.shape(part) != array.shape:
-                self._check(value, call, lead=(self.num_envs,))
-            array[rows] = part[rows]
+            if isinstance(rows, slice) or np.shape(part) != array.shape:
+                self._write(array, part, leaf, call)
+                continue
+            some = array[rows]  # a copy
+            self._write(some, np.asarray(part)[rows], leaf, call)
+            array[rows] = some
 
     def _put_final(self, infos: Mapping[str, Any], ended: np.ndarray) -> None:
         """Write the last observation of rows that a SAME_STEP env has reset already."""
@@ -185,12 +187,12 @@ class VectorBatch(EnvBatch):
                 "must return the last observation of an episode there"
             )
         is_tree = isinstance(final, Mapping | tuple)
-        for row in np.flatnonzero(ended):
+        for row in np.flatnonzero(ended).tolist():
             for leaf, path in self._obs_paths:
                 part = final if is_tree else final[row]
-                for name in path:
-                    part = part[name]
-                self.final[leaf.key][row] = part[row] if is_tree else part
+                part = self._part_at(part, leaf, path, "step", row)
+                part = part[row] if is_tree else part
+                self._write(self.final[leaf.key][row, ...], part, leaf, "step", row)
         final_infos = dict(infos.get("final_info", {}))
         # RecordEpisodeStatistics for vector envs writes its entry to infos, not to final_info.
         for name in (EPISODE, f"_{EPISODE}"):
@@ -213,9 +215,9 @@ class VectorBatch(EnvBatch):
             given = np.asarray(part)[has]
             if given.dtype == object:
                 given = np.stack(list(given))
-            if given.shape[1:] != leaf.shape:
-                raise shape_error(self._name(), leaf, given.shape[1:])
-            array[has] = given
+            some = array[has]  # a copy
+            self._write_info(some, given, leaf)
+            array[has] = some
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         bare = self._env.unwrapped

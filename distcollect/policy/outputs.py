@@ -202,10 +202,20 @@ class OutputReader:
         else:
             action = distribution.mode
         log_prob = distribution.log_prob(action)
+        if log_prob.ndim > 1 and action.shape == self._shapes[0]:
+            raise self._log_prob_error(distribution, log_prob)
         # Bernoulli and similar distributions draw whole numbers as floats.
         if action.is_floating_point() and getattr(distribution.support, "is_discrete", False):
             action = action.to(self._leaves[0].dtype)
         return action, log_prob
+
+    def _log_prob_error(self, distribution: Distribution, got: torch.Tensor) -> PolicyError:
+        name = type(distribution).__name__
+        return PolicyError(
+            f"the policy returned a distribution {name} whose log-probability has shape "
+            f"{list(got.shape)}, and it must be one number for each env, {[self._num_envs]}: "
+            f"return torch.distributions.Independent({name}(...), {got.ndim - 1}) instead"
+        )
 
     def _register(self, actions: Sequence[torch.Tensor], extras: Tensors) -> None:
         """Check the result of the first call, and expect its extras from every later call."""

@@ -47,11 +47,11 @@ class UserPolicy(Policy):
                 which tensors of inference mode don't, although inference mode is faster.
 
         Raises:
-            PolicyError: the policy can't be called with these observations, or its initial state
-                can't be determined.
+            PolicyError: the policy can't be called with these observations, its initial state
+                can't be determined, or ``device`` can't be used here.
         """
         if isinstance(policy, nn.Module):
-            self.module = policy if device is None else policy.to(device)
+            self.module = policy if device is None else _moved(policy, device)
         self._exploration = exploration
         self._needs_autograd = shared
         self._num_envs = len(next(iter(observation.values())))
@@ -119,6 +119,17 @@ class UserPolicy(Policy):
         except Exception as error:
             raise PolicyError(f"the policy raised {type(error).__name__}: {error}") from error
         return self._outputs.read(output)
+
+
+def _moved(policy: nn.Module, device: torch.device) -> nn.Module:
+    try:
+        return policy.to(device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise PolicyError(
+            f"the policy can't be moved to {str(device)!r} on this host ({error}). Workers compute "
+            "where the trainer's policy is, unless policy_device names another device, such as "
+            "policy_device='cpu'"
+        ) from error
 
 
 class _RolloutContext:

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from distcollect.common import tensor_cache
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.layout import FAULTED, MASK, POLICY_VERSION, TRAJ_IDS, Layout
-from distcollect.rollout.spaces import Key, nested
+from distcollect.rollout.spaces import Key, indexable, nested
 from distcollect.rollout.wire import wire_layout
 
 
@@ -72,7 +72,7 @@ def assemble(
         after[:, -1] = torch.cat([part[len(layout.per_frame) + index] for part in parts])
         if len(final_at):
             final = torch.cat([values[index] for _, values in ends])
-            after.view(rows * steps, *leaf.shape)[final_at] = final
+            indexable(after.view(rows * steps, *leaf.shape))[final_at] = indexable(final)
         following[leaf.key] = after
 
     def column(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from distcollect.results import EnvFault
 from distcollect.rollout.layout import Tensors
 from distcollect.rollout.wire import WireForm
 
@@ -57,6 +58,7 @@ class Header:
         stepped: frames that its process has stepped in all.
         lost: how many of these frames are in no rollout, by cause.
         env_faults: how often an env of its process raised.
+        faults: the newest of these since the header before.
         work: how its process has spent its time.
         spans: what its process did when, for a trace; empty without a trace.
         wire_form: how its leaves lie in the tensors that travel.
@@ -72,6 +74,7 @@ class Header:
     stepped: int = 0
     lost: dict[str, int] = field(default_factory=dict)
     env_faults: int = 0
+    faults: tuple[EnvFault, ...] = ()
     work: WorkReport = NO_WORK
     spans: tuple[Span, ...] = ()
     wire_form: WireForm = WireForm.PACKED

@@ -56,12 +56,26 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """The torch dtype of the same name as ``dtype``.
+    """The torch dtype of the same name as ``dtype``, in this machine's byte order.
 
     Raises:
-        TypeError: torch has none, as for strings and objects.
+        TypeError: torch has none, as for strings, objects and long doubles.
     """
-    return torch.from_numpy(np.empty(0, dtype)).dtype
+    return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+
+
+# torch can't write to tensors of these dtypes by index or mask.
+_SAME_SIZE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a dtype of the same size that torch can write to by index or mask."""
+    return tensor.view(_SAME_SIZE.get(tensor.dtype, tensor.dtype))
+
+
+def can_be_indexed(dtype: torch.dtype) -> bool:
+    """Whether torch can write to tensors of this dtype by index or mask."""
+    return dtype not in _SAME_SIZE
 
 
 def leaves_of(space: gym.Space[Any], role: str) -> tuple[Leaf, ...]:
@@ -99,7 +113,13 @@ def _walk(space: gym.Space[Any], key: Key, role: str) -> Iterator[Leaf]:
         case spaces.Discrete():
             yield Leaf(key, (), torch.int64)
         case gym.Space(shape=tuple(shape), dtype=np.dtype() as dtype):
-            yield Leaf(key, shape, torch_dtype(dtype))
+            try:
+                yield Leaf(key, shape, torch_dtype(dtype))
+            except TypeError as err:
+                raise SpaceError(
+                    f"{'.'.join(key)}: torch has no dtype {dtype}, so no batch can carry it; "
+                    "convert it in a wrapper"
+                ) from err
         case _:
             where = ".".join(key) or role
             raise SpaceError(

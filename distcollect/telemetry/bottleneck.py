@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,8 +52,9 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
             "unknown", {}, 0, "Nothing was delivered yet, so the bottleneck is unknown."
         )
     shares = _shares(stats)
-    bound: Bound = max(shares, key=lambda name: shares[name])  # type: ignore[arg-type]
-    more = _more_workers(stats, shares["env"] + shares["policy"])
+    bound = _bound(shares)
+    waits = shares["env"] + shares["policy"]
+    more = _more_workers(stats, waits)
     parts = ", ".join(
         f"{name} {share:.0%}"
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
@@ -60,10 +62,23 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     )
     by = _BOUND_IN_PROCESS.get(bound) if stats.in_process else None
     sentence = f"{by or _BOUND_BY[bound]} (of the time: {parts}). {_advice(bound, stats)} "
-    sentence += _on_workers(more, stats)
+    rest = waits if bound not in ("env", "policy") else None
+    sentence += _on_workers(more, stats, rest)
     if stats.elapsed_s < _BRIEF_S:
         sentence += f" That is from {stats.elapsed_s:.2g} s only."
     return Bottleneck(bound, shares, more, sentence)
+
+
+def _bound(shares: Mapping[str, float]) -> Bound:
+    """The largest share, where envs and policy count as one: more workers shorten both."""
+    collecting: Bound = "env" if shares["env"] >= shares["policy"] else "policy"
+    grouped: dict[Bound, float] = {
+        collecting: shares["env"] + shares["policy"],
+        "trainer": shares["trainer"],
+        "network": shares["network"],
+        "weights": shares["weights"],
+    }
+    return max(grouped, key=lambda name: grouped[name])
 
 
 _BOUND_BY = {
@@ -196,7 +211,14 @@ def _straggler(stats: Stats) -> int | None:
     return slowest if busy[slowest] >= _STRAGGLER * sum(busy.values()) / len(busy) else None
 
 
-def _on_workers(more: float, stats: Stats) -> str:
+def _on_workers(more: float, stats: Stats, rest: float | None) -> str:
+    """What more workers would do.
+
+    Args:
+        more: how many more would help.
+        stats: the statistics.
+        rest: the share of time that they would shorten, if something else takes longer.
+    """
     if not more:
         return "More workers would not help."
     count = "many" if more == math.inf else f"about {more:.0f}"
@@ -208,4 +230,9 @@ def _on_workers(more: float, stats: Stats) -> str:
     if stats.in_process:
         return f"A collector with workers could use {count} of them{where}."
     workers = "worker" if count == "about 1" else "workers"
+    if rest is not None:
+        return (
+            f"The trainer waits for envs and policy for only {rest:.0%} of the time; {count} more "
+            f"{workers} would shorten that{where}."
+        )
     return f"{count.capitalize()} more {workers} would still help{where}."

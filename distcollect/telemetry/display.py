@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from distcollect.results import Stats, WorkerStats
+from distcollect.results import EnvFault, Stats, WorkerStats
 from distcollect.telemetry.bottleneck import find_bottleneck
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def log_line(stats: Stats) -> str:
     parts = [*_progress(stats), *_episodes(stats), _lag(stats), _waiting(stats), *_lost(stats)]
     if stats.num_restarts:
         parts.append(f"{stats.num_restarts} restarts")
+    if stats.num_env_faults:
+        parts.append(f"{stats.num_env_faults:,} env faults")
     return ", ".join(parts)
 
 
@@ -53,13 +56,25 @@ def rendered(stats: Stats, height: int) -> RenderableType:
             ]
         ),
     ]
-    shown, left = _worth_showing(stats.workers, max(1, height - _OTHER_LINES))
+    if stats.env_faults:
+        lines.append(
+            f"{stats.num_env_faults:,} env faults, the last: {fault_line(stats.env_faults[-1])}"
+        )
+    num_lines = _OTHER_LINES + bool(stats.env_faults)
+    shown, left = _worth_showing(stats.workers, max(1, height - num_lines))
     return Group(
         *(Text(line, overflow="ellipsis", no_wrap=True) for line in lines),
         _table(shown),
         *([Text(f"and {left}")] if left else []),
         Text(str(find_bottleneck(stats))),
     )
+
+
+def fault_line(fault: EnvFault) -> str:
+    """When and where an env raised, and what, in one line without control characters."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fault.time))
+    line = f"{at}, worker {fault.worker_id} on {fault.host}: {' '.join(fault.message.split())}"
+    return "".join(c if c.isprintable() else "?" for c in line)  # a terminal would obey them
 
 
 def _worth_showing(

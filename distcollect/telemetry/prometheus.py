@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("distcollect")
 
 _JOIN_TIMEOUT_S = 5.0
-_COUNTERS = {"frames", "episodes", "bytes", "restarts", "lost_frames", "policy_version"}
+_COUNTERS = {
+    *("frames", "episodes", "bytes", "restarts", "env_faults", "lost_frames", "policy_version")
+}
 _OF_WORKERS: dict[str, Callable[[WorkerStats], float]] = {
     "frames": lambda worker: worker.frames,
     "frames_per_s": lambda worker: worker.frames_per_s,
     "lag_mean": lambda worker: worker.lag.mean,
     "restarts": lambda worker: worker.num_restarts,
+    "env_faults": lambda worker: worker.num_env_faults,
     "up": lambda worker: worker.state == "ready",
     "share_wait": lambda worker: worker.times.wait,
 }
@@ -60,6 +63,7 @@ def figures(stats: Stats) -> dict[str, float]:
         "bytes": stats.num_bytes,
         "ready_rollouts": stats.num_ready,
         "restarts": stats.num_restarts,
+        "env_faults": stats.num_env_faults,
         "lost_frames": sum(stats.lost.values()),
     }
     if not stats.ended:  # at the end all workers have left: that is no loss

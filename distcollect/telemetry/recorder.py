@@ -12,7 +12,9 @@ from typing import Literal
 import numpy as np
 
 from distcollect.common.clock import clock_ns
+from distcollect.errors import EnvError
 from distcollect.results import (
+    EnvFault,
     EpisodeStats,
     Frames,
     Lags,
@@ -29,6 +31,7 @@ Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
 _NO_FRAMES = Frames()
 _RECENT_EPISODES = 100
+_RECENT_FAULTS = 20
 # The recent rate is the rate since the oldest mark in this period.
 _RECENT_NS = 10_000_000_000
 _MARK_EVERY_NS = 500_000_000
@@ -48,6 +51,7 @@ class _Tally:
         transfer_ns: time in which its rollouts were being fetched.
         num_restarts: how often its process was replaced.
         num_env_faults: how often an env raised in the present process.
+        faults_before: the same in its earlier processes.
         num_episodes: episodes that ended.
     """
 
@@ -60,6 +64,7 @@ class _Tally:
     transfer_ns: int = 0
     num_restarts: int = 0
     num_env_faults: int = 0
+    faults_before: int = 0
     num_episodes: int = 0
 
 
@@ -91,6 +96,7 @@ class StatsRecorder:
         self._marks: deque[_Mark] = deque()
         self._num_episodes = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_EPISODES)
+        self._faults: deque[EnvFault] = deque(maxlen=_RECENT_FAULTS)
         self._num_asked = 0
         self._ready_when_asked = 0
 
@@ -151,6 +157,7 @@ class StatsRecorder:
                 tally.before = _sum(tally.before, tally.work)
                 tally.work = WorkReport()
                 tally.num_restarts += 1
+                tally.faults_before += tally.num_env_faults
                 tally.num_env_faults = 0
                 tally.incarnation = incarnation
 
@@ -165,10 +172,19 @@ class StatsRecorder:
                 return  # from a process that was replaced
             tally.work = work
             tally.num_env_faults = header.env_faults
+            self._faults.extend(header.faults)
             if work.returns:
                 tally.num_episodes += len(work.returns)
                 self._num_episodes += len(work.returns)
                 self._recent.extend(zip(work.returns, work.lengths, strict=True))
+
+    def env_failed(self, worker_id: int, incarnation: int, error: EnvError) -> None:
+        """An env of a worker raised too often; no header tells of its last faults."""
+        with self._lock:
+            tally = self._tallies.setdefault(worker_id, _Tally(incarnation))
+            if tally.incarnation == incarnation:
+                tally.num_env_faults = error.num_env_faults
+                self._faults.extend(error.env_faults)
 
     def _trace_rollout(self, trace: Trace, header: Header, asked_at: int | None) -> None:
         if asked_at is None:
@@ -249,7 +265,7 @@ class StatsRecorder:
                     num_bytes=tally.num_bytes,
                     num_ready=ready.get(worker_id, 0),
                     num_restarts=tally.num_restarts,
-                    num_env_faults=tally.num_env_faults,
+                    num_env_faults=tally.faults_before + tally.num_env_faults,
                     num_episodes=tally.num_episodes,
                     lost=dict(frames.lost),
                     may_be_lost=frames.at_most,
@@ -274,6 +290,8 @@ class StatsRecorder:
                 num_ready=sum(ready.values()),
                 mean_ready=self._ready_when_asked / max(1, self._num_asked),
                 num_restarts=sum(tally.num_restarts for tally in tallies),
+                num_env_faults=sum(t.faults_before + t.num_env_faults for t in tallies),
+                env_faults=tuple(self._faults),
                 lost=dict(ledger.total.lost) if ledger else {},
                 may_be_lost=ledger.total.at_most if ledger else 0,
                 workers=workers,

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.clock import clock_ns
+from distcollect.errors import EnvError
 from distcollect.rollout.layout import Tensors
 from distcollect.supervision.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
@@ -216,7 +217,10 @@ class EventLoop:
         )
 
     def _report_failure(self, command: ReportFailure) -> None:
-        slot = command.slot
+        slot, error = command.slot, command.error
+        if isinstance(error, EnvError) and error.num_env_faults:
+            self._core.requests.env_failed(slot, error.num_env_faults)
+            self._stats_recorder.env_failed(slot.worker_id, slot.incarnation, error)
         self._failure_sink.report(slot.worker_id, slot.incarnation, command.error)
 
     def _report_drained(self, command: ReportDrained) -> None:

@@ -27,17 +27,20 @@ class _Account:
     delivered: int = 0
     lost: Counter[str] = field(default_factory=Counter)
     at_most: int = 0
+    env_faults: int = 0
 
     def add(self, other: _Account) -> None:
         self.stepped += other.stepped
         self.delivered += other.delivered
         self.lost.update(other.lost)
         self.at_most += other.at_most
+        self.env_faults += other.env_faults
 
     def frames(self) -> Frames:
         lost = {cause: count for cause, count in sorted(self.lost.items()) if count}
         settled = self.delivered + sum(lost.values())
-        return Frames(self.stepped, self.delivered, lost, self.stepped - settled, self.at_most)
+        is_open = self.stepped - settled
+        return Frames(self.stepped, self.delivered, lost, is_open, self.at_most, self.env_faults)
 
 
 @dataclass
@@ -92,8 +95,9 @@ class Ledger:
         *,
         stepped: int,
         lost: Mapping[str, int],
+        env_faults: int = 0,
     ) -> None:
-        """A rollout lies on its worker; ``stepped`` and ``lost`` are its process's totals.
+        """A rollout lies on its worker; the last three are its process's totals.
 
         Raises:
             ValueError: it was announced before, or the one before it was not.
@@ -108,9 +112,16 @@ class Ledger:
         process.next_sequence += 1
         process.waiting[sequence] = num_frames
         process.account.stepped = stepped
+        process.account.env_faults = env_faults
         for cause, count in lost.items():
             process.account.lost[cause] += count - process.own_losses.get(cause, 0)
         process.own_losses = dict(lost)
+
+    def env_failed(self, worker_id: int, incarnation: int, env_faults: int) -> None:
+        """An env raised too often, after ``env_faults`` faults in this process in all."""
+        process = self._process(worker_id, incarnation)
+        if not process.ended:
+            process.account.env_faults = env_faults
 
     def deliver(self, worker_id: int, incarnation: int, sequence: int) -> None:
         """The user has a rollout. KeyError if it does not wait: it was settled before."""

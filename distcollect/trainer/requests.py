@@ -207,6 +207,7 @@ class Requests:
             header.num_frames,
             stepped=header.stepped,
             lost=header.lost,
+            env_faults=header.env_faults,
         )
         request.offer = offer
         throughput = self._throughput.get(slot.worker_id, WorkerThroughput())
@@ -224,6 +225,10 @@ class Requests:
         self._scheduler.arrived(request)
         self._scheduler.refresh(slot)
         return True
+
+    def env_failed(self, slot: WorkerSlot, env_faults: int) -> None:
+        """An env of a worker raised too often, after ``env_faults`` faults in all."""
+        self._ledger.env_failed(slot.worker_id, slot.incarnation, env_faults)
 
     def fetch(self, request: RolloutRequest) -> None:
         """It is moved here, unless it is here, on its way or unreachable."""

@@ -29,6 +29,7 @@ from distcollect.errors import (
     WorkerError,
     WorkerLost,
 )
+from distcollect.results import EnvFault
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 
@@ -238,12 +239,16 @@ class Failure:
         message: what it says.
         worker_id: the worker that raised it.
         remote_traceback: its traceback, with those of its causes.
+        num_env_faults: of an :class:`~distcollect.errors.EnvError`.
+        env_faults: of the same.
     """
 
     kind: str
     message: str
     worker_id: int
     remote_traceback: str
+    num_env_faults: int = 0
+    env_faults: tuple[EnvFault, ...] = ()
 
     @classmethod
     def of(cls, error: BaseException, worker_id: int) -> Failure:
@@ -253,15 +258,22 @@ class Failure:
         if not isinstance(error, DistCollectError):
             message = f"{kind}: {message}"
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        return cls(kind, message, worker_id, "".join(lines))
+        text = "".join(lines)
+        if isinstance(error, EnvError):
+            faults = error.num_env_faults, error.env_faults
+            return cls(kind, message, worker_id, text, *faults)
+        return cls(kind, message, worker_id, text)
 
     def error(self) -> DistCollectError:
         """The exception to raise at the trainer."""
         if plain_error := _PLAIN_ERRORS.get(self.kind):
             return plain_error(f"worker {self.worker_id}: {self.message}")
-        return _WORKER_ERRORS.get(self.kind, WorkerError)(
+        error = _WORKER_ERRORS.get(self.kind, WorkerError)(
             self.message, worker_id=self.worker_id, remote_traceback=self.remote_traceback
         )
+        if isinstance(error, EnvError):
+            error.num_env_faults, error.env_faults = self.num_env_faults, self.env_faults
+        return error
 
 
 # Some arguments turn out to be wrong only when a worker makes the envs.

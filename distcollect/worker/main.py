@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -41,6 +42,7 @@ def main(boot: WorkerBoot) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
+    _name_worker_in_logs(boot.worker_id)
     counter = StepCounter.inherited(boot.counters_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -97,3 +99,10 @@ def main(boot: WorkerBoot) -> None:
     # Threads of torch may still wait for something. What the envs left running is ended by the
     # process that started this one.
     os._exit(0)
+
+
+def _name_worker_in_logs(worker_id: int) -> None:
+    """Log with time, worker and host, unless the user's code configures logging itself."""
+    if logging.lastResort is not None:
+        where = f"worker {worker_id} on {socket.gethostname()}"
+        logging.lastResort.setFormatter(logging.Formatter(f"%(asctime)s {where}: %(message)s"))

@@ -11,6 +11,7 @@ import gc
 import itertools
 import pickle
 import queue
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -24,8 +25,9 @@ from distcollect.engine.build import build_engine, build_evaluator
 from distcollect.engine.engine import Engine
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.plan import WorkerPlan
-from distcollect.errors import RolloutGone, WorkerError
-from distcollect.results import Evaluation
+from distcollect.envs.registered import register_all
+from distcollect.errors import EnvError, RolloutGone, WorkerError
+from distcollect.results import EnvFault, Evaluation
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.slab import Slab
@@ -192,6 +194,8 @@ class Worker(WorkerService):
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
                 " what they are made of must be importable here too"
             ) from error
+        if plan.registry is not None:
+            register_all(plan.registry)
         plan = plan.with_policy_made()
         self._evaluator = build_evaluator(
             plan,
@@ -222,9 +226,18 @@ class Worker(WorkerService):
         )
         preempted = self._preempted == self._sequence
         version = request.version if engine.options.exact_version else None
-        engine.collect(
-            slab, random=request.random, fresh=request.fresh, preempted=preempted, version=version
-        )
+        try:
+            engine.collect(
+                slab,
+                random=request.random,
+                fresh=request.fresh,
+                preempted=preempted,
+                version=version,
+            )
+        except EnvError as error:
+            error.num_env_faults = engine.counter.env_faults
+            error.env_faults = self._faults(engine.counter)
+            raise
         tensors = slab.tensors()
         versions = slab.policy_version
         header = Header(
@@ -238,6 +251,7 @@ class Worker(WorkerService):
             stepped=engine.counter.stepped,
             lost=dict(engine.counter.lost),
             env_faults=engine.counter.env_faults,
+            faults=self._faults(engine.counter),
             work=engine.step_timer.work(),
             spans=engine.step_timer.spans(),
             wire_form=slab.wire_form,
@@ -245,6 +259,13 @@ class Worker(WorkerService):
         self._slabs.filled(self._sequence, slab)
         self._sequence += 1
         return header, tensors
+
+    def _faults(self, counter: StepCounter) -> tuple[EnvFault, ...]:
+        host = socket.gethostname()
+        return tuple(
+            EnvFault(self.worker_id, self._incarnation, host, time_s, message)
+            for time_s, message in counter.take_faults()
+        )
 
     def _evaluate(self, request: EvaluationRequest) -> Evaluation:
         engine = self._configured

@@ -114,6 +114,13 @@ OBSERVATION_SPECS: dict[str, Spec] = {
         ("place",): ((2,), _f32),
     },
     "tuple": {("observation", "0"): ((3,), _f32), ("observation", "1"): ((), _i64)},
+    "dtypes": {
+        (name,): ((2,), getattr(torch, name))
+        for name in (
+            *("bool", "float16", "float32", "float64", "int16", "int32", "int64", "int8"),
+            *("uint16", "uint32", "uint64", "uint8"),
+        )
+    },
 }
 
 
@@ -130,6 +137,13 @@ ACTION_SPECS: dict[str, Spec] = {
         ("action", "how", "1"): ((), _i64),
     },
     "tuple": {("action", "0"): ((), _i64), ("action", "1"): ((2,), _i8)},
+    "dtypes": {
+        ("action", "bits"): ((2,), _bool),
+        ("action", "box"): ((2,), torch.uint16),
+        ("action", "half"): ((2,), torch.float16),
+        ("action", "many"): ((2,), torch.uint32),
+        ("action", "wide"): ((2,), torch.uint64),
+    },
 }
 
 
@@ -142,6 +156,7 @@ SPACES = [
     ("multidiscrete", "discrete_start"),
     ("multibinary", "multibinary"),
     ("tuple", "tuple"),
+    ("dtypes", "dtypes"),
 ]
 
 

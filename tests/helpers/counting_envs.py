@@ -81,7 +81,53 @@ _DICT = spaces.Dict(
     }
 )
 
+# One entry of each dtype that a Box may have; each shows one of the facts.
+_DTYPES = {
+    np.dtype(name): Facts._fields[index % 4]
+    for index, name in enumerate(
+        [
+            "uint8",
+            "uint16",
+            "uint32",
+            "uint64",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "float16",
+            "float32",
+            "float64",
+            "bool",
+        ]
+    )
+}
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    if dtype.kind == "f":
+        return -np.inf, np.inf
+    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+
+
+def _of_dtype(dtype: np.dtype[Any], fact: int) -> np.ndarray:
+    """Two numbers that show ``fact``, near both ends of what the dtype holds."""
+    low, high = (0, 0) if dtype.kind == "f" else _limits(dtype)
+    if dtype.kind == "b":
+        return np.array([fact % 2, 1 - fact % 2], bool)
+    return np.array([low + fact, high - fact], dtype)
+
+
 OBSERVATIONS: dict[str, Coding] = {
+    "dtypes": Coding(
+        spaces.Dict(
+            {dtype.name: spaces.Box(*_limits(dtype), (2,), dtype.type) for dtype in _DTYPES}
+        ),
+        lambda f: {
+            dtype.name: _of_dtype(dtype, getattr(f, name)) for dtype, name in _DTYPES.items()
+        },
+        # The space sorts its entries: these are uint8, uint16, uint32 and uint64.
+        lambda parts: [int(parts[index][0]) for index in (11, 8, 9, 10)],
+    ),
     "box32": Coding(
         _box((4,), np.float32), lambda f: np.array(f, np.float32), lambda parts: list(parts[0])
     ),
@@ -144,6 +190,15 @@ ACTIONS: dict[str, gym.Space[Any]] = {
         }
     ),
     "tuple": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2))),
+    "dtypes": spaces.Dict(
+        {
+            "box": spaces.Box(0, 2**16 - 1, (2,), np.uint16),
+            "wide": spaces.Box(0, 2**40, (2,), np.uint64),
+            "half": spaces.Box(-1, 1, (2,), np.float16),
+            "bits": spaces.Box(0, 1, (2,), np.bool_),
+            "many": spaces.MultiDiscrete([3, 4], dtype=np.uint32),
+        }
+    ),
 }
 
 

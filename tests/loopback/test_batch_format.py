@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from helpers.loopback_pool import loopback_collector
 from tensordict import TensorDict
 
@@ -122,6 +123,41 @@ def test_split_trajs(kind: Any) -> None:
     ids = [i for b in batches for i in b["collector", "traj_ids"][:, 0].tolist()]
     # Episodes that span batches keep their id.
     assert len(set(ids)) < len(ids)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "bool", "float16", "int8"])
+@pytest.mark.parametrize(
+    "settings", [{"split_trajs": True}, {"trajs_per_batch": 2}, {"replay_buffer": True}], ids=str
+)
+def test_dtypes_of_trajectories(settings: dict[str, Any], dtype: str) -> None:
+    space = gym.spaces.Box(0, 1, (2,), np.dtype(dtype).type)
+
+    class Typed(gym.ObservationWrapper):
+        def __init__(self) -> None:
+            super().__init__(Lengths(0, (3, 4)))
+            self.observation_space = space
+
+        def observation(self, observation: Any) -> Any:
+            return np.array([1, observation[2] % 2]).astype(dtype)
+
+    added: list[TensorDict] = []
+    if "replay_buffer" in settings:
+        settings = {"replay_buffer": Kept(added)}
+    with make(dc.RPCDataCollector, Typed, num_envs=2, **settings) as collector:
+        batches = [collector.next() for _ in range(3)]
+    for batch in added or batches:
+        for entry in (batch["observation"], batch["next", "observation"]):
+            assert entry.dtype == getattr(torch, dtype)
+        keys = batch.keys(include_nested=True)
+        is_real = batch["collector", "mask"] if ("collector", "mask") in keys else ...
+        assert batch["observation"][is_real][..., 0].to(int).all()
+
+
+class Kept:
+    """A replay buffer that keeps what it is given."""
+
+    def __init__(self, added: list[TensorDict]) -> None:
+        self.extend = added.append
 
 
 @pytest.mark.parametrize("kind", EVERY)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
@@ -199,3 +203,59 @@ def test_torchrl_buffers(ndim: int) -> None:
         eventually(lambda: not collector.is_running)
         assert len(buffer) == 10 * FRAMES
         assert buffer.sample()["observation"].shape == (32, 4)
+
+
+class Depth(gym.ObservationWrapper):
+    """CartPole as a depth camera gives it: uint16."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.observation_space = gym.spaces.Box(0, 2**16 - 1, (4,), np.uint16)
+
+    def observation(self, observation: Any) -> Any:
+        return np.abs(observation * 1000).astype(np.uint16)
+
+
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.RPCDataCollector])
+def test_torchrl_buffer_that_cannot_hold_the_frames(kind: Any) -> None:
+    pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
+    from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer  # noqa: PLC0415
+
+    make = kind if kind is dc.SyncDataCollector else partial(loopback_collector, num_workers=1)
+    lazy = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    for buffer in (lazy, dc.RateLimited(lazy, 1.0)):
+        with pytest.raises(dc.SpaceError, match=r"LazyTensorStorage can't hold obs.* \[4\] uint16"):
+            make(Depth, frames_per_batch=8, replay_buffer=buffer)
+    listed = ReplayBuffer(storage=ListStorage(100), batch_size=4)
+    with make(Depth, frames_per_batch=8, replay_buffer=listed) as collector:
+        collector.next()
+    assert listed.sample()["observation"].dtype is torch.uint16
+
+
+def test_rate_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
+    from torchrl.data import ListStorage, ReplayBuffer  # noqa: PLC0415
+
+    def limited() -> dc.RateLimited:
+        buffer = ReplayBuffer(storage=ListStorage(100), batch_size=4)
+        return dc.RateLimited(buffer, 2.0, min_size=8, slack=0.0, timeout_s=5.0)
+
+    first = limited()
+    frames = TensorDict({"observation": torch.arange(12.0)}, [12])
+    first.begin()
+    first.extend(frames)
+    assert len(first.sample()) == 4  # of the 8 that are owed for the 4 frames above min_size
+    dc.Checkpoint(tmp_path / "state.pt", buffer=first).save()
+    second = limited()
+    assert dc.Checkpoint(tmp_path / "state.pt", buffer=second).load()
+    assert len(second) == 12
+    second.begin()
+    assert len(second.sample()) == 4  # the other 4; without the counters none may be drawn
+    assert second.state_dict()["sampled"] == 8
+    with pytest.raises(dc.ArgumentError, match="not of a RateLimited"):
+        second.load_state_dict(first._buffer.state_dict())
+
+
+def test_rate_of_a_buffer_without_a_state() -> None:
+    with pytest.raises(dc.ArgumentTypeError, match="no state_dict"):
+        dc.Checkpoint("state.pt", buffer=dc.RateLimited(Buffer(), 1.0))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.envs import CountdownEnv
+from helpers.envs import CountdownEnv, StumblingEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.policies import ConstantPolicy
 
@@ -79,3 +81,51 @@ def test_prometheus_and_what_a_callback_breaks(caplog: pytest.LogCaptureFixture)
     assert sum("no room left" in str(record.exc_info) for record in caplog.records) == 1
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url, timeout=10)
+
+
+class StumblesFor:
+    """The first ``times`` envs of a worker raise at their third step."""
+
+    def __init__(self, times: int) -> None:
+        self.left = {0: times, 1: 0}
+
+    def __call__(self, context: dc.EnvContext) -> StumblingEnv:
+        self.left[context.worker_id] -= 1
+        return StumblingEnv(CountdownEnv(), 2 if self.left[context.worker_id] >= 0 else None)
+
+
+@pytest.mark.parametrize("kind", [None, True, False], ids=["in process", "sync", "async"])
+def test_envs_that_raise(kind: bool | None) -> None:
+    options: dict[str, Any] = {"frames_per_batch": 24, "total_frames": 240}
+    if kind is None:
+        collector: Any = dc.SyncDataCollector(StumblesFor(2), **options)
+    else:
+        collector = loopback_collector(StumblesFor(2), num_workers=2, sync=kind, **options)
+    begun = time.time()
+    with collector:
+        while not collector.stats().num_env_faults:
+            collector.next()
+        stats = collector.stats()
+    assert stats.num_env_faults == stats.workers[0].num_env_faults == 2
+    for fault in stats.env_faults:
+        assert (fault.worker_id, fault.incarnation, fault.host) == (0, 0, socket.gethostname())
+        assert begun - 1 < fault.time < time.time() + 1
+        assert fault.message == "env 0 (StumblingEnv): step() raised RuntimeError: stumbled"
+    assert len(stats.env_faults) == 2
+    assert Stats.from_dict(json.loads(json.dumps(stats.as_dict()))).env_faults == stats.env_faults
+    if kind is not None:
+        assert collector.ledger.workers[0].env_faults == collector.ledger.total.env_faults == 2
+        assert "env faults" in str(collector.ledger)
+
+
+def test_env_that_ends_its_worker() -> None:
+    limits = dc.Faults(max_env_faults=1, max_restarts=0)
+    collector = loopback_collector(StumblesFor(9), num_workers=2, frames_per_batch=4, faults=limits)
+    with collector, pytest.raises(dc.EnvError, match="stumbled"):
+        for _ in collector:
+            pass
+    stats = collector.stats()
+    # The second ended the worker: no rollout tells of it.
+    assert stats.num_env_faults == stats.workers[0].num_env_faults == 2
+    assert [fault.worker_id for fault in stats.env_faults] == [0, 0]
+    assert collector.ledger.workers[0].env_faults == 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import socket
 from typing import Any
 
 import gymnasium as gym
@@ -113,7 +115,7 @@ class StumblesOnce:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_in_worker_processes(sync: bool) -> None:
+def test_in_worker_processes(sync: bool, capfd: pytest.CaptureFixture[str]) -> None:
     total = 0
     with dc.RPCDataCollector(
         StumblesOnce(),
@@ -134,3 +136,5 @@ def test_in_worker_processes(sync: bool) -> None:
             assert batch["collector", "worker_id"][marked].tolist() == [1] * int(marked.sum())
             assert batch["next", "truncated"][marked].all()
     assert total == 1
+    said = rf"^20.* worker 1 on {socket.gethostname()}: env 1 \(CartPole-v1\): step\(\) raised"
+    assert re.search(said, capfd.readouterr().err, re.MULTILINE)

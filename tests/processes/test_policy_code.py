@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
 import gymnasium as gym
+import pytest
 import torch
-from torch import nn
 
 import distcollect as dc
 
-
-def _in_main() -> type[nn.Module]:
-    """A class defined in a script or notebook, which no worker can import."""
-    module = types.ModuleType("__main__")
-    exec(
-        """
+NET = """
 import torch
 from torch import nn
 
@@ -28,17 +24,32 @@ class Net(nn.Module):
         self.net = nn.Linear(4, 2)
     def forward(self, observation):
         return (self.net(observation)[:, 0].long() + OFFSET) % 2
-""",
-        module.__dict__,
-    )
-    made: type[nn.Module] = module.Net
-    assert made.__module__ == "__main__"
-    return made
+"""
+CONSTANT = """
+import gymnasium as gym
+
+class Constant(gym.ObservationWrapper):
+    def __init__(self, env, value):
+        super().__init__(env)
+        self.value = value
+    def observation(self, observation):
+        return observation * 0 + self.value
+
+def make_late(value):
+    return Constant(gym.make("CartPole-v1"), value)
+"""
+
+
+def _in_main(source: str) -> Any:
+    """What is defined in a script or notebook, which no worker can import."""
+    module = types.ModuleType("__main__")
+    exec(source, module.__dict__)
+    return module
 
 
 def test_code_travels() -> None:
     """A class from __main__, a closure and a lambda; for policies and env makers."""
-    net, told = _in_main()(), 7
+    net, told = _in_main(NET).Net(), 7
 
     def make_env(context: Any) -> gym.Env[Any, Any]:
         class Shifted(gym.ObservationWrapper):
@@ -59,3 +70,35 @@ def test_code_travels() -> None:
     assert batch["told"][:, 0].tolist() == [7, 8]
     expected = net(batch["observation"].reshape(-1, 4)).reshape(2, -1)
     assert torch.equal(batch["action"], expected)
+
+
+def test_envs_registered_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their id, and within a callable; a class and a wrapper of the main script."""
+    main = _in_main(CONSTANT)
+    monkeypatch.setattr(sys.modules["__main__"], "Constant", main.Constant, raising=False)
+    wrapper = gym.envs.registration.WrapperSpec("C", "__main__:Constant", {"value": 3.0})
+    monkeypatch.setitem(
+        gym.registry,
+        "mine/Late-v0",
+        gym.envs.registration.EnvSpec(
+            "mine/Late-v0",
+            entry_point=main.make_late,
+            kwargs={"value": 2.0},
+            max_episode_steps=4,
+        ),
+    )
+    monkeypatch.setitem(
+        gym.registry,
+        "Wrapped-v3",
+        gym.envs.registration.EnvSpec(
+            "Wrapped-v3",
+            entry_point="gymnasium.envs.classic_control:CartPoleEnv",
+            additional_wrappers=(wrapper,),
+        ),
+    )
+    with dc.RPCDataCollector(
+        ["mine/Late-v0", lambda: gym.make("Wrapped-v3")], frames_per_batch=16, sync=True
+    ) as collector:
+        batch = collector.next()
+    assert batch["observation"][:, :, 0].unique(dim=1).tolist() == [[2.0], [3.0]]
+    assert batch["next", "truncated"][0, 3]

@@ -45,6 +45,27 @@ def test_async_workers_help_until_the_trainer_never_waits() -> None:
     assert done.sentence.endswith("More workers would not help.")
 
 
+@pytest.mark.parametrize("sync", [False, True])
+def test_envs_and_policy_count_as_one(sync: bool) -> None:
+    # The trainer's share is the largest single one, but it waits for more than half of its time.
+    times = WorkerTimes(env=0.5, policy=0.5)
+    found = find_bottleneck(run(TrainerTimes(train=0.4, collect=0.6), times, sync=sync))
+    assert found.bound == "env"
+    assert found.shares["env"] < found.shares["trainer"] == 0.4
+    assert "more workers would still help." in found.sentence
+
+
+def test_more_workers_shorten_only_the_rest() -> None:
+    found = find_bottleneck(run(TrainerTimes(train=0.6, collect=0.4), BUSY, sync=True))
+    assert found.bound == "trainer"
+    assert found.more_workers > 0
+    assert "still help" not in found.sentence
+    assert found.sentence.endswith(
+        "The trainer waits for envs and policy for only 38% of the time; about "
+        f"{found.more_workers} more workers would shorten that."
+    )
+
+
 def test_more_sync_workers_help_until_collecting_is_a_small_part() -> None:
     times = WorkerTimes(env=0.5, wait=0.5)
     stats = run(TrainerTimes(train=0.5, collect=0.5), times, sync=True)

@@ -16,8 +16,8 @@ from rich.console import Console
 import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.commands.top import read_newest
-from distcollect.results import Stats
-from distcollect.telemetry.display import Display, rendered
+from distcollect.results import EnvFault, Stats
+from distcollect.telemetry.display import Display, log_line, rendered
 
 
 def drawn(stats: Stats, *, width: int = 110, height: int = 40) -> str:
@@ -37,6 +37,27 @@ def test_what_the_display_has() -> None:
     ):
         assert part in text
     assert re.search(r"^1 +joining +50 +0 +80% +0% +20% +1 +0$", text, re.MULTILINE)
+
+
+FAULTS = tuple(
+    EnvFault(worker_id, 0, "host-a", 1_700_000_000.0 + worker_id, f"env 1: step() {text}")
+    for worker_id, text in enumerate(["raised [bold]\nOSError", "\x1b[2Jraised"])
+)
+
+
+def test_env_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stats = replace(STATS, num_env_faults=5, env_faults=FAULTS)
+    assert log_line(stats).endswith(", 1 restarts, 5 env faults")
+    text = drawn(stats)
+    assert re.search(r"5 env faults, the last: 20.* worker 1 on host-a: env 1: step\(\)", text)
+    assert "\x1b[2J" not in text
+    many = replace(stats, workers=dict.fromkeys(range(500), WORKER))
+    assert len(drawn(many, width=60, height=24).splitlines()) <= 24
+    write(tmp_path, stats)
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("worker 0 on host-a: env 1: step() raised [bold] OSError")
+    assert second.endswith("worker 1 on host-a: env 1: step() ?[2Jraised")
 
 
 def test_it_fits_the_terminal() -> None:

@@ -48,6 +48,22 @@ def test_what_a_process_says_it_lost_counts_once() -> None:
     )
 
 
+def test_env_faults_of_all_processes_of_a_worker() -> None:
+    ledger = Ledger()
+    ledger.announce(3, 0, 0, FRAMES, stepped=FRAMES, lost={}, env_faults=2)
+    ledger.announce(3, 0, 1, FRAMES, stepped=2 * FRAMES, lost={}, env_faults=3)
+    ledger.env_failed(3, 0, 5)
+    ledger.lose_waiting("shut_down")
+    ledger.end(3, 0, "worker_lost", stepped=2 * FRAMES)
+    ledger.env_failed(3, 0, 9)  # it is settled
+    ledger.announce(3, 1, 0, FRAMES, stepped=FRAMES, lost={}, env_faults=1)
+    report = ledger.report()
+    assert report.workers[3].env_faults == report.total.env_faults == 6
+    assert str(report).splitlines()[0].endswith("env faults")
+    assert str(report).splitlines()[-1].endswith(" 6")
+    assert "env faults" not in str(announced(0).report())
+
+
 @pytest.mark.parametrize("settle", ["deliver", "lose"])
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_rollout_is_settled_once(settle: str, *, ended: bool) -> None:

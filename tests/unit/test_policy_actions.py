@@ -159,6 +159,28 @@ def test_deterministic_takes_the_mode(make: Any, action: str, mode: Any) -> None
     assert extras["action_log_prob",].shape == (N,)
 
 
+@pytest.mark.parametrize(
+    ("make", "action", "match"),
+    [
+        (lambda: Normal(torch.zeros(N, 2), 1.0), "box", rf"\[{N}, 2\].*Independent\(Normal"),
+        (
+            lambda: Categorical(logits=torch.zeros(N, 2, 3)),
+            "multidiscrete",
+            rf"\[{N}, 2\].*Independent\(Categorical\(\.\.\.\), 1\)",
+        ),
+    ],
+)
+def test_distribution_with_several_log_probabilities(make: Any, action: str, match: str) -> None:
+    with pytest.raises(dc.PolicyError, match=match):
+        call(lambda x: make(), action=action)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+def test_device_that_this_host_lacks() -> None:
+    with pytest.raises(dc.PolicyError, match=r"can't be moved to 'cuda' .*policy_device='cpu'"):
+        bind(Passing(4, 4), "box32", device=torch.device("cuda"))
+
+
 def test_distribution_with_extras() -> None:
     policy = lambda x: (Categorical(logits=torch.ones(N, 5)), {"value": x[:, 0]})  # noqa: E731
     _, extras, arrays = call(policy)

@@ -170,6 +170,48 @@ def test_what_vanished_with_a_host(tmp_path: Path) -> None:
     assert cells[2::3] == ["at most more", "0", "40", "40"]
 
 
+def test_a_state_is_never_markup(tmp_path: Path) -> None:
+    state = '"><script>alert(1)</script>'
+    lines = [snapshot(t, workers={"0": {"state": state}}) for t in (1, 2)]
+    (tmp_path / "stats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "<script>" not in text
+    Page(text)
+
+
+def test_lags_of_batches_that_are_rarer_than_snapshots() -> None:
+    counts = [{"0": 10}, {"0": 10}, {"0": 10, "2": 10}, {"0": 10, "2": 10}, {"0": 10, "2": 20}]
+    told = [snapshot(t, lag={"frames": each}) for t, each in enumerate(counts)]
+    text = page(history_of(told), "rare")
+    [chart] = re.findall(r'aria-label="Lag">(.*?)</svg>', text)
+    paths = re.findall(r'<path class="curve \w" d="(.*?)"/>', chart)
+    assert [path.count("L") for path in paths] == [2, 2]  # three points, joined
+    # A point alone is shown as a dot.
+    alone = page(history_of([snapshot(1, lag={"frames": {"1": 5}})]), "one")
+    [chart] = re.findall(r'aria-label="Lag">(.*?)</svg>', alone)
+    assert re.findall(r'd="M[\d. ]+h0"', chart) != []
+    assert "stroke-linecap: round" in alone
+
+
+def test_env_faults(tmp_path: Path) -> None:
+    faults = [
+        {"worker_id": n, "host": "host-<a>", "time": BEGUN_AT + n, "message": f"env {n} & more"}
+        for n in range(4)
+    ]
+    lines = [
+        snapshot(1, num_env_faults=2, env_faults=faults[:2]),
+        snapshot(2, num_env_faults=9, env_faults=faults[1:]),
+    ]
+    (tmp_path / "stats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    shown = Page(text).shown
+    assert "5 earlier ones are not shown." in shown
+    assert [shown.count(f"host-<a>env {n} & more") for n in range(4)] == [1] * 4
+    assert re.findall(r"<b>(\d+)</b><span>env faults", text) == ["9"]
+
+
 def test_of_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(0, workers={})) + "\n")
     assert cli.main(["report", str(tmp_path)]) == 0

@@ -16,6 +16,7 @@ from distcollect.rollout.spaces import (
     RESERVED,
     Leaf,
     flatten,
+    indexable,
     leaf_spaces,
     leaves_of,
     nested,
@@ -106,11 +107,34 @@ def test_reserved_names(name: str) -> None:
     assert leaves_of(inner, "observation") == (Leaf(("x", name), (), torch.int64),)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
-)
+DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+DTYPES += ["uint16", "uint32", "uint64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_go_both_ways(dtype: str) -> None:
     assert numpy_dtype(torch_dtype(np.dtype(dtype))) == np.dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_can_be_written_by_index(dtype: str) -> None:
+    values = torch.tensor([0, 1, 1]).to(torch_dtype(np.dtype(dtype)))
+    into = torch.zeros_like(values)
+    indexable(into)[torch.tensor([2, 0])] = indexable(values[1:])
+    assert torch.equal(into.to(torch.int64), torch.tensor([1, 0, 1]))
+    indexable(into)[torch.tensor([True, False, False])] = indexable(values[:1])
+    assert torch.equal(into.to(torch.int64), torch.tensor([0, 0, 1]))
+
+
+def test_dtype_that_torch_does_not_have() -> None:
+    space = spaces.Dict({"far": spaces.Box(-1, 1, (2,), np.longdouble)})
+    with pytest.raises(SpaceError, match="far: torch has no dtype"):
+        leaves_of(space, "observation")
+
+
+def test_byte_order_is_this_machines() -> None:
+    space = spaces.Box(-1, 1, (2,), np.dtype(">f4"))  # type: ignore[arg-type]
+    assert leaves_of(space, "observation") == (Leaf(("observation",), (2,), torch.float32),)
 
 
 def test_nested() -> None:

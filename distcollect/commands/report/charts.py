@@ -121,7 +121,8 @@ def curves(about: str, given: Sequence[Curve], end_s: float, *, from_zero: bool 
     for curve in given:
         parts.append(_path(curve, x, y))
         parts += [
-            f'<circle class="hover {curve.style}" cx="{x(p[0]):.1f}" cy="{y(p[1]):.1f}" r="4">'
+            f'<circle class="hover {escape(curve.style)}" cx="{x(p[0]):.1f}" '
+            f'cy="{y(p[1]):.1f}" r="4">'
             f"<title>{escape(curve.name)}: {short(p[1])} after {duration(p[0])}</title></circle>"
             for p in curve.at
             if p is not None
@@ -135,8 +136,10 @@ def _path(curve: Curve, x: _Scale, y: _Scale) -> str:
     for point in curve.at:
         if point is not None:
             steps.append(f"{'L' if is_down else 'M'}{x(point[0]):.1f} {y(point[1]):.1f}")
+            if not is_down:
+                steps.append("h0")  # a point alone is a dot
         is_down = point is not None
-    return f'<path class="curve {curve.style}" d="{"".join(steps)}"/>'
+    return f'<path class="curve {escape(curve.style)}" d="{"".join(steps)}"/>'
 
 
 def bars(about: str, given: Mapping[str, float], tooltip: Callable[[str, float], str]) -> str:
@@ -197,7 +200,7 @@ def lanes(about: str, given: Sequence[Lane], end_s: float) -> str:
         top = _TOP + _LANE * row
         parts.append(_text(_LEFT - 8, top + 12, lane.name, "end"))
         parts += [
-            f'<rect class="state {style}" x="{x(begin):.1f}" y="{top + 3}" '
+            f'<rect class="state {escape(style)}" x="{x(begin):.1f}" y="{top + 3}" '
             f'width="{max(1.0, x(end) - x(begin)):.1f}" height="{_LANE - 6}">'
             f"<title>{escape(tooltip)}</title></rect>"
             for begin, end, style, tooltip in _apart(
@@ -205,7 +208,7 @@ def lanes(about: str, given: Sequence[Lane], end_s: float) -> str:
             )
         ]
         parts += [
-            f'<circle class="mark {style}" cx="{x(at):.1f}" cy="{top + _LANE / 2}" r="4.5">'
+            f'<circle class="mark {escape(style)}" cx="{x(at):.1f}" cy="{top + _LANE / 2}" r="4.5">'
             f"<title>{escape(tooltip)}</title></circle>"
             for at, style, tooltip in _apart(lane.marks, lambda mark: (x.cell(mark[0]), mark[1]))
         ]

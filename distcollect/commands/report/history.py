@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distcollect.errors import ArgumentError
+from distcollect.results import EnvFault, Stats
 from distcollect.telemetry.stats_file import STATS_FILE, Snapshot, opened, snapshots
 
 # A curve of the page's width can't show more.
@@ -66,6 +67,8 @@ class History:
         lost: maps a worker_id to its lost frames by cause.
         may_be_lost: maps a worker_id to frames that may be lost besides these.
         restarts: number of processes that were replaced.
+        num_env_faults: number of times that an env raised.
+        env_faults: what the snapshots tell of these, by time.
         episodes: number of episodes that ended.
         elapsed_s: collecting time of all collectors together.
         bottleneck: what the last collector was bound by, in words.
@@ -82,6 +85,8 @@ class History:
     lost: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     may_be_lost: Counter[int] = field(default_factory=Counter)
     restarts: int = 0
+    num_env_faults: int = 0
+    env_faults: list[EnvFault] = field(default_factory=list)
     episodes: int = 0
     elapsed_s: float = 0.0
     bottleneck: str = ""
@@ -120,6 +125,7 @@ def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
     """The history from snapshots in order of time; ``per_point`` of them make one point."""
     history = History()
     last: Snapshot | None = None
+    faults: set[EnvFault] = set()
     begun_s = t_s = 0.0  # begin of a collector, and time of its last snapshot
     waiting: list[Point] = []
     for snapshot in given:
@@ -137,10 +143,12 @@ def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
         t_s = begun_s + elapsed_s
         waiting.append(_point(t_s, snapshot, last))
         _note_workers(history, since_s, t_s, snapshot, last)
+        faults.update(Stats.from_dict({"env_faults": snapshot.get("env_faults", ())}).env_faults)
         if len(waiting) >= per_point:
             _add_point(history, waiting)
         last = snapshot
     _add_point(history, waiting)
+    history.env_faults = sorted(faults, key=lambda fault: fault.time)
     if last is not None:
         _settle(history, last)
         history.collector = last.get("collector", "")
@@ -229,6 +237,7 @@ def _settle(history: History, last: Snapshot) -> None:
     history.elapsed_s += last.get("elapsed_s", 0.0)
     history.lags.update(_lags(last))
     history.restarts += last.get("num_restarts", 0)
+    history.num_env_faults += last.get("num_env_faults", 0)
     history.episodes += last.get("episodes", {}).get("count", 0)
     for name, worker in last.get("workers", {}).items():
         history.delivered[int(name)] += worker.get("frames", 0)

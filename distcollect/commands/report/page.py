@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from html import escape
 
 from distcollect.commands.report.charts import Curve, Lane, bars, curves, duration, lanes, short
-from distcollect.commands.report.history import Event, History, Point
+from distcollect.commands.report.history import Event, History
 
 _MAX_LANES = 64
+_MAX_FAULTS = 100
+_STATES = ("joining", "ready", "suspected", "lost", "left")
 _MAX_BARS = 60
 
 _STYLE = """
@@ -34,7 +36,8 @@ p { margin: 4px 0; } .soft, .none { color: var(--soft); }
   padding: 10px 14px; white-space: pre-wrap; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
 .grid { stroke: var(--grid); } .axis { stroke: var(--soft); }
-.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round;
+  stroke-linecap: round; }
 .curve.a { stroke: var(--a); } .curve.b { stroke: var(--b); stroke-dasharray: 5 3; }
 .hover { fill: transparent; } .hover.a:hover { fill: var(--a); } .hover.b:hover { fill: var(--b); }
 .bar { fill: var(--a); }
@@ -47,6 +50,7 @@ svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft);
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--grid); }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; }
+td.text { text-align: left; white-space: pre-wrap; }
 tr.all td { font-weight: 600; } .wide { overflow-x: auto; }
 """
 
@@ -66,6 +70,7 @@ def page(history: History, name: str) -> str:
     parts += _workers(history)
     parts += _lags(history)
     parts += _ledger(history)
+    parts += _env_faults(history)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -87,6 +92,7 @@ def _tiles(history: History) -> str:
         "last return": "-" if last is None else short(last.episode_return or 0.0),
         "processes replaced": str(history.restarts),
         "frames lost": short(lost),
+        "env faults": short(history.num_env_faults),
     }
     cells = (f'<div class="tile"><b>{v}</b><span>{name}</span></div>' for name, v in tiles.items())
     return f'<div class="tiles">{"".join(cells)}</div>'
@@ -95,10 +101,12 @@ def _tiles(history: History) -> str:
 def _over_time(history: History, figure: str) -> list[tuple[float, float] | None]:
     of = operator.attrgetter(figure)
 
-    def at(point: Point | None) -> tuple[float, float] | None:
-        return None if point is None or of(point) is None else (point.t_s, of(point))
-
-    return [at(point) for point in history.points]
+    # Where a figure is unknown, as with no batch since the last snapshot, the curve goes on.
+    return [
+        None if point is None else (point.t_s, of(point))
+        for point in history.points
+        if point is None or of(point) is not None
+    ]
 
 
 def _curves(history: History) -> list[str]:
@@ -135,7 +143,7 @@ def _workers(history: History) -> list[str]:
         Lane(
             f"worker {worker_id}",
             [
-                (s.begin_s, s.end_s, s.state, f"{s.state}, from {duration(s.begin_s)}")
+                (s.begin_s, s.end_s, _style(s.state), f"{s.state}, from {duration(s.begin_s)}")
                 for s in history.spans[worker_id]
             ],
             [
@@ -148,7 +156,7 @@ def _workers(history: History) -> list[str]:
     counts = Counter(event.what for event in history.events)
     summary = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
     more = len(history.spans) - len(shown)
-    states = [(f"--{name}", name) for name in ("joining", "ready", "suspected", "lost", "left")]
+    states = [(f"--{name}", name) for name in _STATES]
     dots = [("--a", "dot: joined")]
     note = summary or "No worker joined or was lost on the way."
     if more > 0:
@@ -158,6 +166,31 @@ def _workers(history: History) -> list[str]:
         f'<p class="soft">{note}</p>',
         _legend([*states, *dots]),
         lanes("Workers over time", rows, history.end_s),
+    ]
+
+
+def _style(state: str) -> str:
+    """The class of the page's style for a worker's state; a file may hold any text as a state."""
+    return state if state in _STATES else "left"
+
+
+def _env_faults(history: History) -> list[str]:
+    if not history.num_env_faults:
+        return []
+    shown = history.env_faults[-_MAX_FAULTS:]
+    rows = [
+        f"<tr><td>{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(fault.time))}</td>"
+        f"<td>{fault.worker_id}</td><td>{escape(fault.host)}</td>"
+        f'<td class="text">{escape(fault.message)}</td></tr>'
+        for fault in shown
+    ]
+    more = history.num_env_faults - len(shown)
+    note = f'<p class="soft">{more:,} earlier ones are not shown.</p>' if more > 0 else ""
+    head = "<tr><th>time</th><th>worker</th><th>host</th><th>what it raised</th></tr>"
+    return [
+        "<h2>Envs that raised</h2>",
+        note,
+        f'<div class="wide"><table>{head}{"".join(rows)}</table></div>',
     ]
 
 
