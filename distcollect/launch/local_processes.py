@@ -1,9 +1,12 @@
 """Worker processes on this host: started, watched, and ended for certain.
 
-Each worker leads a session of its own: ending its process group also ends what its envs started,
-and a Ctrl-C in the terminal reaches the trainer alone. A small guard process outlives the process
-that started the workers just long enough to end them. This also covers a ``kill -9`` of the
-trainer while an env holds a worker's interpreter lock.
+Each worker has a small parent process of its own, its guard (:mod:`.worker_guard`), which ends all
+that the worker's envs started when the worker ends, when it is told to, and when the process that
+started them has ended, even by a ``kill -9`` while an env holds the worker's interpreter lock.
+Guards and workers have sessions of their own, so that a Ctrl-C in the terminal reaches the trainer
+alone.
+
+A forked child of the process that started them can't end them.
 """
 
 from __future__ import annotations
@@ -24,11 +27,15 @@ from pathlib import Path
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import SharedStepCounter
+from distcollect.launch import worker_guard
 from distcollect.net.messages import WorkerBoot, to_frame
 
 log = logging.getLogger(__name__)
 
 _WATCHDOG_PERIOD_S = 1.0
+# Longer than a guard takes to end what its worker started.
+_REAP_TIMEOUT_S = 8.0
+_GUARD = str(Path(worker_guard.__file__).resolve())
 
 # sys.path is set first: it may be what makes distcollect importable. The cores are set before
 # anything starts threads.
@@ -40,27 +47,6 @@ if boot["cores"]:
 sys.path[:] = boot["sys_path"]
 from distcollect.worker.main import main
 main(boot)
-"""
-
-# Reads process groups ("+PGID" to add one, "-PGID" to remove it), and kills them once its parent is
-# gone: then the pipe is closed, or (when a forked child of the parent holds the pipe open) it has
-# another parent.
-_GUARD = """
-import os, select, signal, sys
-parent, groups, rest = os.getppid(), set(), b""
-while True:
-    ready, _, _ = select.select([0], [], [], 1.0)
-    data = os.read(0, 65536) if ready else None
-    if data == b"" or os.getppid() != parent:
-        break
-    *lines, rest = (rest + (data or b"")).split(b"\\n")
-    for line in lines:
-        (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 """
 
 
@@ -79,13 +65,14 @@ class _Running:
     """A process, and what its watchdog has seen of it.
 
     Attributes:
+        guard: the worker's parent process, which ends as the worker ends.
         boot: what it was started with.
         stepped: frames stepped when that number last changed; -1: it isn't stepping.
         since: when it last changed, in seconds of the monotonic clock.
         reason: why the watchdog has ended it; "" if it hasn't.
     """
 
-    process: subprocess.Popen[bytes]
+    guard: subprocess.Popen[bytes]
     counters: SharedStepCounter
     boot: WorkerBoot
     stepped: int = -1
@@ -105,11 +92,12 @@ class LocalProcesses:
         self._reapers: list[threading.Thread] = []
         self._closed = threading.Event()
         self._watchdog: threading.Thread | None = None
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._pid = os.getpid()
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a forked child of the process that the workers belong to."""
+        return os.getpid() != self._pid
 
     def spawn(self, boot: WorkerBoot, env: Mapping[str, str]) -> None:
         """Start a worker process.
@@ -123,12 +111,12 @@ class LocalProcesses:
         """
         counters = SharedStepCounter()
         try:
-            process = self._start(
+            guard = self._start(
                 replace(boot, counters_fd=counters.fd, sys_path=tuple(sys.path)), env
             )
         finally:
             counters.close()
-        running = _Running(process, counters, boot)
+        running = _Running(guard, counters, boot)
         with self._lock:
             self._running[boot.worker_id, boot.incarnation] = running
             if self._watchdog is None and (boot.settings.step_timeout_s or boot.settings.max_bytes):
@@ -143,41 +131,48 @@ class LocalProcesses:
         reaper.start()
 
     def _start(self, boot: WorkerBoot, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT],
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", _GUARD, str(self._pid), sys.executable, "-c", _BOOT],
             stdin=subprocess.PIPE,
             start_new_session=True,
             env={**os.environ, **env},
             pass_fds=[boot.counters_fd],
         )
-        self._tell_guard(f"+{process.pid}")
-        assert process.stdin is not None
+        assert guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(to_frame(boot)).encode() + b"\n")
-            process.stdin.close()
-        return process
+            guard.stdin.write(json.dumps(to_frame(boot)).encode() + b"\n")
+            guard.stdin.close()
+        return guard
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a worker at once, and all that it started; do nothing if it has ended."""
         with self._lock:
             running = self._running.get((worker_id, incarnation))
         if running is not None:
-            _kill_group(running.process.pid)
+            self._kill(running)
+
+    def _kill(self, running: _Running) -> None:
+        if not self._is_forked:
+            running.guard.send_signal(worker_guard.KILL)
 
     def terminate(self) -> None:
         """Ask all workers to leave."""
+        if self._is_forked:
+            return
         with self._lock:
             for running in self._running.values():
-                running.process.terminate()
+                running.guard.terminate()
 
     def kill_all(self) -> None:
         """End all workers at once."""
         with self._lock:
             for running in self._running.values():
-                _kill_group(running.process.pid)
+                self._kill(running)
 
     def close(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for all to end by themselves, then kill them; reap every one."""
+        if self._is_forked:
+            return
         deadline = time.monotonic() + grace_s
         self._closed.set()
         # Not this thread, on which a collector may be finalized.
@@ -188,22 +183,15 @@ class LocalProcesses:
             remaining = dict(self._running)
         for (worker_id, _), running in remaining.items():
             log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
-            _kill_group(running.process.pid)
+            self._kill(running)
         for reaper in reapers:
-            reaper.join(5)
-        # By a signal: a forked child of this process may hold its pipe open.
-        self._guard.kill()
-        self._guard.wait(5)
-        assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):
-            self._guard.stdin.close()
+            reaper.join(_REAP_TIMEOUT_S)
 
     def _reap(self, running: _Running) -> None:
-        boot, process = running.boot, running.process
-        code = process.wait()
-        # What its envs started doesn't always end with it.
-        _kill_group(process.pid)
-        self._tell_guard(f"-{process.pid}")
+        boot = running.boot
+        code = running.guard.wait()
+        if code == -worker_guard.KILL:  # the guard had not started the worker yet
+            code = -signal.SIGKILL
         with self._lock:
             del self._running[boot.worker_id, boot.incarnation]
         process_exit = ProcessExit(code, running.counters.stepped, running.reason)
@@ -231,21 +219,16 @@ class LocalProcesses:
         if limit_s is not None and now - running.since >= limit_s and not running.reason:
             running.reason = f"its envs finished no step within {now - running.since:.1f} s"
             log.warning("worker %d: %s; killing it", running.boot.worker_id, running.reason)
-            _kill_group(running.process.pid)
+            self._kill(running)
 
     def _watch_memory(self, running: _Running) -> None:
         boot = running.boot
         if boot.settings.max_bytes is None:
             return
-        num_bytes = _resident_bytes(running.process.pid)
+        worker = worker_guard.children_of(running.guard.pid)[:1]
+        num_bytes = sum(map(_resident_bytes, worker))
         if num_bytes > boot.settings.max_bytes:
             self._events.memory_exceeded(boot.worker_id, boot.incarnation, num_bytes)
-
-    def _tell_guard(self, line: str) -> None:
-        assert self._guard.stdin is not None
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            self._guard.stdin.write(line.encode() + b"\n")
-            self._guard.stdin.flush()
 
 
 def _resident_bytes(pid: int) -> int:
@@ -254,8 +237,3 @@ def _resident_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
         return 0
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)

@@ -23,10 +23,21 @@ def finish(processes, timeout_s=110):
             outputs.append(out)
             assert process.returncode == 0, out
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        end(processes)
     return outputs
+
+
+def end(processes):
+    """Kill all that still run, and close their pipes.
+
+    An open pipe would be reported as a warning, which fails the test that happens to run then.
+    """
+    for process in processes:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def start(command, **env):
