@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentError
 
 EXIT_TIMEOUT = "DISTCOLLECT_EXIT_TIMEOUT_S"
@@ -136,17 +137,17 @@ class _InterpreterExit:
     """Sets a deadline when the interpreter exits."""
 
     def __init__(self) -> None:
-        self._pid = 0  # of the process in which the interpreter's end has a deadline
+        self._owner: Owner | None = None  # where the interpreter's end has a deadline
         self.exit_code = 0
 
     def watch(self) -> None:
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
+        if self._owner is None or not self._owner.is_here:
+            self._owner = Owner()
             atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
         limit_s = timeout_s()
-        if limit_s is None or self._pid != os.getpid():
+        if limit_s is None or self._owner is None or not self._owner.is_here:
             return
         # Python notes an exception here that nothing has caught.
         uncaught = getattr(sys, "last_type", None)

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distcollect.common.forks import Owner
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import SharedStepCounter
 from distcollect.launch import worker_guard
@@ -92,12 +93,7 @@ class LocalProcesses:
         self._reapers: list[threading.Thread] = []
         self._closed = threading.Event()
         self._watchdog: threading.Thread | None = None
-        self._pid = os.getpid()
-
-    @property
-    def _is_forked(self) -> bool:
-        """Whether this is a forked child of the process that the workers belong to."""
-        return os.getpid() != self._pid
+        self._owner = Owner()
 
     def spawn(self, boot: WorkerBoot, env: Mapping[str, str]) -> None:
         """Start a worker process.
@@ -132,7 +128,7 @@ class LocalProcesses:
 
     def _start(self, boot: WorkerBoot, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", _GUARD, str(self._pid), sys.executable, "-c", _BOOT],
+            [sys.executable, "-I", "-S", _GUARD, str(self._owner.pid), sys.executable, "-c", _BOOT],
             stdin=subprocess.PIPE,
             start_new_session=True,
             env={**os.environ, **env},
@@ -152,12 +148,12 @@ class LocalProcesses:
             self._kill(running)
 
     def _kill(self, running: _Running) -> None:
-        if not self._is_forked:
+        if self._owner.is_here:
             running.guard.send_signal(worker_guard.KILL)
 
     def terminate(self) -> None:
         """Ask all workers to leave."""
-        if self._is_forked:
+        if not self._owner.is_here:
             return
         with self._lock:
             for running in self._running.values():
@@ -171,7 +167,7 @@ class LocalProcesses:
 
     def close(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for all to end by themselves, then kill them; reap every one."""
-        if self._is_forked:
+        if not self._owner.is_here:
             return
         deadline = time.monotonic() + grace_s
         self._closed.set()

@@ -10,7 +10,6 @@ destroyed at all.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 import traceback
@@ -21,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch.distributed
 from torch import nn
 
+from distcollect.common.forks import keep_for_ever
 from distcollect.launch.exit_deadline import exit_deadline
 
 T = TypeVar("T")
@@ -69,7 +69,8 @@ class MainCall(Generic[T]):
                 if deadline is not None:
                     deadline.waits_for(f"main() is done, but {what}")
 
-            _keep_for_ever(_process_groups())
+            for group in _process_groups():
+                keep_for_ever(group)
             for name, variables in self._variables(exiting):
                 for variable in list(variables):
                     kind = type(variables[variable]).__qualname__
@@ -110,15 +111,6 @@ def exit_code(exiting: SystemExit | None) -> int:
 
 def _has_group() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
-
-
-def _keep_for_ever(groups: list[Any]) -> None:
-    """Have no destructor end these groups, not even when the interpreter exits.
-
-    Their threads end with the process.
-    """
-    for group in groups:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _process_groups() -> list[Any]:

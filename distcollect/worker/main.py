@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from distcollect.common.forks import Owner
 from distcollect.common.shared_memory import sample_of_memory
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
@@ -97,10 +98,21 @@ def main(frame: Frame) -> None:
     threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
     connection.send(Reachable(transport.endpoint, sample_of_memory()))
-    worker.run()
+    _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of torch may still wait for something. What the envs left running is ended by the
     # process that started this one.
     os._exit(0)
+
+
+def _run(worker: Worker) -> None:
+    """Do what the trainer requests; a child that an env forks ends here."""
+    owner, code = Owner(), 1
+    try:
+        worker.run()
+        code = 0
+    finally:
+        if not owner.is_here:
+            os._exit(code)

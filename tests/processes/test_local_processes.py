@@ -114,6 +114,17 @@ def test_what_a_worker_leaves_behind_is_ended(spawn: Spawn, exits: Exits, marked
     await_count(marked, 0)
 
 
+def test_a_worker_ends_with_its_guard(
+    processes: LocalProcesses, spawn: Spawn, exits: Exits, marked: Marked
+) -> None:
+    spawn(0, HANG)
+    await_count(marked, 2)
+    [running] = processes._running.values()
+    running.guard.kill()
+    assert exits.next() == (0, -signal.SIGKILL)
+    await_count(marked, 0)
+
+
 def test_a_slot_can_be_used_again(spawn: Spawn, exits: Exits) -> None:
     for code in (5, 6):
         spawn(0, f"import os; os._exit({code})")
