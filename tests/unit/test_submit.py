@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from helpers.paths import SCRIPTS
 
+import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.commands.slurm import disks, states
-from distcollect.commands.slurm.submit import minutes
+from distcollect.commands.slurm.submit import _check_folder, minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 
 SCRIPT = SCRIPTS / "train_submitted.py"
@@ -226,7 +227,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, linked: bool) -> No
     assert not (theirs / "token").exists()
 
 
-def test_submit_refuses_such_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_refuses_such_a_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    assert main(["submit", "--dry-run", "--run-folder", str(tmp_path), str(SCRIPT)]) == 2
-    assert "others may write to it (drwxrwxrwx)" in capsys.readouterr().err
+    with pytest.raises(dc.ArgumentError, match=r"run-folder .*others may write to it \(drwxrwxrwx"):
+        _check_folder(RunFolder(tmp_path), trusted=True)
