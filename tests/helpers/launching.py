@@ -40,14 +40,26 @@ def end(processes):
                 pipe.close()
 
 
+_started = []
+
+
 def start(command, **env):
-    return subprocess.Popen(
+    """Start a program; it is ended when the test is over, at the latest."""
+    process = subprocess.Popen(
         [str(part) for part in command],
         env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    _started.append(process)
+    return process
+
+
+def end_all():
+    """End what is left of all that was started."""
+    end(_started)
+    _started.clear()
 
 
 def report(output):

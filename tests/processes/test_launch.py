@@ -21,6 +21,7 @@ from helpers.launching import (
     torchrun,
 )
 
+pytestmark = pytest.mark.usefixtures("marked")  # whose end kills what a failed test leaves
 needs_ss = pytest.mark.skipif(not shutil.which("ss"), reason="needs ss, of iproute2")
 
 
