@@ -44,10 +44,11 @@ def test_slurm_variables_on_one_host():
 
 
 @needs_ss
+@pytest.mark.timeout(300)
 def test_submitits_local_executor(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     executor = submitit.LocalExecutor(folder=tmp_path)
-    executor.update_parameters(tasks_per_node=3, timeout_min=2)
+    executor.update_parameters(tasks_per_node=3, timeout_min=4)
     script = str(SCRIPT)
 
     def run_script():
