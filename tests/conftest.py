@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from helpers import launching
 from helpers.marked import Marked
 from helpers.paths import TESTBED, TESTS
 
@@ -69,6 +70,13 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Marked]:
     monkeypatch.setenv(*mark.variable)
     yield mark
     mark.kill()
+
+
+@pytest.fixture(autouse=True)
+def _no_open_pipes() -> Iterator[None]:
+    """A test that failed leaves no pipe open, of which a warning would fail another test."""
+    yield
+    launching.end_all()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import timed
 from distcollect.collectors.worker_options import RPCOptions, WorkerOptions
 from distcollect.common import checks
+from distcollect.common.forks import only_here
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.preemption import exit_if_requested
@@ -65,7 +66,9 @@ class RPCDataCollector(DataCollectorBase):
         self._session = Session(self._options, self._stats_recorder, traces=traces)
         self._session.updater.register_collector(self)
         # Also for a collector that is dropped without shutdown().
-        self._stop_session = weakref.finalize(self, stop, self._session.pool, self._session.workers)
+        self._stop_session = weakref.finalize(
+            self, only_here(stop), self._session.pool, self._session.workers
+        )
 
     def _release(self, *, close_envs: bool) -> None:
         self._stop_session()

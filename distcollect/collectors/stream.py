@@ -18,6 +18,7 @@ from distcollect.collectors.batch_format import WholeTrajectories
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import Background, RateLimited, check_can_hold, put
 from distcollect.common import tensor_cache
+from distcollect.common.forks import Owner, only_here
 from distcollect.errors import CollectorStateError
 from distcollect.results import Stats
 from distcollect.rollout.header import Header
@@ -98,6 +99,7 @@ class BatchStream(ABC):
         self.total_frames = options.rounded_total_frames
         self._options = options
         self._state = CollectorState.OPEN
+        self._owner = Owner()
         self._frames = 0
         self._resumed_frames = 0
         self._batches = 0
@@ -109,7 +111,7 @@ class BatchStream(ABC):
         self._monitor_thread = MonitorThread(options.monitor, options.trace)
         self._stats_recorder = StatsRecorder(trace=self._monitor_thread.trace)
         # For a collector that is never shut down.
-        self._close_monitor = weakref.finalize(self, self._monitor_thread.close, None)
+        self._close_monitor = weakref.finalize(self, only_here(self._monitor_thread.close), None)
         try:
             self._open()
         except BaseException:
@@ -318,6 +320,11 @@ class BatchStream(ABC):
             raise error
 
     def _check_open(self) -> None:
+        if not self._owner.is_here:
+            raise CollectorStateError(
+                f"this process is a forked child of process {self._owner.pid}, which has the "
+                "collector; only that process can use it"
+            )
         if self._background is not None and self._background.error is not None:
             raise copy.copy(self._background.error) from self._background.error
         if self._state is CollectorState.SHUT_DOWN:
@@ -344,8 +351,11 @@ class BatchStream(ABC):
         """Counts, rates and shares of time so far."""
 
     def shutdown(self) -> None:
-        """End what the collector started and release what it holds. May be called again."""
-        if self._state is CollectorState.SHUT_DOWN:
+        """End what the collector started and release what it holds. May be called again.
+
+        In a forked child of the process that made the collector, it does nothing.
+        """
+        if self._state is CollectorState.SHUT_DOWN or not self._owner.is_here:
             return
         if self._background is not None:
             self._background.stop()

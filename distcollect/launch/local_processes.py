@@ -1,9 +1,13 @@
 """Worker processes on this host: started, watched, and ended for certain.
 
-Each worker leads a session of its own: ending its process group also ends what its envs started,
-and a Ctrl-C in the terminal reaches the trainer alone. A small guard process outlives the process
-that started the workers just long enough to end them. This also covers a ``kill -9`` of the
-trainer while an env holds a worker's interpreter lock.
+Each worker has a parent process of its own, its guard (:mod:`distcollect.common.worker_guard`),
+which ends all that the worker's envs started when the worker ends, when it is told to, and when the
+process that started them has ended, even by a ``kill -9`` while an env holds the worker's
+interpreter lock. Guards and workers have sessions of their own, so that a Ctrl-C in the terminal
+reaches the trainer alone.
+
+Guard and worker are forked from the zygote (:mod:`.zygote`) where that is possible. A forked child
+of the process that started them can't end them.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from distcollect.common import worker_guard
+from distcollect.common.forks import Owner
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import STACK_SIGNAL, SharedStepCounter
 from distcollect.launch import zygote
@@ -32,6 +38,9 @@ from distcollect.net.messages import WorkerBoot, to_frame
 log = logging.getLogger(__name__)
 
 _WATCHDOG_PERIOD_S = 1.0
+# Longer than a guard takes to end what its worker started.
+_REAP_TIMEOUT_S = 8.0
+_GUARD = str(Path(worker_guard.__file__).resolve())
 # From the signal that has a process write its stack until that is read, and the process ended.
 _STACK_S = 0.25
 
@@ -48,27 +57,6 @@ from distcollect.worker.main import main
 main(decode_as(WorkerBoot, boot))
 """
 
-# Reads process groups ("+PGID" to add one, "-PGID" to remove it), and kills them once its parent is
-# gone: then the pipe is closed, or (when a forked child of the parent holds the pipe open) it has
-# another parent.
-_GUARD = """
-import os, select, signal, sys
-parent, groups, rest = os.getppid(), set(), b""
-while True:
-    ready, _, _ = select.select([0], [], [], 1.0)
-    data = os.read(0, 65536) if ready else None
-    if data == b"" or os.getppid() != parent:
-        break
-    *lines, rest = (rest + (data or b"")).split(b"\\n")
-    for line in lines:
-        (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-"""
-
 
 class ProcessEvents:
     """What is reported about worker processes, on other threads."""
@@ -81,7 +69,7 @@ class ProcessEvents:
 
 
 class _Process(Protocol):
-    """A worker process.
+    """A worker's guard, which ends as the worker ends.
 
     Attributes:
         pid: its process id; None until it is known.
@@ -91,33 +79,10 @@ class _Process(Protocol):
     def pid(self) -> int | None: ...
 
     def wait(self) -> int:
-        """Wait for its end; its exit code, -N if signal N ended it."""
+        """Wait for its end; the worker's exit code, -N if signal N ended it."""
 
-    def terminate(self) -> None:
-        """Send it SIGTERM."""
-
-    def kill(self) -> None:
-        """End it and what it has started at once."""
-
-
-class _OwnProcess:
-    """A worker that this process has started itself."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.pid: int | None = process.pid
-
-    def wait(self) -> int:
-        code = self._process.wait()
-        self.kill()  # what its envs started doesn't always end with it
-        return code
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, see :mod:`distcollect.common.worker_guard`."""
 
 
 @dataclass
@@ -145,7 +110,13 @@ class _Running:
     def kill(self) -> None:
         """End it and what it has started at once."""
         self.is_killed = True
-        self.process.kill()
+        self.process.send_signal(worker_guard.KILL)
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The process id of the worker itself; None if it doesn't run."""
+        guard = self.process.pid
+        return None if guard is None else next(iter(worker_guard.children_of(guard)), None)
 
 
 class LocalProcesses:
@@ -161,11 +132,7 @@ class LocalProcesses:
         self._reapers: list[threading.Thread] = []
         self._closed = threading.Event()
         self._watchdog: threading.Thread | None = None
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._owner = Owner()
 
     def spawn(self, boot: WorkerBoot, env: Mapping[str, str]) -> None:
         """Start a worker process.
@@ -198,22 +165,19 @@ class LocalProcesses:
     def _start(
         self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
     ) -> _Process:
-        def forked(pid: int) -> None:
-            counters.close()
-            self._tell_guard(f"+{pid}")
-
         try:
-            return zygote.fork(boot, env, counters.fd, forked)
+            return zygote.fork(boot, env, counters)
         except zygote.Unavailable as error:
             log.debug("worker %d is started by itself: %s", boot.worker_id, error)
             return self._start_alone(boot, env, counters)
 
     def _start_alone(
         self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
-    ) -> _OwnProcess:
+    ) -> subprocess.Popen[bytes]:
+        guard = [sys.executable, "-I", "-S", _GUARD, str(self._owner.pid)]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT],
+                [*guard, sys.executable, "-c", _BOOT],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
                 env={**os.environ, **env},
@@ -221,34 +185,41 @@ class LocalProcesses:
             )
         finally:
             counters.close()
-        self._tell_guard(f"+{process.pid}")
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(to_frame(boot)).encode() + b"\n")
             process.stdin.close()
-        return _OwnProcess(process)
+        return process
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a worker at once, and all that it started; do nothing if it has ended."""
         with self._lock:
             running = self._running.get((worker_id, incarnation))
         if running is not None:
+            self._kill(running)
+
+    def _kill(self, running: _Running) -> None:
+        if self._owner.is_here:
             running.kill()
 
     def terminate(self) -> None:
         """Ask all workers to leave."""
+        if not self._owner.is_here:
+            return
         with self._lock:
             for running in self._running.values():
-                running.process.terminate()
+                running.process.send_signal(signal.SIGTERM)
 
     def kill_all(self) -> None:
         """End all workers at once."""
         with self._lock:
             for running in self._running.values():
-                running.kill()
+                self._kill(running)
 
     def close(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for all to end by themselves, then kill them; reap every one."""
+        if not self._owner.is_here:
+            return
         deadline = time.monotonic() + grace_s
         self._closed.set()
         # Not this thread, on which a collector may be finalized.
@@ -259,16 +230,10 @@ class LocalProcesses:
             remaining = dict(self._running)
         for (worker_id, _), running in remaining.items():
             log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
-            running.kill()
+            self._kill(running)
         for reaper in reapers:
-            reaper.join(5)
+            reaper.join(_REAP_TIMEOUT_S)
         zygote.end_if_unwanted()
-        # By a signal: a forked child of this process may hold its pipe open.
-        self._guard.kill()
-        self._guard.wait(5)
-        assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):
-            self._guard.stdin.close()
 
     def _reap(self, running: _Running) -> None:
         boot, reason = running.boot, ""
@@ -276,8 +241,8 @@ class LocalProcesses:
             code = self._wait(running)
         except OSError as error:
             code, reason = -1, f"it could not be started: {error}"
-        if running.process.pid is not None:
-            self._tell_guard(f"-{running.process.pid}")
+        if code == -worker_guard.KILL:  # the guard had not started the worker yet
+            code = -signal.SIGKILL
         with self._lock:
             del self._running[boot.worker_id, boot.incarnation]
         process_exit = ProcessExit(code, running.counters.stepped, running.reason or reason)
@@ -322,27 +287,20 @@ class LocalProcesses:
             stack = running.counters.stack()
             running.reason = overdue + (f"; it was in {stack}" if stack else "")
             log.warning("worker %d: %s; killing it", running.boot.worker_id, running.reason)
-            running.kill()
-        elif overdue and running.process.pid is not None:
+            self._kill(running)
+        elif overdue and (pid := running.worker_pid) is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(running.process.pid, STACK_SIGNAL)
+                os.kill(pid, STACK_SIGNAL)
         running.is_overdue = bool(overdue)
 
     def _watch_memory(self, running: _Running) -> None:
         boot = running.boot
         if boot.settings.max_bytes is None:
             return
-        if running.process.pid is None:
-            return
-        num_bytes = _resident_bytes(running.process.pid)
+        pid = running.worker_pid
+        num_bytes = 0 if pid is None else _resident_bytes(pid)
         if num_bytes > boot.settings.max_bytes:
             self._events.memory_exceeded(boot.worker_id, boot.incarnation, num_bytes)
-
-    def _tell_guard(self, line: str) -> None:
-        assert self._guard.stdin is not None
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            self._guard.stdin.write(line.encode() + b"\n")
-            self._guard.stdin.flush()
 
 
 def _resident_bytes(pid: int) -> int:

@@ -7,6 +7,7 @@ notes the signal. The process saves and ends where the user's loop asks for it, 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -72,6 +73,11 @@ def stop_watching() -> None:
     for number, handler in _previous.items():
         signal.signal(number, handler)
     _previous.clear()
+
+
+# A signal that is sent to a forked child concerns that process alone: a DataLoader, for example,
+# ends its children by SIGTERM.
+os.register_at_fork(after_in_child=stop_watching)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

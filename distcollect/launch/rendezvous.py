@@ -78,7 +78,7 @@ def listen_spec(launch: Launch) -> ListenSpec:
     """
     assert launch.master is not None
     address, given = LOOPBACK, read_token()
-    if launch.launcher is Launcher.SLURM:
+    if launch.launcher is not Launcher.TORCHRUN:
         name, port = launch.master
         if not _is_on_one_host(launch):
             address = own_address(name, launch.last_host)

@@ -11,7 +11,11 @@ from typing import Any, TypeVar
 import torch.distributed
 
 from distcollect.common import checks
+from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
+from distcollect.launch.exit_deadline import interpreter_exit_deadline
+from distcollect.launch.exit_deadline import timeout_s as exit_timeout_s
+from distcollect.launch.main_call import MainCall
 from distcollect.launch.preemption import Interrupted
 from distcollect.launch.rendezvous import listen_address, listen_spec, own_address, read_token
 from distcollect.launch.run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
@@ -32,10 +36,14 @@ dist: Any = torch.distributed
 def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     """Call ``main`` on the trainer and serve on all other ranks of the launch.
 
-    Under ``torchrun`` and ``srun``, rank 0 calls ``main``, and every other rank is a worker for the
-    collectors that ``main`` makes, until it returns. Under ``distcollect submit --worker-jobs`` the
-    workers are in separate jobs. Without a launcher ``main`` is called in this process, and
-    collectors start local workers.
+    Under ``torchrun``, ``srun`` and submitit, rank 0 calls ``main``, and every other rank is a
+    worker for the collectors that ``main`` makes, until it returns. Under ``distcollect submit
+    --worker-jobs`` the workers are in separate jobs. Without a launcher ``main`` is called in this
+    process, and collectors start local workers.
+
+    Under a launcher, a process group that ``main`` has made and left is ended here. Objects that
+    ``main`` or the script leaves behind have 60 s to end (DISTCOLLECT_EXIT_TIMEOUT_S). After that
+    this process writes what hangs to stderr, and ends with the exit code that it would have had.
 
     Args:
         main: the training function.
@@ -66,37 +74,58 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
             )
         if folder is None or not folder.num_workers:
             return main()
-        hosts = _hosts_of_run(folder)
-    else:
-        launch = launch.part(num_trainers)
-        if launch.rank > 0:
-            supervise_rank(launch)
-            return None
-        identify(launch.run_id, launch.trainer, num_trainers)
-        hosts = _hosts_of_launch(launch)
+    exit_timeout_s()  # raises now, before anything is started, if it can't be used
+    with interpreter_exit_deadline():
+        if launch.launcher is Launcher.NONE:
+            assert folder is not None
+            hosts = _hosts_of_run(folder)
+        else:
+            launch = launch.part(num_trainers)
+            if launch.rank > 0:
+                supervise_rank(launch)
+                return None
+            identify(launch.run_id, launch.trainer, num_trainers)
+            hosts = _hosts_of_launch(launch)
+        return _train(main, hosts, launch, folder, num_trainers)
+
+
+def _train(
+    main: Callable[[], T],
+    hosts: WorkerHosts,
+    launch: Launch,
+    folder: RunFolder | None,
+    num_trainers: int,
+) -> T:
+    """Call ``main`` with ``hosts`` for its collectors, then end all that it left."""
     set_launched(hosts)
     if folder is not None and launch.trainer == 0:
         port = hosts.join_server.port
         folder.tell(LISTENING, host=hosts.address, port=port, pid=os.getpid())
+    call, owner = MainCall(main), Owner()
     failed, resumes = True, False
+    exiting: SystemExit | None = None
     try:
         with _trainer_variables(launch, num_trainers):
-            result = main()
-    except Interrupted:
-        failed, resumes = False, folder is not None
-        raise
-    except SystemExit as error:
-        failed = error.code not in (None, 0)
-        raise
-    else:
+            result = call.result()
         failed = False
-        return result
+    except SystemExit as error:
+        exiting = error
+        if isinstance(error, Interrupted):
+            failed, resumes = False, folder is not None
+        else:
+            failed = error.code not in (None, 0)
     finally:
         set_launched(None)
-        # Torchrun starts ranks again only if all have failed. Under other launchers, ranks that
-        # fail after the trainer would hide the cause.
-        fails = failed and launch.launcher is Launcher.TORCHRUN
-        hosts.close(failed=fails, resumes=resumes)
+        if owner.is_here:
+            # Torchrun starts ranks again only if all have failed. Under other launchers, ranks
+            # that fail after the trainer would hide the cause.
+            fails = failed and launch.launcher is Launcher.TORCHRUN
+            hosts.close(failed=fails, resumes=resumes)
+    if owner.is_here:
+        call.end_what_it_left(exiting)
+    if exiting is not None:
+        raise exiting
+    return result
 
 
 @contextlib.contextmanager
@@ -106,7 +135,7 @@ def _trainer_variables(launch: Launch, num_trainers: int) -> Iterator[None]:
         yield
         return
     variables = {"RANK": str(launch.trainer), "WORLD_SIZE": str(num_trainers)}
-    if launch.launcher is Launcher.SLURM:
+    if launch.launcher is not Launcher.TORCHRUN:
         assert launch.master is not None
         host, port = launch.master
         host = LOOPBACK if launch.num_hosts == 1 else host

@@ -20,7 +20,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import socket
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,13 +73,18 @@ class RunFolder:
 
         Raises:
             FileExistsError: it holds a run already.
+            PermissionError: it exists, and others could change what is in it.
         """
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if problem := others_may_change(self.path):
+            raise PermissionError(problem)
         descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(16) + "\n")
         for name in ("logs", "jobs", "failed", "history"):
-            (self.path / name).mkdir(exist_ok=True)
+            (self.path / name).mkdir(exist_ok=True, mode=0o700)
+            if problem := others_may_change(self.path / name):
+                raise PermissionError(problem)
         self.write("run.json", settings)
 
     @property
@@ -154,6 +161,28 @@ class RunFolder:
         if said["state"] != LISTENING:
             raise NotYet(f"the trainer is {said['state']}, since {said['since']}")
         return str(said["host"]), int(said["port"])
+
+
+def others_may_change(folder: Path) -> str:
+    """Why other users could change what is in a folder, and what to do; "" if they can't."""
+    if not os.path.lexists(folder):
+        return ""
+    trusted = {0, os.geteuid()}  # root can change everything anyway
+    link, about = folder.lstat(), folder.stat()
+    if link.st_uid not in trusted:
+        what = "link" if folder.is_symlink() else "folder"
+        why = f"this {what} belongs to user {link.st_uid}"
+    elif about.st_uid not in trusted:
+        why = f"it is a link to a folder that belongs to user {about.st_uid}"
+    elif about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"others may write to it ({stat.filemode(about.st_mode)})"
+    else:
+        return ""
+    return (
+        f"{folder}: {why}, so others could replace the run's token or its trainer's address; name "
+        "a folder that does not exist yet, or one of your own after "
+        f"chmod go-w {shlex.quote(str(folder))}"
+    )
 
 
 def obstacle(folder: Path) -> str:

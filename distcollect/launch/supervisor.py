@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed import DistStoreError
 
@@ -90,10 +90,30 @@ def supervise(
         SystemExit: the trainer is gone, or a signal ended this process.
     """
     zygote.warm_up()
+    with _Signals() as signals:
+        _supervise(
+            find,
+            signals,
+            rank=rank,
+            placement=placement,
+            timeout_s=timeout_s,
+            patience_s=patience_s,
+        )
+
+
+def _supervise(
+    find: Callable[[], TrainerAddress],
+    signals: _Signals,
+    *,
+    rank: int | None,
+    placement: CpuPlacement,
+    timeout_s: float,
+    patience_s: float | None,
+) -> None:
     joined_before = False
     while True:
-        _handle_signals()
         try:
+            signals.release()
             connection, trainer = join(
                 find,
                 lambda trainer: SupervisorHello(token=trainer.token, rank=rank),
@@ -101,7 +121,7 @@ def supervise(
                 name="this process" if rank is None else f"rank {rank}",
                 give_up_if_refused=joined_before and patience_s is None,
             )
-            goodbye = _serve(connection, trainer, placement)
+            goodbye = _serve(connection, trainer, placement, signals)
         except _Gone:
             if rank is not None:
                 _fail("the trainer is gone")
@@ -117,16 +137,49 @@ def supervise(
         timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
 
 
-def _handle_signals() -> None:
-    """Have signals end this process in order."""
+class _Signals:
+    """Has signals end a supervisor in order; restores what they did before.
 
-    def terminate(number: int, _frame: object) -> NoReturn:
-        raise _Terminated(number)
+    SIGTERM and SIGINT raise :class:`_Terminated`, at once or, while they are held, afterwards.
+    """
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, terminate)
-    # Batch systems tell every process of a job that it will end. The trainer decides what follows.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+        self._is_holding = False
+        self._held: int | None = None
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._received)
+        # Batch systems tell every process of a job that it will end. The trainer decides what
+        # follows.
+        self._previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            if handler is not None:  # None: it was not installed from Python
+                signal.signal(number, handler)
+
+    def _received(self, number: int, _frame: object) -> None:
+        if not self._is_holding:
+            raise _Terminated(number)
+        self._held = number
+
+    def hold(self) -> None:
+        """Let nothing interrupt what follows, until :meth:`release`."""
+        self._is_holding = True
+
+    def release(self) -> None:
+        """Let signals raise again; raise for one that came meanwhile.
+
+        Raises:
+            _Terminated: a signal came.
+        """
+        self._is_holding = False
+        number, self._held = self._held, None
+        if number is not None:
+            raise _Terminated(number)
 
 
 class _Gone(Exception):
@@ -198,7 +251,10 @@ def _fail(why: str) -> NoReturn:
 
 
 def _serve(
-    connection: ControlConnection, trainer: TrainerAddress, placement: CpuPlacement
+    connection: ControlConnection,
+    trainer: TrainerAddress,
+    placement: CpuPlacement,
+    signals: _Signals,
 ) -> Goodbye | None:
     """Do what the trainer requests until it says goodbye; None: the connection broke off."""
     processes = LocalProcesses(_Reporter(connection))
@@ -222,8 +278,7 @@ def _serve(
             threading.Thread(target=_kill_at_end, args=(connection, processes), daemon=True).start()
         raise
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        signals.hold()
         processes.close(grace_s)
         connection.close()
     return goodbye

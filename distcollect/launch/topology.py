@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from distcollect.errors import LaunchError
+from distcollect.net.interfaces import LOOPBACK
 
 _VARIABLES = (
     *(
@@ -23,9 +24,26 @@ _VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
     *("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_CPUS_PER_TASK"),
+    *("SLURM_STEP_NUM_TASKS", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS"),
+    *("SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_JOB_ID"),
 )
+# The rank and the number of ranks, as launchers set them that have no way here for the ranks to
+# find each other.
+_OTHER_LAUNCHERS = {
+    "mpirun of Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpirun of MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    "mpiexec of MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE"),
+    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    "a launcher that sets torch's variables": ("RANK", "WORLD_SIZE"),
+}
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+_SUBMITIT = "SUBMITIT_LOCAL_GLOBALID"
+# The ids of the steps in which sbatch runs its script, and salloc its shell: each has one process,
+# whatever SLURM_NTASKS says.
+_ONE_PROCESS_STEPS = {"4294967291", "batch", "4294967290", "interactive"}
 _BY_TORCHRUN = (
     f"Start this by torchrun, which sets them all; or unset {_TORCHRUN} to run it by itself"
 )
@@ -41,6 +59,7 @@ class Launcher(enum.Enum):
     NONE = "none"
     TORCHRUN = "torchrun"
     SLURM = "slurm"
+    SUBMITIT_LOCAL = "submitit's local executor"
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,7 @@ class Launch:
         """Read the launchers' variables; torchrun's come first, as it may itself run under srun.
 
         Raises:
-            LaunchError: they are set but can't be used.
+            LaunchError: they are set but can't be used, or those of another launcher are set.
         """
         env = os.environ if env is None else env
         try:
@@ -87,9 +106,13 @@ class Launch:
         except ValueError as error:
             shown = {name: env[name] for name in _VARIABLES if name in env}
             way = _BY_TORCHRUN if _TORCHRUN in env else _BY_SRUN
+            if _SUBMITIT in env and _TORCHRUN not in env:
+                way = f"Unset {_SUBMITIT} to run it by itself"
             raise LaunchError(
                 f"the launcher's variables can't be used: {error}. {way}. They are {shown}"
             ) from error
+        if launch.launcher not in (Launcher.TORCHRUN, Launcher.SUBMITIT_LOCAL):
+            _refuse_other_launchers(env, launch)
         return launch
 
     @classmethod
@@ -105,9 +128,25 @@ class Launch:
                 master=(_text(env, "MASTER_ADDR"), _whole(env, "MASTER_PORT")),
                 local_rank=_whole(env, "LOCAL_RANK"),
             )
-        if "SLURM_PROCID" in env and _whole(env, "SLURM_NTASKS", 1) > 1:
+        if _SUBMITIT in env and _whole(env, "SUBMITIT_LOCAL_NTASKS", 1) > 1:
+            return cls._from_submitit(env)
+        if "SLURM_PROCID" in env and _slurm_tasks(env) > 1:
             return cls._from_slurm(env)
         return cls()
+
+    @classmethod
+    def _from_submitit(cls, env: Mapping[str, str]) -> Launch:
+        tasks = _whole(env, "SUBMITIT_LOCAL_NTASKS")
+        job = _whole(env, "SUBMITIT_LOCAL_JOB_ID")  # a process id
+        return cls(
+            Launcher.SUBMITIT_LOCAL,
+            rank=_whole(env, _SUBMITIT),
+            world_size=tasks,
+            local_world_size=tasks,
+            run_id=f"submitit-{job}",
+            master=(LOOPBACK, _whole(env, "MASTER_PORT", 20_000 + job * 31 % 10_000)),
+            local_rank=_whole(env, "SUBMITIT_LOCAL_LOCALID", 0),
+        )
 
     @classmethod
     def _from_slurm(cls, env: Mapping[str, str]) -> Launch:
@@ -116,7 +155,7 @@ class Launch:
         host = env.get("MASTER_ADDR") or first_host(nodes)
         # All tasks of this step can compute this port, and two jobs seldom share it.
         port = _whole(env, "MASTER_PORT", 20_000 + (job * 31 + step * 7) % 10_000)
-        tasks = _whole(env, "SLURM_NTASKS")
+        tasks = _slurm_tasks(env)
         hosts = _whole(env, "SLURM_STEP_NUM_NODES", _whole(env, "SLURM_NNODES", 1))
         return cls(
             Launcher.SLURM,
@@ -164,6 +203,47 @@ class Launch:
             )
         own = len(range(trainer, num_workers, num_trainers))
         return replace(self, rank=1 + turn, world_size=1 + own, trainer=trainer)
+
+
+def one_of_several(env: Mapping[str, str] | None = None) -> str:
+    """The launcher that started this process as one of several, in words; "" if none did."""
+    env = os.environ if env is None else env
+    if "SLURM_PROCID" in env and not env.get("SLURM_STEP_NODELIST"):
+        # The script of a batch job: one process, with the variables of the whole job.
+        env = {name: value for name, value in env.items() if not name.startswith("SLURM_")}
+    try:
+        launch = Launch.detect(env)
+    except LaunchError as error:
+        return str(error)
+    if launch.world_size == 1:
+        return ""
+    by = {Launcher.SLURM: "srun"}.get(launch.launcher, launch.launcher.value)
+    return f"{by} started this process as rank {launch.rank} of {launch.world_size}"
+
+
+def _slurm_tasks(env: Mapping[str, str]) -> int:
+    """The number of tasks of this process's step."""
+    if env.get("SLURM_STEP_ID") in _ONE_PROCESS_STEPS:
+        return 1
+    return _whole(env, "SLURM_STEP_NUM_TASKS", _whole(env, "SLURM_NTASKS", 1))
+
+
+def _refuse_other_launchers(env: Mapping[str, str], launch: Launch) -> None:
+    """Raise LaunchError if another launcher started this process as one of several.
+
+    Programs of MPI set these variables under srun too. They say the same as SLURM's then.
+    """
+    for name, (rank_variable, size_variable) in _OTHER_LAUNCHERS.items():
+        rank, size = env.get(rank_variable, ""), env.get(size_variable, "")
+        if not (rank.isdigit() and size.isdigit()) or int(size) < 2:
+            continue
+        if (int(rank), int(size)) != (launch.rank, launch.world_size):
+            raise LaunchError(
+                f"{name} seems to have started this process as rank {rank} of {size} "
+                f"({rank_variable}={rank}, {size_variable}={size}), but its ranks can't find each "
+                "other. Start this by torchrun, srun, submitit or plain python; or unset "
+                f"{size_variable} to run it by itself"
+            )
 
 
 def _check(launch: Launch) -> None:

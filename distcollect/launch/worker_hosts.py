@@ -15,6 +15,7 @@ from distcollect.launch.cpu_placement import Host, choose, may_pin, num_cores
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
+from distcollect.launch.topology import one_of_several
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -35,6 +36,7 @@ from distcollect.transport.peer_ids import TRAJ_IDS_PER_TRAINER
 log = logging.getLogger(__name__)
 
 _LATE_RANKS_TIMEOUT_S = 20.0
+EACH_RANK = "DISTCOLLECT_EACH_RANK_TRAINS"
 
 
 class HostEvents(JoinServerEvents, ProcessEvents):
@@ -350,6 +352,23 @@ def current() -> WorkerHosts | None:
     return _launched
 
 
+def _refuse_several() -> None:
+    """Refuse to start workers in each rank of a launch, as each would train on its own.
+
+    Raises:
+        LaunchError: this process is one of several, and the user hasn't said that this is meant.
+    """
+    if os.environ.get(EACH_RANK) == "1":
+        return
+    if by := one_of_several():
+        raise LaunchError(
+            f"{by}, and each of these processes would train on its own with workers of its own. "
+            "Put the script into a function, and call distcollect.run(main) in each of them: then "
+            f"one trains and the others are its workers. If each is meant to train on its own, "
+            f"set {EACH_RANK}=1"
+        )
+
+
 def open_hosts(
     num_workers: int | None, listen: str | None = None, *, local: bool = False
 ) -> WorkerHosts:
@@ -362,8 +381,9 @@ def open_hosts(
 
     Raises:
         ArgumentError: ``listen`` is malformed, or there is no token for processes that join.
-        LaunchError: see :func:`~distcollect.net.interfaces.listen`; or the run's workers are in
-            other jobs, and the script does not call :func:`~distcollect.run`.
+        LaunchError: see :func:`~distcollect.net.interfaces.listen`; or this process is one of
+            several of a launch, or the run's workers are in other jobs, and the script does not
+            call :func:`~distcollect.run`.
     """
     if _launched is not None and not local:
         if listen is not None:
@@ -372,6 +392,8 @@ def open_hosts(
                 f"set {LISTEN} instead"
             )
         return _launched
+    if _launched is None:
+        _refuse_several()
     folder = RunFolder.here()
     if folder is not None and folder.num_workers and not local:
         raise LaunchError(

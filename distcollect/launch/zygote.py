@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
 
+from distcollect.common import worker_guard
+from distcollect.common.step_counter import SharedStepCounter
 from distcollect.errors import ArgumentError
 from distcollect.net.messages import WorkerBoot
 from distcollect.net.zygote_messages import (
@@ -107,17 +109,17 @@ class Unavailable(Exception):
 
 
 class ForkedProcess:
-    """A worker that was requested from a zygote.
+    """A worker that was requested from a zygote, behind its guard.
 
     Attributes:
-        pid: its process id; None until it was forked.
+        pid: the guard's process id; None until it was forked.
     """
 
-    def __init__(self, number: int, zygote: Zygote, on_forked: Callable[[int], None]) -> None:
+    def __init__(self, number: int, zygote: Zygote, counters: SharedStepCounter) -> None:
         self.pid: int | None = None
         self._number = number
         self._zygote = zygote
-        self._on_forked = on_forked
+        self._counters = counters
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._code = 0
@@ -134,15 +136,11 @@ class ForkedProcess:
             raise Unavailable(self._problem)
         return self._code
 
-    def terminate(self) -> None:
-        """Send it SIGTERM, unless it has ended."""
-        self._zygote.send(Signal(self._number, signal.SIGTERM, group=False))
-
-    def kill(self) -> None:
-        """End it and all of its process group at once."""
-        self._zygote.send(Signal(self._number, signal.SIGKILL, group=True))
+    def send_signal(self, number: int) -> None:
+        """Send the guard a signal, see :mod:`distcollect.common.worker_guard`."""
+        self._zygote.send(Signal(self._number, number))
         with self._lock:
-            if self.pid is None:
+            if self.pid is None and number == worker_guard.KILL:
                 # The zygote still imports. It forks the worker later, and ends it at once.
                 self._code = -signal.SIGKILL
                 self._ended.set()
@@ -152,7 +150,7 @@ class ForkedProcess:
         if isinstance(message, Forked):
             with self._lock:
                 self.pid = message.pid
-            self._on_forked(message.pid)
+            self._counters.close()
             return False
         if isinstance(message, Ended):
             self._code = message.code
@@ -166,9 +164,7 @@ class ForkedProcess:
         if self.pid is None:
             self._problem = reason
         else:
-            # The kernel ends it with its zygote, but not what it has started.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            # Its guard sees that the zygote is gone.
             self._code = -signal.SIGKILL
         self._ended.set()
 
@@ -211,16 +207,14 @@ class Zygote:
         self,
         boot: WorkerBoot,
         environ: Mapping[str, str],
-        counters_fd: int,
-        on_forked: Callable[[int], None],
+        counters: SharedStepCounter,
     ) -> ForkedProcess:
         """Request a worker.
 
         Args:
             boot: what it starts with.
             environ: its environment variables.
-            counters_fd: descriptor of its step counter.
-            on_forked: is called with its pid, on another thread.
+            counters: its step counter; the descriptor is closed once the worker has it.
 
         Raises:
             OSError: the zygote is gone, or no file for the request can be made.
@@ -234,9 +228,9 @@ class Zygote:
             with self._lock:
                 self._num_requests += 1
                 number = self._num_requests
-                forked = self._forked[number] = ForkedProcess(number, self, on_forked)
+                forked = self._forked[number] = ForkedProcess(number, self, counters)
                 try:
-                    send(self._sock, Fork(number), [child_fd, counters_fd, 1, 2])
+                    send(self._sock, Fork(number), [child_fd, counters.fd, 1, 2])
                 except OSError:
                     del self._forked[number]
                     raise
@@ -331,16 +325,14 @@ def warm_up() -> None:
 def fork(
     boot: WorkerBoot,
     added: Mapping[str, str],
-    counters_fd: int,
-    on_forked: Callable[[int], None],
+    counters: SharedStepCounter,
 ) -> ForkedProcess:
     """Request a worker from this process's zygote.
 
     Args:
         boot: what it starts with.
         added: environment variables to add to this process's own.
-        counters_fd: descriptor of its step counter.
-        on_forked: is called with its pid, on another thread.
+        counters: its step counter; the descriptor is closed once the worker has it.
 
     Raises:
         Unavailable: it has to be started by itself.
@@ -352,7 +344,7 @@ def fork(
     if special := sorted(name for name in added if wanted.get(name) != usual.get(name)):
         raise Unavailable(f"libraries read {', '.join(special)} when they are loaded")
     try:
-        return _current().fork(boot, environ, counters_fd, on_forked)
+        return _current().fork(boot, environ, counters)
     except OSError as error:
         raise Unavailable(str(error)) from error
 

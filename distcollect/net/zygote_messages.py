@@ -48,11 +48,10 @@ class Child:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send a signal to a worker; with ``group``, to all processes of its group as well."""
+    """Send a signal to a worker's guard."""
 
     number: int
     signal: int
-    group: bool
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Retire:
 
 @dataclass(frozen=True)
 class Forked:
-    """A worker was forked."""
+    """A worker was forked; ``pid`` is its guard's."""
 
     number: int
     pid: int

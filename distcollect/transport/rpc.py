@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ import torch.distributed.autograd
 import torch.distributed.rpc
 
 from distcollect.common import tensor_cache
+from distcollect.common.forks import keep_for_ever
 from distcollect.common.shared_memory import Segment, SharedTensor
 from distcollect.common.threads import SerialThread
 from distcollect.errors import CollectorStateError, LaunchError
@@ -81,6 +83,18 @@ class PeerAddress:
     memory_sample: Segment | None = None
 
 
+_open_transports: weakref.WeakSet[RpcTransport] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    # A forked child has none of the agent's threads, for which its destructor would wait.
+    for transport in list(_open_transports):
+        transport.keep_agent()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 class RpcTransport:
     """This process's agent: calls peers, and answers them for a service.
 
@@ -122,7 +136,13 @@ class RpcTransport:
             self._agent: Any = agent_class(self._store, _name(my_id), my_id, None, options, {}, [])
             rpc.api._init_rpc_states(self._agent)  # starts it: now it looks for its address
         self.endpoint: str = self._store.get(_address_key(my_id)).decode()
+        _open_transports.add(self)
         self._check_listens_on(address)
+
+    def keep_agent(self) -> None:
+        """Never destroy the agent in this process, a forked child of the one that started it."""
+        keep_for_ever(self._agent)
+        keep_for_ever(self._store)
 
     def _check_listens_on(self, address: str) -> None:
         got = ip_address_in(self.endpoint)

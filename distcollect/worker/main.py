@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from distcollect.common.forks import Owner
 from distcollect.common.shared_memory import sample_of_memory
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
@@ -92,7 +93,7 @@ def main(boot: WorkerBoot) -> None:
     threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
     connection.send(Reachable(transport.endpoint, sample_of_memory()))
-    worker.run()
+    _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     sys.stdout.flush()
     sys.stderr.flush()
@@ -106,3 +107,14 @@ def _name_worker_in_logs(worker_id: int) -> None:
     if logging.lastResort is not None:
         where = f"worker {worker_id} on {socket.gethostname()}"
         logging.lastResort.setFormatter(logging.Formatter(f"%(asctime)s {where}: %(message)s"))
+
+
+def _run(worker: Worker) -> None:
+    """Do what the trainer requests; a child that an env forks ends here."""
+    owner, code = Owner(), 1
+    try:
+        worker.run()
+        code = 0
+    finally:
+        if not owner.is_here:
+            os._exit(code)

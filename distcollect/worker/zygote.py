@@ -9,7 +9,6 @@ in use. :class:`distcollect.launch.zygote.Zygote` is its other end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distcollect.common import worker_guard
 from distcollect.net.messages import WorkerBoot
 from distcollect.net.zygote_messages import (
     Child,
@@ -48,9 +48,7 @@ _PRELOADED = (
     "distcollect.envs.make",
     "distcollect.worker.main",
 )
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _NUM_FDS = 4
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 class _Forked(BaseException):
@@ -62,6 +60,8 @@ class _Forked(BaseException):
 
 @dataclass
 class _Worker:
+    """A worker, by its guard's process id and a descriptor of that process."""
+
     number: int
     pid: int
     pidfd: int
@@ -103,11 +103,6 @@ class _Zygote:
         while self._workers or not self._retired:
             for key, _ in self._selector.select():
                 key.data()
-        self._end()
-
-    def _end(self) -> None:
-        for worker in self._workers.values():
-            _send_signal(worker.pid, signal.SIGKILL, group=True)
         os._exit(0)
 
     def _receive(self) -> None:
@@ -116,13 +111,13 @@ class _Zygote:
         except OSError:
             message, fds = None, []
         if message is None:
-            self._end()
+            os._exit(0)  # the guards see that, and end their workers
         elif isinstance(message, Fork):
             self._fork(message, fds)
         elif isinstance(message, Signal):
             worker = self._workers.get(message.number)
             if worker is not None:
-                _send_signal(worker.pid, message.signal, group=message.group)
+                os.kill(worker.pid, message.signal)  # it was not reaped yet
         elif isinstance(message, Retire):
             self._retired = True
 
@@ -149,18 +144,15 @@ class _Zygote:
             os.close(fd)
 
     def _leave(self) -> None:
-        """In a child: close what belongs to the zygote."""
+        """In a fork: guard a worker; in the worker, close what belongs to the zygote."""
         os.setsid()
-        _end_with(self._pid)
+        worker_guard.guard(self._pid)
         self._selector.close()
         self._sock.close()
         for worker in self._workers.values():
             os.close(worker.pidfd)
 
     def _reap(self, worker: _Worker) -> None:
-        # Before it is reaped, as its number could then be another process's.
-        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-        _send_signal(worker.pid, signal.SIGKILL, group=True)
         _, status = os.waitpid(worker.pid, 0)
         self._selector.unregister(worker.pidfd)
         os.close(worker.pidfd)
@@ -172,13 +164,6 @@ class _Zygote:
             send(self._sock, answer)
 
 
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent's thread that started it ends."""
-    _prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before
-        os._exit(1)
-
-
 def _why_not() -> str:
     """Why this process can't be forked, in words; "" if it can."""
     tasks = Path("/proc/self/task")
@@ -187,16 +172,6 @@ def _why_not() -> str:
         return ""
     names = ", ".join(sorted({(path / "comm").read_text().strip() for path in threads}))
     return f"what it imported has started {len(threads)} thread(s), named {names}"
-
-
-def _send_signal(pid: int, number: int, *, group: bool) -> None:
-    """Send a signal to a process that was not reaped yet."""
-    # It may not lead its group yet.
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-    if group:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, number)
 
 
 def _become_worker(fds: list[int]) -> WorkerBoot:

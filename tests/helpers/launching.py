@@ -24,14 +24,29 @@ def finish(processes, timeout_s=110):
             outputs.append(out)
             assert process.returncode == 0, out
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        end(processes)
     return outputs
 
 
+def end(processes):
+    """Kill all that still run, and close their pipes.
+
+    An open pipe would be reported as a warning, which fails the test that happens to run then.
+    """
+    for process in processes:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+_started = []
+
+
 def start(command, **env):
-    return subprocess.Popen(
+    """Start a program; it is ended when the test is over, at the latest."""
+    process = subprocess.Popen(
         [str(part) for part in command],
         env={**os.environ, **env},
         stdin=subprocess.PIPE,
@@ -39,6 +54,14 @@ def start(command, **env):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    _started.append(process)
+    return process
+
+
+def end_all():
+    """End what is left of all that was started."""
+    end(_started)
+    _started.clear()
 
 
 def report(output):

@@ -26,6 +26,7 @@ from helpers.paths import TESTBED
 NUM_HOSTS = 3
 
 
+pytestmark = pytest.mark.usefixtures("marked")  # whose end kills what a failed test leaves
 needs_hosts = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("ss"),
     reason="makes network namespaces: needs root and iproute2",

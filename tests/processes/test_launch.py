@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import shutil
 import sys
 
 import pytest
+import submitit
 from helpers.launching import (
     MENDED,
     SCRIPT,
@@ -18,6 +21,7 @@ from helpers.launching import (
     torchrun,
 )
 
+pytestmark = pytest.mark.usefixtures("marked")  # whose end kills what a failed test leaves
 needs_ss = pytest.mark.skipif(not shutil.which("ss"), reason="needs ss, of iproute2")
 
 
@@ -35,6 +39,29 @@ def test_torchrun_on_one_host():
 def test_slurm_variables_on_one_host():
     ranks = [start([sys.executable, SCRIPT], **slurm_variables(rank, 1, 3)) for rank in range(3)]
     for seen in report(finish(ranks)[0]):
+        assert seen["workers"] == [0, 1]
+        assert seen["listening"] == ["127.0.0.1"]
+
+
+@needs_ss
+@pytest.mark.timeout(300)
+def test_submitits_local_executor(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    executor = submitit.LocalExecutor(folder=tmp_path)
+    executor.update_parameters(tasks_per_node=3, timeout_min=4)
+    script = str(SCRIPT)
+
+    def run_script():
+        runpy.run_path(script, run_name="__main__")
+
+    job = executor.submit(run_script)
+    try:
+        job.results()
+    finally:
+        job.cancel()
+    trainer, *others = [job.task(rank).stdout() for rank in range(3)]
+    assert not any('[{"shape"' in output for output in others), others
+    for seen in report(trainer):
         assert seen["workers"] == [0, 1]
         assert seen["listening"] == ["127.0.0.1"]
 

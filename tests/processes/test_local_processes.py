@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import socket
@@ -22,7 +23,7 @@ from distcollect.net.messages import TrainerAddress, WorkerBoot
 
 SOON_S = 5
 HANG = "import time; time.sleep(1000)"
-GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '1000'])"
+GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
 Spawn = Callable[[int, str], None]
 
 
@@ -100,7 +101,7 @@ def test_kill_ends_a_worker_and_what_it_started_and_no_other(
 ) -> None:
     for worker_id in (0, 1):
         spawn(worker_id, f"{GRANDCHILD}; {HANG}")
-    await_count(marked, 5)  # and the guard
+    await_count(marked, 6)  # with their guards
     processes.kill(1, 0)
     assert exits.next() == (1, -signal.SIGKILL)
     await_count(marked, 3)
@@ -111,7 +112,19 @@ def test_kill_ends_a_worker_and_what_it_started_and_no_other(
 def test_what_a_worker_leaves_behind_is_ended(spawn: Spawn, exits: Exits, marked: Marked) -> None:
     spawn(0, f"{GRANDCHILD}; import os; os._exit(0)")
     assert exits.next() == (0, 0)
-    await_count(marked, 1)  # the guard
+    await_count(marked, 0)
+
+
+def test_a_worker_ends_with_its_guard(
+    processes: LocalProcesses, spawn: Spawn, exits: Exits, marked: Marked
+) -> None:
+    spawn(0, HANG)
+    await_count(marked, 2)
+    [running] = processes._running.values()
+    assert running.process.pid is not None
+    os.kill(running.process.pid, signal.SIGKILL)
+    assert exits.next() == (0, -signal.SIGKILL)
+    await_count(marked, 0)
 
 
 def test_a_slot_can_be_used_again(spawn: Spawn, exits: Exits) -> None:
@@ -125,7 +138,7 @@ def test_close_waits_then_kills_and_reaps(
 ) -> None:
     spawn(0, "import time, os; time.sleep(0.5); os._exit(0)")
     spawn(1, f"{GRANDCHILD}; {HANG}")
-    await_count(marked, 4)
+    await_count(marked, 5)
     processes.close(2)
     assert {exits.next(0), exits.next(0)} == {(0, 0), (1, -signal.SIGKILL)}
     assert not marked.left()
@@ -150,7 +163,7 @@ def test_kill_9_of_the_starter_ends_all_workers(marked: Marked, tmp_path: Path, 
     """Also if a forked child holds the guard's pipe open."""
     starter, forked = run_starter(tmp_path, *["fork"] * forks)
     assert len(forked) == forks
-    await_count(marked, 1 + forks + 2 + 4)  # with the guard and the zygote
+    await_count(marked, 1 + 1 + forks + 2 * 3)  # with the zygote, and their guards
     starter.kill()
     starter.communicate()
     assert marked.gone(SOON_S, but=set(forked)), marked.left()

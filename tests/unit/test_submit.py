@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import stat
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 from helpers.paths import SCRIPTS
 
+import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.commands.slurm import disks, states
-from distcollect.commands.slurm.submit import minutes
+from distcollect.commands.slurm.submit import _check_folder, minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 
 SCRIPT = SCRIPTS / "train_submitted.py"
@@ -196,3 +198,36 @@ def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:
         run.address()
     with pytest.raises(FileExistsError):
         run.create({})
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777])
+@pytest.mark.parametrize("part", ["", "jobs"])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, part: str) -> None:
+    folder = tmp_path / "run"
+    (folder / part).mkdir(parents=True)
+    (folder / part).chmod(mode)
+    with pytest.raises(PermissionError, match=r"others may write to it.*chmod go-w"):
+        RunFolder(folder).create({})
+    (folder / part).chmod(0o700)
+    (folder / "token").unlink(missing_ok=True)
+    RunFolder(folder).create({})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, linked: bool) -> None:
+    folder = theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, 65534, 65534)
+    if linked:
+        folder = tmp_path / "link"
+        folder.symlink_to(theirs)
+    with pytest.raises(PermissionError, match="belongs to user 65534"):
+        RunFolder(folder).create({})
+    assert not (theirs / "token").exists()
+
+
+def test_submit_refuses_such_a_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(dc.ArgumentError, match=r"run-folder .*others may write to it \(drwxrwxrwx"):
+        _check_folder(RunFolder(tmp_path), trusted=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import distcollect as dc
-from distcollect.launch.topology import Launch, Launcher, first_host, last_host
+from distcollect.launch.topology import Launch, Launcher, first_host, last_host, one_of_several
+from distcollect.launch.worker_hosts import open_hosts
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run",
@@ -26,6 +27,12 @@ SLURM = {
     "SLURM_STEP_NUM_NODES": "3",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
 }
+SUBMITIT = {
+    "SUBMITIT_LOCAL_GLOBALID": "2",
+    "SUBMITIT_LOCAL_LOCALID": "2",
+    "SUBMITIT_LOCAL_NTASKS": "3",
+    "SUBMITIT_LOCAL_JOB_ID": "4711",
+}
 FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), local_rank=1)
 
 
@@ -33,7 +40,14 @@ FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), lo
     "env",
     [
         {},
-        {"RANK": "1", "WORLD_SIZE": "2"},  # the user's own variables, no launcher
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "high", "WORLD_SIZE": "2"},  # the user's own variables, no launcher
+        {**SLURM, "SLURM_STEP_ID": "4294967290"},  # in the shell of salloc
+        {**SLURM, "SLURM_STEP_ID": "4294967291"},  # in a batch script
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},  # "srun -n 1" within "salloc -n 6"
+        {**SUBMITIT, "SUBMITIT_LOCAL_NTASKS": "1"},
+        {"SUBMITIT_LOCAL_NTASKS": "3", "SUBMITIT_LOCAL_JOB_ID": "5"},  # what starts the tasks
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"},
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},  # in a batch script, outside srun
     ],
@@ -65,6 +79,90 @@ def test_slurm() -> None:
     for other in (other_job, other_step):
         assert other.master != launch.master
         assert other.run_id != launch.run_id
+
+
+def test_submitits_local_executor() -> None:
+    launch = Launch.detect(SUBMITIT)
+    assert launch.launcher is Launcher.SUBMITIT_LOCAL
+    assert (launch.rank, launch.local_rank, launch.world_size, launch.num_hosts) == (2, 2, 3, 1)
+    first = Launch.detect({**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "0"})
+    assert (first.master, first.run_id) == (launch.master, launch.run_id)
+    other = Launch.detect({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "4712"})
+    assert other.run_id != launch.run_id
+    assert other.master != launch.master
+
+
+@pytest.mark.parametrize(
+    ("env", "rank", "size"), [(SLURM, "5", "6"), (SUBMITIT, "2", "3")], ids=["srun", "local"]
+)
+def test_torch_variables_that_submitit_exports(env: dict[str, str], rank: str, size: str) -> None:
+    exported = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "node1", "MASTER_PORT": "20001"}
+    launch = Launch.detect({**env, **exported})
+    assert launch.launcher is Launch.detect(env).launcher
+    assert (launch.rank, launch.world_size) == (int(rank), int(size))
+    assert launch.master is not None
+    assert launch.master[1] == 20001
+
+
+OTHERS = [
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+]
+
+
+@pytest.mark.parametrize(("rank", "size"), OTHERS)
+def test_other_launchers_are_refused(rank: str, size: str) -> None:
+    with pytest.raises(dc.LaunchError, match=rf"rank 1 of 4 .*{size}=4.* by torchrun, srun,"):
+        Launch.detect({rank: "1", size: "4"})
+    # Programs of MPI see their own variables under srun too.
+    assert Launch.detect({**SLURM, rank: "5", size: "6"}) == Launch.detect(SLURM)
+    # An MPI launcher within a SLURM job: SLURM's variables are those of its daemon.
+    if rank != "RANK":
+        with pytest.raises(dc.LaunchError, match="rank 7 of 8"):
+            Launch.detect({**SLURM, rank: "7", size: "8"})
+
+
+LAUNCHED = [
+    (TORCHRUN, "torchrun started this process as rank 3 of 4"),
+    (SLURM, "srun started this process as rank 5 of 6"),
+    (SUBMITIT, "submitit's local executor started this process as rank 2 of 3"),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 1 of 2"),
+]
+
+
+@pytest.mark.parametrize(("env", "by"), LAUNCHED, ids=["torchrun", "srun", "submitit", "other"])
+@pytest.mark.parametrize("kind", [dc.RPCDataCollector, dc.MultiSyncDataCollector])
+def test_workers_outside_of_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: type, env: dict[str, str], by: str
+) -> None:
+    for variable in env.items():
+        monkeypatch.setenv(*variable)
+    with pytest.raises(dc.LaunchError, match=rf"{by}.*distcollect.run\(main\).*EACH_RANK_TRAINS=1"):
+        kind("CartPole-v1", frames_per_batch=8)
+    # Envs in this process are no workers.
+    with dc.SyncDataCollector("CartPole-v1", frames_per_batch=8) as collector:
+        assert collector.next().numel() == 8
+    monkeypatch.setenv("DISTCOLLECT_EACH_RANK_TRAINS", "1")
+    open_hosts(1).close()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"},
+        {**SLURM, "SLURM_STEP_ID": "4294967290"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
+        {**SUBMITIT, "SUBMITIT_LOCAL_NTASKS": "1"},
+    ],
+)
+def test_one_process_of_a_job_may_start_workers(env: dict[str, str]) -> None:
+    assert one_of_several(env) == ""
 
 
 def test_slurm_takes_the_users_meeting_point() -> None:

@@ -19,7 +19,7 @@ from distcollect.commands.slurm.jobs import (
     worker_command,
 )
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.launch.run_folder import ENDED, RunFolder, obstacle
+from distcollect.launch.run_folder import ENDED, RunFolder, obstacle, others_may_change
 
 _EPILOG = """\
 One job, whose first task trains and whose others are workers:
@@ -210,6 +210,8 @@ def _check_folder(folder: RunFolder, *, trusted: bool) -> None:
         )
     if problem := obstacle(folder.path):
         raise ArgumentError(f"{problem}: name another --run-folder")
+    if problem := others_may_change(folder.path):
+        raise ArgumentError(f"--run-folder {problem}")
     problem, certain = disks.objection(folder.path)
     if not problem or trusted:
         return

@@ -47,9 +47,6 @@ def main():
     dist.all_gather_object(everything, (workers, seen))
     if rank == 0:
         print(json.dumps({"trainers": everything}), flush=True)
-    # Otherwise torch may end the group, and hold the interpreter lock, while a thread of it still
-    # needs that lock to return the last gathered tensors.
-    dist.barrier()
     dist.destroy_process_group()
 
 

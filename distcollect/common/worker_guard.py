@@ -1,0 +1,174 @@
+"""The parent of one worker process: ends everything that the worker started.
+
+The guard starts the worker in a session of its own and ends as the worker ends: with its exit code,
+or by the same signal. First it ends all that the worker has started, also processes in other
+sessions: the kernel makes the guard the parent of every descendant whose own parent has ended.
+
+A zygote calls :func:`guard` in a fork. Without one, this file is run as a script, with Python's own
+library alone: ``python -I -S worker_guard.py PARENT_PID COMMAND ...``
+
+What it does on which signal:
+
+==============  ===================================================
+SIGTERM         sends SIGTERM to the worker
+:data:`KILL`    kills the worker and all that it started
+:data:`CHECK`   the same, if the parent of this process has ended.
+                The kernel sends it when that may be so
+==============  ===================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+# No program sends these by accident.
+KILL = signal.SIGRTMIN + 1
+CHECK = signal.SIGRTMIN + 2
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM, KILL, CHECK}
+# CHECK comes at once; this is for kernels that don't send it.
+_CHECK_PERIOD_S = 5.0
+# A process that the kernel can't end now, or another user's, is not waited for any longer.
+_END_TIMEOUT_S = 5.0
+_AGAIN_S = 0.1
+
+
+def guard(parent: int) -> None:
+    """Fork: return in the child, which is the worker; guard it in this process.
+
+    Args:
+        parent: the process that started this one. All ends with it.
+    """
+    libc = ctypes.CDLL(None)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    libc.prctl(_PR_SET_PDEATHSIG, int(CHECK), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    worker = os.fork()
+    if worker == 0:
+        os.setsid()
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # if the guard is killed
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return
+    try:
+        _guard(worker, parent)
+    finally:
+        os._exit(1)
+
+
+def _guard(worker: int, parent: int) -> NoReturn:
+    # The worker alone reads what the parent writes, and alone holds what it inherits.
+    os.closerange(3, 1024)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    status = _wait(worker, parent)
+    if status is None:  # it was killed with all the others
+        _exit_by(signal.SIGKILL)
+    if os.WIFSIGNALED(status):
+        _exit_by(os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _wait(worker: int, parent: int) -> int | None:
+    """Wait until the worker has ended, then end the rest; its status, None if it was killed."""
+    while True:
+        if os.getppid() != parent:
+            _kill_all(worker)
+            return None
+        received = signal.sigtimedwait(_SIGNALS, _CHECK_PERIOD_S)
+        number = None if received is None else received.si_signo
+        if number == signal.SIGTERM:
+            os.kill(worker, signal.SIGTERM)
+        elif number == KILL:
+            _kill_all(worker)
+            return None
+        elif number == signal.SIGCHLD:
+            # Others are reaped too: this process is the parent of what lost its own.
+            for pid, status in _ended():
+                if pid == worker:
+                    _kill_all(worker)
+                    return status
+
+
+def _ended() -> list[tuple[int, int]]:
+    """The children that have ended, with their statuses."""
+    found = []
+    with contextlib.suppress(ChildProcessError):
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            found.append(child)
+    return found
+
+
+def _kill_all(worker: int) -> None:
+    """End the worker's process group and every other descendant, as far as possible."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    with contextlib.suppress(OSError):
+        os.killpg(worker, signal.SIGKILL)
+    while time.monotonic() < deadline:
+        children = children_of(os.getpid())
+        if not children:
+            return
+        for pid in children:
+            with contextlib.suppress(OSError):  # a program of another user
+                os.kill(pid, signal.SIGKILL)
+        # The children of those that end now become children of this process.
+        signal.sigtimedwait({signal.SIGCHLD}, _AGAIN_S)
+        _ended()
+
+
+def children_of(pid: int) -> list[int]:
+    """The ids of a process's children, oldest first; zombies count.
+
+    Only for a process with one thread.
+    """
+    try:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return [int(child) for child in listed.split()]
+    except OSError:
+        return [] if not Path(f"/proc/{pid}").exists() else _children_by_parent(pid)
+
+
+def _children_by_parent(parent: int) -> list[int]:
+    """The same on kernels that list no children."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # After the command's name, in parentheses: state, parent, ...
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _exit_by(number: int) -> NoReturn:
+    """End this process by a signal, without a core file."""
+    import resource  # noqa: PLC0415 - few workers end like this
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)
+
+
+def main(parent: str, *command: str) -> NoReturn:
+    """Guard a command."""
+    guard(int(parent))
+    try:
+        os.execv(command[0], command)  # noqa: S606 - the command is this Python
+    finally:
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,176 @@
+"""Ends this process in time, even if one of its threads holds the interpreter lock for ever.
+
+No Python code can run then, nor a signal handler of Python's. So the C library's own timers do the
+work: each calls one function of the C library on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from distcollect.common.forks import Owner
+from distcollect.errors import ArgumentError
+
+EXIT_TIMEOUT = "DISTCOLLECT_EXIT_TIMEOUT_S"
+
+_DEFAULT_S = 60.0
+# What hangs is reported, then where the threads are; then the process ends.
+_STACKS_AFTER_S, _EXIT_AFTER_S = 0.25, 1.25
+_MESSAGE_BYTES = 2000
+_SIGEV_THREAD = 2
+_STDERR = 2
+
+
+class _SigEvent(ctypes.Structure):
+    """``struct sigevent`` of 64-bit Linux: call ``function(value)`` on a new thread."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("unused", ctypes.c_char * 32),
+    )
+
+
+class _TimerSpec(ctypes.Structure):
+    """``struct itimerspec``."""
+
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class ExitDeadline:
+    """Ends this process by ``exit_code`` after ``timeout_s``, unless it is cancelled before.
+
+    Before, it writes to stderr what :attr:`waits_for` says, and the Python stack of each thread.
+    """
+
+    def __init__(self, timeout_s: float, exit_code: int) -> None:
+        self._seconds = f"{timeout_s:g} s"
+        self._exit_code = exit_code
+        self._timers: list[ctypes.c_void_p] = []
+        self._libc = ctypes.CDLL("librt.so.1", use_errno=True)
+        self._libc.calloc.restype = ctypes.c_void_p
+        # Never freed: a timer may still read it when the interpreter has destroyed all objects.
+        self._message: int = self._libc.calloc(_MESSAGE_BYTES, 1)
+        self.waits_for("this process")
+        self._call_later(timeout_s, "warnx", self._message)
+        faulthandler.dump_traceback_later(timeout_s + _STACKS_AFTER_S, file=_STDERR)
+        self._call_later(timeout_s + _EXIT_AFTER_S, "_exit", exit_code)
+
+    def waits_for(self, what: str) -> None:
+        """Note what is to end now."""
+        text = (
+            f"distcollect: {what} did not end within {self._seconds}; the process is ended with "
+            f"exit code {self._exit_code}. Where its threads are:"
+        )
+        data = text.encode()[: _MESSAGE_BYTES // 2].replace(b"%", b"%%")[: _MESSAGE_BYTES - 1]
+        ctypes.memmove(self._message, data + b"\0", len(data) + 1)
+
+    def cancel(self) -> None:
+        """Let this process live on."""
+        faulthandler.cancel_dump_traceback_later()
+        while self._timers:
+            self._libc.timer_delete(self._timers.pop())
+
+    def _call_later(self, delay_s: float, function: str, value: int) -> None:
+        address = ctypes.cast(getattr(self._libc, function), ctypes.c_void_p).value
+        event = _SigEvent(value=value, notify=_SIGEV_THREAD, function=address)
+        timer = ctypes.c_void_p()
+        spec = _TimerSpec(value_s=int(delay_s), value_ns=int(delay_s % 1 * 1e9) + 1)
+        failed = self._libc.timer_create(
+            time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)
+        ) or self._libc.timer_settime(timer, 0, ctypes.byref(spec), None)
+        if failed:
+            code = ctypes.get_errno()
+            raise OSError(code, f"no timer for the end of this process: {os.strerror(code)}")
+        self._timers.append(timer)
+
+
+def timeout_s() -> float | None:
+    """How long what ``main`` left behind has to end; None: for ever.
+
+    Raises:
+        ArgumentError: the environment variable is no number of seconds.
+    """
+    text = os.environ.get(EXIT_TIMEOUT)
+    try:
+        seconds = float(text) if text else _DEFAULT_S
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 10**6:
+        raise ArgumentError(f"{EXIT_TIMEOUT}={text!r}: must be a number of seconds, 0: no limit")
+    return seconds or None
+
+
+@contextlib.contextmanager
+def exit_deadline(exit_code: int) -> Iterator[ExitDeadline | None]:
+    """A deadline for what is done within; None: the user wants none."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    limit_s = timeout_s()
+    if limit_s is None:
+        yield None
+        return
+    deadline = ExitDeadline(limit_s, exit_code)
+    try:
+        yield deadline
+    finally:
+        deadline.cancel()
+
+
+class _InterpreterExit:
+    """Sets a deadline when the interpreter exits."""
+
+    def __init__(self) -> None:
+        self._owner: Owner | None = None  # where the interpreter's end has a deadline
+        self.exit_code = 0
+
+    def watch(self) -> None:
+        if self._owner is None or not self._owner.is_here:
+            self._owner = Owner()
+            atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        limit_s = timeout_s()
+        if limit_s is None or self._owner is None or not self._owner.is_here:
+            return
+        # Python notes an exception here that nothing has caught.
+        uncaught = getattr(sys, "last_type", None)
+        code = self.exit_code if uncaught is None else 1
+        deadline = ExitDeadline(limit_s, 130 if uncaught is KeyboardInterrupt else code)
+        deadline.waits_for("an object that the script left behind")
+
+
+_interpreter_exit = _InterpreterExit()
+
+
+@contextlib.contextmanager
+def interpreter_exit_deadline() -> Iterator[None]:
+    """Give the interpreter's exit a deadline, whatever is done within.
+
+    If what is done within raises SystemExit, that one's exit code holds.
+    """
+    _interpreter_exit.watch()
+    _interpreter_exit.exit_code = 0
+    try:
+        yield
+    except SystemExit as error:
+        code = error.code
+        if code is not None:
+            _interpreter_exit.exit_code = code if isinstance(code, int) else 1
+        raise
