@@ -32,13 +32,14 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
 
     def process(self) -> dict[str, Any]:
         """Facts about this process."""
+        guard = Path(f"/proc/{os.getppid()}/stat").read_text()
         links = []
         for fd in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # of the folder itself, which is closed by now
                 links.append(str(fd.readlink()))
         return {
             "pid": os.getpid(),
-            "parent": os.getppid(),
+            "started_by": int(guard.rpartition(")")[2].split()[1]),
             "group": os.getpgid(0),
             "folder": str(Path.cwd()),
             "variable": os.environ.get("OF_THE_TRAINER"),
@@ -76,8 +77,8 @@ def test_a_forked_worker_is_like_a_process_of_its_own(
     with collect() as collector:
         collector.next()
         alone = processes(collector)
-    assert {facts["parent"] for facts in forked} == {parent}
-    assert {facts["parent"] for facts in alone} == {os.getpid()}
+    assert {facts["started_by"] for facts in forked} == {parent}
+    assert {facts["started_by"] for facts in alone} == {os.getpid()}
     for facts in (*forked, *alone):
         assert facts["group"] == facts["pid"]
         assert facts["folder"] == str(tmp_path)
@@ -97,7 +98,7 @@ def test_a_replacement_is_forked_too() -> None:
             lambda: len(collector.call("process")) == 2 and processes(collector)[1] != first[1],
             WAIT_S,
         )
-        assert processes(collector)[1]["parent"] == zygote.pid()
+        assert processes(collector)[1]["started_by"] == zygote.pid()
 
 
 def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
@@ -109,7 +110,7 @@ def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
         eventually(lambda: zygote.pid() not in {None, first}, WAIT_S)
         for _ in range(3):
             assert collector.next().numel() == 32
-        assert {facts["parent"] for facts in processes(collector)} == {zygote.pid()}
+        assert {facts["started_by"] for facts in processes(collector)} == {zygote.pid()}
     assert marked.gone(), marked.left()
 
 
@@ -121,7 +122,7 @@ def test_it_waits_for_the_next_collector_or_ends(
     with collect(1) as collector:
         collector.next()
         pid = zygote.pid()
-        assert processes(collector)[0]["parent"] == pid
+        assert processes(collector)[0]["started_by"] == pid
     assert (zygote.pid() == pid) == is_kept
     assert marked.gone(WAIT_S), marked.left()
 
@@ -142,7 +143,7 @@ def test_what_starts_threads_at_import_is_not_forked_from(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with collect(1) as collector:
         collector.next()
-        assert processes(collector)[0]["parent"] == os.getpid()
+        assert processes(collector)[0]["started_by"] == os.getpid()
     assert "has started 1 thread(s)" in caplog.text
     zygote.close()
 
@@ -159,7 +160,7 @@ def test_variables_that_libraries_read_when_loaded_get_another_zygote(
     with collect(1) as collector:
         collector.next()
         [facts] = processes(collector)
-    assert facts["parent"] != first
+    assert facts["started_by"] != first
     assert facts["torch_threads"] == 2
 
 
