@@ -29,7 +29,8 @@ from distcollect.net.messages import (
     WorkerBoot,
     WorkerSettings,
 )
-from distcollect.net.server import Connection, JoinServer, JoinServerEvents
+from distcollect.net.peer import Connection
+from distcollect.net.server import JoinServer, JoinServerEvents
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
