@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING
 import pytest
 from helpers.marked import Marked
 from helpers.paths import TESTBED, TESTS
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from chaos.hosts import Hosts
 
 _started: list[str] = []
+
+# The same cases in each run; --hypothesis-profile=many makes many more, and others each time.
+_any_speed = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+settings.register_profile("few", derandomize=True, max_examples=100, **_any_speed)
+settings.register_profile("many", max_examples=20_000, **_any_speed)
+settings.load_profile("few")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

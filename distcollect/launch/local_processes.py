@@ -24,6 +24,7 @@ from pathlib import Path
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import SharedStepCounter
+from distcollect.launch.run_folder import SECRET_VARIABLE
 from distcollect.net.messages import WorkerBoot, to_frame
 
 log = logging.getLogger(__name__)
@@ -143,11 +144,13 @@ class LocalProcesses:
         reaper.start()
 
     def _start(self, boot: WorkerBoot, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        # What the user's envs start has no use for the token.
+        inherited = {name: v for name, v in os.environ.items() if name != SECRET_VARIABLE}
         process = subprocess.Popen(
             [sys.executable, "-c", _BOOT],
             stdin=subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, **env},
+            env={**inherited, **env},
             pass_fds=[boot.counters_fd],
         )
         self._tell_guard(f"+{process.pid}")

@@ -95,8 +95,8 @@ class _Notice(enum.Enum):
     """A kind of event that strangers can cause as often as they like; the value is its plural."""
 
     REFUSED = "more connections were refused"
-    LATE = "more connections did not show the token in time, and were closed"
-    CROWDED = "more connections were closed to make room: too many did not show the token"
+    LATE = "more connections did not prove the token in time, and were closed"
+    CROWDED = "more connections were closed to make room: too many did not prove the token"
     STALLED = "more peers took nothing of what was sent to them, and were cut off"
     UNUSABLE = "more connections were closed after an unusable message"
     NOT_ACCEPTED = "more connections could not be accepted"
