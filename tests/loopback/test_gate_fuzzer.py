@@ -47,8 +47,8 @@ class Stranger:
 
     def receive(self) -> bytes:
         """A whole answer, or what there is of one."""
-        self.sock.settimeout(0.2)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closed, or silent
+            self.sock.settimeout(0.02)
             return self.sock.recv(65536)
         return b""
 
