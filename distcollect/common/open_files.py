@@ -12,31 +12,36 @@ _MOST = 1 << 20
 _FILES, _FILES_PER_WORKER = 140, 6
 
 
+def limit() -> int:
+    """How many files this process may have open at present."""
+    return _finite(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _finite(limit: int) -> int:
+    return _MOST if limit == resource.RLIM_INFINITY else limit
+
+
 def highest_limit() -> int:
     """The limit that :func:`raise_limit` can set."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft == unlimited:
-        return _MOST
-    return max(soft, _MOST if hard == unlimited else min(hard, _MOST))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(limit(), min(_finite(hard), _MOST))
 
 
 def raise_limit() -> None:
     """Raise this process's soft limit to the hard one, at most to 1,048,576."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = highest_limit()
-    if soft != resource.RLIM_INFINITY and soft < highest:
+    if soft != resource.RLIM_INFINITY and soft < highest_limit():
         with contextlib.suppress(OSError, ValueError):  # a container may forbid it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest_limit(), hard))
 
 
 def shortage(num_workers: int) -> str:
     """Why a trainer can't have so many workers, in words; "" if it can."""
-    needed, limit = _FILES + _FILES_PER_WORKER * num_workers, highest_limit()
-    if needed <= limit:
+    needed, highest = _FILES + _FILES_PER_WORKER * num_workers, highest_limit()
+    if needed <= highest:
         return ""
     return (
         f"{num_workers} workers need at least {needed} open files, but this process may have "
-        f"{limit}: raise its hard limit (ulimit -Hn {needed + 1000} as root, LimitNOFILE in "
+        f"{highest}: raise its hard limit (ulimit -Hn {needed + 1000} as root, LimitNOFILE in "
         "systemd, nofile in /etc/security/limits.conf), or use fewer workers"
     )

@@ -17,7 +17,9 @@ class Outbox:
         """``max_unsent``: the most bytes to keep."""
         self._sock = sock
         self._max_unsent = max_unsent
-        self._lock = threading.Lock()
+        # Reentrant: garbage collection under it may finalize a collector, which sends messages.
+        self._lock = threading.RLock()
+        self._is_sending = False
         self._unsent = bytearray()
         self._closed = False
 
@@ -55,12 +57,17 @@ class Outbox:
     def _send_now(self) -> None:
         if self._closed:
             raise OSError("the connection is closed")
+        if self._is_sending:  # a call within the loop below: that sends this too
+            return
+        self._is_sending = True
         try:
             while self._unsent:
                 num_sent = self._sock.send(self._unsent)
                 del self._unsent[:num_sent]
         except BlockingIOError:
             pass
+        finally:
+            self._is_sending = False
 
     def end(self) -> None:
         """End the connection both ways; the socket stays open until :meth:`close`."""

@@ -19,7 +19,6 @@ import enum
 import errno
 import logging
 import math
-import resource
 import selectors
 import socket
 import threading
@@ -28,6 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from distcollect.common import open_files
 from distcollect.common.deadlines import Deadlines
 from distcollect.common.rate_limit import Allowance, RepeatLimit
 from distcollect.errors import LaunchError
@@ -58,8 +58,8 @@ _CLOSE_TIMEOUT_S = 2.0
 # share of the open files that this process may have.
 MAX_STRANGERS = 1024
 _SHARE_OF_FILES = 4
-# An Opening and a Proof are two reads. Each connection costs some 0.2 ms of this thread's time, and
-# one that leads to a proof is not counted.
+# Per second in the long run. Each costs some 0.2 ms of this thread's time; one that leads to a
+# proof is not counted. At once, as many may come as have room here and in the kernel's queue.
 _STRANGERS_PER_S = 100.0
 _ACCEPT_PAUSE_S = 0.5
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -125,9 +125,8 @@ class JoinServer:
         open_sockets.add(self._listener)
         self.address: str = address
         self.port: int = self._listener.getsockname()[1]
-        max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.max_strangers = max(1, min(MAX_STRANGERS, max_files // _SHARE_OF_FILES))
-        self._allowance = Allowance(MAX_STRANGERS, _STRANGERS_PER_S)
+        self.max_strangers = max(1, min(MAX_STRANGERS, open_files.limit() // _SHARE_OF_FILES))
+        self._allowance = Allowance(2 * MAX_STRANGERS, _STRANGERS_PER_S)
         self._notices: RepeatLimit[_Notice] = RepeatLimit(_REPORTS, _REPORT_PERIOD_S)
         self._is_accepting = True
         self._accept_at = math.inf  # when to accept again

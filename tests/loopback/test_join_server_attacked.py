@@ -166,10 +166,10 @@ def test_connections_without_a_proof_are_accepted_at_a_rate(
         client = connect(server)
         client.join(hello(), TOKEN)
         client.close()
-    strangers = [dial(server) for _ in range(30)]
-    until(lambda: len(server._unproven) == 20)
-    assert not server._is_accepting
-    assert len(strangers) == 30
+    strangers = [dial(server) for _ in range(50)]
+    until(lambda: not server._is_accepting)
+    assert [is_ended(stranger) for stranger in strangers[:20]] == [True] * 20
+    assert len(server._unproven) == 20  # and 10 are not accepted yet
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Attacks a join server for some seconds: attack_gate.py PORT SECONDS NUM_SILENT.
 
-It prints "silent" once NUM_SILENT connections are open that send nothing, then sends noise of many
-kinds on others, and prints how many these were.
+It opens NUM_SILENT connections that send nothing, and half as many that send the first part of a
+large frame, and prints "silent". Then it sends noise of many kinds on others, and prints how many
+these were.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def make_noise(deadline: float) -> None:
 
 
 silent = [connected() for _ in range(num_silent)]
+begun = [connected() for _ in range(num_silent // 2)]
+for sock in begun:
+    with contextlib.suppress(OSError):
+        sock.sendall(struct.pack("!I", 1 << 20) + bytes(200_000))
 print("silent", flush=True)
 until = time.monotonic() + seconds
 threads = [threading.Thread(target=make_noise, args=(until,)) for _ in range(4)]
