@@ -8,21 +8,29 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from helpers.marked import Marked
 from helpers.paths import TESTBED, TESTS
-from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from chaos.hosts import Hosts
 
-_started: list[str] = []
+# The same few examples each time; --hypothesis-profile=long tries many, other ones each time.
+_common = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(hypothesis.HealthCheck),
+}
+hypothesis.settings.register_profile(
+    "short", max_examples=12, stateful_step_count=12, derandomize=True, **_common
+)
+hypothesis.settings.register_profile(
+    "long", max_examples=1000, stateful_step_count=40, print_blob=True, **_common
+)
+hypothesis.settings.load_profile("short")
 
-# The same cases in each run; --hypothesis-profile=many makes many more, and others each time.
-_any_speed = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
-settings.register_profile("few", derandomize=True, max_examples=100, **_any_speed)
-settings.register_profile("many", max_examples=20_000, **_any_speed)
-settings.load_profile("few")
+_started: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

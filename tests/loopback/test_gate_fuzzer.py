@@ -1,8 +1,8 @@
 """Strangers send anything in any order, while workers join and exchange messages.
 
-With the default settings the cases are the same in each run. Many more, and others each time:
+The default profile makes the same 60 cases in each run. 5,000, and others each time:
 
-    python -m pytest tests/loopback/test_gate_fuzzer.py --hypothesis-profile=many --timeout 0
+    python -m pytest tests/loopback/test_gate_fuzzer.py --hypothesis-profile=long --timeout 0
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from helpers.join_server import TOKEN, WELCOME, Recorder, hello
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distcollect.errors import LaunchError
@@ -187,6 +187,7 @@ DO: dict[str, Callable[[Gate, Stranger, Any], object]] = {
 }
 
 
+@settings(max_examples=5 * settings.default.max_examples)
 @given(st.lists(st.tuples(st.integers(0, 2), ACTS), max_size=12))
 def test_whatever_strangers_send_workers_join(
     gate: Gate, acts: list[tuple[int, tuple[str, bytes | int]]]

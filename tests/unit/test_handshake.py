@@ -6,7 +6,7 @@ import json
 import tracemalloc
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distcollect.errors import LaunchError
@@ -24,6 +24,7 @@ from distcollect.net.handshake import (
 from distcollect.net.messages import versions
 
 TOKENS = st.text(max_size=40)
+CASES = settings(max_examples=10 * settings.default.max_examples)
 
 
 def run(joining: JoiningSide, trainer: TrainerSide) -> None:
@@ -31,6 +32,7 @@ def run(joining: JoiningSide, trainer: TrainerSide) -> None:
     joining.verify(trainer.answer(joining.prove(challenge)))
 
 
+@CASES
 @given(TOKENS)
 def test_two_that_know_the_token_prove_it(token: str) -> None:
     joining, trainer = JoiningSide(token), TrainerSide(token)
@@ -40,6 +42,7 @@ def test_two_that_know_the_token_prove_it(token: str) -> None:
     assert trainer.versions == versions()
 
 
+@CASES
 @given(TOKENS, TOKENS)
 def test_another_token_proves_nothing(one: str, other: str) -> None:
     trainer = TrainerSide(one)
@@ -50,6 +53,7 @@ def test_another_token_proves_nothing(one: str, other: str) -> None:
     assert not trainer.is_proven
 
 
+@CASES
 @given(st.integers(0, 3), st.integers(0, 2**16), st.integers(1, 255))
 def test_a_change_of_any_byte_on_the_way_is_noticed(which: int, where: int, mask: int) -> None:
     """By one side or the other: nobody is admitted over a connection that somebody changes."""
@@ -72,6 +76,7 @@ def test_a_change_of_any_byte_on_the_way_is_noticed(which: int, where: int, mask
         run_changed()
 
 
+@CASES
 @given(st.binary(max_size=300), st.booleans())
 def test_noise_proves_nothing(noise: bytes, opened: bool) -> None:
     trainer = TrainerSide("a token")
@@ -130,6 +135,7 @@ def test_nonces_differ() -> None:
     assert {len(nonce) for nonce in nonces} == {64}
 
 
+@CASES
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
 def test_versions_of_any_kind_are_told_safely(theirs: object) -> None:
     words = differing_versions({"protocol": theirs})
@@ -145,6 +151,7 @@ def test_a_proof_that_is_no_text() -> None:
         trainer.answer(to_bytes(Proof("\ud800")))
 
 
+@CASES
 @given(st.lists(st.binary(max_size=50), max_size=20), st.lists(st.integers(1, 30)))
 def test_frames_come_whole_however_they_are_cut(frames: list[bytes], cuts: list[int]) -> None:
     data = b"".join(with_length(frame) for frame in frames)
