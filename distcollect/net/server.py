@@ -100,6 +100,7 @@ class _Notice(enum.Enum):
     STALLED = "more peers took nothing of what was sent to them, and were cut off"
     UNUSABLE = "more connections were closed after an unusable message"
     NOT_ACCEPTED = "more connections could not be accepted"
+    FAILED = "more failures of the join server"
 
 
 class JoinServer:
@@ -177,9 +178,11 @@ class JoinServer:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - see above
+            if peer is None:
+                self._note(_Notice.FAILED, f"the join server failed: {error!r}")
+                return
             self._note(_Notice.UNUSABLE, f"closing a connection after an unusable message: {error}")
-            if peer is not None:
-                self._drop(peer)
+            self._drop(peer)
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._listener:
