@@ -180,7 +180,7 @@ class LocalProcesses:
                 [*guard, sys.executable, "-c", _BOOT],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
-                env={**os.environ, **env},
+                env={**zygote.inherited(), **env},
                 pass_fds=[boot.counters_fd],
             )
         finally:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed
 
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
+from distcollect.launch.run_folder import SECRET_VARIABLE, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.interfaces import (
     LOOPBACK,
@@ -37,7 +37,6 @@ dist: Any = torch.distributed
 RENDEZVOUS_TIMEOUT_S = 300.0
 _TRAINER_KEY = "distcollect/trainer"
 LISTEN = "DISTCOLLECT_LISTEN"
-_SECRET = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
 _HOLDS_TOKEN = (
     "it has to hold the run's secret, the same for the trainer and for all processes that join"  # noqa: S105
 )
@@ -50,7 +49,7 @@ class ListenSpec:
     Attributes:
         address: of this host.
         port: 0: any.
-        token: what every process that joins has to show.
+        token: what every process that joins has to know.
         store: torchrun's store, in which the other ranks look the address up; None: they can
             derive it themselves.
         is_users_token: whether the user set the token, on the other ranks too.
@@ -82,12 +81,13 @@ def listen_spec(launch: Launch) -> ListenSpec:
         name, port = launch.master
         if not _is_on_one_host(launch):
             address = own_address(name, launch.last_host)
-            if given is None:
-                log.warning(
-                    "the token that workers show is made from the SLURM job's id, which every user "
-                    "of the cluster can see; set %s to the name of a file that holds a secret",
-                    TOKEN_VARIABLE,
-                )
+        if given is None:
+            # On one host too: every user of that host reaches its loopback interface.
+            log.warning(
+                "the token of this run is made from the SLURM job's id, which every user of the "
+                "cluster can see; set %s to the name of a file that holds a secret",
+                TOKEN_VARIABLE,
+            )
         address, wanted_port = listen_address(default=address)
         port = (wanted_port or port) + launch.trainer
         return ListenSpec(address, port, given or launch.run_id)
@@ -246,14 +246,14 @@ def host_and_port(name: str, text: str) -> tuple[str, int]:
 
 
 def read_token() -> str | None:
-    """The user's secret, which processes that join have to show; None: the user set none.
+    """The user's secret, which processes that join have to know; None: the user set none.
 
     Raises:
         LaunchError: the file can't be read, is empty, or other users may read it.
     """
     path = os.environ.get(TOKEN_VARIABLE)
     if path is None:
-        return os.environ.get(_SECRET) or None
+        return os.environ.get(SECRET_VARIABLE) or None
     try:
         with Path(path).open() as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -194,7 +194,7 @@ def _hosts_of_run(folder: RunFolder) -> WorkerHosts:
     token = read_token()
     if token is None:
         raise LaunchError(
-            f"{TOKEN_VARIABLE} is not set, but the workers of this run show the token in "
+            f"{TOKEN_VARIABLE} is not set, but the workers of this run have the token in "
             f"{folder.token_file}: set it to that file, as 'distcollect submit' does"
         )
     address, port = listen_address()

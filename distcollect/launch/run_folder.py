@@ -3,7 +3,7 @@
 ::
 
     RUN/run.json            how it was submitted
-    RUN/token               the secret that workers have to show; only its owner can read it
+    RUN/token               the secret that workers have to know; only its owner can read it
     RUN/trainer.json        where the trainer listens, or why it doesn't
     RUN/jobs/ID.json        its jobs
     RUN/failed/ID_RANK.json tasks that failed
@@ -30,6 +30,7 @@ from typing import Any
 
 RUN_VARIABLE = "DISTCOLLECT_RUN"
 TOKEN_VARIABLE = "DISTCOLLECT_TOKEN_FILE"  # noqa: S105 - a name
+SECRET_VARIABLE = "DISTCOLLECT_TOKEN"  # noqa: S105 - a name
 
 # Another program's run.json does not have all of these.
 _REQUIRED_SETTINGS = {"command", "num_tasks", "num_workers", "patience_s"}
@@ -65,7 +66,7 @@ class RunFolder:
 
     @property
     def token_file(self) -> Path:
-        """The file with the secret that workers have to show."""
+        """The file with the secret that workers have to know."""
         return self.path / "token"
 
     def create(self, settings: dict[str, Any]) -> None:

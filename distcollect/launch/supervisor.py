@@ -22,7 +22,7 @@ from distcollect.launch.cpu_placement import CpuPlacement, Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.launch.rendezvous import RENDEZVOUS_TIMEOUT_S, finder
 from distcollect.launch.topology import Launch, Launcher
-from distcollect.net.client import ControlConnection, NoAnswer
+from distcollect.net.client import ControlConnection, NoAnswer, join_once
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -116,7 +116,7 @@ def _supervise(
             signals.release()
             connection, trainer = join(
                 find,
-                lambda trainer: SupervisorHello(token=trainer.token, rank=rank),
+                SupervisorHello(rank=rank),
                 timeout_s,
                 name="this process" if rank is None else f"rank {rank}",
                 give_up_if_refused=joined_before and patience_s is None,
@@ -188,7 +188,7 @@ class _Gone(Exception):
 
 def join(
     find: Callable[[], TrainerAddress],
-    hello: Callable[[TrainerAddress], Hello],
+    hello: Hello,
     timeout_s: float,
     *,
     name: str,
@@ -198,7 +198,7 @@ def join(
 
     Args:
         find: see :func:`supervise`.
-        hello: makes the message that introduces this process.
+        hello: the message that introduces this process.
         timeout_s: how long to try.
         name: what to call this process in an error.
         give_up_if_refused: raise at once if nobody listens there.
@@ -213,7 +213,7 @@ def join(
         try:
             trainer = find()
             where = f", at {trainer.host}:{trainer.port},"
-            return _join_once(trainer, hello(trainer)), trainer
+            return join_once(trainer, hello, _TRY_TIMEOUT_S), trainer
         except (OSError, NoAnswer, DistStoreError) as error:
             if give_up_if_refused and isinstance(error, ConnectionRefusedError):
                 raise _Gone from error
@@ -226,16 +226,6 @@ def join(
         f"with: {problem}. Is the trainer running, what does its own output say, and do firewalls "
         "let this host through?"
     )
-
-
-def _join_once(trainer: TrainerAddress, hello: Hello) -> ControlConnection:
-    connection = ControlConnection(trainer.host, trainer.port, _TRY_TIMEOUT_S)
-    try:
-        connection.join(hello)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def _fail(why: str) -> NoReturn:

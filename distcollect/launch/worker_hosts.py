@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from distcollect.common import open_files
 from distcollect.errors import ArgumentError, DeadlineError, LaunchError
 from distcollect.launch.cpu_placement import Host, choose, may_pin, num_cores
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
@@ -30,7 +31,8 @@ from distcollect.net.messages import (
     WorkerBoot,
     WorkerSettings,
 )
-from distcollect.net.server import Connection, JoinServer, JoinServerEvents
+from distcollect.net.peer import Connection
+from distcollect.net.server import JoinServer, JoinServerEvents
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
@@ -86,7 +88,7 @@ class WorkerHosts(JoinServerEvents):
 
         Args:
             address: see above.
-            token: what every process that joins has to show.
+            token: what every process that joins has to know.
             num_ranks: worker ranks of the launch: rank r's supervisor has slot r - 1. None: there
                 is no launch.
             num_local: slots, from 0, whose processes this process starts itself.
@@ -97,8 +99,12 @@ class WorkerHosts(JoinServerEvents):
             trainer: which of the launch's trainers this is.
 
         Raises:
+            ArgumentError: this process may not open enough files for so many workers.
             LaunchError: see :func:`~distcollect.net.interfaces.listen`.
         """
+        open_files.raise_limit()
+        if short := open_files.shortage(max(num_ranks or 0, num_local, num_expected or 0)):
+            raise ArgumentError(short)
         self.address = address
         self.first_traj_id = trainer * TRAJ_IDS_PER_TRAINER
         self.patience_s = patience_s
@@ -380,7 +386,8 @@ def open_hosts(
         local: use this host alone, even in a launch.
 
     Raises:
-        ArgumentError: ``listen`` is malformed, or there is no token for processes that join.
+        ArgumentError: ``listen`` is malformed, there is no token for processes that join, or this
+            process may not open enough files for so many workers.
         LaunchError: see :func:`~distcollect.net.interfaces.listen`; or this process is one of
             several of a launch, or the run's workers are in other jobs, and the script does not
             call :func:`~distcollect.run`.

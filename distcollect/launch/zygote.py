@@ -21,6 +21,7 @@ from pathlib import Path
 from distcollect.common import worker_guard
 from distcollect.common.step_counter import SharedStepCounter
 from distcollect.errors import ArgumentError
+from distcollect.launch.run_folder import SECRET_VARIABLE
 from distcollect.net.messages import WorkerBoot
 from distcollect.net.zygote_messages import (
     Child,
@@ -288,7 +289,7 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
-        env={**_DEFAULTS, **os.environ},
+        env={**_DEFAULTS, **inherited()},
         pass_fds=[fd],
     )
     assert process.stdin is not None
@@ -297,6 +298,11 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
         process.stdin.write(json.dumps(boot).encode() + b"\n")
         process.stdin.close()
     return process
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment for workers: what their envs start has no use for the token."""
+    return {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
@@ -339,7 +345,7 @@ def fork(
     """
     if ZygoteUse.chosen() is ZygoteUse.OFF:
         raise Unavailable(f"{ZYGOTE}=off")
-    environ = {**os.environ, **added}
+    environ = {**inherited(), **added}
     wanted, usual = read_at_import(environ), read_at_import(os.environ)
     if special := sorted(name for name in added if wanted.get(name) != usual.get(name)):
         raise Unavailable(f"libraries read {', '.join(special)} when they are loaded")

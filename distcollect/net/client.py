@@ -8,13 +8,37 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import NoReturn
 
 from distcollect.errors import LaunchError
-from distcollect.net.framing import FrameReader, configure_socket
-from distcollect.net.messages import Hello, Message, Refused, decode, encode
+from distcollect.net.framing import (
+    MAX_FRAME,
+    FrameReader,
+    configure_socket,
+    parse,
+    with_length,
+)
+from distcollect.net.handshake import JoiningSide, NotProven, printable
+from distcollect.net.messages import Hello, Message, Refused, TrainerAddress, decode, encode
 
 log = logging.getLogger(__name__)
+
+
+# What a listener that has not proven to be the trainer may send at once.
+_MAX_UNPROVEN_FRAME = 4096
+
+
+# For the whole handshake: longer than the trainer waits for its own part.
+ANSWER_TIMEOUT_S = 15.0
+_NO_CHALLENGE = (
+    " (it answered without a challenge, so its distcollect is an older one: install the same "
+    "version on all hosts)"
+)
+
+
+class _Refusal(LaunchError):
+    """The trainer refused this process."""
 
 
 class NoAnswer(LaunchError):
@@ -38,7 +62,7 @@ class ControlConnection:
         self._sock = socket.create_connection((host, port), timeout=timeout_s)
         configure_socket(self._sock)
         self._lock = threading.Lock()
-        self._reader = FrameReader()
+        self._reader = FrameReader(_MAX_UNPROVEN_FRAME)
         self.welcome: Message | None = None
 
     @property
@@ -46,36 +70,65 @@ class ControlConnection:
         """This host's address on the route to the trainer."""
         return str(self._sock.getsockname()[0])
 
-    def join(self, hello: Hello) -> Message:
-        """Introduce this process; returns the trainer's welcome.
+    def join(self, hello: Hello, token: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Message:
+        """Join the trainer, if it proves that it knows the token; returns its welcome.
 
         Raises:
-            NoAnswer: the connection broke off, or there was no answer in time.
-            LaunchError: the trainer refused, and says why; or it is no trainer.
+            NoAnswer: the connection broke off, or there was no answer within ``timeout_s``.
+            LaunchError: the trainer refused, and says why; or it is no trainer, or that of another
+                run.
         """
-        self.send(hello)
+        deadline = time.monotonic() + timeout_s
+        handshake = JoiningSide(token)
+        where = f"what listens at {self._host}:{self._port}"
+
+        def answer() -> tuple[bytes, Message]:
+            data = self._receive_frame(deadline)
+            if data is None:
+                raise NoAnswer("it accepted the connection, but did not answer the join handshake")
+            message = decode(parse(data))
+            if isinstance(message, Refused):
+                raise _Refusal(printable(message.reason))
+            return data, message
+
+        is_challenged = False
         try:
-            answer = self.receive()
+            self._send(with_length(handshake.opening))
+            challenge, _ = answer()
+            is_challenged = True
+            self._send(with_length(handshake.prove(challenge)))
+            handshake.verify(answer()[0])
+            self._reader.max_frame = MAX_FRAME
+            self.send(hello)
+            _, welcome = answer()
+        except NoAnswer:
+            raise
+        except _Refusal as error:
+            old = "" if is_challenged else _NO_CHALLENGE
+            raise LaunchError(f"the trainer refused this {hello.role}: {error}{old}") from error
+        except NotProven as error:
+            raise LaunchError(
+                f"{where} is not this run's trainer ({error}): check the address, and that "
+                "DISTCOLLECT_TOKEN_FILE names a file with the same secret there and here"
+            ) from error
         except LaunchError as error:
             raise LaunchError(
-                f"what listens at {self._host}:{self._port} is no trainer of distcollect's "
-                f"({error}): check the address"
+                f"{where} is no trainer of distcollect's ({error}): check the address"
             ) from error
-        if answer is None:
-            raise NoAnswer("it accepted the connection, but did not answer the join handshake")
-        if isinstance(answer, Refused):
-            raise LaunchError(f"the trainer refused this {hello.role}: {answer.reason}")
         self._sock.settimeout(None)
-        self.welcome = answer
-        return answer
+        self.welcome = welcome
+        return welcome
 
     def send(self, message: Message) -> None:
         """Send a message; do nothing if the trainer is gone (:meth:`receive` reports that)."""
+        self._send(encode(message))
+
+    def _send(self, data: bytes) -> None:
         with self._lock:
             try:
-                self._sock.sendall(encode(message))
-            except OSError:
-                log.debug("could not send %s to the trainer", type(message).__name__)
+                self._sock.sendall(data)
+            except OSError as error:
+                log.debug("could not send to the trainer: %s", error)
 
     def receive(self) -> Message | None:
         """The next message, None once the trainer is gone or can't be reached any more.
@@ -83,21 +136,43 @@ class ControlConnection:
         Raises:
             LaunchError: what arrived is no message of ours.
         """
-        while True:
-            frame = self._reader.next()
-            if frame is not None:
-                return decode(frame)
+        data = self._receive_frame()
+        return None if data is None else decode(parse(data))
+
+    def _receive_frame(self, deadline: float | None = None) -> bytes | None:
+        """The bytes of the next frame; None if the trainer is gone, or the deadline has passed."""
+        while (frame := self._reader.next()) is None:
             try:
+                if deadline is not None:
+                    # A timeout of 0 would make the socket non-blocking.
+                    self._sock.settimeout(max(0.001, deadline - time.monotonic()))
                 data = self._sock.recv(65536)
             except OSError:  # a TimeoutError may be the kernel's: the host can't be reached
                 return None
             if not data:
                 return None
             self._reader.feed(data)
+        return frame
 
     def close(self) -> None:
         """Close it; the trainer sees this process as gone."""
         self._sock.close()
+
+
+def join_once(trainer: TrainerAddress, hello: Hello, timeout_s: float) -> ControlConnection:
+    """Connect to a trainer within ``timeout_s``, and join it.
+
+    Raises:
+        OSError: nobody listens there, or it can't be reached in time.
+        NoAnswer, LaunchError: see :meth:`ControlConnection.join`.
+    """
+    connection = ControlConnection(trainer.host, trainer.port, timeout_s)
+    try:
+        connection.join(hello, trainer.token)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def exit_now(code: int) -> NoReturn:

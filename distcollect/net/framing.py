@@ -14,7 +14,7 @@ from distcollect.errors import LaunchError
 Frame = dict[str, Any]
 
 _LENGTH = struct.Struct("!I")
-_MAX_FRAME = 1 << 20
+MAX_FRAME = 1 << 20  # bytes; what a peer without the token may send is far less
 
 open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -46,41 +46,58 @@ def configure_socket(sock: socket.socket) -> None:
 
 
 def pack(frame: Frame) -> bytes:
-    """A frame as bytes."""
-    data = json.dumps(frame).encode()
+    """A frame as bytes, with its length."""
+    return with_length(json.dumps(frame).encode())
+
+
+def with_length(data: bytes) -> bytes:
+    """The bytes of a frame, after their length."""
     return _LENGTH.pack(len(data)) + data
 
 
-class FrameReader:
-    """Puts frames together from the pieces that arrive."""
+def parse(data: bytes) -> Frame:
+    """The object in a frame's bytes.
 
-    def __init__(self) -> None:
-        self._buffer = b""
+    Raises:
+        LaunchError: they hold no JSON object.
+    """
+    try:
+        frame = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise LaunchError("a frame without JSON: the peer is not part of distcollect") from error
+    if not isinstance(frame, dict):
+        raise LaunchError("a frame without a JSON object: the peer is not part of distcollect")
+    return frame
+
+
+class FrameReader:
+    """Puts frames together from the pieces that arrive.
+
+    Attributes:
+        max_frame: the most bytes that a frame may have, without its length.
+    """
+
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
+        self.max_frame = max_frame
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        self._buffer += data
+        self._buffer += data  # without a copy of what is there already
 
-    def next(self) -> Frame | None:
-        """The next whole frame, None until there is one.
+    def next(self) -> bytes | None:
+        """The next whole frame, without its length; None until there is one.
 
         Raises:
-            LaunchError: the bytes are no such frame.
+            LaunchError: the frame is longer than ``max_frame``.
         """
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > _MAX_FRAME:
+        if length > self.max_frame:
             raise LaunchError(f"a frame of {length} bytes: the peer is not part of distcollect")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        data, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
-        try:
-            frame = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise LaunchError(
-                "a frame without JSON: the peer is not part of distcollect"
-            ) from error
-        if not isinstance(frame, dict):
-            raise LaunchError("a frame without a JSON object: the peer is not part of distcollect")
-        return frame
+        data = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return data

@@ -3,6 +3,7 @@
 ::
 
     worker process                          trainer
+                    (the handshake: see handshake.py)
     WorkerHello              ─────────▶
                              ◀─────────     WorkerWelcome, or Refused
     Reachable                ─────────▶
@@ -10,6 +11,7 @@
                              ◀─────────     Stop, then Exit
 
     supervisor                              trainer
+                    (the handshake: see handshake.py)
     SupervisorHello          ─────────▶
                              ◀─────────     SupervisorWelcome, or Refused
                              ◀─────────     Spawn, Kill
@@ -42,7 +44,7 @@ from distcollect.net.framing import Frame, pack
 
 M = TypeVar("M")
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 def versions() -> dict[str, str]:
@@ -70,23 +72,19 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(Message):
-    """The first message of a process that joins.
+    """The first message of a process that joins, after the handshake.
 
     The fields stay the same from one protocol version to the next: so a trainer can say which
     process it refused because of its versions.
 
     Attributes:
         role: what the process is, for people.
-        token: the run's secret; the trainer removes it after the check.
-        versions: see :func:`versions`.
         host: the name of its host.
         pid: its process id there.
     """
 
     role: ClassVar[str] = "process"
 
-    token: str = field(repr=False)
-    versions: dict[str, str] = field(default_factory=versions)
     host: str = field(default_factory=platform.node)
     pid: int = field(default_factory=os.getpid)
 
@@ -240,7 +238,7 @@ class Goodbye(Message):
 
 @dataclass(frozen=True)
 class TrainerAddress:
-    """Where a trainer's join server listens, and the token to show there."""
+    """Where a trainer's join server listens, and the token to prove there."""
 
     host: str
     port: int

@@ -17,7 +17,7 @@ from distcollect.net.messages import (
     WorkerHello,
     WorkerWelcome,
 )
-from distcollect.net.server import Connection
+from distcollect.net.peer import Connection
 from distcollect.supervision.lifecycle import Lifecycle
 from distcollect.supervision.process import Process
 from distcollect.transport.peer_ids import identity

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -16,12 +17,13 @@ from distcollect.common.forks import Owner
 from distcollect.common.shared_memory import sample_of_memory
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
-from distcollect.net.client import ControlConnection, exit_now
+from distcollect.net.client import ControlConnection, NoAnswer, exit_now, join_once
 from distcollect.net.messages import (
     Exit,
     Leaving,
     Reachable,
     Stop,
+    TrainerAddress,
     WorkerBoot,
     WorkerHello,
     WorkerWelcome,
@@ -35,6 +37,22 @@ log = logging.getLogger(__name__)
 # lock. With Python's own 5 ms, several times in a push, that wait is most of a small push's time.
 _SWITCH_INTERVAL_S = 0.0005
 _JOIN_TIMEOUT_S = 60.0
+_RETRY_S = 0.2
+
+
+def _join(trainer: TrainerAddress, hello: WorkerHello) -> ControlConnection:
+    """Join the trainer; try again if the connection breaks off in the handshake.
+
+    It does if too many strangers connect to the trainer at the same time.
+    """
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    while True:
+        try:
+            return join_once(trainer, hello, _JOIN_TIMEOUT_S)
+        except NoAnswer:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def main(boot: WorkerBoot) -> None:
@@ -48,12 +66,10 @@ def main(boot: WorkerBoot) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(boot.num_threads)
-    connection = ControlConnection(boot.trainer.host, boot.trainer.port, _JOIN_TIMEOUT_S)
-    welcome = connection.join(
-        WorkerHello(
-            token=boot.trainer.token, worker_id=boot.worker_id, incarnation=boot.incarnation
-        )
+    connection = _join(
+        boot.trainer, WorkerHello(worker_id=boot.worker_id, incarnation=boot.incarnation)
     )
+    welcome = connection.welcome
     if not isinstance(welcome, WorkerWelcome):
         raise LaunchError(f"the trainer answered a worker by {welcome}")
     worker = Worker(

@@ -55,10 +55,7 @@ def joined(port: int, token: str = "secret") -> Any:
     def find() -> TrainerAddress:
         return TrainerAddress("127.0.0.1", port, token)
 
-    def hello(trainer: TrainerAddress) -> SupervisorHello:
-        return SupervisorHello(token=trainer.token, rank=1)
-
-    return join(find, hello, 0.3, name="rank 1")
+    return join(find, SupervisorHello(rank=1), 0.3, name="rank 1")
 
 
 def turned_away() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +16,11 @@ from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 
 from distcollect.net.client import ControlConnection
+from distcollect.net.framing import with_length
+from distcollect.net.handshake import JoiningSide, Opening, to_bytes
 from distcollect.net.messages import Hello, Message, WorkerHello, WorkerWelcome
-from distcollect.net.server import Connection, JoinServer, JoinServerEvents
+from distcollect.net.peer import Connection
+from distcollect.net.server import JoinServer, JoinServerEvents
 
 SOON_S = 5
 TOKEN = "a token"
@@ -76,8 +81,48 @@ def connect() -> Iterator[Connect]:
         yield connect
 
 
+def prove(client: ControlConnection, token: str = TOKEN, opening: Opening | None = None) -> None:
+    """The joining side of the handshake, without a Hello."""
+    side = JoiningSide(token)
+    if opening is not None:
+        side.opening = to_bytes(opening)
+    client._send(with_length(side.opening))
+    challenge = client._receive_frame()
+    assert challenge is not None
+    client._send(with_length(side.prove(challenge)))
+    proof = client._receive_frame()
+    assert proof is not None
+    side.verify(proof)
+
+
+class Listener:
+    """A listener that is no join server: ``answer`` gets each connection and its first bytes."""
+
+    def __init__(self, answer: Callable[[socket.socket, bytes], object]) -> None:
+        self._answer = answer
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.port = self._sock.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._sock.accept()
+                with sock:
+                    self._answer(sock, sock.recv(65536))
+
+    def __enter__(self) -> Listener:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        self._thread.join(SOON_S)
+
+
 def hello(**changes: Any) -> WorkerHello:
-    return WorkerHello(**{"token": TOKEN, "worker_id": 0, "incarnation": 0, **changes})
+    return WorkerHello(**{"worker_id": 0, "incarnation": 0, **changes})
 
 
 def start(marked: Marked, *args: object) -> subprocess.Popen[str]:

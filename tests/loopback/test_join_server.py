@@ -14,10 +14,12 @@ from helpers.join_server import (
     TOKEN,
     WELCOME,
     Connect,
+    Listener,
     Recorder,
     connect,
     events,
     hello,
+    prove,
     server,
 )
 
@@ -25,6 +27,7 @@ import distcollect as dc
 from distcollect.common.process_exit import ProcessExit
 from distcollect.launch.supervisor import join
 from distcollect.net.framing import Frame, pack
+from distcollect.net.handshake import Opening
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -47,7 +50,7 @@ def frame(data: bytes, length: int | None = None) -> bytes:
 
 def test_joins_and_exchanges_frames(server: JoinServer, events: Recorder, connect: Connect) -> None:
     client = connect(server)
-    assert client.join(hello(worker_id=3)) == WELCOME
+    assert client.join(hello(worker_id=3), TOKEN) == WELCOME
     connection = events.next("admitted")
     assert connection.hello.worker_id == 3
     assert connection.hello.pid == os.getpid()
@@ -66,7 +69,7 @@ def test_a_host_that_cannot_be_reached_any_more_is_gone(
 ) -> None:
     """The kernel says so by an error that Python takes for a timeout."""
     client = connect(server)
-    client.join(hello())
+    client.join(hello(), TOKEN)
 
     class Unplugged:
         def recv(self, size: int) -> bytes:
@@ -90,7 +93,7 @@ def test_a_supervisor_tries_again_when_the_handshake_breaks_off(
         threading.Thread(target=break_off, daemon=True).start()
         client, found = join(
             lambda: addresses.pop(0),
-            lambda trainer: SupervisorHello(token=trainer.token, rank=None),
+            SupervisorHello(rank=None),
             20,
             name="this process",
             give_up_if_refused=True,
@@ -104,7 +107,7 @@ def test_the_servers_end_ends_all_connections(
 ) -> None:
     clients = [connect(server) for _ in range(3)]
     for client in clients:
-        client.join(hello())
+        client.join(hello(), TOKEN)
     server.close()
     assert [client.receive() for client in clients] == [None] * 3
     with pytest.raises(OSError, match="refused"):
@@ -116,7 +119,7 @@ def test_a_wrong_token_is_refused(
     server: JoinServer, events: Recorder, token: str, connect: Connect
 ) -> None:
     with pytest.raises(dc.LaunchError, match=r"refused this worker: .*token"):
-        connect(server).join(hello(token=token))
+        connect(server).join(hello(), token)
     assert "token" in events.next("refused")
 
 
@@ -124,14 +127,47 @@ def test_a_wrong_token_is_refused(
 def test_another_version_is_refused_naming_both(
     server: JoinServer, events: Recorder, name: str, connect: Connect
 ) -> None:
-    client = connect(server)
-    client.send(hello(versions={**versions(), name: "0.99"}))
     reason = (
         f"its {name} is 0.99, the trainer's is {versions()[name]}; install the same on all hosts"
     )
+    client = connect(server)
+    prove(client, TOKEN, Opening({**versions(), name: "0.99"}))
+    client.send(hello())
     assert client.receive() == Refused(reason)
     assert events.next("refused") == reason
     assert client.receive() is None
+
+
+OLD_HELLO = {
+    "message": "WorkerHello",
+    "token": TOKEN,
+    "versions": {**versions(), "protocol": "2"},
+    "host": "there",
+    "pid": 1,
+    "worker_id": 0,
+    "incarnation": 0,
+}
+
+
+def test_an_older_process_is_told_the_versions(
+    server: JoinServer, events: Recorder, connect: Connect
+) -> None:
+    """It shows its token in its first message, and understands one answer."""
+    client = connect(server)
+    client._sock.sendall(pack(OLD_HELLO))
+    answer = client.receive()
+    assert isinstance(answer, Refused)
+    assert "its protocol is 2, the trainer's is 3; install the same" in answer.reason
+    assert "its protocol is 2" in events.next("refused")
+
+
+def test_an_older_trainer_is_recognised(connect: Connect) -> None:
+    """It answers any first message without a token by this refusal."""
+    with (
+        Listener(lambda sock, _: sock.sendall(encode(Refused("it has no token")))) as listener,
+        pytest.raises(dc.LaunchError, match=r"it has no token.*older.*install the same"),
+    ):
+        connect(port=listener.port).join(hello(), TOKEN)
 
 
 GARBAGE = {
@@ -161,14 +197,14 @@ def test_garbage_does_no_harm(
     server: JoinServer, events: Recorder, garbage: bytes, ended: bool, connect: Connect
 ) -> None:
     before = connect(server)
-    before.join(hello())
+    before.join(hello(), TOKEN)
     events.next("admitted")
     with socket.create_connection((server.address, server.port)) as sock:
         sock.sendall(garbage)
         if ended:
             sock.shutdown(socket.SHUT_RDWR)
         after = connect(server)
-        after.join(hello())
+        after.join(hello(), TOKEN)
         before.send(Kill(1, 2))
         while (got := events.queue.get(timeout=SOON_S))[0] != "received":
             assert got[0] in {"refused", "admitted"}
@@ -179,7 +215,7 @@ def test_garbage_after_joining_closes_the_connection(
     server: JoinServer, events: Recorder, connect: Connect
 ) -> None:
     client = connect(server)
-    client.join(hello())
+    client.join(hello(), TOKEN)
     connection = events.next("admitted")
     client._sock.sendall(frame(b"nonsense"))
     assert events.next("closed") is connection
@@ -190,7 +226,7 @@ def test_frames_come_whole_however_they_are_cut(
     server: JoinServer, events: Recorder, connect: Connect
 ) -> None:
     client = connect(server)
-    client.join(hello())
+    client.join(hello(), TOKEN)
     events.next("admitted")
     data = b"".join(encode(Kill(n, 0)) for n in (1, 2, 3))
     for start in range(0, len(data), 5):
@@ -202,7 +238,7 @@ HELLO = to_frame(hello())
 BAD_FIELDS = {
     "unknown message": {**HELLO, "message": "Greeting"},
     "no message": {key: value for key, value in HELLO.items() if key != "message"},
-    "not a hello": {**to_frame(Goodbye()), "token": TOKEN, "versions": versions()},
+    "not a hello": to_frame(Goodbye()),
     "missing field": {key: value for key, value in HELLO.items() if key != "incarnation"},
     "unknown field": {**HELLO, "more": 1},
     "text for a number": {**HELLO, "worker_id": "0"},
@@ -216,6 +252,7 @@ def test_a_malformed_hello_is_refused(
     server: JoinServer, events: Recorder, sent: Frame, connect: Connect
 ) -> None:
     client = connect(server)
+    prove(client, TOKEN)
     client._sock.sendall(pack(sent))
     answer = client.receive()
     assert isinstance(answer, Refused)
@@ -232,7 +269,7 @@ def test_nothing_is_read_after_a_refusal(
     stranger._sock.sendall(frame(b"{}") * 10_000)
     assert isinstance(stranger.receive(), Refused)
     stranger.close()
-    connect(server).join(hello())
+    connect(server).join(hello(), TOKEN)
     assert "token" in events.next("refused")
     events.next("admitted")
     assert not caplog.records

@@ -25,7 +25,7 @@ class Connection:
     """A supervisor's, as the join server passes it on."""
 
     def __init__(self, rank: int | None) -> None:
-        self.hello = SupervisorHello(token="", rank=rank)
+        self.hello = SupervisorHello(rank=rank)
         self.sent: list[Message] = []
 
     def send(self, message: Message) -> None:

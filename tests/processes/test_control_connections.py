@@ -47,7 +47,7 @@ def test_a_client_sees_the_server_end(
     process = start(marked, "serve", TOKEN, fork)
     assert process.stdout is not None
     client = connect(port=int(process.stdout.readline()))
-    client.join(hello())
+    client.join(hello(), TOKEN)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
     client._sock.settimeout(3)

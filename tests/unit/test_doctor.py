@@ -105,7 +105,7 @@ def test_files() -> None:
     assert not checks.check_files(replace(FAR, max_files=1024), 1000)  # a worker has one trainer
     finding = only(checks.check_files(replace(HERE, max_files=1024), 100))
     assert "1024 files open; with 100 worker(s) some 1856 are needed" in finding.problem
-    assert "ulimit -n 4096" in finding.remedy
+    assert "ulimit -Hn 4096" in finding.remedy
 
 
 def test_idle() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 import distcollect as dc
-from distcollect.launch.rendezvous import ListenSpec, read_token
-from distcollect.launch.topology import Launch
+from distcollect.launch.rendezvous import ListenSpec, listen_spec, read_token
+from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.interfaces import check_not_public, same_address
-from distcollect.net.messages import TrainerAddress, WorkerBoot, WorkerHello
+from distcollect.net.messages import TrainerAddress, WorkerBoot
 
 SECRET = "e9d1a2-nobody-may-see-this"
 
@@ -54,10 +54,25 @@ def test_the_token_is_in_no_text_of_ours(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("DISTCOLLECT_TOKEN", SECRET)
     address = TrainerAddress("host", 1, SECRET)
     assert SECRET not in f"{address} {ListenSpec('host', 1, SECRET)} {WorkerBoot(0, 0, address)}"
-    assert SECRET not in str(WorkerHello(token=SECRET, worker_id=0, incarnation=0))
     with pytest.raises(dc.LaunchError) as raised:
         Launch.detect({**os.environ, "TORCHELASTIC_RUN_ID": "run", "RANK": "no number"})
     assert SECRET not in str(raised.value)
+
+
+def test_a_token_that_can_be_guessed_brings_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On one host too: all users of that host reach its loopback interface."""
+    for name in ("DISTCOLLECT_TOKEN", "DISTCOLLECT_TOKEN_FILE", "DISTCOLLECT_LISTEN"):
+        monkeypatch.delenv(name, raising=False)
+    launch = Launch(Launcher.SLURM, world_size=3, run_id="slurm-7-0", master=("here", 20_000))
+    assert listen_spec(launch).token == "slurm-7-0"
+    assert "every user of the cluster can see" in caplog.text
+    assert "DISTCOLLECT_TOKEN_FILE" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("DISTCOLLECT_TOKEN", SECRET)
+    assert listen_spec(launch).token == SECRET
+    assert not caplog.records
 
 
 def test_torchruns_store_has_no_token_of_the_users() -> None:

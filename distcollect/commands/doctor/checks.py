@@ -162,7 +162,7 @@ def check_files(report: HostReport, num_workers: int) -> list[Finding]:
             report.where,
             f"it may have {report.max_files} files open; with {num_workers} worker(s) some "
             f"{needed} are needed",
-            f"ulimit -n {max(needed, 4096)} before it is started (or LimitNOFILE, nofile in "
+            f"ulimit -Hn {max(needed, 4096)} before it is started (or LimitNOFILE, nofile in "
             "limits.conf)",
         )
     ]

@@ -116,9 +116,7 @@ def _second_process(listen: ListenSpec, port: int) -> Iterator[None]:
 
 
 def _serve_trainer(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -> int:
-    control, _ = join(
-        find, lambda trainer: DoctorHello(token=trainer.token), timeout_s, name=f"rank {rank}"
-    )
+    control, _ = join(find, DoctorHello(), timeout_s, name=f"rank {rank}")
     return 0 if take_part(control, rank) else 1
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import tensordict
 import torch
 
+from distcollect.common import open_files
 from distcollect.common.shared_memory import allocate
 from distcollect.errors import LaunchError
 from distcollect.launch.cpu_placement import Host
@@ -103,7 +104,7 @@ def inspect_host(rank: int, address: str) -> HostReport:
         interface=interface_of(address) or "",
         own_name=addresses_of(platform.node()),
         variables={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
-        max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        max_files=open_files.highest_limit(),
         open_files=num_open_files(),
         num_cores=Host.inspect().num_cores,
         shm_bytes=shutil.disk_usage(SHM).free if os.path.ismount(SHM) else -1,

@@ -11,7 +11,8 @@ from distcollect.commands.doctor.links import Rank
 from distcollect.common.shared_memory import Segment, sample_of_memory
 from distcollect.net.client import ControlConnection
 from distcollect.net.messages import Exit, Hello, Message, Refused, WorkerWelcome
-from distcollect.net.server import Connection, JoinServerEvents
+from distcollect.net.peer import Connection
+from distcollect.net.server import JoinServerEvents
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import PeerAddress, RpcTransport
 

@@ -10,7 +10,8 @@ import time
 
 from distcollect.net.client import ControlConnection
 from distcollect.net.messages import Message, WorkerHello, WorkerWelcome
-from distcollect.net.server import Connection, JoinServer, JoinServerEvents
+from distcollect.net.peer import Connection
+from distcollect.net.server import JoinServer, JoinServerEvents
 
 
 def fork_a_child() -> None:
@@ -31,7 +32,7 @@ role, *args, fork = sys.argv[1:]
 if role == "join":
     host, port, token = args
     client = ControlConnection(host, int(port), 10)
-    client.join(WorkerHello(token=token, worker_id=0, incarnation=0))
+    client.join(WorkerHello(worker_id=0, incarnation=0), token)
 else:
     closing = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: closing.set())

@@ -1,0 +1,47 @@
+"""How many files, sockets too, this process may have open at once."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+# Some programs close every descriptor that they might have: no limit is raised above this.
+_MOST = 1 << 20
+# What a trainer needs at least: 142 files with no worker, and for each worker a control connection,
+# four sockets of torch's RPC and, on the same host, its memory (measured with torch 2.13).
+_FILES, _FILES_PER_WORKER = 140, 6
+
+
+def limit() -> int:
+    """How many files this process may have open at present."""
+    return _finite(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _finite(limit: int) -> int:
+    return _MOST if limit == resource.RLIM_INFINITY else limit
+
+
+def highest_limit() -> int:
+    """The limit that :func:`raise_limit` can set."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(limit(), min(_finite(hard), _MOST))
+
+
+def raise_limit() -> None:
+    """Raise this process's soft limit to the hard one, at most to 1,048,576."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < highest_limit():
+        with contextlib.suppress(OSError, ValueError):  # a container may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest_limit(), hard))
+
+
+def shortage(num_workers: int) -> str:
+    """Why a trainer can't have so many workers, in words; "" if it can."""
+    needed, highest = _FILES + _FILES_PER_WORKER * num_workers, highest_limit()
+    if needed <= highest:
+        return ""
+    return (
+        f"{num_workers} workers need at least {needed} open files, but this process may have "
+        f"{highest}: raise its hard limit (ulimit -Hn {needed + 1000} as root, LimitNOFILE in "
+        "systemd, nofile in /etc/security/limits.conf), or use fewer workers"
+    )

@@ -1,0 +1,198 @@
+"""The handshake that begins a control connection: both sides prove that they know the token.
+
+::
+
+    joining process                         trainer
+    Opening: versions, nonce ─────────▶
+                             ◀─────────     Challenge: versions, nonce
+    Proof                    ─────────▶
+                             ◀─────────     Proof, or Refused
+
+The token itself is never sent. A :class:`Proof` is an HMAC-SHA256 whose key is the token, over the
+role of the side that proves, and the bytes of the Opening and the Challenge. So a proof holds
+
+- for this connection only: each side's nonce is random, and both are in it (no replay);
+- for one side only: the roles differ (no reflection);
+- for what both sides have seen: nobody in between has changed a version or a nonce.
+
+The joining process proves first. A stranger who connects to the trainer gets nothing that depends
+on the token; one who listens at the trainer's address gets a proof that only helps to test guesses
+of the token.
+
+This is the three-pass mutual authentication of ISO/IEC 9798-4, which is SKID3 in the Handbook of
+Applied Cryptography (Menezes, van Oorschot, Vanstone; 10.3.2), after an Opening that the versions
+travel in. Nothing here uses a socket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distcollect.errors import LaunchError
+from distcollect.net.framing import parse, with_length
+from distcollect.net.messages import Message, decode_as, versions
+
+_NUM_NONCE_BYTES = 32
+_JOINS, _TRAINS = b"distcollect: a process joins", b"distcollect: the trainer answers"
+
+UNPROVEN = (
+    "it doesn't have this run's token: DISTCOLLECT_TOKEN_FILE has to name a file with the same "
+    "secret there and here"
+)
+
+
+def _nonce() -> str:
+    return secrets.token_hex(_NUM_NONCE_BYTES)
+
+
+# These three messages stay the same from one protocol version to the next: so that two processes
+# can tell each other that their versions differ.
+
+
+@dataclass(frozen=True)
+class Opening(Message):
+    """The first message of a process that joins."""
+
+    versions: dict[str, str] = field(default_factory=versions)
+    nonce: str = field(default_factory=_nonce)
+
+
+@dataclass(frozen=True)
+class Challenge(Message):
+    """The trainer's answer to an :class:`Opening`."""
+
+    versions: dict[str, str] = field(default_factory=versions)
+    nonce: str = field(default_factory=_nonce)
+
+
+@dataclass(frozen=True)
+class Proof(Message):
+    """Shows that a side knows the token; ``mac`` is in hexadecimal digits."""
+
+    mac: str
+
+
+class NotProven(LaunchError):
+    """The other side did not show that it knows the token."""
+
+
+def to_bytes(message: Message) -> bytes:
+    """A message as the bytes of a frame, without their length."""
+    assert isinstance(message, (Opening, Challenge, Proof))
+    return json.dumps({"message": type(message).__name__, **asdict(message)}).encode()
+
+
+def _mac(token: str, role: bytes, opening: bytes, challenge: bytes) -> str:
+    key = token.encode(errors="surrogatepass")
+    # With their lengths, so that different parts never make the same text.
+    text = b"".join(with_length(part) for part in (role, opening, challenge))
+    return hmac.new(key, text, hashlib.sha256).hexdigest()
+
+
+def _is_proof(data: bytes, mac: str) -> bool:
+    proof = decode_as(Proof, parse(data))
+    return hmac.compare_digest(proof.mac.encode(errors="surrogatepass"), mac.encode())
+
+
+class JoiningSide:
+    """The handshake of a process that joins.
+
+    Attributes:
+        opening: the first frame to send.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.opening = to_bytes(Opening())
+        self._token = token
+        self._challenge = b""
+
+    def prove(self, challenge: bytes) -> bytes:
+        """The frame that answers the trainer's first one.
+
+        Raises:
+            LaunchError: it is no challenge.
+        """
+        decode_as(Challenge, parse(challenge))
+        self._challenge = challenge
+        return to_bytes(Proof(_mac(self._token, _JOINS, self.opening, challenge)))
+
+    def verify(self, proof: bytes) -> None:
+        """Check the trainer's second frame.
+
+        Raises:
+            NotProven: the sender does not know the token.
+            LaunchError: it is no proof.
+        """
+        if not _is_proof(proof, _mac(self._token, _TRAINS, self.opening, self._challenge)):
+            raise NotProven("it doesn't know this run's token")
+
+
+class TrainerSide:
+    """The trainer's handshake with one process that joins.
+
+    Attributes:
+        is_proven: whether the process has shown that it knows the token.
+        versions: of the process, as it said.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.is_proven = False
+        self.versions: dict[str, str] = {}
+        self._token = token
+        self._opening = self._challenge = b""
+
+    def answer(self, data: bytes) -> bytes:
+        """The frame that answers a frame of the process.
+
+        Raises:
+            NotProven: the process is to be refused; the message says why.
+        """
+        return self._prove(data) if self._opening else self._challenge_for(data)
+
+    def _challenge_for(self, data: bytes) -> bytes:
+        try:
+            frame = parse(data)
+        except LaunchError as error:
+            raise NotProven(str(error)) from error
+        try:
+            opening = decode_as(Opening, frame)
+        except LaunchError as error:
+            # An older version's first message: it has versions and shows the token itself.
+            if "token" in frame and (differing := differing_versions(frame.get("versions"))):
+                raise NotProven(differing) from error
+            raise NotProven(UNPROVEN) from error
+        self.versions = opening.versions
+        self._opening, self._challenge = data, to_bytes(Challenge())
+        return self._challenge
+
+    def _prove(self, data: bytes) -> bytes:
+        try:
+            known = _is_proof(data, _mac(self._token, _JOINS, self._opening, self._challenge))
+        except LaunchError as error:
+            raise NotProven(UNPROVEN) from error
+        if not known:
+            raise NotProven(UNPROVEN)
+        self.is_proven = True
+        return to_bytes(Proof(_mac(self._token, _TRAINS, self._opening, self._challenge)))
+
+
+def differing_versions(theirs: Any) -> str:
+    """The versions of a process that joins which differ from ours, in words; "" if none does."""
+    theirs = theirs if isinstance(theirs, dict) else {}
+    differing = ", ".join(
+        f"its {name} is {printable(str(theirs.get(name, 'unknown'))[:20])}, "
+        f"the trainer's is {version}"
+        for name, version in versions().items()
+        if theirs.get(name) != version
+    )
+    return f"{differing}; install the same on all hosts" if differing else ""
+
+
+def printable(text: str) -> str:
+    """A text from a process that has proven nothing, made safe for a terminal and for a log."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -1,0 +1,246 @@
+"""Strangers send anything in any order, while workers join and exchange messages.
+
+The default profile makes the same 60 cases in each run. 5,000, and others each time:
+
+    python -m pytest tests/loopback/test_gate_fuzzer.py --hypothesis-profile=long --timeout 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.join_server import TOKEN, WELCOME, Recorder, hello
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distcollect.errors import LaunchError
+from distcollect.net.client import ControlConnection
+from distcollect.net.framing import with_length
+from distcollect.net.handshake import JoiningSide, Opening, Proof, to_bytes
+from distcollect.net.messages import Kill, encode
+from distcollect.net.server import JoinServer
+
+WAIT_S = 60
+_NUMBERS = itertools.count(1)
+
+
+@dataclass
+class Stranger:
+    """A connection whose other end has no token, except by what it has recorded."""
+
+    sock: socket.socket
+    side: JoiningSide = field(default_factory=lambda: JoiningSide("not the token"))
+
+    def send(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.sendall(data)
+
+    def receive(self) -> bytes:
+        """A whole answer, or what there is of one."""
+        with contextlib.suppress(OSError):  # closed, or silent
+            self.sock.settimeout(0.02)
+            return self.sock.recv(65536)
+        return b""
+
+
+@dataclass
+class Gate:
+    """A join server, one worker that is there all the time, and a handshake that was recorded."""
+
+    events: Recorder
+    server: JoinServer
+    worker: ControlConnection
+    recorded: list[bytes]
+
+    def dial(self) -> Stranger:
+        return Stranger(socket.create_connection(("127.0.0.1", self.server.port), WAIT_S))
+
+    def join(self) -> ControlConnection:
+        client = ControlConnection("127.0.0.1", self.server.port, WAIT_S)
+        try:
+            assert client.join(hello(worker_id=1), TOKEN) == WELCOME
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def check(self) -> None:
+        """Nobody else has joined, the worker's messages come, and another worker can join."""
+        number = next(_NUMBERS)
+        self.worker.send(Kill(number, 0))
+        another = self.join()
+        another.send(Kill(number, 1))
+        another.close()
+        got = [self.next() for _ in range(4)]
+        assert sorted(kind for kind, _ in got) == ["admitted", "closed", "received", "received"]
+        messages = [what for kind, what in got if kind == "received"]
+        assert sorted(m.incarnation for m in messages) == [0, 1]
+        assert all(m.worker_id == number for m in messages)
+
+    def next(self) -> tuple[str, object]:
+        while (got := self.events.queue.get(timeout=WAIT_S))[0] == "refused":
+            pass
+        return got
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Gate]:
+    events = Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distcollect.net.server._STRANGERS_PER_S", 1e6)
+        server = JoinServer("127.0.0.1", TOKEN, events)
+    worker = ControlConnection("127.0.0.1", server.port, WAIT_S)
+    worker.join(hello(), TOKEN)
+    events.next("admitted")
+    side = JoiningSide(TOKEN)  # as somebody who listens on the network has recorded it
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(with_length(side.opening))
+        challenge = sock.recv(65536)[4:]
+        recorded = [side.opening, side.prove(challenge), encode(hello())[4:]]
+    yield Gate(events, server, worker, recorded)
+    worker.close()
+    server.close()
+    assert not server._thread.is_alive()
+
+
+OPENING = to_bytes(Opening())
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=10,
+)
+FRAMES = st.one_of(
+    st.binary(max_size=200),
+    st.just(b"{}"),
+    st.just(OPENING),
+    st.integers(0, len(OPENING)).map(lambda n: OPENING[:n]),
+    st.builds(lambda mac: to_bytes(Proof(mac)), st.text(max_size=70)),
+    JSON.map(lambda value: repr(value).replace("'", '"').encode()),
+    st.sampled_from([b"[" * 4000, b'{"message":"Opening","versions":{},"nonce":""}', b"9" * 4000]),
+)
+ACTS = st.one_of(
+    st.tuples(st.just("frame"), FRAMES),
+    st.tuples(st.just("bytes"), st.binary(max_size=300)),
+    st.tuples(st.just("half"), FRAMES),
+    st.tuples(st.just("flood"), FRAMES),
+    st.tuples(st.just("length"), st.integers(0, 2**32 - 1)),
+    st.tuples(st.just("pieces"), FRAMES),
+    st.tuples(st.just("open"), st.just(b"")),
+    st.tuples(st.just("prove"), st.just(b"")),
+    st.tuples(st.just("replay"), st.sampled_from([0, 1, 2])),
+    st.tuples(st.just("reset"), st.just(b"")),
+    st.tuples(st.just("end"), st.just(b"")),
+    st.tuples(st.just("silent"), st.just(b"")),
+)
+
+
+def replay(gate: Gate, stranger: Stranger, first: Any) -> None:
+    for frame in gate.recorded[first:]:
+        stranger.send(with_length(frame))
+
+
+def send_pieces(gate: Gate, stranger: Stranger, frame: Any) -> None:
+    for byte in with_length(frame)[:40]:
+        stranger.send(bytes([byte]))
+
+
+def send_proof(gate: Gate, stranger: Stranger, _: Any) -> None:
+    with contextlib.suppress(LaunchError):  # what it got is no challenge
+        stranger.send(with_length(stranger.side.prove(stranger.receive()[4:])))
+
+
+def reset(gate: Gate, stranger: Stranger, _: Any) -> None:
+    with contextlib.suppress(OSError):
+        linger = struct.pack("ii", 1, 0)
+        stranger.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    stranger.sock.close()
+
+
+def end(gate: Gate, stranger: Stranger, _: Any) -> None:
+    with contextlib.suppress(OSError):
+        stranger.sock.shutdown(socket.SHUT_WR)
+
+
+DO: dict[str, Callable[[Gate, Stranger, Any], object]] = {
+    "frame": lambda gate, stranger, frame: stranger.send(with_length(frame)),
+    "bytes": lambda gate, stranger, data: stranger.send(data),
+    "half": lambda gate, stranger, frame: stranger.send(with_length(frame)[: len(frame) // 2 + 3]),
+    "flood": lambda gate, stranger, frame: stranger.send(with_length(frame)[:200] * 300),
+    "length": lambda gate, stranger, length: stranger.send(struct.pack("!I", length)),
+    "pieces": send_pieces,
+    "open": lambda gate, stranger, _: stranger.send(with_length(stranger.side.opening)),
+    "prove": send_proof,
+    "replay": replay,
+    "reset": reset,
+    "end": end,
+    "silent": lambda gate, stranger, _: None,
+}
+
+
+@settings(max_examples=5 * settings.default.max_examples)
+@given(st.lists(st.tuples(st.integers(0, 2), ACTS), max_size=12))
+def test_whatever_strangers_send_workers_join(
+    gate: Gate, acts: list[tuple[int, tuple[str, bytes | int]]]
+) -> None:
+    """Up to three strangers at a time, in any order."""
+    strangers = [gate.dial() for _ in range(1 + max((who for who, _ in acts), default=0))]
+    try:
+        for who, (act, what) in acts:
+            DO[act](gate, strangers[who], what)
+        gate.check()
+    finally:
+        for stranger in strangers:
+            stranger.sock.close()
+
+
+def test_what_a_stranger_leaves_is_bounded(gate: Gate) -> None:
+    """After all cases, the server keeps the worker alone."""
+    deadline = time.monotonic() + WAIT_S
+    while len(gate.server._peers) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    groups = (gate.server._unproven, gate.server._proven, gate.server._stalled)
+    assert [len(group) for group in groups] == [0, 0, 0]
+
+
+def test_a_thousand_silent_strangers_and_hundreds_of_workers(gate: Gate) -> None:
+    """The workers get in, the thread does not compute, and its memory does not grow."""
+    with contextlib.ExitStack() as held:
+        used, size = cpu_s(gate.server), resident_bytes()
+        begin = time.monotonic()
+        for n in range(1000):
+            stranger = held.enter_context(gate.dial().sock)
+            stranger.sendall(b"\0\0\x0f\xff" + b"x" * (n % 2000))
+        for _ in range(200):
+            held.callback(gate.join().close)
+        joined_s = time.monotonic() - begin
+        kinds = [gate.next()[0] for _ in range(200)]
+        assert set(kinds) == {"admitted"}
+        grown = resident_bytes() - size
+        busy_s = cpu_s(gate.server) - used
+        print(f"{joined_s:.1f} s, the thread computed {busy_s:.2f} s, {grown >> 20} MiB more")
+        assert grown < 64 << 20
+        assert busy_s < 5  # about 0.3 s: 1,000 accepted, 200 joined
+    for _ in range(200):
+        assert gate.next()[0] == "closed"
+    gate.check()
+
+
+def cpu_s(server: JoinServer) -> float:
+    stat = Path(f"/proc/self/task/{server._thread.native_id}/stat").read_text()
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

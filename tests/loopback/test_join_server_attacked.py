@@ -1,0 +1,386 @@
+"""What strangers, and peers that do not read, can take from a trainer: little, and for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers.join_server import (
+    SOON_S,
+    TOKEN,
+    WELCOME,
+    Connect,
+    Listener,
+    Recorder,
+    connect,
+    events,
+    hello,
+    prove,
+    server,
+)
+
+import distcollect as dc
+from distcollect.net import server as server_module
+from distcollect.net.client import ControlConnection, NoAnswer
+from distcollect.net.framing import with_length
+from distcollect.net.handshake import Challenge, JoiningSide, Opening, Proof, to_bytes
+from distcollect.net.messages import Goodbye, Kill, Refused
+from distcollect.net.server import JoinServer
+
+__all__ = ["connect", "events", "server"]
+
+MANY_S = 60  # for what takes a moment, except on a machine that is very busy
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets constants of the join server for servers that are made later."""
+
+    def change(**values: float) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(server_module, name, value)
+
+    return change
+
+
+@pytest.fixture
+def serve(events: Recorder) -> Iterator[Callable[[], JoinServer]]:
+    with contextlib.ExitStack() as opened:
+
+        def serve() -> JoinServer:
+            server = JoinServer("127.0.0.1", TOKEN, events)
+            opened.callback(server.close)
+            return server
+
+        yield serve
+
+
+@pytest.fixture
+def dial() -> Iterator[Callable[[JoinServer], socket.socket]]:
+    with contextlib.ExitStack() as opened:
+
+        def dial(server: JoinServer) -> socket.socket:
+            sock = socket.create_connection(("127.0.0.1", server.port), timeout=MANY_S)
+            return opened.enter_context(sock)
+
+        yield dial
+
+
+Serve = Callable[[], JoinServer]
+Dial = Callable[[JoinServer], socket.socket]
+
+
+def is_ended(sock: socket.socket) -> bool:
+    """Wait for the other side to close the connection."""
+    try:
+        while sock.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + MANY_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_refused_connection_is_closed_though_the_stranger_stays(
+    server: JoinServer, events: Recorder, dial: Dial
+) -> None:
+    stranger = dial(server)
+    stranger.sendall(with_length(b"{}") * 10_000)
+    assert is_ended(stranger)
+    until(lambda: not server._peers)
+    assert "token" in events.next("refused")
+    assert events.queue.empty()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0\1", to_bytes(Opening())[:50]], ids=len)
+def test_a_silent_stranger_is_closed(
+    settings: Callable[..., None], serve: Serve, connect: Connect, dial: Dial, sent: bytes
+) -> None:
+    settings(HANDSHAKE_TIMEOUT_S=0.5)
+    server = serve()
+    stranger = dial(server)
+    stranger.sendall(sent)
+    assert is_ended(stranger)
+    client = connect(server)
+    client.join(hello(), TOKEN)
+    time.sleep(1.0)  # longer than a stranger's time
+    assert not is_closed(client)
+
+
+def is_closed(client: ControlConnection) -> bool:
+    client._sock.settimeout(0.01)
+    try:
+        return client._sock.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def test_one_that_proves_the_token_but_says_no_more_is_closed(
+    settings: Callable[..., None], serve: Serve, connect: Connect
+) -> None:
+    settings(HANDSHAKE_TIMEOUT_S=0.5)
+    client = connect(serve())
+    prove(client)
+    assert client.receive() is None
+
+
+def test_strangers_do_not_keep_workers_out(
+    settings: Callable[..., None], serve: Serve, connect: Connect, dial: Dial
+) -> None:
+    """Above the limit the oldest stranger is closed, not the newest."""
+    settings(MAX_STRANGERS=8, _STRANGERS_PER_S=1e6)
+    server = serve()
+    workers = [connect(server) for _ in range(3)]
+    for worker in workers:
+        worker.join(hello(), TOKEN)
+    strangers = [dial(server) for _ in range(30)]
+    late = connect(server)
+    assert late.join(hello(), TOKEN) == WELCOME
+    assert all(is_ended(stranger) for stranger in strangers[:22])
+    assert len(server._unproven) <= 8
+    assert not any(is_closed(worker) for worker in workers)
+
+
+def test_connections_without_a_proof_are_accepted_at_a_rate(
+    settings: Callable[..., None], serve: Serve, connect: Connect, dial: Dial
+) -> None:
+    """Processes that prove the token do not count, however many there are."""
+    settings(MAX_STRANGERS=20, _STRANGERS_PER_S=0.001)
+    server = serve()
+    for _ in range(100):
+        client = connect(server)
+        client.join(hello(), TOKEN)
+        client.close()
+    strangers = [dial(server) for _ in range(50)]
+    until(lambda: not server._is_accepting)
+    assert [is_ended(stranger) for stranger in strangers[:20]] == [True] * 20
+    assert len(server._unproven) == 20  # and 10 are not accepted yet
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [with_length(b"x" * 4097)[:4], with_length(b" " * 4000 + b"{}"), b"\0\0\x0f\0" + b"x" * 100],
+    ids=["too long", "no opening", "half"],
+)
+def test_a_stranger_may_send_little(server: JoinServer, dial: Dial, sent: bytes) -> None:
+    stranger = dial(server)
+    for n in range(len(sent)):
+        try:
+            stranger.send(sent[n : n + 1])
+        except OSError:
+            break
+        time.sleep(0.001)
+    assert is_ended(stranger)
+
+
+def test_one_that_does_not_read_holds_nobody_up(
+    settings: Callable[..., None], serve: Serve, events: Recorder, connect: Connect
+) -> None:
+    settings(SEND_TIMEOUT_S=2.0)
+    server = serve()
+    deaf, other = connect(server), connect(server)
+    deaf.join(hello(), TOKEN)
+    to_deaf = events.next("admitted")
+    other.join(hello(worker_id=1), TOKEN)
+    to_other = events.next("admitted")
+    large = Refused("x" * 500_000)
+    for _ in range(12):  # more than the kernel keeps
+        to_deaf.send(large)
+    to_other.send(Goodbye())
+    assert other.receive() == Goodbye()
+    other.send(Kill(1, 2))
+    assert events.next("received") == Kill(1, 2)
+    assert events.queue.get(timeout=MANY_S) == ("closed", to_deaf)
+
+
+def test_one_that_reads_slowly_gets_everything(
+    server: JoinServer, events: Recorder, connect: Connect
+) -> None:
+    """Also what the server had still to send when it was closed."""
+    client = connect(server)
+    client.join(hello(), TOKEN)
+    connection = events.next("admitted")
+    sent = [Refused(f"{n}" * 100_000) for n in range(9)]
+    for message in sent[:5]:
+        connection.send(message)
+    assert [client.receive() for _ in range(3)] == sent[:3]
+    for message in sent[5:]:
+        connection.send(message)
+    server._closing.set()
+    server._wake_up()
+    assert [client.receive() for _ in range(6)] == sent[3:]
+    assert client.receive() is None
+
+
+def test_what_is_kept_for_one_that_does_not_read_is_limited(
+    server: JoinServer, events: Recorder, connect: Connect
+) -> None:
+    client = connect(server)
+    client.join(hello(), TOKEN)
+    connection = events.next("admitted")
+    for _ in range(30):
+        connection.send(Refused("x" * 500_000))
+    assert connection._outbox.num_unsent < 10 << 20
+    assert events.next("closed") is connection
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open no more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                held.callback(os.close, os.dup(0))
+        yield
+
+
+def test_a_server_out_of_descriptors_waits_and_goes_on(
+    server: JoinServer, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It logs some lines, uses little time of its thread, and accepts when it can again."""
+    caplog.set_level(logging.WARNING)
+    used = cpu_s(server)
+    with socket.socket() as early, no_descriptors():
+        early.settimeout(MANY_S)
+        early.connect(("127.0.0.1", server.port))
+        until(lambda: "could not accept a connection" in caplog.text)
+        time.sleep(2.0)
+    assert cpu_s(server) - used < 0.5
+    assert 1 <= len(caplog.records) <= 20
+    assert connect(server).join(hello(), TOKEN) == WELCOME
+
+
+def test_a_stranger_makes_room_when_descriptors_run_out(
+    server: JoinServer, connect: Connect, dial: Dial
+) -> None:
+    strangers = [dial(server) for _ in range(3)]
+    until(lambda: len(server._unproven) == 3)
+    with socket.socket() as early, no_descriptors():
+        early.settimeout(MANY_S)
+        early.connect(("127.0.0.1", server.port))
+        early.sendall(with_length(to_bytes(Opening())))
+        assert early.recv(1)
+    assert is_ended(strangers[0])
+
+
+def cpu_s(server: JoinServer) -> float:
+    """Seconds that the server's thread has computed for."""
+    stat = Path(f"/proc/self/task/{server._thread.native_id}/stat").read_text()
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_flood_of_refusals_is_reported_as_a_number(
+    settings: Callable[..., None], serve: Serve, events: Recorder
+) -> None:
+    settings(_REPORT_PERIOD_S=3.0, _STRANGERS_PER_S=1e6)
+    server = serve()
+    for _ in range(100):
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(with_length(b"{}"))
+            assert sock.recv(1)
+    reports = []
+    while not reports or "more connections were refused" not in reports[-1]:
+        kind, reason = events.queue.get(timeout=MANY_S)
+        assert kind == "refused"
+        reports.append(reason)
+    assert "127.0.0.1" in reports[0]
+    assert len(reports) <= 1 + 10 * (1 + MANY_S / 3)
+    if len(reports) == 11:  # all within one period
+        assert reports[-1] == "90 more connections were refused (within 3 s)"
+
+
+# What a process that joins does with a listener that is not its trainer.
+
+
+def opening_and_proof(answer: Callable[[bytes], bytes]) -> tuple[Listener, list[bytes]]:
+    """A listener that challenges, and answers a proof by ``answer``; and what it was sent."""
+    received: list[bytes] = []
+
+    def impostor(sock: socket.socket, opening: bytes) -> None:
+        received.append(opening)
+        sock.sendall(with_length(to_bytes(Challenge())))
+        received.append(sock.recv(65536))
+        sock.sendall(answer(received[-1]))
+        received.append(sock.recv(65536))
+
+    return Listener(impostor), received
+
+
+IMPOSTORS: dict[str, Callable[[bytes], bytes]] = {
+    "reflects the proof": lambda proof: proof,
+    "makes one up": lambda _: with_length(to_bytes(Proof("0" * 64))),
+    "knows another token": lambda _: with_length(JoiningSide("x").prove(to_bytes(Challenge()))),
+    "welcomes": lambda _: with_length(
+        b'{"message":"WorkerWelcome","peer":1,"trainer_peer":0,"trainer_endpoint":""}'
+    ),
+}
+
+
+@pytest.mark.parametrize("answer", IMPOSTORS.values(), ids=IMPOSTORS.keys())
+def test_a_process_says_nothing_of_itself_to_an_impostor(
+    connect: Connect, answer: Callable[[bytes], bytes]
+) -> None:
+    listener, received = opening_and_proof(answer)
+    with listener:
+        client = connect(port=listener.port)
+        with pytest.raises(dc.LaunchError, match=r"what listens at 127.0.0.1:\d+ is "):
+            client.join(hello(), TOKEN)
+        client.close()
+        until(lambda: len(received) == 3)
+    assert received[2] == b""
+    assert TOKEN.encode() not in b"".join(received)
+    assert b"worker_id" not in b"".join(received)
+
+
+def test_an_answer_that_never_ends_is_not_waited_for(connect: Connect) -> None:
+    def drip(sock: socket.socket, _: bytes) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock.sendall(b"\0")
+                time.sleep(0.05)
+
+    def drips(sock: socket.socket, opening: bytes) -> None:
+        sock.sendall(b"\0\0\x0f\0")
+        drip(sock, opening)
+
+    with Listener(drips) as listener:
+        client = connect(port=listener.port)
+        with pytest.raises(NoAnswer):
+            client.join(hello(), TOKEN, timeout_s=0.5)
+        client.close()
+
+
+def test_an_impostor_may_send_little(connect: Connect) -> None:
+    with Listener(lambda sock, _: sock.sendall(with_length(bytes(5000))[:4])) as listener:
+        client = connect(port=listener.port)
+        with pytest.raises(dc.LaunchError, match="5000 bytes"):
+            client.join(hello(), TOKEN, timeout_s=SOON_S)
+
+
+def test_a_refusal_is_shown_without_control_characters(connect: Connect) -> None:
+    text = b'{"message": "Refused", "reason": "\\u001b[2Jgone\\n"}'
+    with Listener(lambda sock, _: sock.sendall(with_length(text))) as listener:
+        client = connect(port=listener.port)
+        with pytest.raises(dc.LaunchError, match=r"\?\[2Jgone\?") as raised:
+            client.join(hello(), TOKEN)
+        assert str(raised.value).isprintable()

@@ -1,0 +1,41 @@
+"""How many files a trainer may open."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+import pytest
+
+import distcollect as dc
+from distcollect.common import open_files
+from distcollect.launch.worker_hosts import WorkerHosts
+
+
+@pytest.fixture
+def low_limit() -> Iterator[int]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    yield 512
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_trainer_raises_its_soft_limit(low_limit: int) -> None:
+    WorkerHosts("127.0.0.1", "a token").join_server.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == open_files.highest_limit()
+    assert soft > low_limit
+    assert soft in (hard, 1 << 20)
+
+
+def test_a_limit_that_is_high_enough_stays(low_limit: int) -> None:
+    open_files.raise_limit()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files.raise_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+def test_too_many_workers_are_refused_before_anything_starts() -> None:
+    assert open_files.shortage(10) == ""
+    with pytest.raises(dc.ArgumentError, match=r"^200000 workers need at least 1200140 open files"):
+        dc.RPCDataCollector("CartPole-v1", frames_per_batch=200_000, num_workers=200_000)
