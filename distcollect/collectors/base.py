@@ -302,3 +302,7 @@ class DataCollectorBase(BatchStream):
     @abstractmethod
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
         """Continue with this policy_version and traj_id; ``frames`` were collected before."""
+
+
+# TorchRL's name for it.
+BaseCollector = DataCollectorBase

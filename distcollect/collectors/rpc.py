@@ -375,3 +375,9 @@ class RPCDataCollector(DataCollectorBase):
     def shutdown(self) -> None:
         """End and reap the workers; takes little more than ``Faults.stop_timeout_s`` at most."""
         super().shutdown()
+
+
+# TorchRL's names for collectors whose workers are on any hosts.
+RPCCollector = RPCDataCollector
+DistributedCollector = RPCDataCollector
+DistributedDataCollector = RPCDataCollector
