@@ -31,7 +31,11 @@ class BatchFormat:
         split_trajs: one row for each trajectory, padded.
         trajs_per_batch: number of whole trajectories in a batch; None: a batch holds the rollouts
             as they were collected.
+        pads_trajectories: ``trajs_per_batch`` delivers one row for each trajectory; False: one
+            trajectory after the other, ``[F]``.
         postproc: called with the batch; what it returns is delivered.
+        has_root_version: each frame's policy_version also is at the root and under "next".
+        has_collector_keys: False: nothing is under "collector".
     """
 
     cat_results: int | str | None = 0
@@ -39,7 +43,10 @@ class BatchFormat:
     set_truncated: bool = False
     split_trajs: bool = False
     trajs_per_batch: int | None = None
+    pads_trajectories: bool = True
     postproc: PostProcess | None = None
+    has_root_version: bool = False
+    has_collector_keys: bool = True
 
     def __post_init__(self) -> None:
         if self.cat_results not in (0, -1, "stack") or isinstance(self.cat_results, bool):
@@ -87,6 +94,20 @@ class BatchFormat:
             return flat
         return rows
 
+    def rollouts(self, batch: TensorDict, num_envs: int, num_rollouts: int) -> list[TensorDict]:
+        """The rollouts ``[n, T]`` in a batch, or the batch itself if each is of a single env.
+
+        Args:
+            batch: as :meth:`shaped` returned it.
+            num_envs: n.
+            num_rollouts: number of rollouts in the batch.
+        """
+        if num_envs == 1 or num_rollouts == 1 or batch.ndim < 2:
+            return [batch]
+        if self.cat_results == "stack":
+            return list(batch.unbind(0))
+        return list(batch.chunk(num_rollouts, 1 if self.cat_results == -1 else 0))
+
     def processed(self, batch: TensorDict) -> TensorDict:
         """The batch as it is delivered: with ``split_trajs`` and ``postproc`` applied.
 
@@ -95,6 +116,11 @@ class BatchFormat:
         """
         if self.split_trajs:
             batch = split(batch)
+        if self.has_root_version:
+            batch["policy_version"] = batch["collector", "policy_version"].clone()
+            batch["next", "policy_version"] = batch["collector", "policy_version"].clone()
+        if not self.has_collector_keys:
+            del batch["collector"]
         if self.postproc is None:
             return batch
         result = self.postproc(batch)
@@ -109,12 +135,19 @@ class WholeTrajectories:
     """Joins the parts of trajectories that span several rollouts; orders them by their end.
 
     Attributes:
-        abandoned_frames: frames of trajectories that will never be whole: their env or worker
-            failed, or a rollout in between was dropped.
+        abandoned_frames: frames of trajectories that will never be delivered: their env or worker
+            failed, a rollout in between was dropped, or at the end there were too few for a batch.
     """
 
-    def __init__(self, num_per_batch: int) -> None:
+    def __init__(self, num_per_batch: int, *, pads: bool = True) -> None:
+        """Start without trajectories.
+
+        Args:
+            num_per_batch: number of trajectories in a batch.
+            pads: a batch has one row for each trajectory; False: one trajectory after the other.
+        """
         self.abandoned_frames = 0
+        self._pads = pads
         self._num_per_batch = num_per_batch
         self._parts: dict[int, dict[int, list[TensorDict]]] = {}  # by worker_id and traj_id
         self._incomplete: dict[int, set[int]] = {}  # traj_ids whose beginning is missing
@@ -161,14 +194,25 @@ class WholeTrajectories:
         for traj_id in parts.keys() - (unfinished - incomplete):
             self.abandoned_frames += sum(len(part) for part in parts.pop(traj_id))
 
+    def abandon(self) -> None:
+        """Give up the whole trajectories that are too few for a batch."""
+        self.abandoned_frames += sum(len(part) for parts in self._whole for part in parts)
+        self._whole.clear()
+
     def take(self) -> TensorDict | None:
-        """The next batch ``[trajectories, longest]``; None if no trajectory is whole."""
+        """The next batch ``[trajectories, longest]``, or without padding ``[F]``.
+
+        None if no trajectory is whole.
+        """
         count = min(len(self._whole), self._num_per_batch)
         if not count:
             return None
         taken = [self._whole.popleft() for _ in range(count)]
         lengths = torch.tensor([sum(len(part) for part in parts) for parts in taken])
-        frames = torch.cat([part for parts in taken for part in parts])
+        frames: TensorDict = torch.cat([part for parts in taken for part in parts])
+        if not self._pads:
+            frames.names = ["time"]
+            return frames
         return _padded(frames, lengths)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -68,7 +69,10 @@ class SyncDataCollector(DataCollectorBase):
         self._evaluator = build_evaluator(self._plan, shared=True)
         try:
             num_envs = self._engine.layout.num_envs
-            self._num_steps = validation.num_steps(self.frames_per_batch, 1, num_envs)
+            self._num_steps = validation.num_steps(
+                self.frames_per_batch, 1, num_envs, rounds_up=self._engine.envs.is_torchrl
+            )
+            self._count_frames(self._num_steps * num_envs)
         except BaseException:
             self._engine.close()
             raise
@@ -76,6 +80,56 @@ class SyncDataCollector(DataCollectorBase):
     @property
     def policy_version(self) -> int:
         return self._version
+
+    @property
+    def policy(self) -> Any:
+        return self._plan.policy
+
+    @property
+    def env(self) -> Any:
+        """The env that it steps, or a list of several."""
+        envs = self._engine.envs.user_envs
+        return envs[0] if len(envs) == 1 else envs
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the env, or of the first one of several."""
+        return getattr(self._engine.envs.user_envs[0], attr)
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """An attribute of this collector, or with dots of its parts, such as "env.specs"."""
+        return operator.attrgetter(attr)(self)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[tuple[Any, ...]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method of this collector once for each of several arguments.
+
+        Args:
+            method_name: name of the method.
+            list_of_args: positional arguments of each call.
+            list_of_kwargs: keyword arguments of each call.
+
+        Raises:
+            ArgumentError: the two lists have different lengths.
+        """
+        count = len(list_of_args or list_of_kwargs or "1")
+        args = list(list_of_args or [()] * count)
+        kwargs = list(list_of_kwargs or [{}] * count)
+        if len(args) != len(kwargs):
+            raise ArgumentError(
+                f"list_of_args and list_of_kwargs must have the same length, not {len(args)} and "
+                f"{len(kwargs)}"
+            )
+        method = self.get_distant_attr(method_name)
+        return [method(*each, **named) for each, named in zip(args, kwargs, strict=True)]
+
+    def reset(self) -> None:
+        """Start the next batch with a reset of all envs; unfinished trajectories are dropped."""
+        self._check_open()
+        self._engine.reset()
 
     @property
     def _layout(self) -> Layout:
@@ -92,6 +146,8 @@ class SyncDataCollector(DataCollectorBase):
         )
 
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
+        if self._hooks.pre_collect is not None:
+            self._hooks.pre_collect()
         # Each batch needs a slab of its own: the slab's memory becomes the batch.
         slab = Slab(self._engine.layout, self._num_steps)
         self._stats_recorder.switch_to("collect")
@@ -123,6 +179,12 @@ class SyncDataCollector(DataCollectorBase):
             device=self._options.devices.storing,
         )
         return rows, [header]
+
+    def _delivered(self, batch: TensorDict) -> TensorDict:
+        batch = self._options.batch_format.processed(batch)
+        if self._hooks.post_collect is not None:
+            self._hooks.post_collect(batch)
+        return self._added(batch)
 
     def update_policy_weights_(
         self,

@@ -125,6 +125,10 @@ class Engine:
         self._policy.seed(env_seeds if always_random else policy_seeds)
         self._reset_due = True
 
+    def reset(self) -> None:
+        """Reset all envs at the beginning of the next rollout."""
+        self._reset_due = True
+
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
         """Take trajectory ids from ``traj_ids`` from now on; to be called between two rollouts.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +52,9 @@ class WorkerPlan:
         exclude: patterns of names of weights that are never sent.
         max_env_faults: see :class:`~distcollect.config.Faults`.
         traces: record the times at which the worker steps, resets and swaps weights.
+        init_fn: called in the worker before anything is made.
+        pre_collect_hook: called in the worker before each rollout.
+        post_collect_hook: called in the worker with each rollout.
     """
 
     create_env_fn: Any
@@ -67,6 +70,9 @@ class WorkerPlan:
     exclude: Sequence[str] = ()
     max_env_faults: int = 0
     traces: bool = False
+    init_fn: Callable[[], Any] | None = None
+    pre_collect_hook: Callable[[], Any] | None = None
+    post_collect_hook: Callable[[Any], Any] | None = None
 
     def with_policy_made(self) -> WorkerPlan:
         """The same plan with the policy that ``policy_factory`` makes, if there is a factory.

@@ -132,9 +132,17 @@ class EnvBatch(ABC):
         final: ``[n, *shape]`` for each of ``leaves``: the true last observation of the rows whose
             episode ended in the last step; undefined for other rows.
         supports_partial_reset: single rows can be reset at any time.
+        is_torchrl: the envs are TorchRL's.
     """
 
     supports_partial_reset: bool = True
+    is_torchrl: bool = False
+
+    @property
+    @abstractmethod
+    def user_envs(self) -> Sequence[Any]:
+        """The envs as they were made; a single one if it steps several rows."""
+
     # The envs reset rows within their step, so that afterwards ``obs`` lacks the last observation.
     _resets_in_step: bool = False
 

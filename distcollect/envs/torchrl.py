@@ -55,6 +55,8 @@ class _Part:
 class TorchRLBatch(EnvBatch):
     """TorchRL envs, stepped one after the other: single envs, or one batched env."""
 
+    is_torchrl = True
+
     def __init__(
         self,
         envs: Sequence[TorchRLEnv],
@@ -91,6 +93,10 @@ class TorchRLBatch(EnvBatch):
         self._rewards: list[Key] = [("reward",)]
         if ("reward",) not in entries_of(envs[0].full_reward_spec):
             self._rewards = list(entries_of(envs[0].full_reward_spec))
+
+    @property
+    def user_envs(self) -> Sequence[Any]:
+        return [part.env for part in self._parts]
 
     def reset(self, seeds: Sequence[int] | None = None) -> None:
         for part in self._parts:

@@ -25,11 +25,13 @@ class Probe:
         layout: leaves of the frames that it will deliver.
         weights: layout of the policy's weights.
         gpu: identifies the GPU that holds the weights; "" if the CPU holds them.
+        is_torchrl: whether its envs are TorchRL's.
     """
 
     layout: Layout
     weights: WeightLayout
     gpu: str = ""
+    is_torchrl: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from distcollect.engine.build import build_engine, build_evaluator
 from distcollect.engine.engine import Engine
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.plan import WorkerPlan
-from distcollect.errors import RolloutGone, WorkerError
+from distcollect.errors import PolicyError, RolloutGone, WorkerError
 from distcollect.results import Evaluation
-from distcollect.rollout.header import Header
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.slab import Slab
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
@@ -90,6 +91,8 @@ class Worker(WorkerService):
         self._handover_store = HandoverStore()
         self._sequence = 0  # of the rollout that is being collected, or comes next
         self._preempted = -1  # the rollout that is to end early
+        self._pre_collect_hook: Callable[[], Any] | None = None
+        self._post_collect_hook: Callable[[Any], Any] | None = None
         self._stopping = False
 
     def run(self) -> None:
@@ -192,6 +195,10 @@ class Worker(WorkerService):
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
                 " what they are made of must be importable here too"
             ) from error
+        if plan.init_fn is not None:
+            _call_users("init_fn", plan.init_fn)
+        self._pre_collect_hook = plan.pre_collect_hook
+        self._post_collect_hook = plan.post_collect_hook
         plan = plan.with_policy_made()
         self._evaluator = build_evaluator(
             plan, worker_id=self.worker_id, incarnation=self._incarnation
@@ -210,10 +217,13 @@ class Worker(WorkerService):
         # All objects made so far live as long as the process: the garbage collector can skip them.
         gc.collect()
         gc.freeze()
-        return Probe(self._engine.layout, weights.layout, gpu_of(weights.device))
+        is_torchrl = self._engine.envs.is_torchrl
+        return Probe(self._engine.layout, weights.layout, gpu_of(weights.device), is_torchrl)
 
     def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured
+        if self._pre_collect_hook is not None:
+            _call_users("pre_collect_hook", self._pre_collect_hook)
         slab = self._slabs.next(
             self._sequence, engine.layout, request.num_steps, shared=request.shared
         )
@@ -239,6 +249,9 @@ class Worker(WorkerService):
             spans=engine.step_timer.spans(),
             wire_form=slab.wire_form,
         )
+        if self._post_collect_hook is not None:
+            rollout = assemble(engine.layout, [Rollout(header, tensors)])
+            _call_users("post_collect_hook", self._post_collect_hook, rollout)
         self._slabs.filled(self._sequence, slab)
         self._sequence += 1
         return header, tensors
@@ -270,6 +283,18 @@ class Worker(WorkerService):
 
     def _new_traj_ids(self) -> Iterator[int]:
         return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)
+
+
+def _call_users(name: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function of the user's.
+
+    Raises:
+        PolicyError: it raised.
+    """
+    try:
+        function(*args)
+    except Exception as error:
+        raise PolicyError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 class _Slabs:

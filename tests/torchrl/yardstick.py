@@ -199,6 +199,22 @@ def excluded_for(test_id: str, exclusions: list[tuple[str, str]]) -> str | None:
     return None
 
 
+# A test's id may hold the names of the classes that it runs with.
+THEIR_NAMES = {
+    "MultiaSyncDataCollector": "MultiAsyncCollector",
+    "MultiSyncDataCollector": "MultiSyncCollector",
+    "aSyncDataCollector": "AsyncCollector",
+    "RPCDataCollector": "RPCCollector",
+}
+
+
+def canonical(test_id: str) -> str:
+    """A test's id with TorchRL's names of the classes."""
+    for ours, theirs in THEIR_NAMES.items():
+        test_id = test_id.replace(ours, theirs)
+    return test_id
+
+
 def class_of(test_id: str) -> str:
     """The class of a test, or for a function its file."""
     parts = test_id.split("::")
@@ -228,9 +244,10 @@ def main() -> None:
         folder = Path(name)
         copy_tests(given.checkout, folder, frozenset() if given.theirs else our_names())
         ids = selected_ids(folder, given.pattern)
-        reasons = {i: excluded_for(i, exclusions) for i in ids}
+        reasons = {i: excluded_for(canonical(i), exclusions) for i in ids}
         for i in ids:
-            if not given.theirs and reference and reasons[i] is None and i not in reference:
+            is_known = not reference or canonical(i) in reference
+            if not given.theirs and not is_known and reasons[i] is None:
                 reasons[i] = "TorchRL's own collector does not pass it here"
         chosen = [i for i in ids if given.every or given.theirs or reasons[i] is None]
         runs = [Run(folder, str(job), chosen[job :: given.jobs]) for job in range(given.jobs)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -199,9 +200,11 @@ def test_what_cannot_be(
         dc.SyncDataCollector(given(zoo), frames_per_batch=20, **settings)
 
 
-def test_workers_take_no_instance(zoo: Any) -> None:
-    with pytest.raises(dc.ArgumentError, match="can't be sent to workers"):
-        dc.RPCDataCollector(zoo.Counter(), frames_per_batch=20)
+def test_an_env_that_cannot_be_pickled_is_refused_for_workers(zoo: Any) -> None:
+    env = zoo.Counter()
+    env.lock = threading.Lock()
+    with pytest.raises(dc.ArgumentError, match=r"can't be sent to workers.*pass a callable"):
+        dc.RPCDataCollector(env, frames_per_batch=20)
 
 
 def test_devices() -> None:
