@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -82,6 +83,10 @@ class Collector(SyncDataCollector):
             EnvError, PolicyError: an env or the policy failed when tried.
         """
         super(SyncDataCollector, self).__init__(options)
+
+
+# What inspect.signature() and help() show of the class.
+setattr(Collector.__new__, "__signature__", inspect.signature(Collector.__init__))  # noqa: B010
 
 
 def _backend(kwargs: Mapping[str, Any]) -> str:
