@@ -136,7 +136,7 @@ class WholeTrajectories:
 
     Attributes:
         abandoned_frames: frames of trajectories that will never be delivered: their env or worker
-            failed, a rollout in between was dropped, or at the end there were too few for a batch.
+            failed, a rollout in between was dropped, or it ended, or was reset, before.
     """
 
     def __init__(self, num_per_batch: int, *, pads: bool = True) -> None:
@@ -195,9 +195,13 @@ class WholeTrajectories:
             self.abandoned_frames += sum(len(part) for part in parts.pop(traj_id))
 
     def abandon(self) -> None:
-        """Give up the whole trajectories that are too few for a batch."""
-        self.abandoned_frames += sum(len(part) for parts in self._whole for part in parts)
+        """Give up all trajectories, whole or not; the next ones must begin with a reset."""
+        begun = [parts for each in self._parts.values() for parts in each.values()]
+        self.abandoned_frames += sum(
+            len(part) for parts in [*self._whole, *begun] for part in parts
+        )
         self._whole.clear()
+        self._parts.clear()
 
     def take(self) -> TensorDict | None:
         """The next batch ``[trajectories, longest]``, or without padding ``[F]``.

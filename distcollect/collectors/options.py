@@ -141,7 +141,7 @@ class CollectorOptions:
         checks.positive("max_frames_per_traj", self.max_frames_per_traj, optional=True)
         # These check what they are made from.
         _ = self.batch_format, self.devices, self.exploration, self.named_models
-        validation.check_traj_format(self.traj_format)
+        validation.check_traj_format(self.traj_format, self.trajs_per_batch)
 
     @cached_property
     def batch_format(self) -> BatchFormat:

@@ -250,6 +250,11 @@ class BatchStream(ABC):
         put(batch, self._options.replay_buffer, self._rollouts_of)
         return cast("TensorDict", None)
 
+    def _drop_trajectories(self) -> None:
+        """Forget the trajectories, whole or not, that were not delivered."""
+        if self._trajectories is not None:
+            self._trajectories.abandon()
+
     def _rollouts_of(self, batch: TensorDict) -> list[TensorDict]:
         """The rollouts in a batch; the batch itself where it has another form."""
         if batch.numel() != self.frames_per_batch:

@@ -127,8 +127,12 @@ class SyncDataCollector(DataCollectorBase):
         return [method(*each, **named) for each, named in zip(args, kwargs, strict=True)]
 
     def reset(self) -> None:
-        """Start the next batch with a reset of all envs; unfinished trajectories are dropped."""
+        """Start the next batch with a reset of all envs.
+
+        With ``trajs_per_batch``, the trajectories that were not delivered are dropped.
+        """
         self._check_open()
+        self._drop_trajectories()
         self._engine.reset()
 
     @property

@@ -216,14 +216,16 @@ def check_hooks(options: Any) -> None:
             raise ArgumentTypeError(f"{name}={value!r}: must be a function")
 
 
-def check_traj_format(value: object) -> None:
+def check_traj_format(value: object, trajs_per_batch: int | None) -> None:
     """Check ``traj_format``.
 
     Raises:
-        ArgumentError: it is neither None, "padded" nor "cat".
+        ArgumentError: it is neither None, "padded" nor "cat", or "cat" without ``trajs_per_batch``.
     """
     if value not in (None, "padded", "cat"):
-        raise ArgumentError(f"traj_format={value!r}: use 'padded' or 'cat'")
+        raise ArgumentError(f"traj_format={value!r}: must be 'padded' or 'cat'")
+    if value == "cat" and trajs_per_batch is None:
+        raise ArgumentError("traj_format='cat' is for batches of trajectories: add trajs_per_batch")
 
 
 class Devices(NamedTuple):

@@ -172,7 +172,7 @@ def test_a_batch_has_exactly_as_many_trajectories_as_were_asked_for() -> None:
     # The other two whole episodes are too few.
     assert [batch.shape for batch in batches] == [(4, 3)]
     assert collector.frames == 4 * T
-    assert collector.abandoned_frames == 2 * 3
+    assert collector.abandoned_frames == 2 * 3 + 2  # the last two frames are of a seventh
 
 
 def test_a_buffer_gets_the_last_whole_trajectories_too() -> None:
@@ -195,8 +195,19 @@ def test_whole_trajectories_without_padding() -> None:
     assert [batch.shape for batch in batches] == [(6,)] * 3
     assert batches[0].names == ["time"]
     assert batches[0]["next", "done"].squeeze(-1).tolist() == [False, False, True] * 2
-    with pytest.raises(dc.ArgumentError, match="traj_format='flat': use 'padded' or 'cat'"):
+    with pytest.raises(dc.ArgumentError, match="traj_format='flat': must be 'padded' or 'cat'"):
         make(dc.SyncDataCollector, Maker(3), num_envs=1, traj_format="flat")
+    with pytest.raises(dc.ArgumentError, match="add trajs_per_batch"):
+        make(dc.SyncDataCollector, Maker(3), num_envs=1, traj_format="cat")
+
+
+def test_a_reset_drops_trajectories_that_were_not_delivered() -> None:
+    settings = {"num_envs": 1, "trajs_per_batch": 1}
+    with make(dc.SyncDataCollector, Maker(2), **settings) as collector:
+        collector.next()
+        # Another whole one waits, and a third has begun.
+        collector.reset()
+        assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
 
 
 def test_set_truncated() -> None:

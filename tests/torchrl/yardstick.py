@@ -13,8 +13,11 @@ has under the same name becomes an import from ``distcollect``. Nothing else is 
 
 A test is *applicable* if it passes with TorchRL's own collectors here (``reference.txt`` has those,
 written by ``--theirs``), and tests no part of TorchRL that is private or has no counterpart
-(``excluded.txt`` has those, with the reason). The script prints how many of the applicable tests
-pass, for each class, then the reasons of the exclusions, and then the failures.
+(``excluded.txt`` has those, with the reason). The script prints the failures, how many of the
+applicable tests pass, for each class, and the reasons of the exclusions. For failures that are
+meant, ``differs.txt`` has the reason.
+
+TorchRL's tests need ``pip install psutil``.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
-REFERENCE, EXCLUDED = HERE / "reference.txt", HERE / "excluded.txt"
+REFERENCE, EXCLUDED, DIFFERS = (
+    HERE / name for name in ("reference.txt", "excluded.txt", "differs.txt")
+)
 SELECTED = ("test_collectors.py", "test_distributed.py::TestRPCCollector")
 # A test that takes longer has failed: TorchRL's own wait for 200 s at most.
 LIMIT_S = 240
@@ -300,7 +305,12 @@ def report(
             passed[class_of(i)] += 1
         else:
             failures.append(outcome)
+    differs = list(read_list(DIFFERS))
     for outcome in failures:
+        reason = excluded_for(canonical(outcome["id"]), differs)
+        if reason is not None:
+            print(f"differs: {outcome['id']}\n    {reason}")
+            continue
         last = [line for line in outcome["reason"].splitlines() if line.strip()]
         print(f"{outcome['outcome']}: {outcome['id']}\n    {last[-1][:300] if last else ''}")
         if tracebacks:
