@@ -2,6 +2,7 @@
 
 An argument that TorchRL and we have under one name needs nothing here. Each other one stands in
 one of four tables: :data:`NO_EFFECT`, :data:`WARNED`, :data:`REFUSED`, or :data:`TRANSLATIONS`.
+Weight-sync schemes are in :mod:`.torchrl_weights`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from distcollect.collectors.torchrl_weights import check_updater_in_process, take_schemes
 from distcollect.collectors.users_code import users_stack_level
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
@@ -50,8 +52,6 @@ REFUSED: dict[str, str] = {
     "ray_init_config": "there is no Ray here: start the ranks by torchrun or SLURM",
     "remote_configs": "there is no Ray here: start the ranks by torchrun or SLURM",
     "slurm_kwargs": "start the ranks by SLURM and call distcollect.run(main)",
-    "weight_recv_schemes": "pass weight_updater",
-    "weight_sync_schemes": "pass weight_updater",
     "worker_idx": "worker_ids are given out by the collector",
 }
 
@@ -79,6 +79,7 @@ def translated(
     for bundle in ("collector_kwargs", "backend_options"):
         for name, value in _bundled(bundle, names.pop(bundle, None)).items():
             (arguments if name in own_names else names)[name] = value
+    take_schemes(names, arguments, own_names)
     for name, translate in TRANSLATIONS.items():
         if name in names:
             translate(names.pop(name), arguments)
@@ -296,4 +297,6 @@ TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     # The env makers are repeated before each gets its own arguments.
     "num_workers_per_collector": _num_workers_per_collector,
     "create_env_kwargs": _create_env_kwargs,
+    # Of collectors that have no workers; the others have an argument of this name.
+    "weight_updater": check_updater_in_process,
 }

@@ -19,7 +19,6 @@ from distcollect.envs.make import check_env_id, is_env
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.launch.worker_hosts import current
 from distcollect.rollout.spaces import leaves_of
-from distcollect.weights.updaters import WeightUpdaterBase
 
 
 def num_steps(
@@ -308,21 +307,6 @@ def named_models(given: object) -> dict[str, nn.Module]:
                 "'policy' is taken"
             )
     return dict(given)
-
-
-def made_updater(given: object) -> WeightUpdaterBase | None:
-    """The weight updater, made here if a callable that makes one is given; None for None.
-
-    Raises:
-        ArgumentTypeError: it is not a :class:`WeightUpdaterBase`.
-    """
-    if callable(given):
-        given = given()
-    if given is None or isinstance(given, WeightUpdaterBase):
-        return given
-    raise ArgumentTypeError(
-        f"weight_updater={given!r}: must be derived from distcollect.WeightUpdaterBase"
-    )
 
 
 def check_stragglers(

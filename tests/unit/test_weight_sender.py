@@ -119,15 +119,21 @@ def test_no_worker_starves_while_others_are_published_to_without_end(
 ) -> None:
     """Before each push, there are newer versions for two others."""
     world = make(3)
+    began, waits = threading.Event(), threading.Event()
 
     def publish_more() -> None:
+        began.set()
+        assert_within(waits)
         if len(world.updater.sent) < 100:
             world.publish(1)
             world.publish(2)
 
     world.updater.before = publish_more
     world.publish(1)
-    world.publish(0).wait(SOON_S)
+    assert_within(began)  # from the second push on, worker 0 is among those that wait
+    handle = world.publish(0)
+    waits.set()
+    handle.wait(SOON_S)
     turn = next(i for i, worker_ids in enumerate(world.updater.sent) if 0 in worker_ids)
     assert turn < 3, "once each other had its turn"
 
