@@ -10,7 +10,7 @@ from distcollect.errors import BatchTimeout, WorkerLost
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.policy.weight_layout import published
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import Layout
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.supervision.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.handover import HandoverReceiver, RolloutReference
@@ -78,7 +78,7 @@ class Session:
         options, workers = self._options, self.workers
         probe: Probe = next(iter(workers.probes.values()))
         timeout_s = options.fault_limits.weights_timeout_s
-        self.layout: Layout = probe.layout
+        self.layout: AnyLayout = probe.layout
         self._first_traj_id = workers.first_traj_id
         self.updater.attach(
             UpdaterContext(workers.address, timeout_s, workers.gpus, workers.transport.is_near)

@@ -13,7 +13,8 @@ import torch
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import Layout, Tensors
+from distcollect.rollout.layout import Tensors
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.transport.protocol import CollectRequest, Service
 
 
@@ -27,7 +28,7 @@ class Probe:
         gpu: identifies the GPU that holds the weights; "" if the CPU holds them.
     """
 
-    layout: Layout
+    layout: AnyLayout
     weights: WeightLayout
     gpu: str = ""
 
