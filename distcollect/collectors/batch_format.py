@@ -14,7 +14,8 @@ from tensordict.base import TensorDictBase
 from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import MASK, TRAJ_IDS, Layout
+from distcollect.rollout.layout import MASK, TRAJ_IDS
+from distcollect.rollout.tree_layout import AnyLayout, TreeLayout, row_dims
 
 PostProcess = Callable[[TensorDict], Any]
 
@@ -67,7 +68,7 @@ class BatchFormat:
                 "trajectory already"
             )
 
-    def shaped(self, rows: TensorDict, layout: Layout) -> TensorDict:
+    def shaped(self, rows: TensorDict, layout: AnyLayout) -> TensorDict:
         """A batch made of rollouts, in its shape.
 
         Args:
@@ -78,21 +79,30 @@ class BatchFormat:
             _truncate_last(rows)
         if self.split_trajs or self.trajs_per_batch is not None:
             return rows
-        num_envs = layout.num_envs
-        num_rollouts = rows.shape[0] // num_envs
-        single = self.squeeze and num_envs == 1
+        if isinstance(layout, TreeLayout) and layout.is_loose:
+            return self._shaped_loose(rows)
+        dims = row_dims(layout, squeeze=self.squeeze)
+        stacked = rows.unflatten(0, (rows.shape[0] // layout.num_envs, *(dims or (1,))))
+        if not dims:
+            stacked = stacked.squeeze(1)
         if self.cat_results == "stack":
-            stacked = rows.unflatten(0, (num_rollouts, num_envs))
-            return stacked.squeeze(1) if single else stacked
+            return stacked
         if self.cat_results == -1:
-            by_env = rows.unflatten(0, (num_rollouts, num_envs)).transpose(0, 1).flatten(1, 2)
-            by_env.names = [None, "time"]
-            return by_env.squeeze(0) if single else by_env
-        if single:
-            flat = rows.flatten(0, 1)
-            flat.names = ["time"]
-            return flat
-        return rows
+            for dim in range(len(dims)):
+                stacked = stacked.transpose(dim, dim + 1)
+            return _named(stacked.flatten(len(dims), len(dims) + 1))
+        return _named(stacked.flatten(0, 1))
+
+    def _shaped_loose(self, rollouts: TensorDict) -> TensorDict:
+        """See :meth:`shaped`, for rollouts ``[W, *batch_size, T]``."""
+        if rollouts.ndim == 2 and not self.squeeze:
+            rollouts = rollouts.unsqueeze(1)
+        if self.cat_results == "stack":
+            return rollouts
+        parts = rollouts.unbind(0)
+        if len(parts) == 1:
+            return _named(parts[0])
+        return _named(torch.cat(list(parts), -1 if self.cat_results == -1 else 0))
 
     def rollouts(self, batch: TensorDict, num_envs: int, num_rollouts: int) -> list[TensorDict]:
         """The rollouts ``[n, T]`` in a batch, or the batch itself if each is of a single env.
@@ -256,6 +266,11 @@ def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
     batch: TensorDict = frames.named_apply(spread, nested_keys=True, batch_size=is_real.shape)
     batch.names = [None, "time"]
     batch[MASK] = batch[MASK] if MASK in frames.keys(include_nested=True) else is_real
+    return batch
+
+
+def _named(batch: TensorDict) -> TensorDict:
+    batch.names = [*[None] * (batch.ndim - 1), "time"]
     return batch
 
 

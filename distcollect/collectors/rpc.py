@@ -29,7 +29,7 @@ from distcollect.results import (
 )
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import Layout
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.trainer.handover import RolloutReference
 from distcollect.trainer.policy_lag import count_lags
 from distcollect.trainer.publisher import Weights, WorkerIds
@@ -161,7 +161,7 @@ class RPCDataCollector(DataCollectorBase):
         return dict(self._session.pool.stale_frames)
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> AnyLayout:
         return self._session.layout
 
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
@@ -191,7 +191,7 @@ class RPCDataCollector(DataCollectorBase):
             with self._stats_recorder.publishing():
                 self._session.publisher.publish_own(sync=self._options.sync)
 
-    def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
+    def _assembled(self, layout: AnyLayout, rollouts: Sequence[Rollout]) -> TensorDict:
         return assemble(
             layout,
             rollouts,

@@ -10,7 +10,7 @@ from distcollect.errors import BatchTimeout, WorkerLost
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.policy.weight_layout import published
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import Layout
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.supervision.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.handover import HandoverReceiver, RolloutReference
@@ -79,7 +79,7 @@ class Session:
         options, workers = self._options, self.workers
         probe: Probe = next(iter(workers.probes.values()))
         timeout_s = options.fault_limits.weights_timeout_s
-        self.layout: Layout = probe.layout
+        self.layout: AnyLayout = probe.layout
         num_envs = self.layout.num_envs
         self._num_steps = options.num_steps(num_envs, rounds_up=probe.is_torchrl)
         self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch

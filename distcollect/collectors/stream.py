@@ -22,7 +22,7 @@ from distcollect.common import tensor_cache
 from distcollect.errors import ArgumentTypeError, CollectorStateError
 from distcollect.results import Stats
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import Layout
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
 
@@ -416,7 +416,7 @@ class BatchStream(ABC):
 
     @property
     @abstractmethod
-    def _layout(self) -> Layout: ...
+    def _layout(self) -> AnyLayout: ...
 
     @abstractmethod
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:

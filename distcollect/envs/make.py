@@ -16,7 +16,7 @@ import torch
 from gymnasium.envs.registration import find_highest_version, parse_env_id
 from gymnasium.vector import VectorEnv
 
-from distcollect.envs.base import Env, EnvBatch, InfoKeys, Maker, describe, name_of
+from distcollect.envs.base import Env, Envs, InfoKeys, Maker, describe, name_of
 from distcollect.envs.pettingzoo import PettingZooEnv
 from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
@@ -82,7 +82,7 @@ def make_envs(
     info_keys: InfoKeys | None = None,
     contexts: Sequence[EnvContext],
     device: torch.device | None = None,
-) -> EnvBatch:
+) -> Envs:
     """Make the envs of one worker.
 
     Args:
@@ -164,7 +164,7 @@ def _num_rows(env: Any) -> int | None:
 
 def _batch(
     envs: list[Any], info_keys: InfoKeys | None, makers: list[Callable[[], Any] | None]
-) -> EnvBatch:
+) -> Envs:
     """The batch for envs of one kind: single envs, or one env of several rows."""
     _check_distinct(envs)
     if any(map(is_torchrl_env, envs)):
@@ -177,9 +177,9 @@ def _batch(
             raise ArgumentError(
                 "info_keys: a TorchRL env adds such entries itself, see its set_info_dict_reader"
             )
-        from distcollect.envs.torchrl import TorchRLBatch  # noqa: PLC0415 - see is_torchrl_env
+        from distcollect.envs.torchrl import TorchRLEnvs  # noqa: PLC0415 - see is_torchrl_env
 
-        return TorchRLBatch(envs, makers)
+        return TorchRLEnvs(envs, makers)
     if isinstance(envs[0], VectorEnv):
         return VectorBatch(envs[0], info_keys, makers[0])
     _check_alike(envs)

@@ -13,7 +13,8 @@ import torch
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import Layout, Tensors
+from distcollect.rollout.layout import Tensors
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.transport.protocol import CollectRequest, Service
 
 
@@ -28,7 +29,7 @@ class Probe:
         is_torchrl: whether its envs are TorchRL's.
     """
 
-    layout: Layout
+    layout: AnyLayout
     weights: WeightLayout
     gpu: str = ""
     is_torchrl: bool = False

@@ -16,20 +16,20 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from distcollect.common.step_counter import StepCounter
 from distcollect.common.threads import do_jobs
+from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_evaluator
-from distcollect.engine.engine import Engine
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import PolicyError, RolloutGone, WorkerError
 from distcollect.results import Evaluation
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import Layout, Tensors
-from distcollect.rollout.slab import Slab
+from distcollect.rollout.layout import Tensors
+from distcollect.rollout.slabs import AnySlab, new_slab
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
 from distcollect.transport.worker_service import (
@@ -84,7 +84,7 @@ class Worker(WorkerService):
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
-        self._engine: Engine | None = None
+        self._engine: EngineBase | None = None
         self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
         self._slabs = _Slabs()
@@ -176,7 +176,7 @@ class Worker(WorkerService):
         return answer
 
     @property
-    def _configured(self) -> Engine:
+    def _configured(self) -> EngineBase:
         if self._engine is None:
             raise WorkerError("called before it was configured")
         return self._engine
@@ -273,7 +273,6 @@ class Worker(WorkerService):
 
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._configured.seed(env_seeds, policy_seeds)
-        torch.manual_seed(policy_seeds[0])
         np.random.seed(policy_seeds[0] % 2**32)  # noqa: NPY002 - some envs still use it
 
     def _resume(self, request: ResumeRequest) -> None:
@@ -301,22 +300,22 @@ class _Slabs:
     """The memory of the last rollouts: each lies untouched until the request after the next one."""
 
     def __init__(self) -> None:
-        self._slabs: list[Slab] = []
-        self._by_sequence: dict[int, Slab] = {}  # of rollouts that were collected
+        self._slabs: list[AnySlab] = []
+        self._by_sequence: dict[int, AnySlab] = {}  # of rollouts that were collected
 
-    def next(self, sequence: int, layout: Layout, num_steps: int, *, shared: bool) -> Slab:
+    def next(self, sequence: int, layout: AnyLayout, num_steps: int, *, shared: bool) -> AnySlab:
         """The slab for the rollout with this number; an older rollout may have been in it."""
         wanted = (num_steps, shared)
         if not self._slabs or (self._slabs[0].num_steps, self._slabs[0].shared) != wanted:
-            self._slabs = [Slab(layout, num_steps, shared=shared) for _ in range(NUM_SLABS)]
+            self._slabs = [new_slab(layout, num_steps, shared=shared) for _ in range(NUM_SLABS)]
         self._by_sequence.pop(sequence - NUM_SLABS, None)
         return self._slabs[sequence % NUM_SLABS]
 
-    def filled(self, sequence: int, slab: Slab) -> None:
+    def filled(self, sequence: int, slab: AnySlab) -> None:
         """The rollout with this number lies in ``slab`` now."""
         self._by_sequence[sequence] = slab
 
-    def find(self, sequence: int) -> Slab:
+    def find(self, sequence: int) -> AnySlab:
         """The slab that a rollout lies in.
 
         Raises:
