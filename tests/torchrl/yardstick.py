@@ -78,12 +78,12 @@ def our_names() -> frozenset[str]:
     code = "import distcollect, json; print(json.dumps(distcollect.__all__))"
     command = [sys.executable, "-c", code]
     result = subprocess.run(
-        command, env=_environment(), check=True, capture_output=True, text=True, cwd="/"
+        command, env=plain_environment(), check=True, capture_output=True, text=True, cwd="/"
     )
     return frozenset(json.loads(result.stdout))
 
 
-def _environment(**more: str) -> dict[str, str]:
+def plain_environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join([str(REPOSITORY), str(HERE), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
@@ -102,7 +102,7 @@ def selected_ids(folder: Path, patterns: list[str]) -> list[str]:
     result = subprocess.run(
         [*command, *SELECTED],
         cwd=folder,
-        env=_environment(),
+        env=plain_environment(),
         check=False,
         capture_output=True,
         text=True,
@@ -164,7 +164,7 @@ class Run:
             process = subprocess.Popen(
                 command,
                 cwd=self._folder,
-                env=_environment(OUTCOMES=str(self._file)),
+                env=plain_environment(OUTCOMES=str(self._file)),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
