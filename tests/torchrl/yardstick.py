@@ -244,6 +244,7 @@ def main() -> None:
     """Run the tests, and print what became of them."""
     given = parse()
     reference = dict(read_list(REFERENCE))
+    recorded = {class_of(i) for i in reference}
     exclusions = list(read_list(EXCLUDED))
     with tempfile.TemporaryDirectory(prefix="yardstick-") as name:
         folder = Path(name)
@@ -251,7 +252,8 @@ def main() -> None:
         ids = selected_ids(folder, given.pattern)
         reasons = {i: excluded_for(canonical(i), exclusions) for i in ids}
         for i in ids:
-            is_known = not reference or canonical(i) in reference
+            # TestRPCCollector, all of which TorchRL passes on an idle host, is not in the list.
+            is_known = canonical(i) in reference or class_of(i) not in recorded
             if not given.theirs and not is_known and reasons[i] is None:
                 reasons[i] = "TorchRL's own collector does not pass it here"
         chosen = [i for i in ids if given.every or given.theirs or reasons[i] is None]
