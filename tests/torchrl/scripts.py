@@ -2,7 +2,7 @@
 
 ::
 
-    pip install hydra-core tqdm matplotlib psutil tensorboard
+    pip install hydra-core tqdm matplotlib psutil tensorboard "gymnasium[mujoco]"
     python tests/torchrl/scripts.py /tmp/rl                 # all, with ours
     python tests/torchrl/scripts.py /tmp/rl sac dqn         # those whose names contain one of these
     python tests/torchrl/scripts.py /tmp/rl --theirs        # with TorchRL's collectors
@@ -53,7 +53,7 @@ _OFF_POLICY = (
 _PENDULUM = (*_OFF_POLICY, "env.name=Pendulum-v1")
 _ON_POLICY = (
     "collector.total_frames=80", "collector.frames_per_batch=40", "loss.mini_batch_size=10",
-    "env.env_name=Pendulum-v1", "logger.backend=", "logger.test_interval=100000",
+    "env.env_name=HalfCheetah-v5", "logger.backend=", "logger.test_interval=100000",
 )  # fmt: skip
 _SMALL = (
     (r"^(\s*)total_frames = [\d_]+.*$", r"\1total_frames = 800"),
@@ -70,7 +70,10 @@ SCRIPTS = {
     "ddpg": Script("sota-implementations/ddpg/ddpg.py", _PENDULUM),
     "tqc": Script("sota-implementations/tqc/tqc.py", _PENDULUM),
     "crossq": Script("sota-implementations/crossq/crossq.py", _PENDULUM),
-    "discrete_sac": Script("sota-implementations/discrete_sac/discrete_sac.py", _OFF_POLICY),
+    "discrete_sac": Script(
+        "sota-implementations/discrete_sac/discrete_sac.py",
+        (*_OFF_POLICY, "env.library=gymnasium"),
+    ),
     "redq": Script(
         "sota-implementations/redq/redq.py",
         ("num_workers=1", "collector.total_frames=96", "collector.init_random_frames=32",
