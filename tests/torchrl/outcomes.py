@@ -5,8 +5,10 @@ The file is the value of the environment variable OUTCOMES.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,12 @@ def _write(line: dict[str, Any]) -> None:
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     _write({"id": nodeid, "outcome": "started"})
+
+
+def pytest_runtest_logfinish() -> None:
+    # A test that failed may have left a collector open: nothing may keep it alive.
+    sys.last_type = sys.last_value = sys.last_traceback = None
+    gc.collect()
 
 
 @pytest.hookimpl(hookwrapper=True)
