@@ -16,15 +16,24 @@ from typing import TYPE_CHECKING, Any
 from distcollect.version import __version__
 
 if TYPE_CHECKING:
-    from distcollect.collectors.base import DataCollectorBase
+    from distcollect.collectors.base import BaseCollector, DataCollectorBase
     from distcollect.collectors.checkpoint import Checkpoint
+    from distcollect.collectors.generic import Collector, MultiCollector
     from distcollect.collectors.local import (
+        AsyncCollector,
+        MultiAsyncCollector,
         MultiaSyncDataCollector,
+        MultiSyncCollector,
         MultiSyncDataCollector,
         aSyncDataCollector,
     )
     from distcollect.collectors.replay import RateLimited, ReplayBuffer
-    from distcollect.collectors.rpc import RPCDataCollector
+    from distcollect.collectors.rpc import (
+        DistributedCollector,
+        DistributedDataCollector,
+        RPCCollector,
+        RPCDataCollector,
+    )
     from distcollect.collectors.sync import SyncDataCollector
     from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
     from distcollect.envs.make import EnvContext
@@ -79,15 +88,20 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "AsyncCollector",
     "AutoUpdater",
+    "BaseCollector",
     "BatchTimeout",
     "Bottleneck",
     "BroadcastUpdater",
     "Checkpoint",
+    "Collector",
     "CollectorStateError",
     "DataCollectorBase",
     "DeadlineError",
     "DistCollectError",
+    "DistributedCollector",
+    "DistributedDataCollector",
     "EnvContext",
     "EnvError",
     "EnvFault",
@@ -102,12 +116,16 @@ __all__ = [
     "LaunchError",
     "LedgerReport",
     "Monitor",
+    "MultiAsyncCollector",
+    "MultiCollector",
+    "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
     "PettingZooEnv",
     "PolicyError",
     "PolicyNotSendable",
     "PushHandle",
+    "RPCCollector",
     "RPCDataCollector",
     "RPCUpdater",
     "RateLimited",
@@ -144,15 +162,20 @@ __all__ = [
 _MODULES = {
     "ArgumentError": "distcollect.errors",
     "ArgumentTypeError": "distcollect.errors",
+    "AsyncCollector": "distcollect.collectors.local",
     "AutoUpdater": "distcollect.weights.broadcast",
+    "BaseCollector": "distcollect.collectors.base",
     "BatchTimeout": "distcollect.errors",
     "Bottleneck": "distcollect.telemetry.bottleneck",
     "BroadcastUpdater": "distcollect.weights.broadcast",
     "Checkpoint": "distcollect.collectors.checkpoint",
+    "Collector": "distcollect.collectors.generic",
     "CollectorStateError": "distcollect.errors",
     "DataCollectorBase": "distcollect.collectors.base",
     "DeadlineError": "distcollect.errors",
     "DistCollectError": "distcollect.errors",
+    "DistributedCollector": "distcollect.collectors.rpc",
+    "DistributedDataCollector": "distcollect.collectors.rpc",
     "EnvContext": "distcollect.envs.make",
     "EnvError": "distcollect.errors",
     "EnvFault": "distcollect.results",
@@ -167,12 +190,16 @@ _MODULES = {
     "LaunchError": "distcollect.errors",
     "LedgerReport": "distcollect.results",
     "Monitor": "distcollect.config",
+    "MultiAsyncCollector": "distcollect.collectors.local",
+    "MultiCollector": "distcollect.collectors.generic",
+    "MultiSyncCollector": "distcollect.collectors.local",
     "MultiSyncDataCollector": "distcollect.collectors.local",
     "MultiaSyncDataCollector": "distcollect.collectors.local",
     "PettingZooEnv": "distcollect.envs.pettingzoo",
     "PolicyError": "distcollect.errors",
     "PolicyNotSendable": "distcollect.errors",
     "PushHandle": "distcollect.weights.push_handle",
+    "RPCCollector": "distcollect.collectors.rpc",
     "RPCDataCollector": "distcollect.collectors.rpc",
     "RPCUpdater": "distcollect.weights.updaters",
     "RateLimited": "distcollect.collectors.replay",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -189,8 +189,12 @@ class WorkerStats:
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(dict[str, Any]):
     """A snapshot of what a collector has done so far; ``collector.stats()`` makes one.
+
+    It is also a dict of plain numbers and strings, with TorchRL's names for them: ``"frames"``,
+    ``"batches"``, ``"completed"``, ``"total_frames"`` (not in an endless collector),
+    ``"requested_frames_per_batch"``, ``"policy_version"``, ``"workers"`` and ``"workers_alive"``.
 
     Attributes:
         collector: name of its class.
@@ -220,6 +224,8 @@ class Stats:
         num_cores: number of cores of this host, if all workers are on it; otherwise 0.
         ended: whether it was shut down.
         workers: statistics of each worker, by worker_id.
+        num_batches: number of batches collected.
+        frames_per_batch: number of frames in each batch.
     """
 
     collector: str = ""
@@ -248,6 +254,34 @@ class Stats:
     num_cores: int = 0
     ended: bool = False
     workers: Mapping[int, WorkerStats] = field(default_factory=dict)
+    num_batches: int = 0
+    frames_per_batch: int = 0
+
+    def __post_init__(self) -> None:
+        entries: dict[str, Any] = {
+            name: value
+            for name, value in self.as_dict().items()
+            if value is None or isinstance(value, int | float | str)
+        }
+        entries["batches"] = self.num_batches
+        entries["requested_frames_per_batch"] = self.frames_per_batch
+        if self.total_frames == -1:
+            del entries["total_frames"]
+        else:
+            entries["completed"] = self.frames >= self.total_frames
+        if not self.in_process:
+            entries["workers"] = len(self.workers)
+            entries["workers_alive"] = sum(w.state == "ready" for w in self.workers.values())
+        self.update(entries)
+
+    def per_worker(self) -> dict[str, Any]:
+        """The plain numbers of each worker, as ``"worker_0/frames"``."""
+        return {
+            f"worker_{worker_id}/{name}": value
+            for worker_id, worker in self.workers.items()
+            for name, value in _plain(worker).items()
+            if value is None or isinstance(value, int | float | str)
+        }
 
     @property
     def remaining_s(self) -> float | None:
@@ -261,8 +295,7 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as a dict that JSON can hold; NaN and infinity become None."""
-        plain: dict[str, Any] = _plain(self)
-        return plain
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Stats:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from tensordict import TensorDict
+
 from distcollect.collectors.options import CollectorOptions
-from distcollect.collectors.stream import BatchStream, CollectorState
+from distcollect.collectors.stream import BatchStream, CollectorState, Hooks
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
@@ -92,12 +94,71 @@ class DataCollectorBase(BatchStream):
             WeightsError: the weights don't fit the policy; nothing was sent.
         """
 
-    def stats(self) -> Stats:
+    @property
+    @abstractmethod
+    def policy(self) -> Any:
+        """The policy as it was given, or made by ``policy_factory``; None: random actions."""
+
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """Called before each rollout, in the process that steps the envs."""
+        return self._hooks.pre_collect
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self._set_hooks(Hooks(hook, self._hooks.post_collect))
+
+    @property
+    def post_collect_hook(self) -> Callable[[TensorDict], Any] | None:
+        """Called with each rollout, in the process that steps the envs."""
+        return self._hooks.post_collect
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:
+        self._set_hooks(Hooks(self._hooks.pre_collect, hook))
+
+    def set_post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:
+        """The same as assigning to :attr:`post_collect_hook`."""
+        self.post_collect_hook = hook
+
+    def getattr_policy(self, attr: str) -> Any:
+        """An attribute of the policy in this process."""
+        return getattr(self.policy, attr)
+
+    def getattr_rb(self, attr: str) -> Any:
+        """An attribute of the replay buffer."""
+        return getattr(self.replay_buffer, attr)
+
+    @abstractmethod
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the envs; with workers, of the first env of the first worker."""
+
+    def increment_version(self) -> None:
+        """Publish the policy's present weights as the next ``policy_version``."""
+        self.update_policy_weights_()
+
+    def get_policy_version(self) -> int:
+        """The same as :attr:`policy_version`."""
+        return self.policy_version
+
+    def stats(self, workers: str = "aggregate") -> Stats:
         """Counts, rates and shares of time so far; also after :meth:`shutdown`.
 
         Time is counted from the first batch to the last. The figures of a worker are updated with
         each of its rollouts.
+
+        Args:
+            workers: which entries the result has as a dict: "aggregate", those of the collector;
+                "per_worker", those of each worker, such as "worker_0/frames"; or "both".
+
+        Raises:
+            ArgumentError: ``workers`` is none of these.
         """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ArgumentError(
+                f"stats(workers={workers!r}): workers must be one of 'aggregate', 'per_worker' and "
+                "'both'"
+            )
         known = Stats(
             collector=type(self).__name__,
             frames=self._frames,
@@ -105,8 +166,15 @@ class DataCollectorBase(BatchStream):
             total_frames=self.total_frames,
             policy_version=self.policy_version,
             ended=self._state is CollectorState.SHUT_DOWN,
+            num_batches=self._batches,
+            frames_per_batch=self.frames_per_batch,
         )
-        return self._snapshot(known)
+        snapshot = self._snapshot(known)
+        if workers == "per_worker":
+            snapshot.clear()
+        if workers != "aggregate":
+            snapshot.update(snapshot.per_worker())
+        return snapshot
 
     @abstractmethod
     def _snapshot(self, known: Stats) -> Stats:
@@ -304,3 +372,7 @@ class DataCollectorBase(BatchStream):
     @abstractmethod
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
         """Continue with this policy_version and traj_id; ``frames`` were collected before."""
+
+
+# TorchRL's name for it.
+BaseCollector = DataCollectorBase

@@ -14,8 +14,9 @@ from tensordict.base import TensorDictBase
 from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import MASK, TRAJ_IDS, Layout
+from distcollect.rollout.layout import MASK, TRAJ_IDS
 from distcollect.rollout.spaces import indexable
+from distcollect.rollout.tree_layout import AnyLayout, TreeLayout, row_dims
 
 PostProcess = Callable[[TensorDict], Any]
 
@@ -32,7 +33,11 @@ class BatchFormat:
         split_trajs: one row for each trajectory, padded.
         trajs_per_batch: number of whole trajectories in a batch; None: a batch holds the rollouts
             as they were collected.
+        pads_trajectories: ``trajs_per_batch`` delivers one row for each trajectory; False: one
+            trajectory after the other, ``[F]``.
         postproc: called with the batch; what it returns is delivered.
+        has_root_version: each frame's policy_version also is at the root and under "next".
+        has_collector_keys: False: nothing is under "collector".
     """
 
     cat_results: int | str | None = 0
@@ -40,7 +45,10 @@ class BatchFormat:
     set_truncated: bool = False
     split_trajs: bool = False
     trajs_per_batch: int | None = None
+    pads_trajectories: bool = True
     postproc: PostProcess | None = None
+    has_root_version: bool = False
+    has_collector_keys: bool = True
 
     def __post_init__(self) -> None:
         if self.cat_results not in (0, -1, "stack") or isinstance(self.cat_results, bool):
@@ -61,7 +69,7 @@ class BatchFormat:
                 "trajectory already"
             )
 
-    def shaped(self, rows: TensorDict, layout: Layout) -> TensorDict:
+    def shaped(self, rows: TensorDict, layout: AnyLayout) -> TensorDict:
         """A batch made of rollouts, in its shape.
 
         Args:
@@ -72,21 +80,44 @@ class BatchFormat:
             _truncate_last(rows)
         if self.split_trajs or self.trajs_per_batch is not None:
             return rows
-        num_envs = layout.num_envs
-        num_rollouts = rows.shape[0] // num_envs
-        single = self.squeeze and num_envs == 1
+        if isinstance(layout, TreeLayout) and layout.is_loose:
+            return self._shaped_loose(rows)
+        dims = row_dims(layout, squeeze=self.squeeze)
+        stacked = rows.unflatten(0, (rows.shape[0] // layout.num_envs, *(dims or (1,))))
+        if not dims:
+            stacked = stacked.squeeze(1)
         if self.cat_results == "stack":
-            stacked = rows.unflatten(0, (num_rollouts, num_envs))
-            return stacked.squeeze(1) if single else stacked
+            return stacked
         if self.cat_results == -1:
-            by_env = rows.unflatten(0, (num_rollouts, num_envs)).transpose(0, 1).flatten(1, 2)
-            by_env.names = [None, "time"]
-            return by_env.squeeze(0) if single else by_env
-        if single:
-            flat = rows.flatten(0, 1)
-            flat.names = ["time"]
-            return flat
-        return rows
+            for dim in range(len(dims)):
+                stacked = stacked.transpose(dim, dim + 1)
+            return _named(stacked.flatten(len(dims), len(dims) + 1))
+        return _named(stacked.flatten(0, 1))
+
+    def _shaped_loose(self, rollouts: TensorDict) -> TensorDict:
+        """See :meth:`shaped`, for rollouts ``[W, *batch_size, T]``."""
+        if rollouts.ndim == 2 and not self.squeeze:
+            rollouts = rollouts.unsqueeze(1)
+        if self.cat_results == "stack":
+            return rollouts
+        parts = rollouts.unbind(0)
+        if len(parts) == 1:
+            return _named(parts[0])
+        return _named(torch.cat(list(parts), -1 if self.cat_results == -1 else 0))
+
+    def rollouts(self, batch: TensorDict, num_envs: int, num_rollouts: int) -> list[TensorDict]:
+        """The rollouts ``[n, T]`` in a batch, or the batch itself if each is of a single env.
+
+        Args:
+            batch: as :meth:`shaped` returned it.
+            num_envs: n.
+            num_rollouts: number of rollouts in the batch.
+        """
+        if num_envs == 1 or num_rollouts == 1 or batch.ndim < 2:
+            return [batch]
+        if self.cat_results == "stack":
+            return list(batch.unbind(0))
+        return list(batch.chunk(num_rollouts, 1 if self.cat_results == -1 else 0))
 
     def processed(self, batch: TensorDict) -> TensorDict:
         """The batch as it is delivered: with ``split_trajs`` and ``postproc`` applied.
@@ -96,6 +127,11 @@ class BatchFormat:
         """
         if self.split_trajs:
             batch = split(batch)
+        if self.has_root_version:
+            batch["policy_version"] = batch["collector", "policy_version"].clone()
+            batch["next", "policy_version"] = batch["collector", "policy_version"].clone()
+        if not self.has_collector_keys:
+            del batch["collector"]
         if self.postproc is None:
             return batch
         result = self.postproc(batch)
@@ -110,12 +146,19 @@ class WholeTrajectories:
     """Joins the parts of trajectories that span several rollouts; orders them by their end.
 
     Attributes:
-        abandoned_frames: frames of trajectories that will never be whole: their env or worker
-            failed, or a rollout in between was dropped.
+        abandoned_frames: frames of trajectories that will never be delivered: their env or worker
+            failed, a rollout in between was dropped, or it ended, or was reset, before.
     """
 
-    def __init__(self, num_per_batch: int) -> None:
+    def __init__(self, num_per_batch: int, *, pads: bool = True) -> None:
+        """Start without trajectories.
+
+        Args:
+            num_per_batch: number of trajectories in a batch.
+            pads: a batch has one row for each trajectory; False: one trajectory after the other.
+        """
         self.abandoned_frames = 0
+        self._pads = pads
         self._num_per_batch = num_per_batch
         self._parts: dict[int, dict[int, list[TensorDict]]] = {}  # by worker_id and traj_id
         self._incomplete: dict[int, set[int]] = {}  # traj_ids whose beginning is missing
@@ -162,14 +205,29 @@ class WholeTrajectories:
         for traj_id in parts.keys() - (unfinished - incomplete):
             self.abandoned_frames += sum(len(part) for part in parts.pop(traj_id))
 
+    def abandon(self) -> None:
+        """Give up all trajectories, whole or not; the next ones must begin with a reset."""
+        begun = [parts for each in self._parts.values() for parts in each.values()]
+        self.abandoned_frames += sum(
+            len(part) for parts in [*self._whole, *begun] for part in parts
+        )
+        self._whole.clear()
+        self._parts.clear()
+
     def take(self) -> TensorDict | None:
-        """The next batch ``[trajectories, longest]``; None if no trajectory is whole."""
+        """The next batch ``[trajectories, longest]``, or without padding ``[F]``.
+
+        None if no trajectory is whole.
+        """
         count = min(len(self._whole), self._num_per_batch)
         if not count:
             return None
         taken = [self._whole.popleft() for _ in range(count)]
         lengths = torch.tensor([sum(len(part) for part in parts) for parts in taken])
-        frames = torch.cat([part for parts in taken for part in parts])
+        frames: TensorDict = torch.cat([part for parts in taken for part in parts])
+        if not self._pads:
+            frames.names = ["time"]
+            return frames
         return _padded(frames, lengths)
 
 
@@ -209,6 +267,11 @@ def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
     batch: TensorDict = frames.named_apply(spread, nested_keys=True, batch_size=is_real.shape)
     batch.names = [None, "time"]
     batch[MASK] = batch[MASK] if MASK in frames.keys(include_nested=True) else is_real
+    return batch
+
+
+def _named(batch: TensorDict) -> TensorDict:
+    batch.names = [*[None] * (batch.ndim - 1), "time"]
     return batch
 
 

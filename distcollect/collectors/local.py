@@ -62,3 +62,9 @@ class aSyncDataCollector(MultiaSyncDataCollector):  # noqa: N801 - TorchRL's nam
             DistCollectError: the errors of :class:`RPCDataCollector`.
         """
         DataCollectorBase.__init__(self, options)
+
+
+# TorchRL's newer names.
+AsyncCollector = aSyncDataCollector
+MultiSyncCollector = MultiSyncDataCollector
+MultiAsyncCollector = MultiaSyncDataCollector

@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeAlias
 
 import gymnasium as gym
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from distcollect.collectors import validation
@@ -42,7 +43,8 @@ class CollectorOptions:
         policy: TensorDictModule, module or callable from observation to action, to
             (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
             random actions. It always sees a leading dimension of envs.
-        policy_factory: called to make the policy, instead of ``policy``.
+        policy_factory: called to make the policy. With a ``policy`` too, the policy that is made
+            gets the weights of ``policy``.
         frames_per_batch: frames in each batch; a multiple of the number of envs.
         total_frames: the collector ends after this many frames, rounded up to whole batches; -1:
             it never ends.
@@ -58,10 +60,19 @@ class CollectorOptions:
         postproc: called with each batch, in this process; what it returns is delivered.
         split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
             batch, padded with zeros; padding is False in ``("collector", "mask")``.
-        trajs_per_batch: deliver this many whole trajectories at a time, in the order in which
-            they end, padded as with ``split_trajs``; the last batch may have fewer.
+        trajs_per_batch: deliver exactly this many whole trajectories at a time, in the order in
+            which they end, padded as with ``split_trajs``. At the end, fewer are dropped.
+        traj_format: how ``trajs_per_batch`` delivers trajectories: "padded", or "cat": one after
+            the other, ``[F]``, without padding.
         set_truncated: mark the last frame of each row of each rollout truncated and done,
             unless the episode terminated there.
+        pre_collect_hook: called without arguments before each rollout, in the process that steps
+            the envs.
+        post_collect_hook: called with each rollout, in the process that steps the envs: with the
+            batch itself in this process, with a copy in a worker. Its result is ignored.
+        track_policy_version: frames have their policy_version as ``"policy_version"`` too, at the
+            root and under "next", where TorchRL has it.
+        track_traj_ids: False: batches have nothing under "collector".
         compact_obs: leave out the observations under "next", which halves the memory. They equal
             the next frame's, except at the end of an episode or row, where they are lost.
         replay_buffer: frames are added to it, ``[F]`` at a time, instead of being delivered to
@@ -94,7 +105,12 @@ class CollectorOptions:
     postproc: PostProcess | None = None
     split_trajs: bool | None = None
     trajs_per_batch: int | None = None
+    traj_format: str | None = None
     set_truncated: bool = False
+    pre_collect_hook: Callable[[], Any] | None = None
+    post_collect_hook: Callable[[TensorDict], Any] | None = None
+    track_policy_version: bool = False
+    track_traj_ids: bool = True
     compact_obs: bool = False
     replay_buffer: ReplayBuffer | None = None
     exploration_type: object = Exploration.RANDOM
@@ -121,9 +137,11 @@ class CollectorOptions:
         checks.positive("envs_per_worker", self.envs_per_worker)
         validation.check_policy(self.policy, self.policy_factory)
         validation.check_random_frames(self.init_random_frames)
+        validation.check_hooks(self)
         checks.positive("max_frames_per_traj", self.max_frames_per_traj, optional=True)
         # These check what they are made from.
         _ = self.batch_format, self.devices, self.exploration, self.named_models
+        validation.check_traj_format(self.traj_format, self.trajs_per_batch)
 
     @cached_property
     def batch_format(self) -> BatchFormat:
@@ -134,19 +152,21 @@ class CollectorOptions:
             set_truncated=self.set_truncated,
             split_trajs=bool(self.split_trajs),
             trajs_per_batch=self.trajs_per_batch,
+            pads_trajectories=self.traj_format != "cat",
             postproc=self.postproc,
+            has_root_version=bool(self.track_policy_version),
+            has_collector_keys=self.track_traj_ids,
         )
 
     @property
     def _cat_results(self) -> int | str | None:
         return 0
 
-    @property
-    def rounded_total_frames(self) -> int:
+    def rounded_total_frames(self, frames_per_batch: int) -> int:
         """``total_frames`` rounded up to whole batches; -1: no limit."""
         if self.total_frames == -1:
             return -1
-        return -(-self.total_frames // self.frames_per_batch) * self.frames_per_batch
+        return -(-self.total_frames // frames_per_batch) * frames_per_batch
 
     @cached_property
     def exploration(self) -> Exploration:
@@ -166,6 +186,11 @@ class CollectorOptions:
         return validation.named_models(self.models)
 
     @property
+    def rollouts_per_batch(self) -> int:
+        """Number of rollouts in a batch."""
+        return 1
+
+    @property
     def random_frames(self) -> int:
         """``init_random_frames``; 0 for None."""
         return self.init_random_frames or 0
@@ -180,6 +205,14 @@ class CollectorOptions:
         """How the engine steps the envs."""
         return StepOptions(self.max_frames_per_traj, self.reset_at_each_iter, self.clip_actions)
 
+    @property
+    def _factory(self) -> Callable[[], Any] | None:
+        """``policy_factory``, such that its policy begins with the weights of ``policy``."""
+        if self.policy_factory is None or not isinstance(self.policy, nn.Module):
+            return self.policy_factory
+        weights = {name: value.cpu() for name, value in self.policy.state_dict().items()}
+        return partial(_with_weights, self.policy_factory, weights)
+
     def plan(self, *, num_envs: int, traces: bool) -> WorkerPlan:
         """What the engine is built from, with the policy and the env makers as they were given.
 
@@ -190,8 +223,8 @@ class CollectorOptions:
         return WorkerPlan(
             create_env_fn=self.create_env_fn,
             num_envs=num_envs,
-            policy=self.policy,
-            policy_factory=self.policy_factory,
+            policy=self.policy if self.policy_factory is None else None,
+            policy_factory=self._factory,
             device=self.devices.policy,
             env_device=self.devices.env,
             exploration=self.exploration,
@@ -201,6 +234,13 @@ class CollectorOptions:
             max_env_faults=self.fault_limits.max_env_faults,
             traces=traces,
         )
+
+
+def _with_weights(factory: Callable[[], Any], weights: dict[str, torch.Tensor]) -> Any:
+    """The policy that ``factory`` makes, with ``weights``."""
+    policy = factory()
+    policy.load_state_dict(weights)
+    return policy
 
 
 @dataclass(frozen=True, eq=False)

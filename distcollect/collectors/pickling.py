@@ -12,13 +12,56 @@ import torch
 from torch import nn
 
 from distcollect.engine.plan import WorkerPlan
+from distcollect.envs.make import is_torchrl_env
 from distcollect.envs.registered import pickled_registry
 from distcollect.errors import ArgumentError, PolicyNotSendable
 
 
-def short_repr(value: object) -> str:
-    """A short name for ``value``: the repr of a large module has thousands of lines."""
-    return str(getattr(value, "__name__", None) or f"{type(value).__name__}(...)")
+class EnvCopies:
+    """An env maker that makes copies of one TorchRL env.
+
+    Its process and every other can make them; each has the state that the env had.
+    """
+
+    def __init__(self, env: object) -> None:
+        """Pickle ``env``.
+
+        Raises:
+            ArgumentError: it can't be pickled.
+        """
+        self._kind = type(env).__name__
+        try:
+            self._pickled = cloudpickle.dumps(env)
+        except Exception as error:
+            raise ArgumentError(
+                f"create_env_fn is an env ({self._kind}) that can't be sent to workers "
+                f"({type(error).__name__}: {error}): pass a callable that makes one"
+            ) from error
+
+    def __call__(self) -> Any:
+        """A copy of the env."""
+        return cloudpickle.loads(self._pickled)
+
+    def __repr__(self) -> str:
+        return f"copies of a {self._kind}"
+
+
+def with_copied_envs(makers: Sequence[object]) -> list[object]:
+    """``makers``, with a maker of copies in place of each TorchRL env; the same for the same env.
+
+    Raises:
+        ArgumentError: an env can't be pickled.
+    """
+    copies: dict[int, EnvCopies] = {}
+    made: list[object] = []
+    for maker in makers:
+        if is_torchrl_env(maker):
+            if id(maker) not in copies:
+                copies[id(maker)] = EnvCopies(maker)
+            made.append(copies[id(maker)])
+        else:
+            made.append(maker)
+    return made
 
 
 def pickled_plans(plan: WorkerPlan, makers: Sequence[object]) -> list[bytes]:

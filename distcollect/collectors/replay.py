@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict
@@ -48,7 +48,7 @@ def check_replay_buffer(given: object) -> ReplayBuffer | None:
     )
 
 
-def check_can_hold(buffer: ReplayBuffer | None, layout: Layout) -> None:
+def check_can_hold(buffer: ReplayBuffer | None, layout: AnyLayout) -> None:
     """Raise SpaceError if ``buffer`` is one of TorchRL's that can't hold the frames.
 
     TorchRL writes frames to one tensor by index, which torch can't do for some dtypes.
@@ -66,15 +66,28 @@ def check_can_hold(buffer: ReplayBuffer | None, layout: Layout) -> None:
             )
 
 
-def put(batch: TensorDict, buffer: ReplayBuffer) -> int:
-    """Add the frames of a batch to ``buffer``, without padding; returns their number."""
+def put(
+    batch: TensorDict,
+    buffer: ReplayBuffer,
+    rollouts_of: Callable[[TensorDict], Sequence[TensorDict]] = lambda batch: [batch],
+) -> int:
+    """Add the frames of a batch to ``buffer``, without padding; returns their number.
+
+    Args:
+        batch: the batch.
+        buffer: where to add it.
+        rollouts_of: what a buffer with rows (TorchRL's storages with ``ndim`` above 1) is given one
+            after the other, instead of the batch: such a buffer has one row for each env.
+    """
     if MASK in batch.keys(include_nested=True):
-        frames = batch[batch[MASK]]
+        parts: Sequence[TensorDict] = [batch[batch[MASK]]]
+    elif getattr(getattr(buffer, "storage", None), "ndim", 1) > 1:
+        parts = rollouts_of(batch)
     else:
-        keeps_rows = getattr(getattr(buffer, "storage", None), "ndim", 1) > 1
-        frames = batch if keeps_rows else batch.reshape(-1)
-    buffer.extend(frames)
-    return int(frames.numel())
+        parts = [batch.reshape(-1)]
+    for frames in parts:
+        buffer.extend(frames)
+    return sum(frames.numel() for frames in parts)
 
 
 class FillState(enum.Enum):

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.session import Session, stop
 from distcollect.collectors.signature import takes
-from distcollect.collectors.stream import timed
+from distcollect.collectors.stream import Hooks, timed
 from distcollect.collectors.worker_options import RPCOptions, WorkerOptions
 from distcollect.common import checks
 from distcollect.common.forks import only_here
@@ -30,7 +30,7 @@ from distcollect.results import (
 )
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import Layout
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.trainer.handover import RolloutReference
 from distcollect.trainer.policy_lag import count_lags
 from distcollect.trainer.publisher import Weights, WorkerIds
@@ -64,6 +64,7 @@ class RPCDataCollector(DataCollectorBase):
     def _open(self) -> None:
         traces = self._monitor_thread.trace is not None
         self._session = Session(self._options, self._stats_recorder, traces=traces)
+        self._count_frames(self._session.frames_per_batch)
         self._session.updater.register_collector(self)
         # Also for a collector that is dropped without shutdown().
         self._stop_session = weakref.finalize(
@@ -76,6 +77,32 @@ class RPCDataCollector(DataCollectorBase):
     @property
     def policy_version(self) -> int:
         return self._session.pool.version
+
+    @property
+    def policy(self) -> Any:
+        return self._options.policy
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the first worker's first env, or what that method of it returns."""
+        first = min(self._session.pool.worker_ids)
+        return self.call(attr, worker_ids=first)[first][0]
+
+    def _set_hooks(self, hooks: Hooks) -> None:
+        raise CollectorStateError(
+            "hooks run in the workers, which have them from the start: pass pre_collect_hook and "
+            "post_collect_hook to the collector"
+        )
+
+    def reset(self) -> None:
+        """Not possible while workers collect.
+
+        Raises:
+            CollectorStateError: always; says what to use instead.
+        """
+        raise CollectorStateError(
+            "workers can't be told to reset: set_seed() starts all envs over, and "
+            "reset_at_each_iter=True resets them before each rollout"
+        )
 
     @property
     def num_workers(self) -> int:
@@ -137,7 +164,7 @@ class RPCDataCollector(DataCollectorBase):
         return dict(self._session.pool.stale_frames)
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> AnyLayout:
         return self._session.layout
 
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
@@ -167,7 +194,7 @@ class RPCDataCollector(DataCollectorBase):
             with self._stats_recorder.publishing():
                 self._session.publisher.publish_own(sync=self._options.sync)
 
-    def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
+    def _assembled(self, layout: AnyLayout, rollouts: Sequence[Rollout]) -> TensorDict:
         return assemble(
             layout,
             rollouts,
@@ -376,6 +403,20 @@ class RPCDataCollector(DataCollectorBase):
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
         self._session.resume(version, first_traj_id, frames)
 
-    def shutdown(self) -> None:
-        """End and reap the workers; takes little more than ``Faults.stop_timeout_s`` at most."""
-        super().shutdown()
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End and reap the workers; takes little more than ``Faults.stop_timeout_s`` at most.
+
+        Args:
+            timeout: has no effect: ``Faults.stop_timeout_s`` is the limit.
+            close_env: has no effect: workers always close their envs.
+            raise_on_error: False: errors of workers that end are only logged.
+        """
+        super().shutdown(timeout, close_env, raise_on_error)
+
+
+# TorchRL's names for collectors whose workers are on any hosts.
+RPCCollector = RPCDataCollector
+DistributedCollector = RPCDataCollector
+DistributedDataCollector = RPCDataCollector

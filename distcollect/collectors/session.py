@@ -10,7 +10,7 @@ from distcollect.errors import BatchTimeout, WorkerLost
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.policy.weight_layout import published
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import Layout
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.supervision.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.handover import HandoverReceiver, RolloutReference
@@ -41,6 +41,7 @@ class Session:
         evaluators: have some workers evaluate in the background; None: there are none.
         handover_receiver: fetches rollouts that another trainer handed over.
         layout: of a worker's rollouts.
+        frames_per_batch: frames in each batch: rounded up for TorchRL's envs.
     """
 
     def __init__(
@@ -78,7 +79,10 @@ class Session:
         options, workers = self._options, self.workers
         probe: Probe = next(iter(workers.probes.values()))
         timeout_s = options.fault_limits.weights_timeout_s
-        self.layout: Layout = probe.layout
+        self.layout: AnyLayout = probe.layout
+        num_envs = self.layout.num_envs
+        self._num_steps = options.num_steps(num_envs, rounds_up=probe.is_torchrl)
+        self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch
         self._first_traj_id = workers.first_traj_id
         self.updater.attach(
             UpdaterContext(workers.address, timeout_s, workers.gpus, workers.transport.is_near)
@@ -114,13 +118,14 @@ class Session:
 
     def _batch_plan(self) -> BatchPlan:
         options, num_envs = self._options, self.layout.num_envs
+        num_frames = options.rounded_total_frames(self.frames_per_batch)
         return BatchPlan(
             sync=options.sync,
             num_rollouts=options.rollouts_per_batch,
             num_envs=num_envs,
-            num_steps=options.num_steps(num_envs),
+            num_steps=self._num_steps,
             random_frames=options.random_frames,
-            num_frames=None if options.total_frames == -1 else options.rounded_total_frames,
+            num_frames=None if num_frames == -1 else num_frames,
             waits_for_missing=options.fault_limits.missing_share == "replacement",
             preemptive_threshold=options.preemptive_threshold,
             deadline_s=options.batch_deadline_s,

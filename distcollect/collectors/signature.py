@@ -54,9 +54,13 @@ def _read(
     own_names = signature.parameters.keys()
     for fixed in fields(cast("Any", kind)):
         if not fixed.init and fixed.name in kwargs:
+            if fixed.name == "sync" and kwargs["sync"] in (None, fixed.default):
+                continue  # what the class does anyway
             raise ArgumentError(f"{collector} has no {fixed.name}: use RPCDataCollector to choose")
     own = {name: value for name, value in kwargs.items() if name in own_names}
-    others = {name: value for name, value in kwargs.items() if name not in own_names}
+    others = {
+        name: value for name, value in kwargs.items() if name not in own_names and name != "sync"
+    }
     try:
         given = signature.bind_partial(*args, **own).arguments
         arguments = translated(others, given, own_names)

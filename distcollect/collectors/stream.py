@@ -5,26 +5,35 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from tensordict import TensorDict
 
 from distcollect.collectors.batch_format import WholeTrajectories
 from distcollect.collectors.options import CollectorOptions
-from distcollect.collectors.replay import Background, RateLimited, check_can_hold, put
+from distcollect.collectors.replay import (
+    Background,
+    RateLimited,
+    ReplayBuffer,
+    check_can_hold,
+    put,
+)
 from distcollect.common import tensor_cache
 from distcollect.common.forks import Owner, only_here
-from distcollect.errors import CollectorStateError
+from distcollect.errors import ArgumentTypeError, CollectorStateError
 from distcollect.results import Stats
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import Layout
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
+
+log = logging.getLogger(__name__)
 
 # For a thread that was told to end, and whose workers are gone.
 JOIN_TIMEOUT_S = 10.0
@@ -78,12 +87,26 @@ def _weakly(method: Callable[[], Stats]) -> Callable[[], Stats | None]:
     return call
 
 
+class Hooks(NamedTuple):
+    """Functions of the user's that this process calls; None: there is nothing to call.
+
+    Attributes:
+        pre_collect: called before each batch.
+        post_collect: called with each batch.
+    """
+
+    pre_collect: Callable[[], Any] | None
+    post_collect: Callable[[TensorDict], Any] | None
+
+
 class BatchStream(ABC):
     """Collects one batch after the other, until ``total_frames`` are collected or it is shut down.
 
     Attributes:
         frames_per_batch: frames in each batch.
         total_frames: frames after which it ends, a multiple of ``frames_per_batch``; -1: endless.
+        requested_frames_per_batch: ``frames_per_batch`` as it was given; with TorchRL's envs it may
+            be lower than the number of frames in a batch.
     """
 
     def __init__(self, options: CollectorOptions) -> None:
@@ -95,17 +118,21 @@ class BatchStream(ABC):
         Raises:
             ArgumentError: a file or a port of the ``monitor`` can't be opened.
         """
+        self.requested_frames_per_batch = options.frames_per_batch
         self.frames_per_batch = options.frames_per_batch
-        self.total_frames = options.rounded_total_frames
+        self.total_frames = options.rounded_total_frames(options.frames_per_batch)
         self._options = options
         self._state = CollectorState.OPEN
         self._owner = Owner()
+        self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self._frames = 0
         self._resumed_frames = 0
         self._batches = 0
         self._trajectories: WholeTrajectories | None = None
         if options.trajs_per_batch is not None:
-            self._trajectories = WholeTrajectories(options.trajs_per_batch)
+            self._trajectories = WholeTrajectories(
+                options.trajs_per_batch, pads=options.batch_format.pads_trajectories
+            )
         self._background: Background | None = None
         self._closes_envs = True
         self._monitor_thread = MonitorThread(options.monitor, options.trace)
@@ -134,10 +161,56 @@ class BatchStream(ABC):
         """Frames collected so far, with padding and with those of the run that was resumed."""
         return self._frames
 
+    def _count_frames(self, frames_per_batch: int) -> None:
+        """Set the number of frames in each batch, once the number of envs is known."""
+        self.frames_per_batch = frames_per_batch
+        self.total_frames = self._options.rounded_total_frames(frames_per_batch)
+
+    def __len__(self) -> int:
+        """Number of batches in ``total_frames``, with those that were delivered already.
+
+        With ``trajs_per_batch``: number of times that ``frames_per_batch`` frames are collected.
+
+        Raises:
+            TypeError: the collector is endless.
+        """
+        if self.total_frames == -1:
+            raise ArgumentTypeError(
+                "len(): this collector is endless: give it total_frames, or count the batches"
+            )
+        return self.total_frames // self.frames_per_batch
+
+    def __bool__(self) -> bool:
+        """True: a collector without a length is not empty."""
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was shut down."""
+        return self._state is CollectorState.SHUT_DOWN
+
+    @property
+    def replay_buffer(self) -> ReplayBuffer | None:
+        """The buffer to which batches are added; None: they are delivered."""
+        return self._options.replay_buffer
+
+    @property
+    def init_random_frames(self) -> int:
+        """Number of frames at the start that have random actions."""
+        return self._options.random_frames
+
     @property
     def abandoned_frames(self) -> int:
-        """With ``trajs_per_batch``: frames of trajectories that can no longer become whole."""
+        """With ``trajs_per_batch``: frames of trajectories that will never be delivered."""
         return 0 if self._trajectories is None else self._trajectories.abandoned_frames
+
+    def iterator(self) -> Iterator[TensorDict]:
+        """The same as iterating over the collector."""
+        return iter(self)
+
+    def rollout(self) -> TensorDict:
+        """The same as :meth:`next`: its frames count towards ``total_frames``."""
+        return self.next()
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Yield batches until ``total_frames`` are collected; a second loop continues."""
@@ -180,12 +253,33 @@ class BatchStream(ABC):
             return self._delivered(self._collect(timeout_s)[0])
         return self._delivered(self._collect_trajectories(self._trajectories, timeout_s))
 
+    def _set_hooks(self, hooks: Hooks) -> None:
+        """Call these from now on."""
+        self._hooks = hooks
+
     def _delivered(self, batch: TensorDict) -> TensorDict:
-        batch = self._options.batch_format.processed(batch)
+        return self._added(self._options.batch_format.processed(batch))
+
+    def _added(self, batch: TensorDict) -> TensorDict:
+        """The batch, or None once it is in the replay buffer."""
         if self._options.replay_buffer is None:
             return batch
-        put(batch, self._options.replay_buffer)
+        put(batch, self._options.replay_buffer, self._rollouts_of)
         return cast("TensorDict", None)
+
+    def _drop_trajectories(self) -> None:
+        """Forget the trajectories, whole or not, that were not delivered."""
+        if self._trajectories is not None:
+            self._trajectories.abandon()
+
+    def _rollouts_of(self, batch: TensorDict) -> list[TensorDict]:
+        """The rollouts in a batch; the batch itself where it has another form."""
+        if batch.numel() != self.frames_per_batch:
+            return [batch]
+        options = self._options
+        return options.batch_format.rollouts(
+            batch, self._layout.num_envs, options.rollouts_per_batch
+        )
 
     def _collect_trajectories(
         self, trajectories: WholeTrajectories, timeout_s: float | None
@@ -194,6 +288,10 @@ class BatchStream(ABC):
             try:
                 rows, headers = self._collect(timeout_s)
             except StopIteration:
+                # A batch has this many trajectories exactly; a buffer takes any number.
+                if self._options.replay_buffer is None:
+                    trajectories.abandon()
+                    raise
                 if (last := trajectories.take()) is None:
                     raise
                 return last
@@ -340,7 +438,7 @@ class BatchStream(ABC):
 
     @property
     @abstractmethod
-    def _layout(self) -> Layout: ...
+    def _layout(self) -> AnyLayout: ...
 
     @abstractmethod
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
@@ -350,13 +448,30 @@ class BatchStream(ABC):
     def stats(self) -> Stats:
         """Counts, rates and shares of time so far."""
 
-    def shutdown(self) -> None:
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
         """End what the collector started and release what it holds. May be called again.
 
         In a forked child of the process that made the collector, it does nothing.
+
+        Args:
+            timeout: has no effect: ``Faults.stop_timeout_s`` is the limit for stopping workers.
+            close_env: whether to close the envs. False leaves an env of yours open that this
+                process steps; workers always close theirs.
+            raise_on_error: False: errors of envs and workers that close are only logged.
         """
         if self._state is CollectorState.SHUT_DOWN or not self._owner.is_here:
             return
+        self._closes_envs = self._closes_envs and close_env
+        try:
+            self._shut_down()
+        except Exception:
+            if raise_on_error:
+                raise
+            log.exception("shutting down failed")
+
+    def _shut_down(self) -> None:
         if self._background is not None:
             self._background.stop()
         self._state = CollectorState.SHUT_DOWN

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
 from distcollect.collectors import validation
@@ -20,7 +20,7 @@ from distcollect.collectors.options import SyncOptions
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import JOIN_TIMEOUT_S
 from distcollect.common import checks
-from distcollect.common.seeding import Stream, env_seed, policy_seed
+from distcollect.common.seeding import Stream, checked_seed, env_seed, policy_seed
 from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
 from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
@@ -37,12 +37,9 @@ from distcollect.results import (
 )
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import Layout
-from distcollect.rollout.slab import Slab
+from distcollect.rollout.slabs import new_slab
+from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 from distcollect.trainer.publisher import Weights, WorkerIds
-
-# Shared by all collectors of this process that step envs themselves, so that ids are unique.
-_traj_ids = itertools.count()
 
 
 class SyncDataCollector(DataCollectorBase):
@@ -72,12 +69,16 @@ class SyncDataCollector(DataCollectorBase):
         options = self._options
         traces = self._monitor_thread.trace is not None
         self._version = 0
+        self._traj_ids = itertools.count()
         self._plan = options.plan(num_envs=options.num_envs, traces=traces).with_policy_made()
-        self._engine = build_engine(self._plan, traj_ids=_traj_ids, shared=True)
+        self._engine = build_engine(self._plan, traj_ids=self._traj_ids, shared=True)
         self._evaluator = build_evaluator(self._plan, shared=True)
         try:
             num_envs = self._engine.layout.num_envs
-            self._num_steps = validation.num_steps(self.frames_per_batch, 1, num_envs)
+            self._num_steps = validation.num_steps(
+                self.frames_per_batch, 1, num_envs, rounds_up=self._engine.envs.is_torchrl
+            )
+            self._count_frames(self._num_steps * num_envs)
         except BaseException:
             self._engine.close()
             raise
@@ -87,7 +88,61 @@ class SyncDataCollector(DataCollectorBase):
         return self._version
 
     @property
-    def _layout(self) -> Layout:
+    def policy(self) -> Any:
+        return self._plan.policy
+
+    @property
+    def env(self) -> Any:
+        """The env that it steps, or a list of several."""
+        envs = self._engine.envs.user_envs
+        return envs[0] if len(envs) == 1 else envs
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the env, or of the first one of several."""
+        return getattr(self._engine.envs.user_envs[0], attr)
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """An attribute of this collector, or with dots of its parts, such as "env.specs"."""
+        return operator.attrgetter(attr)(self)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[tuple[Any, ...]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method of this collector once for each of several arguments.
+
+        Args:
+            method_name: name of the method.
+            list_of_args: positional arguments of each call.
+            list_of_kwargs: keyword arguments of each call.
+
+        Raises:
+            ArgumentError: the two lists have different lengths.
+        """
+        count = len(list_of_args or list_of_kwargs or "1")
+        args = list(list_of_args or [()] * count)
+        kwargs = list(list_of_kwargs or [{}] * count)
+        if len(args) != len(kwargs):
+            raise ArgumentError(
+                f"list_of_args and list_of_kwargs must have the same length, not {len(args)} and "
+                f"{len(kwargs)}"
+            )
+        method = self.get_distant_attr(method_name)
+        return [method(*each, **named) for each, named in zip(args, kwargs, strict=True)]
+
+    def reset(self) -> None:
+        """Start the next batch with a reset of all envs.
+
+        With ``trajs_per_batch``, the trajectories that were not delivered are dropped.
+        """
+        self._check_open()
+        self._drop_trajectories()
+        self._engine.reset()
+
+    @property
+    def _layout(self) -> AnyLayout:
         return self._engine.layout
 
     def _snapshot(self, known: Stats) -> Stats:
@@ -101,8 +156,10 @@ class SyncDataCollector(DataCollectorBase):
         )
 
     def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
+        if self._hooks.pre_collect is not None:
+            self._hooks.pre_collect()
         # Each batch needs a slab of its own: the slab's memory becomes the batch.
-        slab = Slab(self._engine.layout, self._num_steps)
+        slab = new_slab(self._engine.layout, self._num_steps)
         self._stats_recorder.switch_to("collect")
         try:
             self._engine.collect(slab, random=self.frames < self._options.random_frames, fresh=True)
@@ -127,7 +184,7 @@ class SyncDataCollector(DataCollectorBase):
         self._stats_recorder.switch_to("assemble")
         self._stats_recorder.collected(header)
         self._stats_recorder.delivered([(0, [(0, slab.num_frames)])])
-        rollout = Rollout(header, slab.tensors())
+        rollout = Rollout(header, slab.local_tensors())
         self._lag = LagStats(0, 0.0, 0)
         rows = assemble(
             self._layout,
@@ -136,6 +193,12 @@ class SyncDataCollector(DataCollectorBase):
             device=self._options.devices.storing,
         )
         return rows, [header]
+
+    def _delivered(self, batch: TensorDict) -> TensorDict:
+        batch = self._options.batch_format.processed(batch)
+        if self._hooks.post_collect is not None:
+            self._hooks.post_collect(batch)
+        return self._added(batch)
 
     def update_policy_weights_(
         self,
@@ -183,7 +246,7 @@ class SyncDataCollector(DataCollectorBase):
     def _before_start(self) -> None:
         policy, models = copy.deepcopy((self._plan.policy, dict(self._plan.models)))
         plan = replace(self._plan, policy=policy, models=models)
-        self._engine = build_engine_for(self._engine.envs, plan, traj_ids=_traj_ids)
+        self._engine = build_engine_for(self._engine.envs, plan, traj_ids=self._traj_ids)
         self._engine.weights.version = self._version
         if self._seed is not None and not self._batches:
             self.set_seed(*self._seed)
@@ -210,8 +273,11 @@ class SyncDataCollector(DataCollectorBase):
         env_seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
         policy_seeds = [policy_seed(seed, row) for row in range(num_envs)]
         self._seed = seed, static_seed
+        if isinstance(self._layout, TreeLayout):
+            env_seeds[0] = checked_seed(seed)
         self._engine.seed(env_seeds, policy_seeds)
-        torch.manual_seed(policy_seeds[0])
+        if self._engine.next_seed is not None:
+            return self._engine.next_seed
         return env_seed(seed, num_envs, stream=Stream.NEXT_COLLECTOR)
 
     def _call(
@@ -256,13 +322,12 @@ class SyncDataCollector(DataCollectorBase):
         return self._background.paused(timeout_s)
 
     def _next_traj_id(self) -> int:
-        return next(_traj_ids)
+        return next(self._traj_ids)
 
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
-        global _traj_ids  # noqa: PLW0603 - ids are unique in this process
         self._version = self._engine.weights.version = version
-        _traj_ids = itertools.count(max(first_traj_id, next(_traj_ids)))
-        self._engine.use_traj_ids(_traj_ids)
+        self._traj_ids = itertools.count(first_traj_id)
+        self._engine.use_traj_ids(self._traj_ids)
 
     def _release(self, *, close_envs: bool) -> None:
         if self._background is not None:

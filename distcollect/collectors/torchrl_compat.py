@@ -1,18 +1,22 @@
 """Translates the arguments of TorchRL's collectors into those of ours.
 
 An argument that TorchRL and we have under one name needs nothing here. Each other one stands in
-one of three tables: :data:`NO_EFFECT`, :data:`REFUSED`, or :data:`TRANSLATIONS`. Weight-sync
-schemes are in :mod:`.torchrl_weights`.
+one of four tables: :data:`NO_EFFECT`, :data:`WARNED`, :data:`REFUSED`, or :data:`TRANSLATIONS`.
+Weight-sync schemes are in :mod:`.torchrl_weights`.
 """
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
+import torch
+
 from distcollect.collectors.torchrl_weights import check_updater_in_process, take_schemes
+from distcollect.collectors.users_code import users_stack_level
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
@@ -21,39 +25,33 @@ NO_EFFECT = frozenset(
     {
         "auto_register_policy_transforms",  # recurrent policies need none
         "extend_buffer",  # a buffer always gets whole batches
+        "local_init_rb",  # the trainer fills the buffer
         "no_cuda_sync",
         "replay_buffer_chunk",
         "return_same_td",
         "tcp_port",  # the system chooses the ports
-        "track_traj_ids",  # always
+        "trajs_per_write",  # how many are written at a time changes no content
         "trust_policy",  # a worker always tries the policy once
         "use_buffers",  # a delivered batch is never written to again
         "use_env_creator",
     }
 )
 
+# Accepted with a warning, as they change how fast frames are collected, but not which.
+WARNED: dict[str, str] = {
+    "compile_policy": "to compile the policy, pass policy_factory=lambda: torch.compile(...)",
+    "cudagraph_policy": "wrap the policy yourself, with tensordict.nn.CudaGraphModule",
+    "num_threads": "call torch.set_num_threads() in the trainer",
+    "tensorpipe_options": "Faults(...) has the deadlines; the rest is chosen here",
+    "visible_devices": "set policy_device, and storing_device for where batches are wanted",
+}
+
 # Accepted only as None or False: the text says what to do instead.
 REFUSED: dict[str, str] = {
-    "backend_options": "pass these to the collector itself",
-    "compile_policy": "compile the policy yourself: policy_factory=lambda: torch.compile(...)",
-    "cudagraph_policy": "wrap the policy yourself, with tensordict.nn.CudaGraphModule",
-    "init_fn": "do it in the env maker, or in policy_factory: both run in the worker",
     "interruptor": "use preemptive_threshold or batch_deadline_s",
-    "local_init_rb": "workers don't write to the replay buffer: the trainer does, in start()",
-    "num_collectors": "use num_workers",
-    "num_sub_threads": "a worker computes on one thread, or as many as OMP_NUM_THREADS says",
-    "num_threads": "call torch.set_num_threads() in the trainer",
-    "post_collect_hook": "use postproc, which gets each batch",
-    "pre_collect_hook": "do it between two batches, in your loop",
     "ray_init_config": "there is no Ray here: start the ranks by torchrun or SLURM",
     "remote_configs": "there is no Ray here: start the ranks by torchrun or SLURM",
     "slurm_kwargs": "start the ranks by SLURM and call distcollect.run(main)",
-    "tensorpipe_options": "Faults(...) has the deadlines; the rest is chosen here",
-    "track_policy_version": "every frame has its ('collector', 'policy_version')",
-    "traj_format": "batches of whole trajectories are padded, with ('collector', 'mask')",
-    "trajs_per_write": "a batch goes to the replay buffer as a whole; see trajs_per_batch",
-    "update_interval": "use update_at_each_batch, or call update_policy_weights_ when you want",
-    "visible_devices": "set policy_device, and storing_device for where batches are wanted",
     "worker_idx": "worker_ids are given out by the collector",
 }
 
@@ -78,24 +76,63 @@ def translated(
     """
     arguments = dict(options)
     names = dict(given)
-    for name, value in _collector_kwargs(names.pop("collector_kwargs", None)).items():
-        (arguments if name in own_names else names)[name] = value
+    for bundle in ("collector_kwargs", "backend_options"):
+        for name, value in _bundled(bundle, names.pop(bundle, None)).items():
+            (arguments if name in own_names else names)[name] = value
     take_schemes(names, arguments, own_names)
     for name, translate in TRANSLATIONS.items():
         if name in names:
             translate(names.pop(name), arguments)
     for name, value in names.items():
-        if name in NO_EFFECT:
-            continue
-        if name not in REFUSED:
-            raise ArgumentTypeError(_unknown(name, own_names))
-        if value is not None and value is not False:
-            raise ArgumentError(f"{name}={value!r} makes no sense here: {REFUSED[name]}")
+        if name not in NO_EFFECT:
+            _check_without_effect(name, value, own_names)
     for name in _NONE_IF_MINUS_ONE:
         value = arguments.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value == -1:
             arguments[name] = None
+    _read_numbers(arguments)
     return arguments
+
+
+def _check_without_effect(name: str, value: Any, own_names: Set[str]) -> None:
+    """Warn or raise if an argument asks for something that the collector doesn't do."""
+    if name not in WARNED and name not in REFUSED:
+        raise ArgumentTypeError(_unknown(name, own_names))
+    if value is None or value is False:
+        return
+    if name in REFUSED:
+        raise ArgumentError(f"{name}={value!r} makes no sense here: {REFUSED[name]}")
+    warnings.warn(
+        f"{name}={value!r} has no effect here: {WARNED[name]}", stacklevel=users_stack_level()
+    )
+
+
+def _read_numbers(arguments: dict[str, Any]) -> None:
+    """Read ``frames_per_batch`` as a list, and whole numbers that are floats, such as 1e6."""
+    frames = arguments.get("frames_per_batch")
+    if isinstance(frames, list | tuple):
+        arguments["frames_per_batch"] = _sum_of_workers(list(frames), arguments)
+    for name in ("frames_per_batch", "total_frames"):
+        value = arguments.get(name)
+        if isinstance(value, float) and value.is_integer():
+            arguments[name] = int(value)
+
+
+def _sum_of_workers(frames: list[Any], arguments: Mapping[str, Any]) -> Any:
+    makers = arguments.get("create_env_fn")
+    count = len(makers) if isinstance(makers, list | tuple) else arguments.get("num_workers")
+    if len(frames) != count or not all(isinstance(each, int) for each in frames):
+        raise ArgumentError(
+            f"frames_per_batch={frames}: If `frames_per_batch` is provided as a sequence, it "
+            f"should contain exactly one value per worker. There are {count} workers"
+        )
+    if len(set(frames)) > 1:
+        warnings.warn(
+            f"frames_per_batch={frames}: all workers collect the same number of frames here; a "
+            f"batch has {sum(frames)}",
+            stacklevel=users_stack_level(),
+        )
+    return sum(frames)
 
 
 def _unknown(name: str, own_names: Set[str]) -> str:
@@ -104,15 +141,16 @@ def _unknown(name: str, own_names: Set[str]) -> str:
     return f"no argument {name!r}{suggestion}; there are: {', '.join(sorted(own_names))}"
 
 
-def _collector_kwargs(given: Any) -> Mapping[str, Any]:
+def _bundled(name: str, given: Any) -> Mapping[str, Any]:
+    """The arguments in ``collector_kwargs`` or ``backend_options``."""
     if given is None:
         return {}
     each = list(given) if isinstance(given, list | tuple) else [given]
     if not each or not all(isinstance(kwargs, Mapping) for kwargs in each):
-        raise ArgumentTypeError(f"collector_kwargs={given!r}: must be a dict")
+        raise ArgumentTypeError(f"{name}={given!r}: must be a dict")
     if any(kwargs != each[0] for kwargs in each):
         raise ArgumentError(
-            "collector_kwargs differ from worker to worker: here all workers have the same. Let "
+            f"{name} differ from worker to worker: here all workers have the same. Let "
             "the env makers differ, by a list of them or by their parameter 'context'"
         )
     return dict(each[0])
@@ -131,6 +169,50 @@ def _backend(value: Any, arguments: dict[str, Any]) -> None:
         raise ArgumentError(f"backend={value!r}: use 'gloo' or 'nccl'")
     if value is not None and arguments.get("weight_sync") is None:
         arguments["weight_sync"] = WeightSync(backend=value)
+
+
+def _num_collectors(value: Any, arguments: dict[str, Any]) -> None:
+    if value is None:
+        return
+    makers = arguments.get("create_env_fn")
+    if not isinstance(makers, list | tuple):
+        arguments["num_workers"] = value
+    elif len(makers) != value:
+        raise ArgumentError(
+            f"num_collectors={value!r} does not match the {len(makers)} env maker(s) in "
+            "create_env_fn: a list has one for each"
+        )
+
+
+def _update_interval(value: Any, arguments: dict[str, Any]) -> None:
+    if value not in (None, False, 1):
+        raise ArgumentError(
+            f"update_interval={value!r}: use 1, for new weights after each batch, or call "
+            "update_policy_weights_ when you want"
+        )
+    if value:
+        arguments["update_at_each_batch"] = True
+
+
+class _SetThreads:
+    """Sets the number of threads that torch uses, then calls another function."""
+
+    def __init__(self, num_threads: int, then: Callable[[], Any] | None) -> None:
+        self._num_threads = num_threads
+        self._then = then
+
+    def __call__(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        if self._then is not None:
+            self._then()
+
+
+def _num_sub_threads(value: Any, arguments: dict[str, Any]) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"num_sub_threads={value!r}: must be a whole number, 1 or more")
+    arguments["init_fn"] = _SetThreads(value, arguments.get("init_fn"))
 
 
 def _num_workers_per_collector(value: Any, arguments: dict[str, Any]) -> None:
@@ -179,11 +261,6 @@ def _reset_when_done(value: Any, _: dict[str, Any]) -> None:
         raise ArgumentError("reset_when_done=False: envs are always reset when their episode ends")
 
 
-def _traj_format(value: Any, _: dict[str, Any]) -> None:
-    if value not in (None, False, "padded"):
-        raise ArgumentError(f"traj_format={value!r} makes no sense here: {REFUSED['traj_format']}")
-
-
 def _launcher(value: Any, _: dict[str, Any]) -> None:
     if value not in (None, "mp"):
         raise ArgumentError(
@@ -211,9 +288,11 @@ def _collector_class(value: Any, _: dict[str, Any]) -> None:
 TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "update_after_each_batch": _update_after_each_batch,
     "reset_when_done": _reset_when_done,
-    "traj_format": _traj_format,
     "launcher": _launcher,
     "backend": _backend,
+    "num_collectors": _num_collectors,
+    "num_sub_threads": _num_sub_threads,
+    "update_interval": _update_interval,
     "collector_class": _collector_class,
     # The env makers are repeated before each gets its own arguments.
     "num_workers_per_collector": _num_workers_per_collector,

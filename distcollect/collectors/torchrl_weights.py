@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distcollect.collectors.validation import users_stack_level
+from distcollect.collectors.users_code import users_stack_level
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import AutoUpdater, default_updater

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ import gymnasium as gym
 import torch
 from torch import nn
 
-from distcollect.collectors.pickling import short_repr
+from distcollect.collectors import pickling
+from distcollect.collectors.users_code import users_stack_level
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from distcollect.envs.make import check_env_id, is_env
 from distcollect.errors import ArgumentError, ArgumentTypeError
@@ -20,15 +21,30 @@ from distcollect.launch.worker_hosts import current
 from distcollect.rollout.spaces import leaves_of
 
 
-def num_steps(frames_per_batch: int, num_rollouts: int, num_envs: int) -> int:
+def num_steps(
+    frames_per_batch: int, num_rollouts: int, num_envs: int, *, rounds_up: bool = False
+) -> int:
     """T, the number of steps of each env in a batch of rollouts ``[num_envs, T]``.
+
+    Args:
+        frames_per_batch: as the user gave it.
+        num_rollouts: number of rollouts in a batch.
+        num_envs: number of envs in a rollout.
+        rounds_up: warn and round up, instead of raising an error.
 
     Raises:
         ArgumentError: ``frames_per_batch`` is no multiple of the rows; names the nearest multiples.
     """
     rows = num_rollouts * num_envs
     steps, rest = divmod(frames_per_batch, rows)
-    if rest:
+    if rest and rounds_up:
+        steps += 1
+        warnings.warn(
+            f"frames_per_batch={frames_per_batch} is no multiple of {rows}, the number of envs: a "
+            f"batch has {steps * rows} frames",
+            stacklevel=users_stack_level(),
+        )
+    elif rest:
         lower, upper = steps * rows, (steps + 1) * rows
         would_do = f"{lower} or {upper} would do" if steps else f"{upper} would do"
         workers = f"{num_rollouts} worker(s) x " if num_rollouts > 1 else ""
@@ -61,13 +77,16 @@ def check_total_frames(total_frames: int, frames_per_batch: int) -> None:
         )
 
 
-def users_stack_level() -> int:
-    """The ``stacklevel`` with which the calling function warns about the user's own line."""
-    level, frame = 0, inspect.currentframe()
-    # By module: the code of a dataclass's __init__ has no file.
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("distcollect."):
-        level, frame = level + 1, frame.f_back
-    return level
+def may_make_torchrl_envs(makers: Sequence[object]) -> bool:
+    """Whether the makers are, or may make, TorchRL's envs; it is not known before they are called.
+
+    Without TorchRL in this process, or for a class or env of Gymnasium, they can't.
+    """
+    return "torchrl.envs" in sys.modules and not any(
+        isinstance(maker, str | gym.Env | gym.vector.VectorEnv)
+        or (isinstance(maker, type) and issubclass(maker, gym.Env | gym.vector.VectorEnv))
+        for maker in makers
+    )
 
 
 def check_env_maker(maker: object, *, instances: bool) -> None:
@@ -124,6 +143,7 @@ def env_makers(create_env_fn: object, num_workers: int) -> list[object]:
         makers = list(create_env_fn)
     else:
         makers = [create_env_fn]
+    makers = pickling.with_copied_envs(makers)
     for maker in makers:
         check_env_maker(maker, instances=False)
     return makers if len(makers) > 1 else makers * num_workers
@@ -173,20 +193,38 @@ def check_policy(policy: object, factory: object) -> None:
     """Check ``policy`` and ``policy_factory``.
 
     Raises:
-        ArgumentError: both are given.
         ArgumentTypeError: one can't be called.
     """
-    if policy is not None and factory is not None:
-        raise ArgumentError(
-            f"policy={short_repr(policy)} and policy_factory={short_repr(factory)} are both "
-            "given: leave one out"
-        )
     for name, value, wanted in (
         ("policy", policy, "a module or function from observations to actions, or None: random"),
         ("policy_factory", factory, "a callable without parameters that makes the policy"),
     ):
         if value is not None and not callable(value):
             raise ArgumentTypeError(f"{name}={value!r}: must be {wanted}")
+
+
+def check_hooks(options: Any) -> None:
+    """Check the functions that are called before and after each rollout.
+
+    Raises:
+        ArgumentTypeError: one can't be called.
+    """
+    for name in ("pre_collect_hook", "post_collect_hook", "init_fn"):
+        value = getattr(options, name, None)
+        if value is not None and not callable(value):
+            raise ArgumentTypeError(f"{name}={value!r}: must be a function")
+
+
+def check_traj_format(value: object, trajs_per_batch: int | None) -> None:
+    """Check ``traj_format``.
+
+    Raises:
+        ArgumentError: it is neither None, "padded" nor "cat", or "cat" without ``trajs_per_batch``.
+    """
+    if value not in (None, "padded", "cat"):
+        raise ArgumentError(f"traj_format={value!r}: must be 'padded' or 'cat'")
+    if value == "cat" and trajs_per_batch is None:
+        raise ArgumentError("traj_format='cat' is for batches of trajectories: add trajs_per_batch")
 
 
 class Devices(NamedTuple):
@@ -223,6 +261,8 @@ def devices(device: object, storing_device: object, env: object, policy: object)
 
 
 def _device(name: str, value: object, here: bool) -> torch.device | None:
+    if isinstance(value, list | tuple):
+        value = _same_device(name, value)
     if value is None:
         return None
     try:
@@ -237,6 +277,16 @@ def _device(name: str, value: object, here: bool) -> torch.device | None:
                 "or 'cpu'"
             )
     return device
+
+
+def _same_device(name: str, values: Sequence[object]) -> object:
+    """The device of all workers, from a list with one for each worker."""
+    if not values or len({str(value) for value in values}) != 1:
+        raise ArgumentError(
+            f"{name}={values!r}: all workers have the same device here: give one device. If their "
+            "policies are to compute on different ones, choose it in policy_factory"
+        )
+    return values[0]
 
 
 def named_models(given: object) -> dict[str, nn.Module]:
@@ -276,8 +326,9 @@ def check_stragglers(
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ArgumentTypeError(f"{name}={value!r}: must be a number")
-        if not 0 < value <= most:
-            bounds = "above 0" if most == float("inf") else "above 0 and at most 1"
+        is_share = most == 1.0
+        if not (value >= 0 if is_share else value > 0) or value > most:
+            bounds = "at least 0 and at most 1" if is_share else "above 0"
             raise ArgumentError(f"{name}={value!r}: must be {bounds}")
         if not sync:
             raise ArgumentError(

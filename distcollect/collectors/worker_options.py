@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.options import CollectorOptions, EnvMaker
@@ -33,7 +33,9 @@ class WorkerOptions(CollectorOptions):
             (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
             random actions. It always sees a leading dimension of envs. It is copied to the
             workers now; :meth:`update_policy_weights_` sends newer weights.
-        policy_factory: called on each worker to make the policy, instead of ``policy``.
+        policy_factory: called on each worker to make the policy. With a ``policy`` too, the
+            workers' policies begin with its weights, and it is the one to publish.
+        init_fn: called on each worker before anything else is made there.
         frames_per_batch: frames in each batch; in sync mode a multiple of all envs of all
             workers, in async mode of one worker's envs.
         num_workers: number of workers; None: one for each maker in a list, else one for each core
@@ -46,8 +48,8 @@ class WorkerOptions(CollectorOptions):
             refer to them refer to the workers' copies there.
         cat_results: shape of a sync batch: 0 for ``[W * n, T]``, "stack" for ``[W, n, T]``, -1
             for ``[n, W * T]``.
-        preemptive_threshold: in sync mode, once this share of a batch's rollouts is there
-            (above 0, at most 1), the other workers are told to deliver what they have. The
+        preemptive_threshold: in sync mode, once this share of a batch's rollouts is there (from 0,
+            the first one, to 1), the other workers are told to deliver what they have. The
             missing frames are padding: False in ``("collector", "mask")``.
         batch_deadline_s: in sync mode, the same, this many seconds after a batch was requested.
         update_at_each_batch: publish the policy's weights automatically between two batches: in
@@ -70,6 +72,7 @@ class WorkerOptions(CollectorOptions):
     create_env_fn: EnvMaker | Sequence[EnvMaker] = field(kw_only=False)
     _: KW_ONLY
     num_workers: int | None = None
+    init_fn: Callable[[], Any] | None = None
     sync: bool = field(default=False, init=False)
     cat_results: int | str | None = 0
     preemptive_threshold: float | None = None
@@ -104,7 +107,8 @@ class WorkerOptions(CollectorOptions):
         validation.check_stragglers(
             self.preemptive_threshold, self.batch_deadline_s, sync=self.sync
         )
-        self.num_steps(self.envs_per_worker)
+        if not validation.may_make_torchrl_envs(self.makers):
+            self.num_steps(self.envs_per_worker)
         # These check what they are made from.
         _ = self.num_collecting, self.updater, self.makers
 
@@ -141,13 +145,19 @@ class WorkerOptions(CollectorOptions):
         """Number of rollouts in a batch: one of each worker in sync mode, else one."""
         return self.num_collecting if self.sync else 1
 
-    def num_steps(self, num_envs: int) -> int:
+    def num_steps(self, num_envs: int, *, rounds_up: bool = False) -> int:
         """T of each rollout, if each worker has ``num_envs`` envs.
+
+        Args:
+            num_envs: number of envs of each worker.
+            rounds_up: warn and round up if ``frames_per_batch`` is no multiple.
 
         Raises:
             ArgumentError: ``frames_per_batch`` is no multiple; says which numbers are.
         """
-        return validation.num_steps(self.frames_per_batch, self.rollouts_per_batch, num_envs)
+        return validation.num_steps(
+            self.frames_per_batch, self.rollouts_per_batch, num_envs, rounds_up=rounds_up
+        )
 
     @cached_property
     def makers(self) -> list[object]:
@@ -198,7 +208,13 @@ class WorkerOptions(CollectorOptions):
             ArgumentError: another argument can't be pickled.
         """
         plan = self.plan(num_envs=self.envs_per_worker, traces=traces)
-        plan = replace(plan, exclude=tuple(self.weight_options.exclude))
+        plan = replace(
+            plan,
+            exclude=tuple(self.weight_options.exclude),
+            init_fn=self.init_fn,
+            pre_collect_hook=self.pre_collect_hook,
+            post_collect_hook=self.post_collect_hook,
+        )
         return pickling.pickled_plans(plan, self.makers)
 
 
@@ -229,7 +245,12 @@ class MultiAsyncOptions(WorkerOptions):
         frames_per_batch: frames in each batch; a multiple of one worker's envs.
         update_at_each_batch: publish the policy's weights automatically between two batches, to
             the worker that delivered the last one.
+        cat_results: has no effect, as a batch is one rollout: 0, "stack" or None.
     """
+
+    @property
+    def _cat_results(self) -> int | str | None:
+        return 0 if self.cat_results in (None, "stack") else self.cat_results
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,22 @@ class Stream(enum.IntEnum):
     REPLACED = 16
 
 
+def checked_seed(seed: int) -> int:
+    """The seed that a user gave, as an int.
+
+    Raises:
+        ArgumentError: it is negative.
+        ArgumentTypeError: it is not a whole number.
+    """
+    try:
+        wanted = operator.index(seed)
+    except TypeError:
+        raise ArgumentTypeError(f"seed={seed!r}: must be a whole number, 0 or more") from None
+    if wanted < 0:
+        raise ArgumentError(f"seed={seed!r}: must be a whole number, 0 or more")
+    return wanted
+
+
 def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
     """The seed of env ``index`` of the run. It does not depend on which worker steps the env.
 
@@ -33,12 +49,7 @@ def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
         ArgumentError: ``seed`` is negative.
         ArgumentTypeError: ``seed`` is not a whole number.
     """
-    try:
-        wanted = operator.index(seed)
-    except TypeError:
-        raise ArgumentTypeError(f"seed={seed!r}: must be a whole number, 0 or more") from None
-    if wanted < 0:
-        raise ArgumentError(f"seed={seed!r}: must be a whole number, 0 or more")
+    checked_seed(seed)
     return int(np.random.SeedSequence([seed, int(stream), index]).generate_state(1)[0]) >> 1
 
 

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from distcollect.common.step_counter import StepCounter
+from distcollect.engine.base import EngineBase
 from distcollect.engine.engine import Engine
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.plan import WorkerPlan
-from distcollect.envs.base import EnvBatch
+from distcollect.engine.plan_weights import live_weights
+from distcollect.envs.base import EnvBatch, Envs
 from distcollect.envs.make import EnvContext, make_envs
 from distcollect.errors import EnvError
 from distcollect.policy.base import Exploration, Policy
-from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
-from distcollect.policy.weight_layout import published
 from distcollect.telemetry.step_timer import TracingStepTimer
 
 
@@ -30,7 +30,7 @@ def build_engine(
     incarnation: int = 0,
     shared: bool = False,
     counter: StepCounter | None = None,
-) -> Engine:
+) -> EngineBase:
     """Make the envs and the policy of ``plan``, and try them out.
 
     Args:
@@ -67,14 +67,19 @@ def build_engine(
 
 
 def build_engine_for(
-    envs: EnvBatch,
+    envs: Envs,
     plan: WorkerPlan,
     *,
     traj_ids: Iterator[int],
     shared: bool = False,
     counter: StepCounter | None = None,
-) -> Engine:
+) -> EngineBase:
     """Like :func:`build_engine`, for envs that exist and a plan whose policy was made."""
+    if not isinstance(envs, EnvBatch):
+        # Not before a TorchRL env is there, as importing torchrl has side effects.
+        from distcollect.engine.build_torchrl import build_tensordict_engine  # noqa: PLC0415
+
+        return build_tensordict_engine(envs, plan, traj_ids=traj_ids, counter=counter)
     policy: Policy
     if plan.policy is None:
         policy = RandomPolicy(envs.action_space, envs.num_envs)
@@ -88,14 +93,7 @@ def build_engine_for(
             device=plan.device,
             shared=shared,
         )
-    if plan.device is not None:
-        for model in plan.models.values():
-            model.to(plan.device)
-    weights = LiveWeights(
-        published(policy.module, plan.models),
-        plan.exclude,
-        keeps_each=plan.options.exact_version,
-    )
+    weights = live_weights(plan, policy.module)
     return Engine(
         envs,
         policy,
@@ -118,7 +116,7 @@ def build_evaluator(
 ) -> Evaluator:
     """An evaluator of the policy object in ``plan``, with envs of its own; see build_engine."""
 
-    def make_engine(exploration: Exploration) -> Engine:
+    def make_engine(exploration: Exploration) -> EngineBase:
         # An episode spans several rollouts here, so a rollout must not begin with a reset.
         options = replace(plan.options, reset_at_each_iter=False)
         return build_engine(

@@ -1,30 +1,28 @@
-"""Steps envs with a policy and writes every frame in place. All collectors use it.
+"""Steps envs with a policy and writes every frame in place, by way of arrays.
 
 :class:`Engine` takes requests, resets the envs and swaps weights between rollouts. The steps
 themselves are made by one of two loops: :mod:`.aligned_loop` where every row makes one transition
-in each step, :mod:`.ragged_loop` for vector envs with filler steps.
+in each step, :mod:`.ragged_loop` for vector envs with filler steps. TorchRL envs are stepped by
+:mod:`.tensordict_engine`.
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.step_counter import NUM_TASKS, TASK, StepCounter, Task
+from distcollect.common.step_counter import StepCounter
 from distcollect.engine.aligned_loop import AlignedLoop
-from distcollect.engine.env_recovery import EnvRecovery
-from distcollect.engine.interrupts import Interrupts, Stopped
+from distcollect.engine.base import EngineBase
 from distcollect.engine.plan import StepOptions
 from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
 from distcollect.envs.base import EnvBatch, Faulted
-from distcollect.errors import ArgumentError, EnvError, PolicyError
+from distcollect.errors import ArgumentError
 from distcollect.policy.base import Policy
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.random import RandomPolicy
@@ -32,31 +30,15 @@ from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.step_timer import StepTimer
 
+
 log = logging.getLogger(__name__)
 
-# Why the frames of a rollout are lost, by what ended it; any other error is an env's.
-_CAUSES: dict[type[BaseException], str] = {
-    Stopped: "shut_down",
-    KeyboardInterrupt: "interrupted",
-    PolicyError: "policy_failed",
-}
 
+class Engine(EngineBase):
+    """Collects rollouts ``[n, T]`` from n envs that give arrays, and one policy."""
 
-class Engine:
-    """Collects rollouts ``[n, T]`` from n envs and one policy.
-
-    It belongs to one thread. Other threads may call :meth:`stop`, :meth:`preempt`,
-    :meth:`run_between_steps` and :meth:`call_envs`, and commit weights; all of these take effect
-    between two steps.
-
-    Attributes:
-        envs: the envs.
-        options: how they are stepped.
-        weights: the policy's weights.
-        counter: counts the frames.
-        step_timer: measures the time that steps take, and records the episodes.
-        layout: leaves of the frames.
-    """
+    envs: EnvBatch
+    layout: Layout
 
     def __init__(
         self,
@@ -87,18 +69,18 @@ class Engine:
             EnvError: an env raised.
             PolicyError: the policy raised, or its output does not fit the action space.
         """
-        self.options = options or StepOptions()
-        _check_options(self.options, envs)
-        self.envs = envs
-        self.weights = weights
-        self.counter = counter or StepCounter()
-        self.step_timer = step_timer or StepTimer(envs.num_envs)
+        _check_options(options or StepOptions(), envs)
+        super().__init__(
+            envs,
+            weights,
+            options=options,
+            counter=counter,
+            max_env_faults=max_env_faults,
+            step_timer=step_timer,
+        )
         self._policy = policy
         self._random_policy = RandomPolicy(envs.action_space, envs.num_envs, policy.state)
-        self._env_recovery = EnvRecovery(envs, self.counter, max_env_faults)
-        self._interrupts = Interrupts()
         self._seeds: Sequence[int] | None = None  # of the next reset
-        self._reset_due = False
         self._warned_of_rewards = False
         self._reset_envs_first()
         self._try_policy()
@@ -119,115 +101,16 @@ class Engine:
         )
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
-        """Start over with these seeds at the next rollout.
-
-        Args:
-            env_seeds: one for each env, and for the random actions in it.
-            policy_seeds: one for each env, for what the policy draws in it.
-        """
         self._seeds = list(env_seeds)
         self._env_recovery.seed(self._seeds)
         self._random_policy.seed(self._seeds)
         always_random = isinstance(self._policy, RandomPolicy)
         self._policy.seed(env_seeds if always_random else policy_seeds)
+        torch.manual_seed(policy_seeds[0])
         self._reset_due = True
 
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
-        """Take trajectory ids from ``traj_ids`` from now on; to be called between two rollouts.
-
-        The trajectories under way get a new id, too.
-        """
         self._trajectories.use_ids(traj_ids)
-
-    def stop(self) -> None:
-        """Make the running or next :meth:`collect` raise :class:`Stopped` between two steps."""
-        self._interrupts.stop()
-        self._env_recovery.stop()
-
-    def preempt(self) -> None:
-        """Make the running :meth:`collect` end between two steps, after at least one step.
-
-        Nothing happens if none is running.
-        """
-        self._interrupts.preempt()
-
-    def run_between_steps(self, job: Callable[[], None]) -> None:
-        """Run ``job`` between two steps of the running :meth:`collect`, or before the next one.
-
-        Without a :meth:`collect`, :meth:`run_jobs` runs it. It must not raise.
-        """
-        self._interrupts.add_job(job)
-
-    def run_jobs(self) -> None:
-        """Run what :meth:`run_between_steps` was given; on the thread that collects."""
-        self._interrupts.run_jobs()
-
-    def collect(
-        self,
-        slab: Slab,
-        *,
-        random: bool = False,
-        fresh: bool = False,
-        preempted: bool = False,
-        version: int | None = None,
-    ) -> None:
-        """Fill ``slab`` with the next rollout; if it is preempted, the rest is padding.
-
-        Args:
-            slab: memory of this engine's layout.
-            random: draw actions from the action space; the extras are zero then.
-            fresh: leave out frames from before this call, which native vector envs may have left.
-            preempted: the rollout was preempted before it began: end after one step.
-            version: begin with weights no newer than this version; None: with the newest.
-
-        Raises:
-            Stopped: see :meth:`stop`.
-            EnvError: an env raised too often in a row, or cannot be replaced.
-            PolicyError: the policy raised.
-        """
-        cells = self.counter.cells
-        self._interrupts.rollout_begins(preempted=preempted)
-        self._loop.begun_at = self.counter.stepped
-        cells[NUM_TASKS] += 1
-        cells[TASK] = Task.COLLECT
-        self.step_timer.begin()
-        try:
-            self._loop.swap_weights(version)
-            self._collect(slab, random=random, fresh=fresh)
-        except BaseException as error:
-            # No rollout contains the frames so far, so what follows must be new trajectories.
-            self._loop.abandon(_CAUSES.get(type(error), "env_failed"))
-            self._reset_due = True
-            raise
-        finally:
-            self._interrupts.rollout_ended()
-            cells[TASK] = Task.IDLE
-            self.step_timer.end()
-
-    def call_envs(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
-    ) -> Future[list[Any]]:
-        """Call :meth:`EnvBatch.call` as :meth:`run_between_steps` runs a job.
-
-        A call that takes longer than ``limit_s`` is taken to hang, and the process is ended.
-        """
-        answer: Future[list[Any]] = Future()
-
-        def call() -> None:
-            try:
-                with self.counter.doing(Task.CALL, limit_s):
-                    result = self.envs.call(name, args, kwargs)
-                    _check_can_be_pickled(result, name)
-                answer.set_result(result)
-            except Exception as error:  # noqa: BLE001 - raised where the future is waited for
-                answer.set_exception(error)
-
-        self.run_between_steps(call)
-        return answer
-
-    def close(self) -> None:
-        """Close the envs."""
-        self.envs.close()
 
     def _reset_envs_first(self) -> None:
         try:
@@ -241,6 +124,12 @@ class Engine:
         # It may have changed its input in place.
         for key, array in self.envs.obs.items():
             array[:] = first[key]
+
+    def _rollout_begins(self) -> None:
+        self._loop.begun_at = self.counter.stepped
+
+    def _abandon(self, cause: str) -> None:
+        self._loop.abandon(cause)
 
     def _collect(self, slab: Slab, *, random: bool, fresh: bool) -> None:
         if self._reset_due or self.options.reset_at_each_iter:
@@ -272,17 +161,6 @@ class Engine:
         self._reset_due = False
         self._loop.drop_surplus()
         self._trajectories.begin_all()
-
-
-def _check_can_be_pickled(result: object, name: str) -> None:
-    """Raise EnvError unless what a method of the envs returned can be sent."""
-    try:
-        pickle.dumps(result)
-    except Exception as error:
-        raise EnvError(
-            f"what {name!r} returned can't be pickled ({type(error).__name__}: {error}), so it "
-            "can't be sent to the trainer; return numbers, arrays or tensors"
-        ) from error
 
 
 def _layout(envs: EnvBatch, policy: Policy) -> Layout:

@@ -11,7 +11,7 @@ from distcollect.common.backoff import backoff_s
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.interrupts import Stopped
-from distcollect.envs.base import EnvBatch, Fault
+from distcollect.envs.base import Envs, Fault
 from distcollect.errors import EnvError
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class EnvRecovery:
             :meth:`episodes_ended` need not be called.
     """
 
-    def __init__(self, envs: EnvBatch, counter: StepCounter, max_faults: int) -> None:
+    def __init__(self, envs: Envs, counter: StepCounter, max_faults: int) -> None:
         """Replace envs of ``envs``; count faults in ``counter``."""
         self.streaks: dict[tuple[int, ...], _Streak] = {}
         self._envs = envs

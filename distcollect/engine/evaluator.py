@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from distcollect.common.seeding import Stream, env_seed, policy_seed, shares
-from distcollect.engine.engine import Engine
+from distcollect.engine.base import EngineBase
 from distcollect.errors import DeadlineError
 from distcollect.policy.base import Exploration
 from distcollect.results import Evaluation
-from distcollect.rollout.slab import Slab
+from distcollect.rollout.slabs import new_slab
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ _NUM_STEPS = 64  # of each rollout; steps after the last episode's end are waste
 class Evaluator:
     """Plays episodes with the policy of an engine that collects, on the same thread."""
 
-    def __init__(self, make_engine: Callable[[Exploration], Engine]) -> None:
+    def __init__(self, make_engine: Callable[[Exploration], EngineBase]) -> None:
         """Play with engines from ``make_engine``, one for each kind of exploration.
 
         An engine is made when it is first needed. It has envs of its own, but shares the policy.
         """
         self._make_engine = make_engine
-        self._engines: dict[Exploration, Engine] = {}
+        self._engines: dict[Exploration, EngineBase] = {}
 
     def evaluate(
         self,
@@ -74,10 +74,10 @@ class Evaluator:
         )
 
     def _play(
-        self, engine: Engine, seed: int, owed: list[int], deadline: float
+        self, engine: EngineBase, seed: int, owed: list[int], deadline: float
     ) -> list[tuple[float, int]]:
         """(return, length) of the episodes; ``owed``: how many episodes each env is to play."""
-        slab = Slab(engine.layout, _NUM_STEPS)
+        slab = new_slab(engine.layout, _NUM_STEPS)
         episodes: list[tuple[float, int]] = []
         num_envs = len(owed)
         totals, lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
@@ -105,7 +105,7 @@ class Evaluator:
                     totals[begins] = lengths[begins] = 0
                     totals += slab.reward[:, step]
                     lengths += 1
-                    over = slab.terminated[:, step] | slab.truncated[:, step]
+                    over = slab.ended[:, step]
                     # An episode that a fault of its env cut short does not count.
                     for row in np.flatnonzero(over & ~slab.faulted[:, step]).tolist():
                         if owed[row]:
@@ -119,12 +119,11 @@ class Evaluator:
             engine.close()
 
 
-def _seed(engine: Engine, seed: int, num_starts: int) -> None:
+def _seed(engine: EngineBase, seed: int, num_starts: int) -> None:
     num_envs = engine.layout.num_envs
     rows = range(num_starts * num_envs, (num_starts + 1) * num_envs)
     policy_seeds = [policy_seed(seed, row, Stream.EVALUATION) for row in rows]
     engine.seed([env_seed(seed, row, Stream.EVALUATION) for row in rows], policy_seeds)
-    torch.manual_seed(policy_seeds[0])
 
 
 @contextlib.contextmanager

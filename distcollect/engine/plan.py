@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,9 @@ class WorkerPlan:
         registry: the env ids that the trainer knows, see
             :func:`~distcollect.envs.registered.pickled_registry`; None: only this process's.
         traces: record the times at which the worker steps, resets and swaps weights.
+        init_fn: called in the worker before anything is made.
+        pre_collect_hook: called in the worker before each rollout.
+        post_collect_hook: called in the worker with each rollout.
     """
 
     create_env_fn: Any
@@ -70,6 +73,9 @@ class WorkerPlan:
     max_env_faults: int = 0
     registry: bytes | None = None
     traces: bool = False
+    init_fn: Callable[[], Any] | None = None
+    pre_collect_hook: Callable[[], Any] | None = None
+    post_collect_hook: Callable[[Any], Any] | None = None
 
     def with_policy_made(self) -> WorkerPlan:
         """The same plan with the policy that ``policy_factory`` makes, if there is a factory.

@@ -115,7 +115,58 @@ class Faulted(EnvError):
         self.result = result
 
 
-class EnvBatch(ABC):
+class Envs(ABC):
+    """n envs of any kind, without the way in which they are stepped.
+
+    Attributes:
+        num_envs: n.
+        is_torchrl: the envs are TorchRL's.
+    """
+
+    num_envs: int
+    is_torchrl: bool = False
+
+    @property
+    @abstractmethod
+    def user_envs(self) -> Sequence[Any]:
+        """The envs as they were made; a single one if it steps several rows."""
+
+    @abstractmethod
+    def can_rebuild(self, row: int) -> bool:
+        """Whether a new env can be made for a row; not if the user passed an env object."""
+
+    @abstractmethod
+    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        """Close the env of ``rows``, ignoring errors, make a new one and reset it.
+
+        Args:
+            rows: the rows of a :class:`Fault`.
+            seeds: one for each of these rows; None: random ones.
+
+        Raises:
+            EnvError: the new env could not be made, has other spaces, or raised.
+        """
+
+    @abstractmethod
+    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Call a method of each env, or read an attribute; one value per row, in order.
+
+        A native vector env is called as a whole and gives a single value.
+
+        Raises:
+            EnvError: the env has no such method or attribute, or it raised.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every env, also when one of them raises.
+
+        Raises:
+            EnvError: an env raised; the message is about the first one that did.
+        """
+
+
+class EnvBatch(Envs):
     """n envs stepped together.
 
     Attributes:
@@ -136,6 +187,7 @@ class EnvBatch(ABC):
     """
 
     supports_partial_reset: bool = True
+
     # The envs reset rows within their step, so that afterwards ``obs`` lacks the last observation.
     _resets_in_step: bool = False
 
@@ -236,40 +288,6 @@ class EnvBatch(ABC):
         if self._faults:
             raise self._faulted()
         return result
-
-    @abstractmethod
-    def can_rebuild(self, row: int) -> bool:
-        """Whether a new env can be made for a row; not if the user passed an env object."""
-
-    @abstractmethod
-    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
-        """Close the env of ``rows``, ignoring errors, make a new one and reset it.
-
-        Args:
-            rows: the rows of a :class:`Fault`.
-            seeds: one for each of these rows; None: random ones.
-
-        Raises:
-            EnvError: the new env could not be made, has other spaces, or raised.
-        """
-
-    @abstractmethod
-    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Call a method of each env, or read an attribute; one value per row, in order.
-
-        A native vector env is called as a whole and gives a single value.
-
-        Raises:
-            EnvError: the env has no such method or attribute, or it raised.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close every env, also when one of them raises.
-
-        Raises:
-            EnvError: an env raised; the message is about the first one that did.
-        """
 
     @abstractmethod
     def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:

@@ -16,7 +16,7 @@ import torch
 from gymnasium.envs.registration import find_highest_version, parse_env_id
 from gymnasium.vector import VectorEnv
 
-from distcollect.envs.base import Env, EnvBatch, InfoKeys, Maker, describe, name_of
+from distcollect.envs.base import Env, Envs, InfoKeys, Maker, describe, name_of
 from distcollect.envs.pettingzoo import PettingZooEnv
 from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
@@ -82,7 +82,7 @@ def make_envs(
     info_keys: InfoKeys | None = None,
     contexts: Sequence[EnvContext],
     device: torch.device | None = None,
-) -> EnvBatch:
+) -> Envs:
     """Make the envs of one worker.
 
     Args:
@@ -140,10 +140,11 @@ def make_envs(
 
 def is_env(value: object) -> bool:
     """Whether ``value`` is an env of a supported kind."""
-    return isinstance(value, gym.Env | VectorEnv) or _is_torchrl(value) or _is_pettingzoo(value)
+    return isinstance(value, gym.Env | VectorEnv) or is_torchrl_env(value) or _is_pettingzoo(value)
 
 
-def _is_torchrl(value: object) -> bool:
+def is_torchrl_env(value: object) -> bool:
+    """Whether ``value`` is an env of TorchRL."""
     # Importing torchrl has side effects, and where it was never imported no object is its env.
     module = sys.modules.get("torchrl.envs.common")
     return module is not None and isinstance(value, module.EnvBase)
@@ -156,18 +157,18 @@ def _is_pettingzoo(value: object) -> bool:
 
 def _num_rows(env: Any) -> int | None:
     """How many rows an env steps at once; None for a single env."""
-    if _is_torchrl(env):
+    if is_torchrl_env(env):
         return env.batch_size.numel() if env.batch_size else None
     return env.num_envs if isinstance(env, VectorEnv) else None
 
 
 def _batch(
     envs: list[Any], info_keys: InfoKeys | None, makers: list[Callable[[], Any] | None]
-) -> EnvBatch:
+) -> Envs:
     """The batch for envs of one kind: single envs, or one env of several rows."""
     _check_distinct(envs)
-    if any(map(_is_torchrl, envs)):
-        if not all(map(_is_torchrl, envs)):
+    if any(map(is_torchrl_env, envs)):
+        if not all(map(is_torchrl_env, envs)):
             raise ArgumentError(
                 "a list can't mix TorchRL envs and others: use envs of one kind, for example "
                 "TorchRL's GymEnv for those of Gymnasium"
@@ -176,9 +177,9 @@ def _batch(
             raise ArgumentError(
                 "info_keys: a TorchRL env adds such entries itself, see its set_info_dict_reader"
             )
-        from distcollect.envs.torchrl import TorchRLBatch  # noqa: PLC0415 - see _is_torchrl
+        from distcollect.envs.torchrl import TorchRLEnvs  # noqa: PLC0415 - see is_torchrl_env
 
-        return TorchRLBatch(envs, makers)
+        return TorchRLEnvs(envs, makers)
     if isinstance(envs[0], VectorEnv):
         return VectorBatch(envs[0], info_keys, makers[0])
     _check_alike(envs)
@@ -199,7 +200,7 @@ def _make(maker: Maker, row: int, context: EnvContext, device: torch.device | No
     env: Any = maker if is_env(maker) else _call_maker(maker, row, context)
     if _is_pettingzoo(env):
         return PettingZooEnv(env)
-    return env.to(device) if device is not None and _is_torchrl(env) else env
+    return env.to(device) if device is not None and is_torchrl_env(env) else env
 
 
 def _call_maker(maker: Maker, row: int, context: EnvContext) -> Any:

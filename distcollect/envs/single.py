@@ -95,6 +95,10 @@ class SingleEnvBatch(EnvBatch):
     def _rows(self) -> range:
         return range(len(self._envs))
 
+    @property
+    def user_envs(self) -> Sequence[Any]:
+        return list(self._envs)
+
     def reset(self, seeds: Sequence[int] | None = None) -> None:
         for row in self._rows:
             try:

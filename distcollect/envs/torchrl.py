@@ -1,4 +1,4 @@
-"""TorchRL envs, single or batched, with or without transforms.
+"""TorchRL envs, single or batched, with or without transforms, stepped with TensorDicts.
 
 This module imports torchrl, which sets how this process starts other processes. Therefore it is
 only imported when the user passes a TorchRL env, and has thus imported torchrl already.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
-from tensordict import TensorDictBase
-from torchrl.envs import AutoResetTransform, Compose, TransformedEnv, VecGymEnvTransform
+from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
+from torchrl.envs import (
+    AutoResetTransform,
+    Compose,
+    StepCounter,
+    TransformedEnv,
+    VecGymEnvTransform,
+)
 
-from distcollect.envs.base import EnvBatch, EnvState, Fault, Step, called
-from distcollect.envs.torchrl_specs import DONE, Specs, entries_of
+from distcollect.envs.base import Envs, EnvState, called, describe
 from distcollect.errors import ArgumentError, EnvError, SpaceError
-from distcollect.rollout.spaces import Arrays, Key
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 
@@ -28,236 +30,280 @@ TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 _RESETTING_TRANSFORMS = (AutoResetTransform, VecGymEnvTransform)
 
 
-@dataclass
-class _Part:
-    """One env and the rows that it steps.
+class TorchRLEnvs(Envs):
+    """One TorchRL env of any batch size, or n envs of batch size ``[]`` stepped as one of ``[n]``.
 
     Attributes:
-        rows: one row, or all rows of a batched env.
-        env: the env.
-        make: makes the env again; None if nothing does.
-        root: TensorDict ``[n]`` or ``[]`` that the env returned last; the next actions go into it.
-        state: whether the env can be used.
+        num_envs: n, the number of rows.
+        batch_size: of the TensorDicts that the envs take and give.
+        members: the envs.
+        num_stepped: how many envs had made their step when another one raised in the last step.
     """
 
-    rows: range
-    env: TorchRLEnv
-    make: Callable[[], TorchRLEnv] | None
-    root: TensorDictBase
-    state: EnvState = EnvState.OPEN
-
-    @property
-    def row_slice(self) -> slice:
-        """The rows as a slice of arrays of all rows."""
-        return slice(self.rows.start, self.rows.stop)
-
-
-class TorchRLBatch(EnvBatch):
-    """TorchRL envs, stepped one after the other: single envs, or one batched env."""
+    num_stepped = 0
+    is_torchrl = True
 
     def __init__(
         self,
         envs: Sequence[TorchRLEnv],
         makers: Sequence[Callable[[], TorchRLEnv] | None],
     ) -> None:
-        """Reset the envs.
+        """Take over the envs.
 
         Args:
-            envs: single envs, or one batched env.
+            envs: one env, or several with an empty batch size.
             makers: for each env what makes it again, None where nothing does.
 
         Raises:
-            ArgumentError, SpaceError: no batch can carry the frames of an env.
+            ArgumentError: an env gives no final observations.
+            SpaceError: the envs' specs differ.
+        """
+        for env in envs:
+            _check(env)
+        self.members = list(envs)
+        self._makers = list(makers)
+        self._states = [EnvState.OPEN] * len(envs)
+        self._max_frames: int | None = None
+        self._adapters: list[Callable[[TorchRLEnv], TorchRLEnv]] = []
+        single = envs[0].batch_size
+        self.batch_size = torch.Size([len(envs)]) if len(envs) > 1 else single
+        self.num_envs = self.batch_size.numel()
+        for row, env in enumerate(envs):
+            self._check_like(env, row)
+
+    @property
+    def user_envs(self) -> Sequence[Any]:
+        return self.members
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the envs compute; None: unknown."""
+        device: torch.device | None = self.members[0].device
+        return device
+
+    def adapt(self, change: Callable[[TorchRLEnv], TorchRLEnv]) -> None:
+        """Replace each env, and each one that is made later, by ``change(env)``."""
+        self._adapters.append(change)
+        for row, env in enumerate(self.members):
+            self.members[row] = change(env)
+
+    def limit_frames(self, max_frames: int) -> None:
+        """End trajectories after this many frames, by TorchRL's StepCounter.
+
+        Raises:
+            ArgumentError: the env counts its steps already, or can't be reset at any time.
+        """
+        if self._max_frames == max_frames:
+            return  # another engine stepped these envs before
+        self._max_frames = max_frames
+        for env in self.members:
+            if _resets_itself(env):
+                raise ArgumentError(
+                    "max_frames_per_traj does not work with this native vector env: it cannot "
+                    "reset single rows. Use a ParallelEnv or SerialEnv of single envs"
+                )
+            keys = env.output_spec.keys(include_nested=True, leaves_only=True)
+            if any("step_count" in ((key,) if isinstance(key, str) else key) for key in keys):
+                raise ArgumentError(
+                    "max_frames_per_traj adds an entry 'step_count', but the env has one: leave "
+                    "max_frames_per_traj out, or take the StepCounter out of the env's transforms"
+                )
+        self.adapt(lambda env: TransformedEnv(env, StepCounter(max_steps=max_frames)))
+
+    def reset(self) -> TensorDictBase:
+        """Start a new episode in every row.
+
+        Raises:
             EnvError: an env raised.
         """
-        self._parts: list[_Part] = []
-        all_specs: list[Specs] = []
-        start = 0
-        for env, make in zip(envs, makers, strict=True):
-            _check(env)
-            num_rows = env.batch_size.numel()
-            part = _Part(range(start, start + num_rows), env, make, root=None)
-            self._parts.append(part)
-            start += num_rows
-            with self._naming_env("reset", part.rows.start), _ordinary_tensors():
-                part.root = env.reset()
-            all_specs.append(Specs.of(env, part.root))
-            self._check_like(all_specs[0], all_specs[-1], part.rows.start)
-        first = self._specs = all_specs[0]
-        super().__init__(
-            start, first.observation_space, first.action_space, first.info_space, first.outcomes
-        )
-        self.supports_partial_reset = not any(_resets_itself(part.env) for part in self._parts)
-        self._rewards: list[Key] = [("reward",)]
-        if ("reward",) not in entries_of(envs[0].full_reward_spec):
-            self._rewards = list(entries_of(envs[0].full_reward_spec))
+        return _joined([self._reset(row) for row in range(len(self.members))])
 
-    def reset(self, seeds: Sequence[int] | None = None) -> None:
-        for part in self._parts:
-            try:
-                self._reset_part(part, None if seeds is None else int(seeds[part.rows.start]))
-            except EnvError as error:
-                self._add_fault(part, error, stepped=False)
-        if self._faults:
-            raise self._faulted()
-
-    def can_rebuild(self, row: int) -> bool:
-        return self._part_of(row).make is not None
-
-    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
-        part = self._part_of(rows[0])
-        assert part.make is not None
-        _close_failed(part)
-        part.env = part.make()
-        part.state = EnvState.OPEN
-        seed = None if seeds is None else int(seeds[0])
-        if part.env.batch_size.numel() != len(rows):
-            raise EnvError(
-                f"{self._name(rows[0])}: made a second time, it has batch_size "
-                f"{list(part.env.batch_size)}"
-            )
-        self._reset_part(part, seed, check=True)
-
-    def _part_of(self, row: int) -> _Part:
-        return next(part for part in self._parts if row in part.rows)
-
-    def _add_fault(self, part: _Part, error: EnvError, *, stepped: bool) -> None:
-        part.state = part.state.after_fault()
-        self._faults.append(Fault(tuple(part.rows), error, stepped))
-
-    def _reset_part(self, part: _Part, seed: int | None, *, check: bool = False) -> None:
-        """Reset all rows of an env."""
-        with self._naming_env("reset", part.rows.start), _ordinary_tensors():
-            if seed is not None:
-                part.env.set_seed(seed)
-            part.root = part.env.reset()
-        if check:
-            self._check_like(self._specs, Specs.of(part.env, part.root), part.rows.start)
-        self._put(part, self.obs, part.root, "reset")
-
-    def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
-        result = self._result
-        if rows is None:
-            result.terminated.fill(False)
-            result.truncated.fill(False)
-        for part in self._parts:
-            if rows is not None and part.rows.start not in rows:
-                continue
-            try:
-                with self._naming_env("step", part.rows.start), _ordinary_tensors():
-                    self._step(part, action)
-            except EnvError as error:
-                self._add_fault(part, error, stepped=False)
-        result.ended[:] = np.flatnonzero(result.terminated | result.truncated).tolist()
-        return result
-
-    def _step(self, part: _Part, action: Arrays) -> None:
-        env, root, rows = part.env, part.root, part.row_slice
-        for leaf in self.action_leaves:
-            # A copy, as the engine reuses the memory.
-            tensor = torch.tensor(action[leaf.key][rows], dtype=leaf.dtype, device=env.device)
-            root.set(leaf.key, tensor.reshape((*env.batch_size, *leaf.shape)))
-        stepped = env.step(root)
-        after = stepped.get("next")
-        part.root = env.step_mdp(stepped)
-        self._put(part, self.obs, after, "step")
-        if self.outcomes:
-            self._put(part, self.outcomes, after, "step")
-        result, num_rows = self._result, len(part.rows)
-        rewards = [_array(after.get(key)).reshape(num_rows, -1) for key in self._rewards]
-        flags = {name: _array(after.get(name)).reshape(num_rows) for name in DONE if name in after}
-        done, terminated = flags["done"], flags["terminated"]
-        result.reward[rows] = sum(each.sum(-1) for each in rewards)
-        result.terminated[rows] = terminated
-        # An env that is done without being terminated counts as truncated.
-        result.truncated[rows] = flags.get("truncated", False) | (done & ~terminated)
-
-    def _reset_rows(self, rows: list[int]) -> None:
-        for part in self._parts:
-            mine = [row - part.rows.start for row in rows if row in part.rows]
-            if not mine or part.state is not EnvState.OPEN:
-                continue
-            try:
-                with self._naming_env("reset", part.rows.start), _ordinary_tensors():
-                    mask = torch.zeros_like(part.root.get("done"))
-                    mask.view(len(part.rows), -1)[mine] = True
-                    part.root.set("_reset", mask)
-                    part.root = part.env.reset(part.root, select_reset_only=True)
-                self._put(part, self.obs, part.root, "reset", mine)
-            except EnvError as error:
-                self._add_fault(part, error, stepped=True)
-
-    def _put(
-        self,
-        part: _Part,
-        into: Arrays,
-        values: TensorDictBase,
-        call: str,
-        rows: list[int] | None = None,
-    ) -> None:
-        """Write values of an env to its rows.
+    def step(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Make one transition of each row, and reset the rows that ended.
 
         Args:
-            part: the env.
-            into: arrays of all rows.
-            values: TensorDict of the env's batch size.
-            call: the method that returned them, for messages.
-            rows: write only these rows, counted from the env's first; None: all its rows.
+            td: with the actions.
+
+        Returns:
+            The frame with its "next", and the TensorDict that the next frame begins with.
+
+        Raises:
+            EnvError: an env raised; it is marked as failed.
         """
-        for key, array in into.items():
-            value = values.get(key)
-            expected = (*part.env.batch_size, *array.shape[1:])
-            if value is None or value.shape != expected:
-                got = "nothing" if value is None else f"shape {list(value.shape)}"
+        members = self.members
+        if len(members) == 1:
+            self.num_stepped = 0
+            try:
+                done: tuple[TensorDictBase, TensorDictBase] = members[0].step_and_maybe_reset(td)
+            except Exception as error:
+                raise self._failed(0, "step", error) from error
+            return done
+        frames, starts = [], []
+        for row, part in enumerate(td.unbind(0)):
+            try:
+                frame, start = members[row].step_and_maybe_reset(part)
+            except Exception as error:
+                self.num_stepped = row
+                raise self._failed(row, "step", error) from error
+            frames.append(frame)
+            starts.append(start)
+        return _joined(frames), _joined(starts)
+
+    def choose_randomly(self, td: TensorDictBase) -> TensorDictBase:
+        """Write random actions into ``td``."""
+        if len(self.members) == 1:
+            chosen: TensorDictBase = self.members[0].rand_action(td)
+            return chosen
+        for env, part in zip(self.members, td.unbind(0), strict=True):
+            for key, value in env.rand_action().items(include_nested=True, leaves_only=True):
+                part.set(key, value)
+        return td
+
+    def set_seeds(self, seeds: Sequence[int], *, static_seed: bool = False) -> int:
+        """Seed the envs as TorchRL does.
+
+        Args:
+            seeds: one for each row; an env of several rows derives its rows' seeds from the first.
+            static_seed: an env of several rows gives them all the same seed.
+
+        Returns:
+            The next seed of TorchRL's chain of seeds.
+        """
+        following = 0
+        for row, env in enumerate(self.members):
+            with self._naming_env("set_seed", row):
+                following = env.set_seed(int(seeds[row]), static_seed=static_seed)
+        return following
+
+    def can_rebuild(self, row: int) -> bool:
+        failed = [each for each, state in enumerate(self._states) if state is not EnvState.OPEN]
+        return all(self._makers[each] is not None for each in failed)
+
+    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        for index, state in enumerate(self._states):
+            if state is EnvState.OPEN:
+                continue
+            make = self._makers[index]
+            assert make is not None
+            self._close_failed(index)
+            env = make()
+            for change in self._adapters:
+                env = change(env)
+            expected = self.members[index].batch_size
+            self.members[index] = env
+            self._states[index] = EnvState.OPEN
+            if env.batch_size != expected:
                 raise EnvError(
-                    f"{self._name(part.rows.start)}: {call}() gave {got} for {'.'.join(key)!r}, "
-                    f"its spec says {list(expected)}"
+                    f"{self.name(index)}: made a second time, it has batch_size "
+                    f"{list(env.batch_size)}"
                 )
-            mine = array[part.row_slice]
-            given = _array(value).reshape(mine.shape)
-            if rows is None:
-                mine[:] = given
-            else:
-                mine[rows] = given[rows]
+            if seeds is not None:
+                with self._naming_env("set_seed", index):
+                    env.set_seed(int(seeds[index]))
+            # Makes sure that it works; the caller resets all envs together.
+            self._reset(index)
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         results: list[Any] = []
-        for part in self._parts:
-            with self._naming_env(name, part.rows.start):
-                result = called(getattr(part.env, name), args, kwargs)
+        for row, env in enumerate(self.members):
+            with self._naming_env(name, row):
+                result = called(getattr(env, name), args, kwargs)
             # TorchRL's envs over several envs return a list with one value for each.
-            is_each = isinstance(result, list) and len(result) == len(part.rows) > 1
+            num_rows = env.batch_size.numel()
+            is_each = isinstance(result, list) and len(result) == num_rows > 1
             results.extend(result if is_each else [result])
         return results
 
-    def _check_like(self, expected: Specs, specs: Specs, row: int) -> None:
-        """Raise SpaceError if the env of ``row`` has other specs than expected."""
-        if difference := specs.difference_from(expected):
-            raise SpaceError(
-                f"{self._name(row)} has other specs than the first env, or than the env that it "
-                f"replaces: {difference}"
-            )
-
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # closes all envs even if some raise
-            for part in reversed(self._parts):
-                if part.state is EnvState.FAILED:
-                    _close_failed(part)
-                elif part.state is EnvState.OPEN and not part.env.is_closed:
-                    closing.enter_context(self._naming_env("close", part.rows.start))
-                    closing.callback(part.env.close)
+            for row in reversed(range(len(self.members))):
+                if self._states[row] is EnvState.FAILED:
+                    self._close_failed(row)
+                elif self._states[row] is EnvState.OPEN and not self.members[row].is_closed:
+                    closing.enter_context(self._naming_env("close", row))
+                    closing.callback(self.members[row].close)
 
-    def _name(self, row: int = 0) -> str:
-        return f"env {row} ({_name_of(self._part_of(row).env)})"
+    def name(self, row: int = 0) -> str:
+        """The name of an env in messages."""
+        return f"env {row} ({_name_of(self.members[row])})"
+
+    def _reset(self, row: int) -> TensorDictBase:
+        try:
+            td: TensorDictBase = self.members[row].reset()
+        except Exception as error:
+            raise self._failed(row, "reset", error) from error
+        return td
+
+    def _failed(self, row: int, call: str, error: Exception) -> EnvError:
+        """Mark an env as failed; the error to raise."""
+        self._states[row] = self._states[row].after_fault()
+        return EnvError(f"{self.name(row)}: {call}() raised {describe(error)}")
+
+    def _check_like(self, env: TorchRLEnv, row: int) -> None:
+        """Raise SpaceError if the env's specs are not those of the first env."""
+        first = self.members[0]
+        if len(self.members) > 1 and env.batch_size:
+            raise ArgumentError(
+                f"{self.name(row)} has batch_size {list(env.batch_size)}, but a list must contain "
+                "single envs: pass it without a list"
+            )
+        for mine, theirs, what in (
+            (env.full_action_spec, first.full_action_spec, "actions"),
+            (env.full_observation_spec, first.full_observation_spec, "observations"),
+            (env.full_reward_spec, first.full_reward_spec, "rewards"),
+            (env.full_done_spec, first.full_done_spec, "flags"),
+        ):
+            # The bounds of observations may differ.
+            same = mine == theirs if what == "actions" else _shapes(mine) == _shapes(theirs)
+            if not same:
+                raise SpaceError(
+                    f"{self.name(row)} has other specs than the first env: {what} "
+                    f"{_shapes(mine)} instead of {_shapes(theirs)}"
+                )
+
+    @contextlib.contextmanager
+    def _naming_env(self, call: str, row: int) -> Iterator[None]:
+        """Turn every exception into an EnvError that names the env."""
+        try:
+            yield
+        except EnvError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{self.name(row)}: {call}() raised {describe(error)}") from error
+
+    def _close_failed(self, row: int) -> None:
+        """Close an env that raised, ignoring errors, and end its processes."""
+        if self._states[row] is EnvState.CLOSED:
+            return
+        self._states[row] = EnvState.CLOSED
+        env = self.members[row]
+        # Before close(), as a ParallelEnv waits there for an answer of each process.
+        for process in vars(_base_of(env)).get("_workers", ()):
+            with contextlib.suppress(ValueError):  # the env has closed this process already
+                process.kill()
+                process.join()
+        with contextlib.suppress(Exception):
+            env.close()
+
+
+def _joined(parts: Sequence[TensorDictBase]) -> TensorDictBase:
+    """The TensorDicts of all envs as one: the same object for a single env."""
+    if len(parts) == 1:
+        return parts[0]
+    whole: LazyStackedTensorDict = lazy_stack(list(parts), 0)
+    return whole
+
+
+def _shapes(spec: Any) -> dict[Any, str]:
+    """Type, shape and dtype of each leaf of a spec."""
+    leaves = spec.items(include_nested=True, leaves_only=True)
+    return {
+        key: f"{type(leaf).__name__}{list(leaf.shape)} of {leaf.dtype}" for key, leaf in leaves
+    }
 
 
 def _check(env: TorchRLEnv) -> None:
-    """Raise ArgumentError or SpaceError for an env whose frames would be missing or wrong."""
-    if len(env.batch_size) > 1 or ("done",) not in entries_of(env.full_done_spec):
-        raise SpaceError(
-            f"{_name_of(env)}: its batch_size is {list(env.batch_size)} and its done keys are "
-            f"{env.done_keys}; it must have at most one dimension, and a 'done' for each whole row"
-        )
+    """Raise ArgumentError for an env whose final observations would be missing."""
     within = vars(_base_of(env)).get("_env")
     if isinstance(within, VectorEnv):
         mode = within.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
@@ -267,17 +313,6 @@ def _check(env: TorchRLEnv) -> None:
                 "gets no final observations: use a ParallelEnv or SerialEnv of single envs, pass "
                 "the vector env itself, or make it with autoreset_mode=DISABLED"
             )
-
-
-@contextlib.contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    """Leave inference mode, in which policies run: an env may keep tensors and change them."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    return tensor.numpy() if tensor.is_cpu else tensor.cpu().numpy()
 
 
 def _resets_itself(env: TorchRLEnv) -> bool:
@@ -298,17 +333,3 @@ def _base_of(env: TorchRLEnv) -> TorchRLEnv:
 
 def _name_of(env: TorchRLEnv) -> str:
     return type(_base_of(env)).__name__
-
-
-def _close_failed(part: _Part) -> None:
-    """Close an env that raised, ignoring errors, and end its processes."""
-    if part.state is EnvState.CLOSED:
-        return
-    part.state = EnvState.CLOSED
-    # Before close(), as a ParallelEnv waits there for an answer of each process.
-    for process in vars(_base_of(part.env)).get("_workers", ()):
-        with contextlib.suppress(ValueError):  # the env has closed this process already
-            process.kill()
-            process.join()
-    with contextlib.suppress(Exception):
-        part.env.close()

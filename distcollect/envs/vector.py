@@ -73,6 +73,10 @@ class VectorBatch(EnvBatch):
         self._real = np.ones(self.num_envs, bool)
         self._result_with_fillers = self._result._replace(real=self._real)
 
+    @property
+    def user_envs(self) -> Sequence[Any]:
+        return [self._env]
+
     def reset(self, seeds: Sequence[int] | None = None) -> None:
         try:
             self._reset_all(seeds)

@@ -40,7 +40,7 @@ class Inputs:
             module: the policy if it is a module; its dtype and device decide.
             device: where the inputs go; None: where the module's parameters are.
         """
-        dtype = _floating_dtype(module)
+        dtype = floating_dtype(module)
         if device is None and module is not None:
             device = next((parameter.device for parameter in module.parameters()), None)
         self.num_envs = len(next(iter(observation.values())))
@@ -72,7 +72,8 @@ class Inputs:
         return make
 
 
-def _floating_dtype(module: nn.Module | None) -> torch.dtype | None:
+def floating_dtype(module: nn.Module | None) -> torch.dtype | None:
+    """The dtype of the module's floating-point parameters; None if it has none."""
     parameters: Iterable[torch.Tensor] = module.parameters() if module is not None else ()
     return next((p.dtype for p in parameters if p.is_floating_point()), None)
 
@@ -103,7 +104,7 @@ def calling_convention(
     else:
         observation = _as_tuple(observation_space, entries["observation"])
         named_entries = {name: entries[name] for name in entries if name != "observation"}
-    positional, named = _assign(parameters_of(policy), observation, named_entries)
+    positional, named = assign(parameters_of(policy), observation, named_entries)
     if any(isinstance(value, dict | tuple) for value in (*positional, *named.values())):
         # New containers for each call, as the policy may change the ones it gets.
         return lambda: policy(
@@ -112,7 +113,7 @@ def calling_convention(
     return partial(policy, *positional, **named)
 
 
-def _assign(
+def assign(
     parameters: Sequence[inspect.Parameter], observation: Any, entries: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments for a policy's parameters, as (positional, named).

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
-from distcollect.common import tensor_cache
+from distcollect.rollout.assemble_tree import assemble_tree
+from distcollect.rollout.columns import bookkeeping, join
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import FAULTED, MASK, POLICY_VERSION, TRAJ_IDS, Layout
-from distcollect.rollout.spaces import Key, indexable, nested
-from distcollect.rollout.wire import wire_layout
+from distcollect.rollout.spaces import nested
+from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 
 
 def assemble(
-    layout: Layout,
+    layout: AnyLayout,
     rollouts: Sequence[Rollout],
     *,
     mask: bool = False,
@@ -37,49 +37,25 @@ def assemble(
             from pinned memory on the current stream, without waiting for the copy.
 
     Returns:
-        A TensorDict ``[W * n, T]`` whose last dimension is named "time". Its tensors share no
-        memory with each other. They share memory with a rollout only if there is just one: its
-        large tensors are taken over.
+        A TensorDict ``[W * n, T]`` (for a loose layout ``[W, *batch_size, T]``) whose last
+        dimension is named "time". Its tensors share no memory with each other. They share memory
+        with a rollout only if there is just one: its large tensors are taken over.
 
     Raises:
         ValueError: there is padding, and ``mask`` is False.
     """
-    one = len(rollouts) == 1
+    if isinstance(layout, TreeLayout):
+        return assemble_tree(layout, rollouts, mask=mask, compact=compact, device=device)
     pinned = device is not None and device.type == "cuda"
-    wires = [wire_layout(layout, r.header.num_steps, r.header.wire_form) for r in rollouts]
-    parts = [wire.leaves(r.tensors) for wire, r in zip(wires, rollouts, strict=True)]
-
-    def joined(index: int) -> torch.Tensor:
-        first = parts[0][index]
-        if one and not pinned:
-            # Packed leaves share one tensor, so each is copied out of it.
-            return first if first.untyped_storage().nbytes() == first.nbytes else first.clone()
-        shape = (len(parts) * first.shape[0], *first.shape[1:])
-        whole = tensor_cache.empty(shape, first.dtype, pinned=pinned)
-        return torch.cat([part[index] for part in parts], out=whole)
-
-    flat = {leaf.key: joined(index) for index, leaf in enumerate(layout.per_frame)}
-    reward = flat["reward",]
-    rows, steps = reward.shape
-    ends = [wire.final(r.tensors[0]) for wire, r in zip(wires, rollouts, strict=True)]
-    final_at = torch.cat([at + k * layout.num_envs * steps for k, (at, _) in enumerate(ends)])
-
-    following: dict[Key, torch.Tensor] = {}
-    for index, leaf in enumerate(() if compact else layout.carried):
-        root = flat[leaf.key]
-        after = tensor_cache.empty(tuple(root.shape), root.dtype, pinned=pinned)
-        after[:, :-1] = root[:, 1:]
-        after[:, -1] = torch.cat([part[len(layout.per_frame) + index] for part in parts])
-        if len(final_at):
-            final = torch.cat([values[index] for _, values in ends])
-            indexable(after.view(rows * steps, *leaf.shape))[final_at] = indexable(final)
-        following[leaf.key] = after
+    columns = join(layout, rollouts, compact=compact, pinned=pinned)
+    flat, following = columns.flat, columns.following
+    rows, steps = flat["reward",].shape
 
     def column(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(-1)
 
     terminated, truncated = flat["terminated",], flat["truncated",]
-    following["reward",] = column(reward)
+    following["reward",] = column(flat["reward",])
     following["terminated",] = column(terminated)
     following["truncated",] = column(truncated)
     following["done",] = column(terminated | truncated)
@@ -90,28 +66,6 @@ def assemble(
         batch[name,] = torch.zeros((rows, steps, 1), dtype=torch.bool)
     tree = nested(batch)
     tree["next"] = nested(following)
-    tree["collector"] = _collector(layout, rollouts, flat, mask=mask)
+    tree["collector"] = bookkeeping(layout, rollouts, flat, mask=mask)
     out = TensorDict(tree, batch_size=[rows, steps], names=[None, "time"])
     return out if device is None else out.to(device, non_blocking=pinned)
-
-
-def _collector(
-    layout: Layout, rollouts: Sequence[Rollout], flat: dict[Key, torch.Tensor], *, mask: bool
-) -> dict[str, torch.Tensor]:
-    """The entries under "collector"."""
-    traj_ids = flat[TRAJ_IDS]
-    num_frames = sum(rollout.header.num_frames for rollout in rollouts)
-    if num_frames < traj_ids.numel() and not mask:
-        raise ValueError("a rollout is padded, so its batch needs a mask")
-    worker_ids = torch.tensor([rollout.header.worker_id for rollout in rollouts])
-    collector = {
-        "traj_ids": traj_ids,
-        "policy_version": flat[POLICY_VERSION],
-        "faulted": flat[FAULTED],
-        "worker_id": worker_ids.repeat_interleave(layout.num_envs)[:, None].repeat(
-            1, traj_ids.shape[1]
-        ),
-    }
-    if mask:
-        collector[MASK[-1]] = traj_ids >= 0
-    return collector

@@ -64,6 +64,16 @@ class Slab:
         self._final_room = layout.num_envs
         self._final: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
 
+    @property
+    def ended(self) -> np.ndarray:
+        """Bool ``[n, T]``: the trajectory ends here."""
+        ended: np.ndarray = self.terminated | self.truncated
+        return ended
+
+    def local_tensors(self) -> list[Any]:
+        """The rollout for a trainer in this process; see :meth:`tensors`."""
+        return self.tensors()
+
     def clear(self) -> None:
         """Reset what the engine doesn't write in each frame: episode ends, padding."""
         self.num_frames = self.layout.num_envs * self.num_steps

@@ -17,8 +17,9 @@ import torch
 
 from distcollect.common import tensor_cache
 from distcollect.common.shared_memory import SharedTensor, allocate
-from distcollect.rollout.layout import Layout, Tensors
+from distcollect.rollout.layout import Tensors
 from distcollect.rollout.spaces import Leaf
+from distcollect.rollout.tree_layout import AnyLayout
 
 # Smaller leaves travel together in one tensor: each further tensor costs some 0.1 ms on the wire.
 # Larger leaves have a tensor each, as these are copied side by side.
@@ -51,7 +52,7 @@ class WireLayout:
         packed_bytes: size of the packed leaves.
     """
 
-    def __init__(self, layout: Layout, num_steps: int, form: WireForm) -> None:
+    def __init__(self, layout: AnyLayout, num_steps: int, form: WireForm) -> None:
         mapped = form is WireForm.MAPPED
         n = layout.num_envs
         leaves = [(leaf, (n, num_steps, *leaf.shape)) for leaf in layout.per_frame]
@@ -118,9 +119,16 @@ class WireLayout:
         Returns:
             uint8: ``packed``, then k, ``at`` and the final values.
         """
+        tensors = (torch.from_numpy(array) for array in final)
+        return self.with_final_tensors(packed, torch.tensor(at), tensors)
+
+    def with_final_tensors(
+        self, packed: torch.Tensor, at: torch.Tensor, final: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """The same as :meth:`with_final`, with ``at`` as int64 ``[k]`` and tensors as values."""
         parts = [packed]
-        for array in (np.array([len(at), *at], np.int64), *final):
-            flat = torch.from_numpy(array).reshape(-1).view(torch.uint8)
+        for tensor in (torch.cat([torch.tensor([len(at)]), at]), *final):
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
             parts += [flat, flat.new_zeros(_aligned(len(flat)) - len(flat))]
         return torch.cat(parts)
 
@@ -140,7 +148,7 @@ class WireLayout:
 
 
 @functools.lru_cache(maxsize=16)
-def wire_layout(layout: Layout, num_steps: int, form: WireForm) -> WireLayout:
+def wire_layout(layout: AnyLayout, num_steps: int, form: WireForm) -> WireLayout:
     """The wire layout; cached, so that it is not worked out for every batch."""
     return WireLayout(layout, num_steps, form)
 

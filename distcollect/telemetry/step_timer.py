@@ -12,7 +12,7 @@ import numpy as np
 
 from distcollect.common.clock import clock_ns
 from distcollect.rollout.header import Span, WorkReport
-from distcollect.rollout.slab import Slab
+from distcollect.rollout.slabs import AnySlab
 from distcollect.telemetry.trace import ROLLOUT, STEPS, WEIGHTS
 
 # Of short steps one in so many is timed, and counts for all of them. It is a prime, since envs may
@@ -91,7 +91,7 @@ class StepTimer:
         """The spans of the last rollout, whose tensors are ready; empty without a trace."""
         return ()
 
-    def collected(self, slab: Slab) -> None:
+    def collected(self, slab: AnySlab) -> None:
         """A rollout is complete."""
         self.due = max(0, self.due - slab.num_steps)
         # The mean of the rollout, not the last step: one slow step must not change the stride.
@@ -186,16 +186,16 @@ class Episodes:
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)
 
-    def add(self, slab: Slab) -> tuple[list[float], list[int]]:
+    def add(self, slab: AnySlab) -> tuple[list[float], list[int]]:
         """Returns and lengths of the episodes that end in the next rollout.
 
         Episodes that end because their env raised, or by a reset, are left out.
         """
         ids = slab.traj_ids.reshape(-1)
         num_steps = slab.num_steps
-        ended = slab.terminated | slab.truncated
+        ended = slab.ended
         if slab.faulted.any():
-            ended &= ~slab.faulted
+            ended = ended & ~slab.faulted
         # Split the rows into parts of trajectories, one row after the other.
         begins = np.empty(len(ids), bool)
         np.not_equal(ids[1:], ids[:-1], out=begins[1:])

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from distcollect.common.threads import arrives
 from distcollect.errors import ArgumentError, DeadlineError, RolloutGone, WorkerError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import Layout, Tensors
+from distcollect.rollout.layout import Tensors
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WorkerService
@@ -38,7 +39,7 @@ class RolloutReference:
     trainer: int
     run_id: str
     header: Header
-    layout: Layout = field(repr=False)
+    layout: AnyLayout = field(repr=False)
     peer: int = field(repr=False)
     contact: Any = field(repr=False)
     key: str = field(repr=False)

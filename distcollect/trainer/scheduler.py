@@ -189,7 +189,9 @@ class SyncScheduler(Scheduler):
 
     def may_end_early(self, num_arrived: int) -> bool:
         share = self._plan.preemptive_threshold
-        return share is not None and num_arrived >= math.ceil(share * self._plan.num_rollouts)
+        return share is not None and num_arrived >= max(
+            1, math.ceil(share * self._plan.num_rollouts)
+        )
 
 
 class RequestQueue:

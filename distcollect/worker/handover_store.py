@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from distcollect.errors import RolloutGone
-from distcollect.rollout.slab import Slab
+from distcollect.rollout.slabs import AnySlab
 
 # The store remembers as many rollouts, to say why one can't be had any more.
 _REMEMBERED = 64
@@ -60,7 +60,7 @@ class _KeptRollout:
         why_gone: why it can't be had, once that is so.
     """
 
-    slab: Slab | None
+    slab: AnySlab | None
     outcome: Future[bool]
     timer: threading.Timer
     state: _State = _State.KEPT
@@ -74,7 +74,7 @@ class HandoverStore:
         self._lock = threading.Lock()
         self._rollouts: dict[str, _KeptRollout] = {}
 
-    def keep(self, key: str, slab: Slab, keep_s: float) -> None:
+    def keep(self, key: str, slab: AnySlab, keep_s: float) -> None:
         """Keep the rollout in ``slab`` for ``keep_s`` seconds, for a trainer that shows ``key``."""
         reason = f"it was not taken within {keep_s:g} s"
         timer = threading.Timer(keep_s, self.give_up, (key, reason))
@@ -94,7 +94,7 @@ class HandoverStore:
         with self._lock:
             return self._find(key).outcome
 
-    def read(self, key: str) -> Slab:
+    def read(self, key: str) -> AnySlab:
         """Where it lies. May be read once.
 
         Raises:

@@ -17,20 +17,21 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
+from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_evaluator
-from distcollect.engine.engine import Engine
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.registered import register_all
-from distcollect.errors import EnvError, RolloutGone, WorkerError
+from distcollect.errors import EnvError, PolicyError, RolloutGone, WorkerError
 from distcollect.results import EnvFault, Evaluation
-from distcollect.rollout.header import Header
-from distcollect.rollout.layout import Layout, Tensors
-from distcollect.rollout.slab import Slab
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.layout import Tensors
+from distcollect.rollout.slabs import AnySlab, new_slab
+from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
 from distcollect.transport.worker_service import (
@@ -85,13 +86,15 @@ class Worker(WorkerService):
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
-        self._engine: Engine | None = None
+        self._engine: EngineBase | None = None
         self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
         self._slabs = _Slabs()
         self._handover_store = HandoverStore()
         self._sequence = 0  # of the rollout that is being collected, or comes next
         self._preempted = -1  # the rollout that is to end early
+        self._pre_collect_hook: Callable[[], Any] | None = None
+        self._post_collect_hook: Callable[[Any], Any] | None = None
         self._stopping = False
 
     def run(self) -> None:
@@ -175,7 +178,7 @@ class Worker(WorkerService):
         return answer
 
     @property
-    def _configured(self) -> Engine:
+    def _configured(self) -> EngineBase:
         if self._engine is None:
             raise WorkerError("called before it was configured")
         return self._engine
@@ -196,6 +199,10 @@ class Worker(WorkerService):
             ) from error
         if plan.registry is not None:
             register_all(plan.registry)
+        if plan.init_fn is not None:
+            _call_users("init_fn", plan.init_fn)
+        self._pre_collect_hook = plan.pre_collect_hook
+        self._post_collect_hook = plan.post_collect_hook
         plan = plan.with_policy_made()
         self._evaluator = build_evaluator(
             plan,
@@ -217,10 +224,13 @@ class Worker(WorkerService):
         # All objects made so far live as long as the process: the garbage collector can skip them.
         gc.collect()
         gc.freeze()
-        return Probe(self._engine.layout, weights.layout, gpu_of(weights.device))
+        is_torchrl = self._engine.envs.is_torchrl
+        return Probe(self._engine.layout, weights.layout, gpu_of(weights.device), is_torchrl)
 
     def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured
+        if self._pre_collect_hook is not None:
+            _call_users("pre_collect_hook", self._pre_collect_hook)
         slab = self._slabs.next(
             self._sequence, engine.layout, request.num_steps, shared=request.shared
         )
@@ -256,6 +266,9 @@ class Worker(WorkerService):
             spans=engine.step_timer.spans(),
             wire_form=slab.wire_form,
         )
+        if self._post_collect_hook is not None:
+            rollout = assemble(engine.layout, [Rollout(header, tensors)])
+            _call_users("post_collect_hook", self._post_collect_hook, rollout)
         self._slabs.filled(self._sequence, slab)
         self._sequence += 1
         return header, tensors
@@ -286,7 +299,6 @@ class Worker(WorkerService):
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         with self._configured.counter.doing(Task.SET_UP):
             self._configured.seed(env_seeds, policy_seeds)
-        torch.manual_seed(policy_seeds[0])
         np.random.seed(policy_seeds[0] % 2**32)  # noqa: NPY002 - some envs still use it
 
     def _resume(self, request: ResumeRequest) -> None:
@@ -299,26 +311,38 @@ class Worker(WorkerService):
         return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)
 
 
+def _call_users(name: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function of the user's.
+
+    Raises:
+        PolicyError: it raised.
+    """
+    try:
+        function(*args)
+    except Exception as error:
+        raise PolicyError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
 class _Slabs:
     """The memory of the last rollouts: each lies untouched until the request after the next one."""
 
     def __init__(self) -> None:
-        self._slabs: list[Slab] = []
-        self._by_sequence: dict[int, Slab] = {}  # of rollouts that were collected
+        self._slabs: list[AnySlab] = []
+        self._by_sequence: dict[int, AnySlab] = {}  # of rollouts that were collected
 
-    def next(self, sequence: int, layout: Layout, num_steps: int, *, shared: bool) -> Slab:
+    def next(self, sequence: int, layout: AnyLayout, num_steps: int, *, shared: bool) -> AnySlab:
         """The slab for the rollout with this number; an older rollout may have been in it."""
         wanted = (num_steps, shared)
         if not self._slabs or (self._slabs[0].num_steps, self._slabs[0].shared) != wanted:
-            self._slabs = [Slab(layout, num_steps, shared=shared) for _ in range(NUM_SLABS)]
+            self._slabs = [new_slab(layout, num_steps, shared=shared) for _ in range(NUM_SLABS)]
         self._by_sequence.pop(sequence - NUM_SLABS, None)
         return self._slabs[sequence % NUM_SLABS]
 
-    def filled(self, sequence: int, slab: Slab) -> None:
+    def filled(self, sequence: int, slab: AnySlab) -> None:
         """The rollout with this number lies in ``slab`` now."""
         self._by_sequence[sequence] = slab
 
-    def find(self, sequence: int) -> Slab:
+    def find(self, sequence: int) -> AnySlab:
         """The slab that a rollout lies in.
 
         Raises:

@@ -19,7 +19,7 @@ from helpers.marked import Marked
 from helpers.paths import ROOT
 
 import distcollect as dc
-from distcollect.collectors.torchrl_compat import NO_EFFECT, REFUSED, translated
+from distcollect.collectors.torchrl_compat import NO_EFFECT, REFUSED, WARNED, translated
 from distcollect.launch import preemption
 
 DOCS = resources.files("distcollect") / "docs"
@@ -174,15 +174,19 @@ def own_names() -> set[str]:
 def test_migrating_says_what_is_done() -> None:
     assert rows("Same name, same meaning") <= own_names()
     assert rows("Taken, without effect") == NO_EFFECT
+    assert rows("Taken with a warning") == WARNED.keys()
     assert rows("Refused") == REFUSED.keys()
     given = {"create_env_fn": "CartPole-v1", "num_workers": 2}
     for name in NO_EFFECT:
         assert translated({name: True}, given, own_names()) == given
+    for name in WARNED:
+        assert translated({name: None}, given, own_names()) == given
+        with pytest.warns(UserWarning, match=f"^{name}=True has no effect here: "):
+            assert translated({name: True}, given, own_names()) == given
     for name in REFUSED:
         assert translated({name: None}, given, own_names()) == given
         with pytest.raises(dc.ArgumentError, match=f"^{name}=True makes no sense here: "):
             translated({name: True}, given, own_names())
-    assert translated({"traj_format": "padded"}, given, own_names()) == given
     for name in rows("Another name here") - {"kwargs", "args"}:
         assert name not in own_names()
         harmless = True if name == "reset_when_done" else None
@@ -193,7 +197,13 @@ def test_migrating_says_what_is_done() -> None:
 def test_migrating_names_all_of_torchrls_arguments() -> None:
     collectors = pytest.importorskip("torchrl.collectors", reason="torchrl is not installed")
     distributed = pytest.importorskip("torchrl.collectors.distributed")
-    titles = ("Same name, same meaning", "Another name here", "Taken, without effect", "Refused")
+    titles = (
+        "Same name, same meaning",
+        "Another name here",
+        "Taken, without effect",
+        "Taken with a warning",
+        "Refused",
+    )
     named = set().union(*map(rows, titles))
     methods = set(re.findall(r"`(\w+)", section("Methods")))
     classes = [

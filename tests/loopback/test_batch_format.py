@@ -201,12 +201,49 @@ def test_whole_trajectories_end_with_the_frames() -> None:
     assert [batch.shape for batch in batches] == [(2, 3)] * 3
 
 
-def test_the_last_whole_trajectories_may_be_few() -> None:
+def test_a_batch_has_exactly_as_many_trajectories_as_were_asked_for() -> None:
     kind = {"trajs_per_batch": 4, "total_frames": 4 * T}
     with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
         batches = list(collector)
-    assert [batch.shape for batch in batches] == [(4, 3), (2, 3)]
+    # The other two whole episodes are too few.
+    assert [batch.shape for batch in batches] == [(4, 3)]
     assert collector.frames == 4 * T
+    assert collector.abandoned_frames == 2 * 3 + 2  # the last two frames are of a seventh
+
+
+def test_a_buffer_gets_the_last_whole_trajectories_too() -> None:
+    added: list[TensorDict] = []
+
+    class Buffer:
+        def extend(self, data: TensorDict) -> None:
+            added.append(data)
+
+    kind = {"trajs_per_batch": 4, "total_frames": 4 * T, "replay_buffer": Buffer()}
+    with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
+        list(collector)
+    assert [len(data) for data in added] == [12, 6]
+
+
+def test_whole_trajectories_without_padding() -> None:
+    kind = {"trajs_per_batch": 2, "total_frames": 4 * T, "traj_format": "cat"}
+    with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
+        batches = list(collector)
+    assert [batch.shape for batch in batches] == [(6,)] * 3
+    assert batches[0].names == ["time"]
+    assert batches[0]["next", "done"].squeeze(-1).tolist() == [False, False, True] * 2
+    with pytest.raises(dc.ArgumentError, match="traj_format='flat': must be 'padded' or 'cat'"):
+        make(dc.SyncDataCollector, Maker(3), num_envs=1, traj_format="flat")
+    with pytest.raises(dc.ArgumentError, match="add trajs_per_batch"):
+        make(dc.SyncDataCollector, Maker(3), num_envs=1, traj_format="cat")
+
+
+def test_a_reset_drops_trajectories_that_were_not_delivered() -> None:
+    settings = {"num_envs": 1, "trajs_per_batch": 1}
+    with make(dc.SyncDataCollector, Maker(2), **settings) as collector:
+        collector.next()
+        # Another whole one waits, and a third has begun.
+        collector.reset()
+        assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
 
 
 def test_set_truncated() -> None:

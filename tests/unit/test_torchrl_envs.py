@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -70,10 +71,14 @@ def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
 def test_random_actions_are_the_specs(zoo: Any, kind: str) -> None:
     env = zoo.KINDS[kind]()
     [(key, spec)] = env.full_action_spec_unbatched.items(include_nested=True, leaves_only=True)
-    torch_state = torch.get_rng_state()
-    with dc.SyncDataCollector(zoo.KINDS[kind], frames_per_batch=60) as collector:
-        actions = collector.next()[key]
-    assert torch.equal(torch.get_rng_state(), torch_state)
+    drawn_twice = []
+    for _ in range(2):
+        # They are drawn as TorchRL draws them: from torch's generator.
+        torch.manual_seed(0)
+        with dc.SyncDataCollector(zoo.KINDS[kind], frames_per_batch=60) as collector:
+            drawn_twice.append(collector.next()[key])
+    actions = drawn_twice[0]
+    assert torch.equal(actions, drawn_twice[1])
     drawn = actions.reshape(-1, *spec.shape)
     assert actions.dtype == spec.dtype
     assert all(spec.is_in(action) for action in drawn)
@@ -82,7 +87,7 @@ def test_random_actions_are_the_specs(zoo: Any, kind: str) -> None:
 
 def test_a_distribution_over_one_hot_actions(zoo: Any) -> None:
     def policy(observation: torch.Tensor) -> torch.distributions.Distribution:
-        return torch.distributions.OneHotCategorical(logits=torch.ones(len(observation), 3))
+        return torch.distributions.OneHotCategorical(logits=0 * observation)
 
     with dc.SyncDataCollector(zoo.KINDS["one-hot"], policy, frames_per_batch=10) as collector:
         batch = collector.next()
@@ -126,7 +131,11 @@ def test_seeds(zoo: Any) -> None:
 
     first = collect(2, 1)
     assert (first == collect(2, 1)).all()
-    assert (first[:1] == collect(1, 1)).all()
+    alone = collect(1, 1)
+    assert torch.equal(first["observation"][0, 0], alone["observation"][0, 0])
+    env = zoo.pendulum()
+    env.set_seed(1)
+    assert torch.equal(env.reset()["observation"], alone["observation"][0, 0])
     assert not torch.equal(first["observation"][0], first["observation"][1])
     assert not torch.equal(first["observation"], collect(2, 2)["observation"])
 
@@ -173,17 +182,15 @@ def test_an_env_given_as_it_is_cannot_be_made_anew(zoo: Any) -> None:
             "can't mix TorchRL envs and others",
         ),
         (lambda zoo: zoo.Counter, {"info_keys": ["x"]}, dc.ArgumentError, "info_dict_reader"),
-        (lambda zoo: zoo.Counter(batch_size=(2, 2)), {}, dc.SpaceError, "at most one dimension"),
         (lambda zoo: zoo.Counter(batch_size=(5,)), {"envs_per_worker": 2}, dc.ArgumentError, "5"),
         (lambda zoo: 2 * [zoo.Counter()], {}, dc.ArgumentError, "same object"),
         (
             lambda zoo: [zoo.Counter, zoo.KINDS["one-hot"]],
             {},
             dc.SpaceError,
-            r"env 1 \(Counter\) has other specs.*actions of OneHot\[3\] instead of Box",
+            r"env 1 \(Counter\) has other specs.*actions .*OneHot\[3\].* instead of .*Bounded",
         ),
-        (lambda zoo: [zoo.Counter, zoo.Agents], {}, dc.SpaceError, "observations of Dict"),
-        (lambda zoo: zoo.with_text(), {}, dc.SpaceError, "'text': NonTensor.*no batch can carry"),
+        (lambda zoo: [zoo.Counter, zoo.Agents], {}, dc.SpaceError, "has other specs.*agents"),
         (
             lambda zoo: zoo.vector_env(AutoresetMode.SAME_STEP),
             {"max_frames_per_traj": 5},
@@ -199,9 +206,11 @@ def test_what_cannot_be(
         dc.SyncDataCollector(given(zoo), frames_per_batch=20, **settings)
 
 
-def test_workers_take_no_instance(zoo: Any) -> None:
-    with pytest.raises(dc.ArgumentError, match="can't be sent to workers"):
-        dc.RPCDataCollector(zoo.Counter(), frames_per_batch=20)
+def test_an_env_that_cannot_be_pickled_is_refused_for_workers(zoo: Any) -> None:
+    env = zoo.Counter()
+    env.lock = threading.Lock()
+    with pytest.raises(dc.ArgumentError, match=r"can't be sent to workers.*pass a callable"):
+        dc.RPCDataCollector(env, frames_per_batch=20)
 
 
 def test_devices() -> None:
@@ -217,7 +226,7 @@ def test_devices() -> None:
 
         def forward(self, observation: torch.Tensor) -> torch.Tensor:
             seen.append(observation.device.type)
-            return observation[:, :1] * 0 * self.scale
+            return observation[..., :1] * 0 * self.scale
 
     with dc.SyncDataCollector(
         lambda: GymEnv("Pendulum-v1"),

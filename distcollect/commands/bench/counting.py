@@ -11,7 +11,7 @@ from distcollect import Monitor, SyncDataCollector
 from distcollect.commands.bench.alternating import ratio_of_pairs
 from distcollect.commands.bench.contenders import Values, make_sync
 from distcollect.commands.bench.workloads import WORKLOADS, Workload
-from distcollect.rollout.slab import Slab
+from distcollect.rollout.slabs import AnySlab
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.telemetry.step_timer import StepTimer
 
@@ -27,7 +27,7 @@ class _NoStepTimer(StepTimer):
     def end(self) -> None:
         """Do nothing."""
 
-    def collected(self, slab: Slab) -> None:
+    def collected(self, slab: AnySlab) -> None:
         """Do nothing."""
 
 

@@ -23,7 +23,7 @@ from distcollect.engine.build import build_engine
 from distcollect.engine.plan import WorkerPlan
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.slab import Slab
+from distcollect.rollout.slabs import new_slab
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -46,7 +46,7 @@ def run_wire(seconds: float) -> Values:
     )
     on_wire = one_copy = 0
     try:
-        slab = Slab(engine.layout, workload.num_steps)
+        slab = new_slab(engine.layout, workload.num_steps)
         end = time.monotonic() + seconds
         while not on_wire or time.monotonic() < end:
             engine.collect(slab)

@@ -1,0 +1,157 @@
+"""TorchRL's names for a collector whose arguments say in which processes it steps envs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from distcollect.collectors.local import MultiaSyncDataCollector, MultiSyncDataCollector
+from distcollect.collectors.options import SyncOptions
+from distcollect.collectors.rpc import RPCDataCollector
+from distcollect.collectors.signature import takes
+from distcollect.collectors.sync import SyncDataCollector
+from distcollect.errors import ArgumentError, ArgumentTypeError
+
+_BACKENDS = {
+    "direct": "direct",
+    "process": "process",
+    "multiprocessing": "process",
+    "rpc": "rpc",
+    "distributed": "rpc",
+    "submitit": "rpc",
+}
+# What `backend_options` can't hold, since these are arguments of `Collector` itself.
+_RESERVED = ("backend_options", "num_collectors", "num_workers", "sync")
+
+
+@dataclass(frozen=True, eq=False)
+class GenericOptions(SyncOptions):
+    """Arguments of :class:`~distcollect.Collector`, where it steps envs in this process.
+
+    Attributes:
+        backend: where envs are stepped: "direct" in this process, "process" in local worker
+            processes, "rpc" or "distributed" in workers on any hosts; None: "process" if
+            ``num_collectors`` is given, else "direct".
+        backend_options: further arguments for the collector that the backend selects.
+        num_collectors: number of workers; None: one for each maker in a list, else one.
+        sync: with workers, True: a batch is one rollout from each; False: from one of them.
+    """
+
+    _: KW_ONLY
+    backend: str | None = None
+    backend_options: Mapping[str, Any] | None = None
+    num_collectors: int | None = None
+    sync: bool | None = None
+
+
+class Collector(SyncDataCollector):
+    """TorchRL's name for all collectors: ``backend`` and ``num_collectors`` select one.
+
+    By default it is a :class:`SyncDataCollector`, which steps envs in the calling process. With
+    ``backend="process"`` or ``num_collectors`` the call returns a :class:`MultiSyncDataCollector`
+    (``sync=True``) or a :class:`MultiaSyncDataCollector`; with ``backend="rpc"`` or "distributed" a
+    :class:`RPCDataCollector`. These take the arguments of that class.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the collector that the arguments select.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: the arguments contradict each other.
+        """
+        if cls is not Collector:
+            return super().__new__(cls)
+        if len(args) > 2:
+            raise ArgumentTypeError(
+                "Collector takes at most create_env_fn and policy by position: give the others by "
+                "name"
+            )
+        backend = _backend(kwargs)
+        if backend != "direct":
+            return _with_workers(backend, args, kwargs)
+        _check_direct(kwargs)
+        return super().__new__(cls)
+
+    @takes(GenericOptions)
+    def __init__(self, options: GenericOptions) -> None:
+        """Make the envs, and try envs and policy.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an argument is wrong.
+            EnvError, PolicyError: an env or the policy failed when tried.
+        """
+        super(SyncDataCollector, self).__init__(options)
+
+
+# What inspect.signature() and help() show of the class.
+setattr(Collector.__new__, "__signature__", inspect.signature(Collector.__init__))  # noqa: B010
+
+
+def _backend(kwargs: Mapping[str, Any]) -> str:
+    given, count = kwargs.get("backend"), kwargs.get("num_collectors")
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+        raise ArgumentTypeError(f"num_collectors={count!r}: must be a positive integer")
+    if count is not None and count < 1:
+        raise ArgumentError(f"num_collectors={count!r}: must be a positive integer")
+    if given is None:
+        return "direct" if count is None else "process"
+    if given not in _BACKENDS:
+        raise ArgumentError(
+            f"backend={given!r}: use one of {', '.join(map(repr, _BACKENDS))}; there is no Ray here"
+        )
+    return _BACKENDS[given]
+
+
+def _check_direct(kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("num_collectors") not in (None, 1):
+        raise ArgumentError(
+            "backend='direct' has at most one collector, in this process: use backend='process'"
+        )
+    for name in ("sync", "backend_options"):
+        if kwargs.get(name):
+            raise ArgumentError(f"{name} is for collectors with workers, and backend is 'direct'")
+
+
+def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The collector with workers that the arguments select."""
+    given = dict(kwargs)
+    options = dict(given.pop("backend_options", None) or {})
+    reserved = [name for name in _RESERVED if name in options]
+    if reserved:
+        raise ArgumentError(
+            f"backend_options contains {reserved}, which are reserved: give them to the collector "
+            "itself"
+        )
+    twice = options.keys() & {*given, *("create_env_fn", "policy")[: len(args)]}
+    if twice:
+        raise ArgumentError(f"backend_options has duplicates of arguments: {sorted(twice)}")
+    name = given.pop("backend", None)
+    if name == "submitit" and options.setdefault("launcher", "submitit") != "submitit":
+        raise ArgumentError("backend='submitit' requires launcher='submitit'")
+    count, sync = given.pop("num_collectors", None), given.pop("sync", None)
+    if sync is not None and not isinstance(sync, bool):
+        raise ArgumentTypeError(f"sync={sync!r}: must be True or False")
+    given.update(options)
+    makers = args[0] if args else given.get("create_env_fn")
+    if isinstance(makers, Sequence) and not isinstance(makers, str):
+        if count not in (None, len(makers)):
+            raise ArgumentError(
+                f"num_collectors={count} does not match the {len(makers)} env maker(s) in "
+                "create_env_fn: a list has one for each"
+            )
+    else:
+        given["num_workers"] = count or 1
+    if backend == "rpc":
+        return RPCDataCollector(*args, sync=bool(sync), **given)
+    collector = MultiSyncDataCollector if sync else MultiaSyncDataCollector
+    return collector(*args, **given)
+
+
+class MultiCollector:
+    """TorchRL's name for :class:`MultiSyncDataCollector` and :class:`MultiaSyncDataCollector`."""
+
+    def __new__(cls, *args: Any, sync: bool, **kwargs: Any) -> Any:
+        """Make the collector that ``sync`` selects; it takes the same arguments."""
+        return (MultiSyncDataCollector if sync else MultiaSyncDataCollector)(*args, **kwargs)

@@ -1,0 +1,242 @@
+"""Calls the user's policy with the TensorDicts of TorchRL envs, as TorchRL does.
+
+This module imports torchrl, and is imported only where TorchRL envs are stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.nn import TensorDictModuleBase, set_interaction_type
+from torch import nn
+from torch.distributions import Distribution
+from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
+from torchrl.modules.utils import get_env_transforms_from_module
+
+from distcollect.envs.base import describe
+from distcollect.envs.torchrl import TorchRLEnvs
+from distcollect.errors import PolicyError
+from distcollect.policy.base import Exploration
+from distcollect.policy.calling import assign, floating_dtype, parameters_of, takes_tensordict
+
+Call = Callable[[TensorDictBase], Any]
+
+
+class TensorDictPolicy:
+    """The user's policy of any accepted kind, as a callable that writes into a TensorDict.
+
+    Attributes:
+        module: the module that has the weights; None if there are none.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[..., Any] | None,
+        envs: TorchRLEnvs,
+        *,
+        exploration: Exploration = Exploration.RANDOM,
+        device: torch.device | None = None,
+        env_device: torch.device | None = None,
+    ) -> None:
+        """Bind ``policy`` to the specs of the envs.
+
+        Args:
+            policy: TensorDictModule, module or callable; None: random actions.
+            envs: the envs. Transforms that a recurrent policy needs are added to them.
+            exploration: how to choose actions where the policy has, or returns, a distribution.
+            device: move the policy there; None: leave it where it is.
+            env_device: the device that the user asked for the envs to be on.
+
+        Raises:
+            PolicyError: the policy has a parameter that is no entry of the observation.
+        """
+        self.module: nn.Module | None = None
+        if isinstance(policy, nn.Module):
+            self.module = policy if device is None else policy.to(device)
+            _add_transforms(envs, policy)
+            set_exploration_modules_spec_from_env(policy, envs.members[0])
+        if callable(bind := getattr(policy, "set_action_spec_from_env", None)):
+            bind(envs.members[0])
+        self._exploration = exploration
+        self._device = device
+        # As TorchRL has it: a policy on another device than its envs gets copies, and a TensorDict
+        # says on which device it is only if the user named the devices.
+        self._casts = device is not None and device != envs.device
+        self.clears_device = device != (env_device or envs.device) or envs.device is None
+        self._call: Call
+        if policy is None:
+            self._call = envs.choose_randomly
+        elif isinstance(policy, TensorDictModuleBase) or takes_tensordict(policy):
+            self._call = policy
+        else:
+            self._call = _Wrapped(policy, envs, self.module, exploration)
+        self._written: list[Any] | None = None  # known after the first call
+
+    def exploring(self) -> AbstractContextManager[Any]:
+        """The context in which envs and policy are called: no gradients, the exploration type."""
+        return _Context(self._exploration)
+
+    def __call__(self, td: TensorDictBase) -> None:
+        """Write the outputs into ``td``.
+
+        Raises:
+            PolicyError: the policy raised, or returned no TensorDict.
+        """
+        try:
+            given = td.to(self._device) if self._casts else td
+            output = self._call(given)
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise PolicyError(f"the policy raised {describe(error)}") from error
+        if output is td or (output is None and given is td):
+            return
+        if output is None:
+            output = given
+        if not isinstance(output, TensorDictBase):
+            raise PolicyError(
+                f"the policy was called with a TensorDict and returned {type(output).__name__}: "
+                "it must write its outputs into the TensorDict, or return one"
+            )
+        if self._casts and td.device is None and given is not td:
+            output = output.select(*self._keys(output, td), strict=False).to(
+                _device_of(td) or output.device
+            )
+        td.update(output, keys_to_update=self._keys(output, td))
+
+    def _keys(self, output: TensorDictBase, td: TensorDictBase) -> list[Any]:
+        """The keys that the policy writes."""
+        if self._written is None:
+            before = set(td.keys(include_nested=True, leaves_only=True))
+            given = {key: td.get(key) for key in before}
+            self._written = [
+                key
+                for key, value in output.items(include_nested=True, leaves_only=True)
+                if key not in before or _differs(value, given[key])
+            ]
+        return self._written
+
+    def try_out(self, td: TensorDictBase) -> TensorDictBase:
+        """Call the policy for the first time, with a copy of ``td``.
+
+        Torch's generators stay as they are.
+
+        Returns:
+            The copy, with the outputs.
+        """
+        copied = td.clone()
+        with torch.random.fork_rng(devices=[]), self.exploring():
+            self(copied)
+        return copied
+
+
+class _Wrapped:
+    """Calls a module or function with the entries that its parameters name."""
+
+    def __init__(
+        self,
+        policy: Callable[..., Any],
+        envs: TorchRLEnvs,
+        module: nn.Module | None,
+        exploration: Exploration,
+    ) -> None:
+        env = envs.members[0]
+        names = [str(name) for name in env.observation_spec.keys()]  # noqa: SIM118 - a spec
+        whole = "observation" if "observation" in names else None
+        entries = {name: name for name in names if name != "observation"}
+        self._positional, self._named = assign(parameters_of(policy), whole, entries)
+        self._names = names
+        self._policy = policy
+        self._dtype = floating_dtype(module)
+        self._exploration = exploration
+        self._action_keys = list(env.action_keys)
+
+    def __call__(self, td: TensorDictBase) -> None:
+        output = self._policy(
+            *(self._read(td, name) for name in self._positional),
+            **{parameter: self._read(td, name) for parameter, name in self._named.items()},
+        )
+        if isinstance(output, Mapping) or is_tensor_collection(output):
+            _write(td, output.items())
+            return
+        first, *further = output if isinstance(output, tuple) else (output,)
+        if isinstance(first, Distribution):
+            chosen = first.sample() if self._exploration is Exploration.RANDOM else first.mode
+            td.set("action_log_prob", first.log_prob(chosen))
+            first = chosen
+        if len(further) == 1 and isinstance(further[0], Mapping):
+            td.set(self._action_keys[0], first)
+            _write(td, further[0].items())
+            return
+        # TorchRL names the outputs of modules in this way.
+        values = [first, *further]
+        names = [*self._action_keys, *(f"output{n + 1}" for n in range(len(further)))]
+        _write(td, zip(names, values, strict=False))
+
+    def _read(self, td: TensorDictBase, name: str | None) -> Any:
+        if name is None:
+            return {each: self._read(td, each) for each in self._names}
+        value = td.get(name)
+        is_other = self._dtype is not None and isinstance(value, torch.Tensor)
+        if is_other and value.is_floating_point() and value.dtype is not self._dtype:
+            return value.to(self._dtype)
+        return value
+
+
+class _Context:
+    """No gradients and an interaction type; entered once for each rollout."""
+
+    def __init__(self, exploration: Exploration) -> None:
+        self._contexts = (torch.no_grad(), set_interaction_type(exploration.interaction))
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*exc)
+
+
+def _write(td: TensorDictBase, entries: Iterable[tuple[Any, Any]]) -> None:
+    for key, value in entries:
+        td.set(key, torch.as_tensor(value) if not is_tensor_collection(value) else value)
+
+
+def _differs(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is not other
+    return one.shape != other.shape or not torch.equal(one.to(other.device), other)
+
+
+def _device_of(td: TensorDictBase) -> torch.device | None:
+    values: Sequence[Any] = [
+        value
+        for value in td.values(include_nested=True, leaves_only=True)
+        if isinstance(value, torch.Tensor)
+    ]
+    return values[0].device if values else None
+
+
+def _add_transforms(envs: TorchRLEnvs, policy: nn.Module) -> None:
+    """Add what a recurrent policy needs and the envs lack: "is_init", its state at the start."""
+    if not any(hasattr(part, "make_tensordict_primer") for part in policy.modules()):
+        return
+    needed: Any = get_env_transforms_from_module(policy)
+    known = envs.members[0].full_observation_spec.keys(True, True)
+    known = {key if isinstance(key, str) else key[-1] for key in known}
+    missing = []
+    for transform in getattr(needed, "transforms", [needed]):
+        primers = getattr(transform, "primers", None)
+        if primers is None:
+            adds = {getattr(transform, "init_key", "is_init")}
+        else:
+            adds = {key if isinstance(key, str) else key[-1] for key in primers.keys(True, True)}
+        if not adds <= known:
+            missing.append(transform)
+    for transform in missing:
+        envs.adapt(lambda env, added=transform: env.append_transform(added.clone()))  # type: ignore[misc]

@@ -1,0 +1,226 @@
+"""The memory that a worker writes the frames of TorchRL envs into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS
+from distcollect.rollout.spaces import Key, Leaf
+from distcollect.rollout.tree_layout import TreeLayout
+from distcollect.rollout.wire import WireForm, wire_layout
+
+
+class TreeSlab:
+    """Memory for one rollout ``[n, T]`` of a :class:`TreeLayout`, used again and again.
+
+    Frames arrive as the TensorDicts of several steps at once, since stacking a leaf of many steps
+    takes as long as writing it for one. A leaf that is at the root and under "next" is kept once:
+    usually its value under "next" equals that at the next root. Where it does not, as at the end of
+    an episode, its value is kept in addition.
+
+    Attributes:
+        wire_form: how its leaves lie in the tensors that travel.
+        traj_ids, policy_version: int64 ``[n, T]``.
+        faulted: bool ``[n, T]``: the trajectory ends here because its env raised.
+        reward: float64 ``[n, T]``, the sum of all rewards of a row; for statistics.
+        ended: bool ``[n, T]``: the trajectory ends here.
+        num_frames: how many frames in it are real; the others are padding.
+    """
+
+    def __init__(self, layout: TreeLayout, num_steps: int, *, shared: bool = False) -> None:
+        """Allocate it; ``shared``: in memory that a trainer on this host can map."""
+        self.layout = layout
+        self.num_steps = num_steps
+        self.shared = shared
+        self.wire_form = WireForm.MAPPED if shared else WireForm.PACKED
+        self._wire = wire_layout(layout, num_steps, self.wire_form)
+        self._memory, self._stand_ins = self._wire.allocate()
+        tensors = self._wire.leaves(self._memory)
+        self._rows, per_frame = layout.num_envs, layout.per_frame
+        self._columns = {leaf.key: t for leaf, t in zip(per_frame, tensors, strict=False)}
+        tails = tensors[len(per_frame) :]
+        self._tails = {leaf.key: t for leaf, t in zip(layout.carried, tails, strict=True)}
+        self.traj_ids: np.ndarray = self._columns[TRAJ_IDS].numpy()
+        self.policy_version: np.ndarray = self._columns[POLICY_VERSION].numpy()
+        self.faulted: np.ndarray = self._columns[FAULTED].numpy()
+        self.reward = np.zeros((self._rows, num_steps))
+        self.ended = np.zeros((self._rows, num_steps), bool)
+        self.num_frames = self._rows * num_steps
+        self._last: dict[Key, torch.Tensor] = {}  # the carried leaves after the last step
+        self._final_at: list[torch.Tensor] = []
+        self._final: dict[Key, list[torch.Tensor]] = {leaf.key: [] for leaf in layout.carried}
+
+    def clear(self) -> None:
+        """Reset what is not written in each frame."""
+        self.num_frames = self._rows * self.num_steps
+        self.faulted.fill(False)
+        self.ended.fill(False)
+        self._last.clear()
+        self._final_at.clear()
+        for kept in self._final.values():
+            kept.clear()
+
+    def write(self, start: int, frames: Sequence[TensorDictBase]) -> None:
+        """Write the frames of consecutive steps.
+
+        Args:
+            start: the first of the steps.
+            frames: the TensorDict of each step, with its "next".
+
+        Raises:
+            ValueError: an entry has another shape than in the layout; names it.
+        """
+        if not frames:
+            return
+        layout, reader = self.layout, _Reader(frames)
+        before, self._last = self._last, {}
+        count = len(frames)
+        following: dict[Key, torch.Tensor] = {}
+        differs: torch.Tensor | None = None
+        for leaf in layout.carried:
+            root = self._put(leaf, start, count, reader.values(leaf.key))
+            after = self._stacked(leaf, count, reader.values(("next", *leaf.key)))
+            self._last[leaf.key] = after[:, -1]
+            # The values after each step but the last, and after the step before the first.
+            if leaf.key in before:
+                after = torch.cat([before[leaf.key].unsqueeze(1), after[:, :-1]], dim=1)
+            else:
+                after, root = after[:, :-1], root[:, 1:]
+            following[leaf.key] = after
+            unequal = (after != root).flatten(2).any(-1) if leaf.shape else after != root
+            differs = unequal if differs is None else differs | unequal
+        first = start - 1 if before else start
+        if differs is not None and differs.any():
+            self._keep(differs.nonzero(), first, following)
+        for leaf in layout.root_only:
+            self._put(leaf, start, count, reader.values(leaf.key))
+        for leaf in layout.next_only:
+            self._put(leaf, start, count, reader.values(("next", *leaf.key)))
+        self._add_rewards(start, count)
+
+    def finish(self, num_steps: int) -> None:
+        """All frames of the rollout are written.
+
+        Args:
+            num_steps: how many steps; all later ones are padding: zeros, except that the trajectory
+                id is -1 and the policy version that of the last step.
+        """
+        if num_steps == self.num_steps:
+            for key, tail in self._tails.items():
+                tail.copy_(self._last[key])
+            return
+        last = num_steps - 1
+        at = torch.tensor([[row, 0] for row in range(self._rows)])
+        self._keep(at, last, {key: value.unsqueeze(1) for key, value in self._last.items()})
+        for column in self._columns.values():
+            column[:, num_steps:] = 0
+        for tail in self._tails.values():
+            tail.zero_()
+        self.reward[:, num_steps:] = 0
+        self.traj_ids[:, num_steps:] = -1
+        self.policy_version[:, num_steps:] = self.policy_version[:, last : last + 1]
+        self.num_frames = self._rows * num_steps
+
+    def local_tensors(self) -> list[Any]:
+        """The rollout for a trainer in this process; this slab's memory."""
+        return self.tensors()
+
+    def tensors(self, *, mapped: bool = True) -> list[Any]:
+        """The rollout as it travels; see :meth:`.Slab.tensors`."""
+        packed, *large = self._memory
+        if self._final_at:
+            at = torch.cat(self._final_at)
+            values = (torch.cat(self._final[leaf.key]) for leaf in self.layout.carried)
+            packed = self._wire.with_final_tensors(packed, at, values)
+        return [packed, *(self._stand_ins if mapped and self._stand_ins else large)]
+
+    def _put(
+        self, leaf: Leaf, start: int, count: int, values: list[torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Write a leaf of ``count`` steps to its column; what was written, ``[n, count, *shape]``.
+
+        Args:
+            leaf: the leaf.
+            start: the first of the steps.
+            count: number of steps.
+            values: of each step; None: zeros, as for what the policy writes in random steps.
+        """
+        part = self._columns[leaf.key][:, start : start + count]
+        if (
+            values is not None
+            and not self.layout.batch_size
+            and values[0].dtype is leaf.dtype
+            and values[0].is_cpu
+        ):
+            # Each value is written to its place at once.
+            try:
+                torch.stack(values, out=part[0])
+            except RuntimeError as error:
+                raise self._error(leaf, values) from error
+            return part
+        return part.copy_(self._stacked(leaf, count, values))
+
+    def _stacked(self, leaf: Leaf, count: int, values: list[torch.Tensor] | None) -> torch.Tensor:
+        """``[n, count, *shape]`` in new memory; see :meth:`_put`."""
+        shape = (self._rows, count, *leaf.shape)
+        if values is None:
+            return torch.zeros(shape, dtype=leaf.dtype)
+        try:
+            stacked = torch.stack(values, len(self.layout.batch_size))
+            stacked = stacked.reshape(shape)
+        except RuntimeError as error:
+            raise self._error(leaf, values) from error
+        return stacked.to("cpu", leaf.dtype)
+
+    def _error(self, leaf: Leaf, values: Sequence[torch.Tensor]) -> ValueError:
+        expected = [*self.layout.batch_size, *leaf.shape]
+        shapes = [list(value.shape) for value in values]
+        other = next((shape for shape in shapes if shape != expected), expected)
+        return ValueError(
+            f"the entry {'.'.join(leaf.key)!r} has shape {other}, but before it had {expected}"
+        )
+
+    def _keep(self, at: torch.Tensor, first: int, values: dict[Key, torch.Tensor]) -> None:
+        """Keep values under "next" that differ from those at the next root.
+
+        Args:
+            at: int64 ``[k, 2]``: row, and index in ``values``.
+            first: the step of the first values.
+            values: ``[n, m, *shape]`` for each carried leaf.
+        """
+        rows, steps = at.unbind(1)
+        self._final_at.append(rows * self.num_steps + first + steps)
+        for key, kept in self._final.items():
+            kept.append(values[key][rows, steps])
+
+    def _add_rewards(self, start: int, num_steps: int) -> None:
+        total = self.reward[:, start : start + num_steps]
+        total.fill(0.0)
+        for key in self.layout.rewards:
+            part = self._columns[key][:, start : start + num_steps]
+            total += part.reshape(self._rows, num_steps, -1).sum(-1, dtype=torch.float64).numpy()
+
+
+class _Reader:
+    """Reads entries of several TensorDicts of the same structure; nested ones are found once."""
+
+    def __init__(self, frames: Sequence[TensorDictBase]) -> None:
+        self._nodes: dict[Key, Sequence[TensorDictBase] | None] = {(): frames}
+
+    def values(self, key: Key) -> list[torch.Tensor] | None:
+        """The entry in each TensorDict; None where none has it."""
+        *parents, name = key
+        nodes = self._node(tuple(parents))
+        if nodes is None or nodes[0].get(name, None) is None:
+            return None
+        return [node.get(name) for node in nodes]
+
+    def _node(self, key: Key) -> Sequence[TensorDictBase] | None:
+        if key not in self._nodes:
+            self._nodes[key] = cast("list[TensorDictBase] | None", self.values(key))
+        return self._nodes[key]
