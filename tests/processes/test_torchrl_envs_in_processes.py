@@ -54,8 +54,8 @@ def test_workers_make_them(zoo: Any, sync: bool) -> None:
     assert batch["pixels"].shape == (*batch.shape, 3, 4, 5)
     assert batch["next", "scaled_reward"].shape == (*batch.shape, 1)
     assert "scaled_reward" not in batch
-    assert batch["next", "done"][batch["next", "step_count"] == 4].all()
-    assert batch["next", "step_count"].max() == 4
+    assert batch["next", "done"][batch["next", "step_count"] == 3].all()
+    assert batch["next", "step_count"].max() == 3
 
 
 def test_env_creator_and_lists(zoo: Any) -> None:
