@@ -188,7 +188,8 @@ class WholeTrajectories:
         frames, lengths = _by_trajectory(rows)
         for part in frames.split(lengths.tolist()):
             traj_id = int(part[TRAJ_IDS][0])
-            ends = bool(part["next", "done"][-1])
+            step = part["next"]
+            ends = any(bool(step[key][-1].any()) for key in _flags(step, "done"))
             if not ends:
                 unfinished.add(traj_id)
             if traj_id in incomplete:
@@ -281,5 +282,25 @@ def _truncate_last(rows: TensorDict) -> None:
     last = is_real.sum(-1) - 1
     any_real = last >= 0
     at = (any_real.nonzero().flatten(), last[any_real])
-    step["truncated"][at] |= ~step["terminated"][at]
-    step["done"][at] = True
+    parents = [_parent(key) for key in _flags(step, "truncated")]
+    if not parents:
+        raise ArgumentError(
+            "set_truncated: the env has no entry 'truncated'; its method add_truncated_keys() adds "
+            "one"
+        )
+    for parent in parents:
+        flags = step if not parent else step[parent]
+        terminated = flags.get("terminated", None)
+        flags["truncated"][at] |= True if terminated is None else ~terminated[at]
+        flags["done"][at] = True
+
+
+def _flags(step: TensorDict, name: str) -> list[tuple[str, ...]]:
+    """The keys of all flags of this name, of the whole env or of parts of it."""
+    keys = step.keys(include_nested=True, leaves_only=True)
+    as_tuples = ((key,) if isinstance(key, str) else key for key in keys)
+    return [key for key in as_tuples if key[-1] == name]
+
+
+def _parent(key: tuple[str, ...]) -> tuple[str, ...]:
+    return key[:-1]

@@ -42,7 +42,8 @@ class CollectorOptions:
     Attributes:
         policy: TensorDictModule, module or callable from observation to action, to
             (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
-            random actions. It always sees a leading dimension of envs.
+            random actions. It sees a leading dimension of envs; with a TorchRL env it sees what
+            TorchRL shows it.
         policy_factory: called to make the policy. With a ``policy`` too, the policy that is made
             gets the weights of ``policy``.
         frames_per_batch: frames in each batch; a multiple of the number of envs.

@@ -297,9 +297,7 @@ def _joined(parts: Sequence[TensorDictBase]) -> TensorDictBase:
 def _shapes(spec: Any) -> dict[Any, str]:
     """Type, shape and dtype of each leaf of a spec."""
     leaves = spec.items(include_nested=True, leaves_only=True)
-    return {
-        key: f"{type(leaf).__name__}{list(leaf.shape)} of {leaf.dtype}" for key, leaf in leaves
-    }
+    return {key: f"{type(leaf).__name__}{list(leaf.shape)} of {leaf.dtype}" for key, leaf in leaves}
 
 
 def _check(env: TorchRLEnv) -> None:

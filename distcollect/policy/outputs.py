@@ -85,6 +85,7 @@ class OutputReader:
             if (
                 type(action) is torch.Tensor
                 and action.shape == self._shapes[0]
+                and action.dtype is self._leaves[0].dtype
                 and type(written) is dict
                 and len(written) == len(self.extras)
             ):
@@ -99,6 +100,8 @@ class OutputReader:
         for index, action in enumerate(actions):
             if action.shape != self._shapes[index]:
                 raise self._action_error(self._leaves[index], action)
+            if action.dtype is not self._leaves[index].dtype:
+                _check_range(self._leaves[index], action)
         return actions, extras
 
     def _from_value(self, output: Any) -> PolicyOutput:
@@ -257,6 +260,20 @@ class OutputReader:
             f"{self._action_space} need shape {[self._num_envs, *leaf.shape]} and dtype "
             f"{dtype_name(leaf.dtype)}{hint}"
         )
+
+
+def _check_range(leaf: Leaf, action: torch.Tensor) -> None:
+    """Raise PolicyError for an integer that the leaf's dtype cannot hold."""
+    if leaf.dtype.is_floating_point or action.is_floating_point() or not action.numel():
+        return
+    limits = None if leaf.dtype is torch.bool else torch.iinfo(leaf.dtype)
+    low, high = (0, 1) if limits is None else (limits.min, limits.max)
+    for value in (int(action.min()), int(action.max())):
+        if not low <= value <= high:
+            raise PolicyError(
+                f"the policy returned {value} in {'.'.join(leaf.key)!r}, but actions are of dtype "
+                f"{dtype_name(leaf.dtype)}, which holds {low} to {high}"
+            )
 
 
 def _values_getter(names: Sequence[str]) -> Callable[[Any], Sequence[torch.Tensor]]:

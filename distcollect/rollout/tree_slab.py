@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -207,20 +207,26 @@ class TreeSlab:
 
 
 class _Reader:
-    """Reads entries of several TensorDicts of the same structure; nested ones are found once."""
+    """Reads entries of several TensorDicts of the same structure.
+
+    The entries of each TensorDict are taken at once, which is several times faster than ``get``.
+    """
 
     def __init__(self, frames: Sequence[TensorDictBase]) -> None:
-        self._nodes: dict[Key, Sequence[TensorDictBase] | None] = {(): frames}
+        self._nodes: dict[Key, list[dict[str, Any]] | None] = {
+            (): [dict(frame.items()) for frame in frames]
+        }
 
-    def values(self, key: Key) -> list[torch.Tensor] | None:
-        """The entry in each TensorDict; None where none has it."""
-        *parents, name = key
-        nodes = self._node(tuple(parents))
-        if nodes is None or nodes[0].get(name, None) is None:
+    def values(self, key: Key) -> list[Any] | None:
+        """The entry in each TensorDict; None where one does not have it."""
+        nodes = self._node(key[:-1])
+        name = key[-1]
+        if nodes is None or not all(name in node for node in nodes):
             return None
-        return [node.get(name) for node in nodes]
+        return [node[name] for node in nodes]
 
-    def _node(self, key: Key) -> Sequence[TensorDictBase] | None:
+    def _node(self, key: Key) -> list[dict[str, Any]] | None:
         if key not in self._nodes:
-            self._nodes[key] = cast("list[TensorDictBase] | None", self.values(key))
+            values = self.values(key)
+            self._nodes[key] = None if values is None else [dict(v.items()) for v in values]
         return self._nodes[key]

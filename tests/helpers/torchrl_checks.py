@@ -47,13 +47,6 @@ def entries(batch: TensorDictBase) -> dict[Any, torch.Tensor]:
     return {key: batch[key] for key in keys}
 
 
-def is_ours_alone(key: Any, theirs: dict[Any, torch.Tensor]) -> bool:
-    """Whether only we write this entry: "truncated", and a reward for the whole env."""
-    parts = key if isinstance(key, tuple) else (key,)
-    whole = parts == ("next", "reward") and ("next", "agents", "reward") in theirs
-    return parts[-1] == "truncated" or whole
-
-
 def check_the_same_frames_as_from_torchrls_collector(zoo: Any, kind: str) -> None:
     make = zoo.KINDS[kind]
     probe = make()
@@ -68,8 +61,9 @@ def check_the_same_frames_as_from_torchrls_collector(zoo: Any, kind: str) -> Non
         assert ours.shape == theirs.shape
         assert ours.names == theirs.names
         mine, wanted = entries(ours), entries(theirs)
-        assert wanted.keys() <= mine.keys()
-        assert all(is_ours_alone(key, wanted) for key in mine.keys() - wanted.keys())
+        assert wanted.keys() == mine.keys()
+        for key in theirs.keys(include_nested=True):
+            assert ours.get_item_shape(key) == theirs.get_item_shape(key), key
         for key, value in wanted.items():
             assert mine[key].dtype == value.dtype, key
             torch.testing.assert_close(mine[key], value, rtol=0, atol=0, msg=str(key))
@@ -85,3 +79,4 @@ def check_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
     assert (batch["next", "observation"][:, :5, 0] == torch.tensor(begins) + 1).all()
     assert (batch["collector", "faulted"] == (torch.arange(batch.shape[1]) == 0)).all()
     assert batch["next", "truncated"][:, 0].all()
+    assert batch["next", "done"][:, 0].all()

@@ -55,7 +55,7 @@ def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
     reference.shutdown()
     with dc.SyncDataCollector(make(), policy, **sizes) as collector:
         ours = entries(collector.next())
-    assert theirs.keys() == ours.keys() - {("next", "reward")}
+    assert theirs.keys() <= ours.keys()
     for key, value in theirs.items():
         # TorchRL marks absent agents both terminated and truncated, and an episode whose agents
         # ended in different ways neither.

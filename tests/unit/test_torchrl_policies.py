@@ -1,0 +1,201 @@
+"""With a TorchRL env, policies see and write what they see and write in TorchRL's collectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from helpers.torchrl_checks import zoo
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule as Mod
+from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictSequential as Seq
+from torch import nn
+
+import distcollect as dc
+
+__all__ = ["zoo"]
+
+
+class Recorder(TensorDictModuleBase):
+    """A module without in_keys that remembers what it was called with."""
+
+    def __init__(self, shape: tuple[int, ...] = (1,)) -> None:
+        super().__init__()
+        self.seen: list[TensorDictBase] = []
+        self.shape = shape
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write a constant action, and an entry that is not for delivery."""
+        self.seen.append(td.copy())
+        td["_memory"] = torch.zeros(td.batch_size)
+        td["action"] = torch.zeros((*td.batch_size, *self.shape))
+        return td
+
+
+def keys(td: TensorDictBase) -> set[Any]:
+    """The keys of all entries."""
+    return set(td.keys(include_nested=True, leaves_only=True))
+
+
+@pytest.mark.parametrize("batch_size", [(), (5,), (2, 3)])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_what_it_sees(zoo: Any, batch_size: tuple[int, ...], device: str | None) -> None:
+    env = zoo.Counter(batch_size=batch_size)
+    ours, theirs = Recorder(), Recorder()
+    sizes = {"frames_per_batch": 6 * env.batch_size.numel(), "device": device}
+    reference = zoo.Collector(
+        zoo.Counter(batch_size=batch_size),
+        theirs,
+        total_frames=sizes["frames_per_batch"],
+        auto_register_policy_transforms=False,
+        trust_policy=True,
+        **sizes,
+    )
+    expected = next(iter(reference))
+    reference.shutdown()
+    with dc.SyncDataCollector(env, ours, **sizes) as collector:
+        batch = collector.next()
+    for mine, wanted in zip(ours.seen, theirs.seen, strict=True):
+        assert keys(mine) == keys(wanted)
+        assert mine.batch_size == wanted.batch_size
+    assert ours.seen[-1].device == theirs.seen[-1].device
+    assert torch.equal(
+        ours.seen[-1]["collector", "traj_ids"], theirs.seen[-1]["collector", "traj_ids"]
+    )
+    assert batch.shape == expected.shape
+    assert keys(batch.exclude("collector")) == keys(expected.exclude("collector"))
+    assert torch.equal(batch["observation"], expected["observation"])
+
+
+@pytest.mark.parametrize("has_spec", [True, False])
+def test_random_policies(zoo: Any, has_spec: bool) -> None:
+    from torchrl.modules import RandomPolicy  # noqa: PLC0415
+
+    env = zoo.Counter()
+    policy = RandomPolicy(env.full_action_spec) if has_spec else RandomPolicy()
+    with dc.SyncDataCollector(env, policy, frames_per_batch=10) as collector:
+        actions = collector.next()["action"]
+    assert actions.shape == (10, 1)
+    assert len(actions.unique()) == 10
+
+
+def test_an_exploration_module(zoo: Any) -> None:
+    from torchrl.modules import AdditiveGaussianModule  # noqa: PLC0415
+
+    env = zoo.Counter()
+    noise = AdditiveGaussianModule(spec=None)
+    policy = Seq(Mod(lambda obs: 0 * obs[..., :1], ["observation"], ["action"]), noise)
+    with dc.SyncDataCollector(env, policy, frames_per_batch=10) as collector:
+        assert len(collector.next()["action"].unique()) > 5
+
+
+@pytest.mark.parametrize("has_primer", [True, False])
+def test_a_recurrent_module(zoo: Any, has_primer: bool) -> None:
+    from torchrl.envs import Compose, InitTracker, TransformedEnv  # noqa: PLC0415
+    from torchrl.modules import LSTMModule  # noqa: PLC0415
+
+    lstm = LSTMModule(input_size=3, hidden_size=4, in_key="observation", out_key="features")
+    policy = Seq(lstm, Mod(nn.Linear(4, 1), ["features"], ["action"]))
+
+    def make() -> Any:
+        env = zoo.Counter()
+        if has_primer:
+            primer = lstm.make_tensordict_primer()
+            return TransformedEnv(env, Compose(InitTracker(), primer))
+        return env
+
+    with dc.SyncDataCollector(make, policy, frames_per_batch=10) as collector:
+        batch = collector.next()
+    begins = batch["is_init"][:, 0]
+    assert begins.any()
+    assert not begins.all()
+    for name in ("recurrent_state_h", "recurrent_state_c"):
+        before, after = batch[name], batch["next", name]
+        assert (before[begins] == 0).all()
+        assert torch.equal(before[1:][~begins[1:]], after[:-1][~begins[1:]])
+        assert (after != 0).any()
+    trained = policy(batch.exclude("action", "features"))
+    assert trained["action"].shape == (10, 1)
+
+
+def test_outputs_of_a_module(zoo: Any) -> None:
+    class Two(nn.Module):
+        def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            assert observation.shape == (3,)
+            return observation[:1] / 10, observation.sum()
+
+    with dc.SyncDataCollector(zoo.Counter(), Two(), frames_per_batch=4) as collector:
+        batch = collector.next()
+    assert torch.equal(batch["action"], batch["observation"][:, :1] / 10)
+    assert torch.equal(batch["output1"], batch["observation"].sum(-1))
+
+
+def test_an_action_goes_to_the_env_as_it_is(zoo: Any) -> None:
+    env = zoo.KINDS["discrete"]()
+    with dc.SyncDataCollector(env, Recorder(()), frames_per_batch=4) as collector:
+        batch = collector.next()
+    assert batch["action"].dtype is torch.float32
+    assert batch["action"].shape == (4,)
+
+
+def test_step_count(zoo: Any) -> None:
+    with dc.SyncDataCollector(
+        zoo.Counter(), frames_per_batch=6, max_frames_per_traj=2
+    ) as collector:
+        batch = collector.next()
+    assert batch["step_count"].flatten().tolist() == [0, 1, 0, 1, 0, 1]
+    assert batch["next", "truncated"].flatten().tolist() == 3 * [False, True]
+    env = zoo.KINDS["transformed"]
+    with pytest.raises(dc.ArgumentError, match="the env has one"):
+        dc.SyncDataCollector(env, frames_per_batch=6, max_frames_per_traj=2)
+
+
+def test_entries_that_are_no_tensors(zoo: Any) -> None:
+    with dc.SyncDataCollector(zoo.talking(), frames_per_batch=4) as collector:
+        batch = collector.next()
+    assert batch.shape == (4,)
+    assert batch.names == ["time"]
+    assert [frame["text"] for frame in batch] == ["0", "1", "2", "0"]
+    assert [frame["next", "text"] for frame in batch] == ["1", "2", "3", "1"]
+    assert batch["collector", "traj_ids"].tolist() == [0, 0, 0, 1]
+
+
+def test_equal_seeds_give_equal_batches(zoo: Any) -> None:
+    def collect() -> TensorDictBase:
+        with dc.SyncDataCollector(zoo.pendulum, frames_per_batch=250) as collector:
+            collector.set_seed(1)
+            return collector.next()
+
+    assert (collect() == collect()).all()
+
+
+class Bytes(gym.Env[Any, Any]):
+    """Its actions are of dtype int8."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gym.spaces.Box(-128, 127, (1,), np.int8)
+
+    def reset(self, **kwargs: Any) -> Any:
+        """Zeros."""
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        """Zeros."""
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def test_an_action_that_its_dtype_cannot_hold() -> None:
+    value = 100
+
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(observation), 1), value, dtype=torch.int32)
+
+    with dc.SyncDataCollector(Bytes, policy, frames_per_batch=2) as collector:
+        assert (collector.next()["action"] == 100).all()
+        value = 200
+        with pytest.raises(dc.PolicyError, match=r"200 in 'action'.*int8.*-128 to 127"):
+            collector.next()
