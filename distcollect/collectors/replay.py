@@ -21,8 +21,9 @@ from distcollect.errors import (
     DeadlineError,
     SpaceError,
 )
-from distcollect.rollout.layout import MASK, Layout
+from distcollect.rollout.layout import MASK
 from distcollect.rollout.spaces import can_be_indexed
+from distcollect.rollout.tree_layout import AnyLayout
 
 log = logging.getLogger(__name__)
 

@@ -43,6 +43,7 @@ class Task(enum.IntEnum):
     EVALUATE = 2  # making the envs of an evaluation, and what is done between their steps
     CALL = 3  # a method of the envs that the user called
     SET_UP = 4  # taking a seed, or the state of an earlier run
+    HOOK = 5  # a hook of the user's, before or after a rollout
 
 
 _RECENT_FAULTS = 20

@@ -30,7 +30,6 @@ from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.step_timer import StepTimer
 
-
 log = logging.getLogger(__name__)
 
 

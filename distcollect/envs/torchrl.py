@@ -37,7 +37,8 @@ class TorchRLEnvs(Envs):
         num_envs: n, the number of rows.
         batch_size: of the TensorDicts that the envs take and give.
         members: the envs.
-        num_stepped: how many envs had made their step when another one raised in the last step.
+        num_stepped: how many rows had made their transition when an env raised in the last step; more
+            than the rows before it if its reset raised.
     """
 
     num_stepped = 0
@@ -136,15 +137,16 @@ class TorchRLEnvs(Envs):
             try:
                 done: tuple[TensorDictBase, TensorDictBase] = members[0].step_and_maybe_reset(td)
             except Exception as error:
-                raise self._failed(0, "step", error) from error
+                self.num_stepped = self.num_envs * _was_stepped(td)
+                raise self._failed(0, _call_of(td), error) from error
             return done
         frames, starts = [], []
         for row, part in enumerate(td.unbind(0)):
             try:
                 frame, start = members[row].step_and_maybe_reset(part)
             except Exception as error:
-                self.num_stepped = row
-                raise self._failed(row, "step", error) from error
+                self.num_stepped = row + _was_stepped(part)
+                raise self._failed(row, _call_of(part), error) from error
             frames.append(frame)
             starts.append(start)
         return _joined(frames), _joined(starts)
@@ -292,6 +294,16 @@ def _joined(parts: Sequence[TensorDictBase]) -> TensorDictBase:
         return parts[0]
     whole: LazyStackedTensorDict = lazy_stack(list(parts), 0)
     return whole
+
+
+def _was_stepped(td: TensorDictBase) -> bool:
+    """Whether an env that got ``td`` and raised had stepped already, so that its reset raised."""
+    return "next" in td.keys()
+
+
+def _call_of(td: TensorDictBase) -> str:
+    """The method that raised; see :func:`_was_stepped`."""
+    return "reset" if _was_stepped(td) else "step"
 
 
 def _shapes(spec: Any) -> dict[Any, str]:

@@ -14,6 +14,7 @@ _TEXTS = {
     Task.EVALUATE: "it made no progress with an evaluation within {:.1f} s",
     Task.CALL: "a method of its envs that was called did not end within {:.1f} s",
     Task.SET_UP: "it did not take a seed or a state within {:.1f} s",
+    Task.HOOK: "a pre_collect_hook or post_collect_hook did not end within {:.1f} s",
 }
 
 

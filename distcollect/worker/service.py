@@ -230,7 +230,8 @@ class Worker(WorkerService):
     def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured
         if self._pre_collect_hook is not None:
-            _call_users("pre_collect_hook", self._pre_collect_hook)
+            with engine.counter.doing(Task.HOOK):
+                _call_users("pre_collect_hook", self._pre_collect_hook)
         slab = self._slabs.next(
             self._sequence, engine.layout, request.num_steps, shared=request.shared
         )
@@ -268,7 +269,8 @@ class Worker(WorkerService):
         )
         if self._post_collect_hook is not None:
             rollout = assemble(engine.layout, [Rollout(header, tensors)])
-            _call_users("post_collect_hook", self._post_collect_hook, rollout)
+            with engine.counter.doing(Task.HOOK):
+                _call_users("post_collect_hook", self._post_collect_hook, rollout)
         self._slabs.filled(self._sequence, slab)
         self._sequence += 1
         return header, tensors

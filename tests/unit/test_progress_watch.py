@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from distcollect.common.step_counter import STEPPED, SharedStepCounter, StepCounter, Task
 from distcollect.launch.progress_watch import ProgressWatch
 
@@ -72,8 +74,9 @@ def test_a_call_has_a_limit_of_its_own_also_between_steps() -> None:
             assert bool(world.overdue(60)) is (step_timeout_s is not None)
 
 
-def test_taking_a_seed() -> None:
+@pytest.mark.parametrize(("task", "told"), [(Task.SET_UP, "seed"), (Task.HOOK, "collect_hook")])
+def test_tasks_without_steps(task: Task, told: str) -> None:
     world = World()
-    with world.counter.doing(Task.SET_UP):
+    with world.counter.doing(task):
         assert world.overdue(0) == ""
-        assert "seed" in world.overdue(10)
+        assert told in world.overdue(10)
