@@ -37,8 +37,8 @@ class TorchRLEnvs(Envs):
         num_envs: n, the number of rows.
         batch_size: of the TensorDicts that the envs take and give.
         members: the envs.
-        num_stepped: how many rows had made their transition when an env raised in the last step; more
-            than the rows before it if its reset raised.
+        num_stepped: how many rows had made their transition when an env raised in the last step;
+            with that env's own if its reset raised.
     """
 
     num_stepped = 0
@@ -298,7 +298,7 @@ def _joined(parts: Sequence[TensorDictBase]) -> TensorDictBase:
 
 def _was_stepped(td: TensorDictBase) -> bool:
     """Whether an env that got ``td`` and raised had stepped already, so that its reset raised."""
-    return "next" in td.keys()
+    return "next" in td
 
 
 def _call_of(td: TensorDictBase) -> str:
