@@ -14,9 +14,11 @@ from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.results import Evaluation, LagStats, Stats
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.trainer.publisher import Weights, WorkerIds
+from distcollect.transport.peer_ids import identity
 from distcollect.weights.push_handle import PushHandle
 
-_STATE_FORMAT = 1
+_STATE_FORMAT = 2
+_FORMATS = (1, _STATE_FORMAT)  # that can be loaded
 
 
 class DataCollectorBase(BatchStream):
@@ -249,7 +251,7 @@ class DataCollectorBase(BatchStream):
             "format": _STATE_FORMAT,
             "frames": self._frames,
             "policy_version": self.policy_version,
-            "next_traj_id": self._next_traj_id(),
+            "next_traj_id": identity().next_traj_id,
             "seed": self._seed,
             "resumes": self._resumes,
         }
@@ -269,6 +271,7 @@ class DataCollectorBase(BatchStream):
         Raises:
             CollectorStateError: this collector has delivered frames already.
             ArgumentError: ``state`` is not from :meth:`state_dict`, or is behind this collector.
+            LaunchError: the run has used nearly all trajectory ids.
             DeadlineError, WorkerError: the workers did not accept the state.
         """
         self._check_open()
@@ -277,7 +280,7 @@ class DataCollectorBase(BatchStream):
                 f"this collector has delivered {self._frames:,} frames: call load_state_dict() "
                 "on a new one, before its first batch"
             )
-        if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT:
+        if not isinstance(state, Mapping) or state.get("format") not in _FORMATS:
             raise ArgumentError(
                 f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}; "
                 "give what state_dict() returned"
@@ -287,17 +290,16 @@ class DataCollectorBase(BatchStream):
                 f"the state has policy_version {state['policy_version']}, but this collector has "
                 f"published version {self.policy_version} already: load the state first"
             )
-        self._resume(state["policy_version"], state["next_traj_id"], state["frames"])
+        next_traj_id = state["next_traj_id"]
+        if state["format"] == 1:
+            next_traj_id = identity().above_format_1(next_traj_id)
+        self._resume(state["policy_version"], next_traj_id, state["frames"])
         self._frames = self._resumed_frames = state["frames"]
         self._resumes = state["resumes"] + 1
         if state["seed"] is not None:
             seed, static_seed = state["seed"]
             self.set_seed(env_seed(seed, self._resumes, stream=Stream.RESUMED), static_seed)
             self._seed = seed, static_seed
-
-    @abstractmethod
-    def _next_traj_id(self) -> int:
-        """All traj_ids of this collector are below."""
 
     @abstractmethod
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:

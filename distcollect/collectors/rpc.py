@@ -366,9 +366,6 @@ class RPCDataCollector(DataCollectorBase):
         running = self._session.evaluators
         return [] if running is None else list(running.results)
 
-    def _next_traj_id(self) -> int:
-        return self._session.next_traj_id
-
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
         self._session.resume(version, first_traj_id, frames)
 

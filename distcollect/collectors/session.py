@@ -18,7 +18,7 @@ from distcollect.trainer.pool import Pool
 from distcollect.trainer.publisher import Publisher
 from distcollect.trainer.remote_calls import RemoteCalls, evaluators
 from distcollect.trainer.worker_slots import BatchPlan
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, identity
+from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import Probe
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
@@ -79,7 +79,6 @@ class Session:
         probe: Probe = next(iter(workers.probes.values()))
         timeout_s = options.fault_limits.weights_timeout_s
         self.layout: Layout = probe.layout
-        self._first_traj_id = workers.first_traj_id
         self.updater.attach(
             UpdaterContext(workers.address, timeout_s, workers.gpus, workers.transport.is_near)
         )
@@ -126,7 +125,7 @@ class Session:
             deadline_s=options.batch_deadline_s,
             reserved=frozenset(options.evaluating),
             in_turn=options.reproducible,
-            first_env=self.workers.first_traj_id // TRAJ_IDS_PER_TRAINER * _ENVS_PER_TRAINER,
+            first_env=identity().trainer * _ENVS_PER_TRAINER,
         )
 
     # Run.
@@ -194,17 +193,10 @@ class Session:
         num_slots = max(self.pool.worker_ids, default=-1) + 1
         return env_seed(seed, self.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 
-    @property
-    def next_traj_id(self) -> int:
-        """All traj_ids of this session are below."""
-        return self._first_traj_id + identity().next_peer * TRAJ_IDS_PER_PEER
-
     def resume(self, version: int, first_traj_id: int, frames: int) -> None:
         """Continue the counts of another run; see :meth:`.Pool.resume`."""
-        # All trainers can continue from the state of one: each keeps to its own range of ids.
-        self._first_traj_id = self.workers.first_traj_id + first_traj_id % TRAJ_IDS_PER_TRAINER
         timeout_s = self._options.fault_limits.batch_timeout_s
-        self.pool.resume(version, self._first_traj_id, frames, timeout_s)
+        self.pool.resume(version, identity().resume(first_traj_id), frames, timeout_s)
 
 
 def stop(pool: Pool, workers: Workers) -> None:

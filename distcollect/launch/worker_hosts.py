@@ -30,7 +30,6 @@ from distcollect.net.messages import (
     WorkerSettings,
 )
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +58,6 @@ class WorkerHosts(JoinServerEvents):
     Attributes:
         join_server: where workers and supervisors join.
         address: this host's, on the interface by which they reach it.
-        first_traj_id: the trajectory ids of this trainer begin here, and end where the next
-            trainer's begin.
         local_hosts: this host alone, for collectors that start local workers within a launch.
         store: torchrun's store, kept open where this process serves it.
         patience_s: how long to wait until enough workers have joined, if :attr:`is_elastic`.
@@ -78,7 +75,6 @@ class WorkerHosts(JoinServerEvents):
         num_expected: int | None = None,
         patience_s: float = 0.0,
         port: int = 0,
-        trainer: int = 0,
     ) -> None:
         """Listen on ``address``.
 
@@ -92,13 +88,11 @@ class WorkerHosts(JoinServerEvents):
                 none.
             patience_s: see above.
             port: to listen on; 0: any that is free.
-            trainer: which of the launch's trainers this is.
 
         Raises:
             LaunchError: see :func:`~distcollect.net.interfaces.listen`.
         """
         self.address = address
-        self.first_traj_id = trainer * TRAJ_IDS_PER_TRAINER
         self.patience_s = patience_s
         self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()
         self._num_expected = num_expected

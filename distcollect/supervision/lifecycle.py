@@ -147,12 +147,17 @@ class Lifecycle:
     # Starting and probing.
 
     def _start(self, worker_id: int, incarnation: int) -> None:
-        process = Process(worker_id, incarnation, identity().new_peer())
+        try:
+            peer = identity().new_peer()
+        except LaunchError as error:
+            self.fail(error)
+            return
+        process = Process(worker_id, incarnation, peer)
         self.processes[process.key] = process
         # Torch's C++ side logs a warning for each peer whose process ends; that is reported anyhow.
         env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         settings = WorkerSettings(
-            first_traj_id=self._hosts.first_traj_id,
+            first_traj_id=identity().first_traj_id,
             leave_timeout_s=self._faults.leave_timeout_s,
             step_timeout_s=self._faults.step_timeout_s,
             max_bytes=self._faults.max_worker_bytes,

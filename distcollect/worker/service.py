@@ -8,7 +8,6 @@ and return futures. Weights arrive on one more thread (:mod:`distcollect.weights
 from __future__ import annotations
 
 import gc
-import itertools
 import pickle
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.slab import Slab
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
+from distcollect.transport.peer_ids import traj_ids_of
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
 from distcollect.transport.worker_service import (
     EvaluationRequest,
@@ -72,7 +71,7 @@ class Worker(WorkerService):
             peer: its id on the wire.
             address: this host's, on the interface by which the trainer reaches it.
             counts: what frames are counted in; None: a counter that no other process sees.
-            first_traj_id: traj_ids of the run begin here.
+            first_traj_id: the trajectory ids of this life of the run begin here.
         """
         self.worker_id = worker_id
         self._incarnation = incarnation
@@ -269,7 +268,7 @@ class Worker(WorkerService):
         self._configured.use_traj_ids(self._new_traj_ids())
 
     def _new_traj_ids(self) -> Iterator[int]:
-        return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)
+        return traj_ids_of(self._peer, self._first_traj_id)
 
 
 class _Slabs:

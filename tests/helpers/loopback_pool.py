@@ -33,7 +33,6 @@ class LoopbackWorkers:
     ) -> None:
         self.transport = LoopbackTransport()
         self.address = ADDRESS
-        self.first_traj_id = 0
         self.services: dict[int, Worker] = {}
         self.peers: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
