@@ -334,8 +334,10 @@ class RPCDataCollector(DataCollectorBase):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         self._check_open()
-        unused = self._session.seed(seed, static_seed=static_seed)
+        unused = self._session.unused_seed(seed)  # raises if the seed is no seed
+        # Before the workers are waited for: they take the seed even if that is interrupted.
         self._seed = seed, static_seed
+        self._session.seed(seed, static_seed=static_seed)
         return unused
 
     def _call(

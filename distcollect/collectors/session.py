@@ -182,16 +182,23 @@ class Session:
             None if request.rollout is None else request.rollout.tensors,
         )
 
-    def seed(self, seed: int, *, static_seed: bool) -> int:
-        """Seed all workers; returns a seed that none of their envs uses.
+    def unused_seed(self, seed: int) -> int:
+        """A seed that none of the envs uses if all workers get ``seed``.
 
         Raises:
-            DeadlineError, WorkerError: the workers did not accept it.
+            ArgumentError, ArgumentTypeError: ``seed`` is not a whole number from 0 on.
+        """
+        num_slots = max(self.pool.worker_ids, default=-1) + 1
+        return env_seed(seed, self.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
+
+    def seed(self, seed: int, *, static_seed: bool) -> None:
+        """Seed all workers.
+
+        Raises:
+            DeadlineError, WorkerError: see :meth:`.Pool.seed`.
         """
         timeout_s = self._options.fault_limits.batch_timeout_s
         self.pool.seed(seed, static_seed=static_seed, timeout_s=timeout_s)
-        num_slots = max(self.pool.worker_ids, default=-1) + 1
-        return env_seed(seed, self.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 
     def resume(self, version: int, first_traj_id: int, frames: int) -> None:
         """Continue the counts of another run; see :meth:`.Pool.resume`."""
