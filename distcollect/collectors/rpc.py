@@ -121,7 +121,12 @@ class RPCDataCollector(DataCollectorBase):
             states = dict.fromkeys(states, WorkerState.LEFT.value)
         cores = num_cores() if workers.are_near else 0
         return self._stats_recorder.snapshot(
-            replace(known, sync=self._options.sync, num_cores=cores),
+            replace(
+                known,
+                sync=self._options.sync,
+                has_weights=self._session.has_weights,
+                num_cores=cores,
+            ),
             states=states,
             ready=pool.num_ready,
             ledger=pool.ledger,

@@ -41,6 +41,7 @@ class Session:
         evaluators: have some workers evaluate in the background; None: there are none.
         handover_receiver: fetches rollouts that another trainer handed over.
         layout: of a worker's rollouts.
+        has_weights: whether the policy has weights that can be published.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Session:
         probe: Probe = next(iter(workers.probes.values()))
         timeout_s = options.fault_limits.weights_timeout_s
         self.layout: Layout = probe.layout
+        self.has_weights = bool(probe.weights.entries)
         self.updater.attach(
             UpdaterContext(workers.address, timeout_s, workers.gpus, workers.transport.is_near)
         )

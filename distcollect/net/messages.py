@@ -42,7 +42,7 @@ from distcollect.net.framing import Frame, pack
 
 M = TypeVar("M")
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 def versions() -> dict[str, str]:

@@ -82,6 +82,7 @@ class Worker(WorkerService):
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
+        self._pickled_plan = b""
         self._engine: Engine | None = None
         self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
@@ -111,8 +112,11 @@ class Worker(WorkerService):
 
     # The calls; WorkerService documents them.
 
-    def configure(self, plan: bytes) -> Future[Probe]:
-        return self._submit(lambda: self._configure(plan))
+    def receive_plan(self, plan: bytes) -> None:
+        self._pickled_plan = plan
+
+    def configure(self) -> Future[Probe]:
+        return self._submit(self._configure)
 
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
         return self._submit(lambda: self._collect(request))
@@ -183,7 +187,8 @@ class Worker(WorkerService):
             raise WorkerError("called for weights before it was configured")
         return self._receiver
 
-    def _configure(self, pickled: bytes) -> Probe:
+    def _configure(self) -> Probe:
+        pickled, self._pickled_plan = self._pickled_plan, b""
         try:
             plan: WorkerPlan = pickle.loads(pickled)
         except Exception as error:
