@@ -107,8 +107,8 @@ class Faults:
             rollout that it is collecting; frames of an unfinished rollout are lost.
         silence_timeout_s: a worker that gives no sign of life for this long (it was stopped, its
             host is unplugged or down) is lost. The end of a process is noticed at once.
-        step_timeout_s: a worker that finishes no env step for this long, while it should collect,
-            is killed and replaced; None: no limit.
+        step_timeout_s: a worker that finishes no env step for this long, while it should collect or
+            evaluate, is killed and replaced; None: no limit.
         max_restarts: how often in a row a worker's process is replaced; the count starts again
             after a process has worked for a minute. The first replacement comes at once, further
             ones after growing pauses.

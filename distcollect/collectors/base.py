@@ -178,7 +178,8 @@ class DataCollectorBase(BatchStream):
             method: the name of the method or attribute; it is also searched for inside wrappers.
             args: arguments for the method; they and its result are pickled.
             worker_ids: the workers whose envs are called: an int, a list, a slice; None: all.
-            timeout_s: seconds for the whole call; None: ``Faults.batch_timeout_s``.
+            timeout_s: seconds for the whole call; None: ``Faults.batch_timeout_s``. A worker whose
+                envs take longer for it is taken to hang, and is replaced.
             kwargs: keyword arguments for the method.
 
         Returns:
@@ -188,7 +189,8 @@ class DataCollectorBase(BatchStream):
         Raises:
             EnvError: an env has no such method, or it raised. Names worker and env.
             ArgumentError, ArgumentTypeError: there is no such worker.
-            DeadlineError: some workers didn't answer in time; names them.
+            DeadlineError: some workers didn't answer in time; names them, and where one hung also
+                what it was doing.
             WorkerLost: a worker that was named is lost.
         """
         self._check_open()

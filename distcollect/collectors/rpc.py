@@ -63,6 +63,7 @@ class RPCDataCollector(DataCollectorBase):
     def _open(self) -> None:
         traces = self._monitor_thread.trace is not None
         self._session = Session(self._options, self._stats_recorder, traces=traces)
+        self._session.updater.register_collector(self)
         # Also for a collector that is dropped without shutdown().
         self._stop_session = weakref.finalize(self, stop, self._session.pool, self._session.workers)
 

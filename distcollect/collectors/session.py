@@ -108,7 +108,7 @@ class Session:
             max_interval=options.max_weight_update_interval,
             gpus=workers.gpus,
         )
-        self.remote_calls = RemoteCalls(self.pool, self.publisher.selected)
+        self.remote_calls = RemoteCalls(self.pool, self.publisher.selected, workers.ends)
         self.evaluators = evaluators(self.pool, options.evaluation, options.evaluating)
         self.handover_receiver = HandoverReceiver(workers.transport)
         workers.attach(self.pool)

@@ -1,7 +1,8 @@
 """Translates the arguments of TorchRL's collectors into those of ours.
 
 An argument that TorchRL and we have under one name needs nothing here. Each other one stands in
-one of three tables: :data:`NO_EFFECT`, :data:`REFUSED`, or :data:`TRANSLATIONS`.
+one of three tables: :data:`NO_EFFECT`, :data:`REFUSED`, or :data:`TRANSLATIONS`. Weight-sync
+schemes are in :mod:`.torchrl_weights`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
+from distcollect.collectors.torchrl_weights import check_updater_in_process, take_schemes
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
@@ -52,8 +54,6 @@ REFUSED: dict[str, str] = {
     "trajs_per_write": "a batch goes to the replay buffer as a whole; see trajs_per_batch",
     "update_interval": "use update_at_each_batch, or call update_policy_weights_ when you want",
     "visible_devices": "set policy_device, and storing_device for where batches are wanted",
-    "weight_recv_schemes": "pass weight_updater",
-    "weight_sync_schemes": "pass weight_updater",
     "worker_idx": "worker_ids are given out by the collector",
 }
 
@@ -80,6 +80,7 @@ def translated(
     names = dict(given)
     for name, value in _collector_kwargs(names.pop("collector_kwargs", None)).items():
         (arguments if name in own_names else names)[name] = value
+    take_schemes(names, arguments, own_names)
     for name, translate in TRANSLATIONS.items():
         if name in names:
             translate(names.pop(name), arguments)
@@ -217,4 +218,6 @@ TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     # The env makers are repeated before each gets its own arguments.
     "num_workers_per_collector": _num_workers_per_collector,
     "create_env_kwargs": _create_env_kwargs,
+    # Of collectors that have no workers; the others have an argument of this name.
+    "weight_updater": check_updater_in_process,
 }

@@ -18,7 +18,6 @@ from distcollect.envs.make import check_env_id, is_env
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.launch.worker_hosts import current
 from distcollect.rollout.spaces import leaves_of
-from distcollect.weights.updaters import WeightUpdaterBase
 
 
 def num_steps(frames_per_batch: int, num_rollouts: int, num_envs: int) -> int:
@@ -58,11 +57,11 @@ def check_total_frames(total_frames: int, frames_per_batch: int) -> None:
         warnings.warn(
             f"total_frames={total_frames} is no multiple of frames_per_batch={frames_per_batch}: "
             f"{rounded} frames will be collected",
-            stacklevel=_users_stack_level(),
+            stacklevel=users_stack_level(),
         )
 
 
-def _users_stack_level() -> int:
+def users_stack_level() -> int:
     """The ``stacklevel`` with which the calling function warns about the user's own line."""
     level, frame = 0, inspect.currentframe()
     # By module: the code of a dataclass's __init__ has no file.
@@ -258,21 +257,6 @@ def named_models(given: object) -> dict[str, nn.Module]:
                 "'policy' is taken"
             )
     return dict(given)
-
-
-def made_updater(given: object) -> WeightUpdaterBase | None:
-    """The weight updater, made here if a callable that makes one is given; None for None.
-
-    Raises:
-        ArgumentTypeError: it is not a :class:`WeightUpdaterBase`.
-    """
-    if callable(given):
-        given = given()
-    if given is None or isinstance(given, WeightUpdaterBase):
-        return given
-    raise ArgumentTypeError(
-        f"weight_updater={given!r}: must be derived from distcollect.WeightUpdaterBase"
-    )
 
 
 def check_stragglers(

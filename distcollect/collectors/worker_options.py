@@ -9,13 +9,13 @@ from typing import ClassVar
 
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.options import CollectorOptions, EnvMaker
+from distcollect.collectors.torchrl_weights import made_updater
 from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Staleness, WeightSync
 from distcollect.engine.plan import StepOptions
 from distcollect.errors import ArgumentError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.worker_hosts import current
-from distcollect.weights.broadcast import default_updater
 from distcollect.weights.updaters import WeightUpdaterBase
 
 
@@ -54,8 +54,9 @@ class WorkerOptions(CollectorOptions):
         max_weight_update_interval: ``update_at_each_batch`` also sends to workers that are more
             than this many versions behind; ``worker_ids="lagging"`` means these.
         weight_sync: what is sent, and when the workers use it.
-        weight_updater: how weights are sent; None: an :class:`AutoUpdater`, or if
-            ``weight_sync`` names a backend a :class:`BroadcastUpdater`.
+        weight_updater: how weights are sent: a :class:`WeightUpdaterBase` of ours or of TorchRL's,
+            or a callable that makes one; None: an :class:`AutoUpdater`, or if ``weight_sync`` names
+            a backend a :class:`BroadcastUpdater`.
         staleness: how old the policy of a delivered frame may be; None: any age.
         reproducible: in async mode, the same batches each time (after ``set_seed``). Workers
             deliver in turn. Each begins a rollout when the batch after its previous one is
@@ -160,8 +161,7 @@ class WorkerOptions(CollectorOptions):
     @cached_property
     def updater(self) -> WeightUpdaterBase:
         """What moves the weights; the same object each time."""
-        given = validation.made_updater(self.weight_updater)
-        return given or default_updater(self.weight_options.backend)
+        return made_updater(self.weight_updater, self.weight_options.backend)
 
     @property
     def mask_above(self) -> int | None:

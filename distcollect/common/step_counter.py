@@ -1,46 +1,82 @@
-"""Counts the frames that a process steps, in memory that its parent can read.
+"""Counts the frames that a process steps, and says what it does, in memory its parent can read.
 
-The count stays readable and exact after the process was killed. The parent makes a
-:class:`SharedStepCounter` and lets the process inherit its descriptor; the process counts in it
+The memory stays readable and exact after the process was killed. The parent makes a
+:class:`SharedStepCounter` and lets the process inherit its descriptor; the process writes to it
 with a :class:`StepCounter`.
 """
 
 from __future__ import annotations
 
+import enum
+import faulthandler
 import mmap
 import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
-# What stands where in the memory; both are int64.
+# What stands where in a block of the memory; all are int64.
 STEPPED = 0  # frames stepped in all
-BUSY = 1  # 1 while envs are stepped or reset for a rollout, else 0
+TASK = 1  # what is being done, a value of Task
+LIMIT_MS = 2  # how long that may take without progress; 0: as long as a step may take
+NUM_TASKS = 3  # counts the tasks, so that each can be told from the one before
+_BLOCK = 4  # cells in a block
+
+# A process that gets this signal writes the stack of its main thread to the memory. It is ignored
+# by processes that have no handler for it.
+STACK_SIGNAL = signal.SIGURG
+_STACK_FRAMES = 6
+# The first page has the blocks. The stack is written behind it.
+_NUM_PAGES = 4
+
+
+class Task(enum.IntEnum):
+    """What the main thread of a process does."""
+
+    IDLE = 0
+    COLLECT = 1  # stepping or resetting envs
+    EVALUATE = 2  # making the envs of an evaluation, and what is done between their steps
+    CALL = 3  # a method of the envs that the user called
+    SET_UP = 4  # taking a seed, or the state of an earlier run
 
 
 class StepCounter:
     """Frames stepped in all, and the frames among them that no rollout contains, by cause.
 
     Attributes:
-        memory: int64 ``[2]``, indexed with :data:`STEPPED` and :data:`BUSY`; up to date after
-            every step.
-        cells: the same memory as a memoryview, which is several times faster to write to.
+        cells: int64 ``[4]`` as a memoryview, which is several times faster to write to than an
+            array; indexed with :data:`STEPPED` and so on, and up to date after every step.
         lost: frames that will never be delivered, by cause.
         env_faults: how often an env raised.
+        evaluation: counts the frames of evaluations, in memory of the same parent.
     """
 
     def __init__(self, memory: np.ndarray | None = None) -> None:
-        """Continue from the numbers in ``memory``; None: start at 0 in new private memory."""
-        self.memory = np.zeros(2, np.int64) if memory is None else memory
-        self.cells = self.memory.data
+        """Continue from the numbers in ``memory``; None: start at 0 in new private memory.
+
+        ``memory``: int64, one block or several.
+        """
+        memory = np.zeros(_BLOCK, np.int64) if memory is None else memory
+        self.cells = memory[:_BLOCK].data
         self.lost: dict[str, int] = {}
         self.env_faults = 0
+        rest = memory[_BLOCK:]
+        self.evaluation: StepCounter | None = StepCounter(rest) if len(rest) else None
 
     @classmethod
     def inherited(cls, fd: int) -> StepCounter:
-        """Count in the memory that the parent process shares as ``fd``, and close ``fd``."""
+        """Count in the memory that the parent process shares as ``fd``.
+
+        On :data:`STACK_SIGNAL` the stack of the main thread is written there, even while that
+        thread holds the interpreter's lock. ``fd`` stays open for it.
+        """
         memory = _map(fd)
-        os.close(fd)
-        return cls(memory)
+        os.lseek(fd, mmap.PAGESIZE, os.SEEK_SET)
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False)
+        return cls(memory[: 2 * _BLOCK])
 
     @property
     def stepped(self) -> int:
@@ -56,6 +92,26 @@ class StepCounter:
         if frames:
             self.lost[cause] = self.lost.get(cause, 0) + frames
 
+    @contextmanager
+    def doing(self, task: Task, limit_s: float | None = None) -> Iterator[None]:
+        """Say that ``task`` is being done within; tasks may be nested.
+
+        Args:
+            task: what is being done.
+            limit_s: seconds that it may take without progress; None: as long as a step may take.
+        """
+        cells = self.cells
+        before = cells[TASK], cells[LIMIT_MS]
+        cells[NUM_TASKS] += 1
+        # 0 would mean no limit of its own.
+        cells[LIMIT_MS] = 0 if limit_s is None else max(1, int(min(limit_s, 1e9) * 1000))
+        cells[TASK] = task
+        try:
+            yield
+        finally:
+            cells[TASK], cells[LIMIT_MS] = before
+            cells[NUM_TASKS] += 1
+
 
 class SharedStepCounter:
     """What a child process counts, as its parent reads it.
@@ -66,7 +122,7 @@ class SharedStepCounter:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("distcollect-steps", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, mmap.PAGESIZE)
+        os.ftruncate(self.fd, _NUM_PAGES * mmap.PAGESIZE)
         self._memory = _map(self.fd)
 
     @property
@@ -74,10 +130,20 @@ class SharedStepCounter:
         """Frames that the process has stepped; exact whenever it was killed."""
         return int(self._memory[STEPPED])
 
-    @property
-    def busy(self) -> bool:
-        """Whether the process is stepping or resetting envs."""
-        return bool(self._memory[BUSY])
+    def blocks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The cells of the process itself, and those of its evaluations."""
+        cells = self._memory[: 2 * _BLOCK].tolist()
+        return tuple(cells[:_BLOCK]), tuple(cells[_BLOCK:])
+
+    def stack(self) -> str:
+        """What the main thread was doing at the last :data:`STACK_SIGNAL`; "" if unknown.
+
+        The innermost calls, in one line, the last one first.
+        """
+        text = self._memory.tobytes()[mmap.PAGESIZE :].decode("utf-8", "replace")
+        newest = text.rpartition("most recent call first")[2]
+        calls = re.findall(r'File "(.*)", line (\d+) in (.*)', newest)[:_STACK_FRAMES]
+        return ", called by ".join(f"{name} ({file}:{line})" for file, line, name in calls)
 
     def close(self) -> None:
         """Close the descriptor; the numbers stay readable."""
@@ -85,4 +151,4 @@ class SharedStepCounter:
 
 
 def _map(fd: int) -> np.ndarray:
-    return np.frombuffer(mmap.mmap(fd, mmap.PAGESIZE), dtype=np.int64)
+    return np.frombuffer(mmap.mmap(fd, _NUM_PAGES * mmap.PAGESIZE), dtype=np.int64)

@@ -36,8 +36,17 @@ class SerialThread:
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Call ``function`` after all that was submitted before; its result as a future."""
+
+        def call() -> T:
+            try:
+                return function(*args)
+            except Exception:
+                raise
+            except BaseException as error:  # such as SystemExit, which would end the thread
+                raise RuntimeError(f"{function!r} raised {error!r}") from error
+
         answer: Future[T] = Future()
-        self._jobs.put((answer, lambda: function(*args)))
+        self._jobs.put((answer, call))
         return answer
 
     def close(self) -> None:

@@ -109,7 +109,12 @@ def build_engine_for(
 
 
 def build_evaluator(
-    plan: WorkerPlan, *, worker_id: int = 0, incarnation: int = 0, shared: bool = False
+    plan: WorkerPlan,
+    *,
+    worker_id: int = 0,
+    incarnation: int = 0,
+    shared: bool = False,
+    counter: StepCounter | None = None,
 ) -> Evaluator:
     """An evaluator of the policy object in ``plan``, with envs of its own; see build_engine."""
 
@@ -122,6 +127,7 @@ def build_evaluator(
             worker_id=worker_id,
             incarnation=incarnation,
             shared=shared,
+            counter=counter,
         )
 
     return Evaluator(make_engine)

@@ -7,12 +7,13 @@ in each step, :mod:`.ragged_loop` for vector envs with filler steps.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.step_counter import BUSY, StepCounter
+from distcollect.common.step_counter import NUM_TASKS, TASK, StepCounter, Task
 from distcollect.engine.aligned_loop import AlignedLoop
 from distcollect.engine.env_recovery import EnvRecovery
 from distcollect.engine.interrupts import Interrupts, Stopped
@@ -20,7 +21,7 @@ from distcollect.engine.plan import StepOptions
 from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
 from distcollect.envs.base import EnvBatch, Faulted
-from distcollect.errors import ArgumentError, PolicyError
+from distcollect.errors import ArgumentError, EnvError, PolicyError
 from distcollect.policy.base import Policy
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.random import RandomPolicy
@@ -181,7 +182,8 @@ class Engine:
         cells = self.counter.cells
         self._interrupts.rollout_begins(preempted=preempted)
         self._loop.begun_at = self.counter.stepped
-        cells[BUSY] = 1
+        cells[NUM_TASKS] += 1
+        cells[TASK] = Task.COLLECT
         self.step_timer.begin()
         try:
             self._loop.swap_weights(version)
@@ -193,18 +195,24 @@ class Engine:
             raise
         finally:
             self._interrupts.rollout_ended()
-            cells[BUSY] = 0
+            cells[TASK] = Task.IDLE
             self.step_timer.end()
 
     def call_envs(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
     ) -> Future[list[Any]]:
-        """Call :meth:`EnvBatch.call` as :meth:`run_between_steps` runs a job."""
+        """Call :meth:`EnvBatch.call` as :meth:`run_between_steps` runs a job.
+
+        A call that takes longer than ``limit_s`` is taken to hang, and the process is ended.
+        """
         answer: Future[list[Any]] = Future()
 
         def call() -> None:
             try:
-                answer.set_result(self.envs.call(name, args, kwargs))
+                with self.counter.doing(Task.CALL, limit_s):
+                    result = self.envs.call(name, args, kwargs)
+                    _check_can_be_pickled(result, name)
+                answer.set_result(result)
             except Exception as error:  # noqa: BLE001 - raised where the future is waited for
                 answer.set_exception(error)
 
@@ -252,6 +260,17 @@ class Engine:
         self._reset_due = False
         self._loop.drop_surplus()
         self._trajectories.begin_all()
+
+
+def _check_can_be_pickled(result: object, name: str) -> None:
+    """Raise EnvError unless what a method of the envs returned can be sent."""
+    try:
+        pickle.dumps(result)
+    except Exception as error:
+        raise EnvError(
+            f"what {name!r} returned can't be pickled ({type(error).__name__}: {error}), so it "
+            "can't be sent to the trainer; return numbers, arrays or tensors"
+        ) from error
 
 
 def _layout(envs: EnvBatch, policy: Policy) -> Layout:

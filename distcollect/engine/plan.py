@@ -72,7 +72,7 @@ class WorkerPlan:
         """The same plan with the policy that ``policy_factory`` makes, if there is a factory.
 
         Raises:
-            PolicyError: the factory raised.
+            PolicyError: the factory raised, or returned no policy.
         """
         if self.policy_factory is None:
             return self
@@ -80,4 +80,9 @@ class WorkerPlan:
             policy = self.policy_factory()
         except Exception as error:
             raise PolicyError(f"policy_factory raised {type(error).__name__}: {error}") from error
+        if not callable(policy):
+            raise PolicyError(
+                f"policy_factory returned {policy!r}: it must return a module or a function. For "
+                "random actions leave policy and policy_factory out"
+            )
         return replace(self, policy=policy, policy_factory=None)

@@ -17,6 +17,7 @@ from torch.distributed import DistStoreError
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import LaunchError
+from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement, Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.launch.rendezvous import RENDEZVOUS_TIMEOUT_S, finder
@@ -88,6 +89,7 @@ def supervise(
         LaunchError: the trainer can't be reached, or refused.
         SystemExit: the trainer is gone, or a signal ended this process.
     """
+    zygote.warm_up()
     joined_before = False
     while True:
         _handle_signals()

@@ -43,6 +43,7 @@ from distcollect.supervision.membership import PRESENT, Command, Membership, Pin
 from distcollect.supervision.plans import PlanSender
 from distcollect.supervision.process import Key, Process, ProcessState, message_of
 from distcollect.supervision.status import Status
+from distcollect.supervision.worker_ends import WorkerEnd
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import PeerAddress, RpcTransport
 from distcollect.transport.worker_service import Probe
@@ -375,9 +376,13 @@ class Lifecycle:
         left = self._membership.state(worker_id) is WorkerState.LEFT
         failure = process.failure or process.death
         self._deaths[worker_id] = "it left" if left else message_of(failure)
+        cause = process.cause(left=left)
+        with self._status.lock:
+            self._status.states = self._membership.states  # first: who waits for ends looks there
+        self._status.ends.note(worker_id, WorkerEnd(failure, is_hang=cause == "hung"))
         stopping = self._status.is_stopping
         if self._observer is not None:
-            cause = "shut_down" if stopping else process.cause(left=left)
+            cause = "shut_down" if stopping else cause
             stepped = None if process.exit is None else process.exit.stepped
             self._observer.account(*process.key, cause, stepped)
         if stopping:

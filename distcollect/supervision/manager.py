@@ -21,6 +21,7 @@ from distcollect.supervision.host_events import PostedHostEvents
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.lifecycle import EXIT_TIMEOUT_S, Lifecycle
 from distcollect.supervision.status import Phase, Status
+from distcollect.supervision.worker_ends import WorkerEnds
 from distcollect.transport.rpc import RpcTransport
 from distcollect.transport.worker_service import Probe
 
@@ -120,6 +121,11 @@ class Workers:
     def probes(self) -> dict[int, Probe]:
         """What the first process in each slot found when it was probed, by worker_id."""
         return self._status.probes
+
+    @property
+    def ends(self) -> WorkerEnds:
+        """How lost workers ended."""
+        return self._status.ends
 
     @property
     def gpus(self) -> dict[int, str]:

@@ -9,6 +9,7 @@ from distcollect.errors import DistCollectError
 from distcollect.results import WorkerState
 from distcollect.supervision.membership import PRESENT
 from distcollect.supervision.process import check_transition
+from distcollect.supervision.worker_ends import WorkerEnds
 from distcollect.transport.worker_service import Probe
 
 
@@ -42,6 +43,7 @@ class Status:
         failure: why the run can't go on; None: it can.
         states: of each slot's worker, by worker_id; replaced as a whole.
         probes: worker_id to what the first process in its slot found when it was probed.
+        ends: how lost workers ended.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class Status:
         self.failure: DistCollectError | None = None
         self.states: dict[int, WorkerState] = {}
         self.probes: dict[int, Probe] = {}
+        self.ends = WorkerEnds()
 
     @property
     def num_present(self) -> int:

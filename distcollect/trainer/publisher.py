@@ -65,17 +65,12 @@ class Publisher:
 
     def publish(self, source: Weights | None, worker_ids: WorkerIds) -> PushHandle | None:
         """See :meth:`~distcollect.RPCDataCollector.update_policy_weights_`."""
-        selected = self.selected(worker_ids)
+        if worker_ids is None:
+            worker_ids = self._updater.all_worker_ids()
+        selected = [w for w in self.selected(worker_ids) if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
         if not self._layout.entries or not selected:
             return None
-        if source is None:
-            source = self._downloaded()
-        if source is None:
-            raise ArgumentTypeError(
-                "this collector has no policy of its own (it was given policy_factory): pass the "
-                "weights to send"
-            )
-        weights = self._layout.select(source)
+        weights = self._layout.select(self._source(source))
         if self._options.check_finite:
             check_finite(weights)
         if (narrow := self._options.narrow_dtype) is not None:
@@ -83,17 +78,27 @@ class Publisher:
         # Packed on their own device, so that a GPU's weights cross the bus in one piece.
         device = next(iter(weights.values())).device
         self._updater.check(device, selected)
-        return self._pool.push(self._snapshot(weights, device), selected)
+        handle = self._pool.push(self._snapshot(weights, device), selected)
+        self._updater._call_post_hooks()  # noqa: SLF001 - the name that TorchRL has
+        return handle
 
-    def _downloaded(self) -> Weights | None:
-        """What is published if the user gives nothing: the collector's own module.
+    def _source(self, given: Weights | None) -> Weights:
+        """What is published: what the user gave, else what a server has, else the own module.
 
-        If the weight updater has newer weights from a server, they are loaded into it first.
+        What a server has is loaded into the own module first.
         """
-        served = self._updater._get_server_weights()  # noqa: SLF001 - the name that TorchRL has
+        updater = self._updater
+        served = updater._get_server_weights() if given is None else None  # noqa: SLF001 - the name that TorchRL has
+        source = next((each for each in (given, served, self._own) if each is not None), None)
+        if source is None:
+            raise ArgumentTypeError(
+                "this collector has no policy of its own (it was given policy_factory): pass the "
+                "weights to send"
+            )
+        mapped: Weights = updater._maybe_map_weights(source)  # noqa: SLF001 - the name that TorchRL has
         if served is None or self._own is None:
-            return self._own if served is None else served
-        self._layout.load(served, self._own)
+            return mapped
+        self._layout.load(mapped, self._own)
         return self._own
 
     def publish_own(self, *, sync: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,8 @@ from distcollect.common.threads import missing
 from distcollect.config import EvaluationWorkers
 from distcollect.errors import DeadlineError, WorkerLost
 from distcollect.results import Evaluation
+from distcollect.supervision.process import message_of
+from distcollect.supervision.worker_ends import WorkerEnd, WorkerEnds
 from distcollect.trainer.background_evaluation import Evaluators
 from distcollect.trainer.pool import Pool
 from distcollect.trainer.publisher import WorkerIds
@@ -20,7 +23,7 @@ from distcollect.transport.worker_service import EvaluationRequest, WorkerServic
 
 T = TypeVar("T")
 
-# A worker that misses its deadline says so; this long for that to arrive.
+# A worker that misses its deadline says so, or is ended; this long for that to arrive.
 _ANSWER_S = 5.0
 
 
@@ -30,10 +33,19 @@ class RemoteCalls:
     A worker that is lost meanwhile is left out, unless the user named the workers.
     """
 
-    def __init__(self, pool: Pool, selected: Callable[[WorkerIds], Sequence[int]]) -> None:
-        """Call through ``pool``; ``selected`` turns the user's ``worker_ids`` into ids."""
+    def __init__(
+        self, pool: Pool, selected: Callable[[WorkerIds], Sequence[int]], ends: WorkerEnds
+    ) -> None:
+        """Call workers.
+
+        Args:
+            pool: calls them.
+            selected: turns the user's ``worker_ids`` into ids.
+            ends: how lost workers ended.
+        """
         self._pool = pool
         self._selected = selected
+        self._ends = ends
 
     def call(
         self,
@@ -44,12 +56,24 @@ class RemoteCalls:
         timeout_s: float,
     ) -> dict[int, list[Any]]:
         """Call a method of all envs, see :meth:`.DataCollectorBase.call`; by worker_id."""
+        known = self._ends.known()
         answers = {
-            w: self._pool.call(w, WorkerService.call_envs, method, args, kwargs)
+            w: self._pool.call(w, WorkerService.call_envs, method, args, kwargs, timeout_s)
             for w in self._called(worker_ids)
         }
-        named = worker_ids is not None
-        return _answers(f"call({method!r})", answers, timeout_s, all_of_them=named)
+        absent = _lost(answers)
+        what = f"call({method!r})"
+        # A worker whose envs take longer than timeout_s is ended, and how it ended says more.
+        _await(what, answers, timeout_s, _ANSWER_S)
+        ends = self._ends.since(known, _lost(answers) - absent, _ANSWER_S)
+        for worker_id, end in ends.items():
+            if end.is_hang:
+                raise DeadlineError(
+                    f"worker {worker_id} did not answer {what} within {timeout_s:g} s, and is "
+                    f"replaced: {message_of(end.error)}. If the call may take longer, give a "
+                    "longer timeout_s"
+                )
+        return _answered(answers, ends, all_of_them=worker_ids is not None)
 
     def _called(self, worker_ids: WorkerIds) -> Sequence[int]:
         """The workers that the user named; if none, all that are there."""
@@ -66,10 +90,12 @@ class RemoteCalls:
         """Play this many episodes in all, see :meth:`.DataCollectorBase.evaluate`."""
         deadline = time.monotonic() + timeout_s
         parts: list[Evaluation] = []
+        known = self._ends.known()
+        lost: list[str] = []  # how workers ended that were evaluating
         while owed := num_episodes - sum(len(part.returns) for part in parts):
             selected = self._called(worker_ids)
             if not selected:
-                raise WorkerLost("no worker is there to evaluate the policy")
+                raise WorkerLost(f"no worker is there to evaluate the policy{_meanwhile(lost)}")
             limit_s = max(0.0, deadline - time.monotonic())
             # If workers are lost, others play their episodes in the next round, with other seeds.
             first = len(parts) << 16
@@ -89,28 +115,61 @@ class RemoteCalls:
                 for w, share in zip(selected, shares(owed, len(selected)), strict=True)
                 if share
             }
+            absent = _lost(answers)
             # The workers keep that deadline too, and their own errors say more.
-            named = worker_ids is not None
-            parts += _answers(
-                "evaluate()", answers, limit_s + _ANSWER_S, all_of_them=named
-            ).values()
+            _await("evaluate()", answers, limit_s, _ANSWER_S, _meanwhile(lost))
+            ends = self._ends.since(known, _lost(answers) - absent, _ANSWER_S)
+            known |= ends
+            lost += [f"worker {w}: {message_of(end.error)}" for w, end in ends.items()]
+            parts += _answered(answers, ends, all_of_them=worker_ids is not None).values()
         return Evaluation.joined(parts)
 
 
-def _answers(
-    what: str, answers: Mapping[int, Future[T]], timeout_s: float, *, all_of_them: bool
-) -> dict[int, T]:
-    """The workers' answers, by worker_id; without lost workers, unless ``all_of_them``."""
-    if late := missing(answers, timeout_s):
+def _await(
+    what: str,
+    answers: Mapping[int, Future[Any]],
+    timeout_s: float,
+    grace_s: float,
+    meanwhile: str = "",
+) -> None:
+    """Wait for answers.
+
+    Raises:
+        DeadlineError: some were not there after ``timeout_s`` and ``grace_s``; names the workers.
+    """
+    if late := missing(answers, timeout_s + grace_s):
         raise DeadlineError(
             f"workers {late} did not answer {what} within {timeout_s:g} s; timeout_s=... gives "
-            "longer, worker_ids=... leaves them out"
+            f"longer, worker_ids=... leaves them out{meanwhile}"
         )
+
+
+def _lost(answers: Mapping[int, Future[Any]]) -> set[int]:
+    """The workers that are known not to answer, as they are gone."""
     return {
-        worker_id: answer.result()
+        worker_id
         for worker_id, answer in answers.items()
-        if all_of_them or not isinstance(answer.exception(), WorkerLost)
+        if answer.done() and isinstance(answer.exception(), WorkerLost)
     }
+
+
+def _answered(
+    answers: Mapping[int, Future[T]], ends: Mapping[int, WorkerEnd], *, all_of_them: bool
+) -> dict[int, T]:
+    """The workers' answers, by worker_id; without lost workers, unless ``all_of_them``."""
+    answered: dict[int, T] = {}
+    for worker_id, answer in answers.items():
+        if not isinstance(answer.exception(), WorkerLost):
+            answered[worker_id] = answer.result()
+        elif all_of_them:
+            if worker_id in ends:
+                raise copy.copy(ends[worker_id].error)  # the frames of a raise stay with an error
+            answer.result()
+    return answered
+
+
+def _meanwhile(lost: Sequence[str]) -> str:
+    return f"; lost meanwhile: {'; '.join(lost)}" if lost else ""
 
 
 def evaluators(

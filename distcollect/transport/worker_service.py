@@ -169,9 +169,12 @@ class WorkerService(Service, Protocol):
     # What users call.
 
     def call_envs(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
     ) -> Future[list[Any]]:
-        """Call a method of each env between two steps; what each returned."""
+        """Call a method of each env between two steps; what each returned.
+
+        A worker whose envs take longer than ``limit_s`` is ended, and replaced.
+        """
 
     def evaluate(self, request: EvaluationRequest) -> Future[Evaluation]:
         """Play episodes in other envs, between two rollouts."""

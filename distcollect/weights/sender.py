@@ -30,11 +30,10 @@ from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import Push, WorkerService
 from distcollect.weights.push_handle import PushHandle, PushRecord
 from distcollect.weights.slots import PlannedPush, Publication, WeightSlots
+from distcollect.weights.transfer import Answers, Transfer
 from distcollect.weights.updaters import WeightUpdaterBase
 
 log = logging.getLogger(__name__)
-
-Answers = Mapping[int, Future[Any]]  # by worker_id
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,9 @@ class WeightSender:
         self._slots = WeightSlots()
         self._last: Publication | None = None  # that changes are worked out against
         self._thread = SerialThread("distcollect-weights")
+        self._watch_thread = SerialThread("distcollect-weights-watch")
+        # A receiver that does not answer, and gives no sign of life, for this long is late.
+        self._patience_s = min(timeout_s, options.ready_timeout_s)
         self._closed = False
 
     def acknowledged(self, worker_id: int) -> int:
@@ -160,12 +162,20 @@ class WeightSender:
             self._closed = True
             self._slots.close()
         self._thread.close()
+        self._watch_thread.close()
         self._updater.close()
 
     # On the sender's thread.
 
     def _send_all(self) -> None:
         """Send until every worker that answers has the newest version for it."""
+        try:
+            self._send_pushes()
+        except BaseException:
+            log.exception("the sender of weights failed")  # nobody looks at this job's result
+            raise
+
+    def _send_pushes(self) -> None:
         while not self._closed:
             with self._lock:
                 push = self._slots.next_push()
@@ -210,9 +220,10 @@ class WeightSender:
             for worker_id, source in sources.items()
         }
         answers = self._call(push, WorkerService.receive_weights, messages)
-        self._send_payload(push, payload.data, answers)
+        transfer = Transfer(self._transport, self._updater, push, answers, self._patience_s)
+        self._send_payload(transfer, payload.data)
         sent_ns = clock_ns()
-        late = self._late(push, answers)
+        late = self._late(transfer)
         end_ns = clock_ns()
         publication.record.num_bytes = payload.data.nbytes
         publication.record.timings.update(
@@ -228,7 +239,7 @@ class WeightSender:
         for worker_id, answer in answers.items():
             if worker_id in late or answer.exception() is not None:
                 self._updater.forget(receivers[worker_id])
-        self._conclude(push, answers, late, (end_ns - sent_ns) / 1e9)
+        self._conclude(push, answers, late, (end_ns - ready_ns) / 1e9)
 
     def _payload(self, push: PlannedPush) -> _Payload:
         flat = push.publication.flat
@@ -267,48 +278,40 @@ class WeightSender:
                 self._failed(worker_id, push, error)
         return not late and all(answer.exception() is None for answer in preparing.values())
 
-    def _send_payload(self, push: PlannedPush, data: torch.Tensor, answers: Answers) -> None:
-        """Send; if a receiver's failure breaks it off, the others are told not to wait for it."""
-        broken_off = threading.Event()
-
-        def break_off() -> None:
-            if broken_off.is_set():
-                return
-            broken_off.set()
-            for worker_id, peer in push.receivers.items():
-                self._updater.forget(peer)
-                # The member that was to pass the payload on to this one may be gone.
-                if not answers[worker_id].done():
-                    self._transport.call(peer, WorkerService.cancel_receiving)
-
-        def answered(answer: Future[Any]) -> None:
-            if answer.exception() is not None:
-                break_off()
-
+    def _send_payload(self, transfer: Transfer, data: torch.Tensor) -> None:
+        """Send; if a receiver fails or falls silent, this ends, and the others are told."""
         if self._updater.together:
-            for answer in answers.values():
-                answer.add_done_callback(answered)
+            transfer.break_off_at_errors()
+            self._watch_thread.submit(transfer.watch)
         try:
             self._updater.send(data)
         except RuntimeError as error:
             # The acknowledgements will show which receiver failed, and which have it all the same.
             log.info("sending broke off: %s", error)
-            break_off()
+            transfer.break_off()
+        finally:
+            transfer.is_sent.set()
 
-    def _late(self, push: PlannedPush, answers: Answers) -> list[int]:
+    def _late(self, transfer: Transfer) -> list[int]:
         """Receivers that give no sign of life, or did not acknowledge in the time for a push."""
-        limit_s = min(self._timeout_s, self._options.ready_timeout_s)
-        slow = missing(answers, limit_s)
+        limit_s, answers = self._patience_s, transfer.answers
+        late = list(transfer.silent)
+        slow = missing({w: answers[w] for w in answers if w not in late}, limit_s)
         # It may merely take long to receive.
         signs = {
             worker_id: self._transport.call(
-                push.receivers[worker_id], WorkerService.prepare_to_receive
+                transfer.push.receivers[worker_id], WorkerService.prepare_to_receive
             )
             for worker_id in slow
         }
-        late = missing(signs, limit_s)
+        late += missing(signs, limit_s)
+        if late and self._updater.together:
+            transfer.break_off()  # the others may wait for what a late one was to pass on
         still_receiving = {w: answers[w] for w in slow if w not in late}
-        return late + missing(still_receiving, self._timeout_s - limit_s)
+        late += missing(still_receiving, self._timeout_s - limit_s)
+        if self._updater.together:
+            transfer.end(late)
+        return late
 
     def _conclude(
         self, push: PlannedPush, answers: Answers, late: Sequence[int], waited_s: float

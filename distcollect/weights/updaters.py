@@ -40,7 +40,9 @@ class UpdaterContext:
 class WeightUpdaterBase(ABC):
     """Moves weights from the trainer to workers; derive from it for a way of your own.
 
-    For each push, :meth:`sources` and then :meth:`send` are called on one thread.
+    For each push, :meth:`sources` and then :meth:`send` are called on one thread. The methods that
+    decide what is sent, and to which workers, have the names that TorchRL gives them; they are
+    called on the thread that calls ``update_policy_weights_``.
 
     Attributes:
         together: whether a push only works if all of its receivers take part, as in a broadcast.
@@ -63,6 +65,28 @@ class WeightUpdaterBase(ABC):
         module, a TensorDict or a state dict. They are loaded into the trainer's policy first.
         """
         return None
+
+    def _maybe_map_weights(self, weights: Any) -> Any:
+        """Change the weights that are to be published: a module, a TensorDict or a state dict.
+
+        What the user gave, or :meth:`_get_server_weights`, or else the trainer's policy; returns
+        one of these kinds. By default they stay as they are.
+        """
+        return weights
+
+    def _skip_update(self, worker_id: int) -> bool:
+        """Whether a worker is left out of an update that would have gone to it."""
+        return False
+
+    def all_worker_ids(self) -> Sequence[int] | Sequence[torch.device] | None:
+        """The workers of an update for which the user selected none; None: all."""
+        return None
+
+    def _call_post_hooks(self) -> None:  # noqa: B027 - optional
+        """Called after each update, when the weights are on their way to the workers."""
+
+    def register_collector(self, collector: Any) -> None:  # noqa: B027 - optional
+        """Take the collector that uses this updater; called once, before the first update."""
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:  # noqa: B027
         """Raise ArgumentError if weights on ``device`` can't be sent to these workers."""

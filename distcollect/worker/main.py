@@ -15,7 +15,6 @@ from distcollect.common.shared_memory import sample_of_memory
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
 from distcollect.net.client import ControlConnection, exit_now
-from distcollect.net.framing import Frame
 from distcollect.net.messages import (
     Exit,
     Leaving,
@@ -24,7 +23,6 @@ from distcollect.net.messages import (
     WorkerBoot,
     WorkerHello,
     WorkerWelcome,
-    decode_as,
 )
 from distcollect.transport.rpc import PeerAddress, RpcTransport
 from distcollect.worker.service import Worker
@@ -37,13 +35,8 @@ _SWITCH_INTERVAL_S = 0.0005
 _JOIN_TIMEOUT_S = 60.0
 
 
-def main(frame: Frame) -> None:
-    """Run a worker process until its trainer ends it or is gone.
-
-    Args:
-        frame: a :class:`~distcollect.net.messages.WorkerBoot`.
-    """
-    boot = decode_as(WorkerBoot, frame)
+def main(boot: WorkerBoot) -> None:
+    """Run a worker process until its trainer ends it or is gone."""
     # A terminal, or torchrun, may send Ctrl-C to all processes; only the trainer acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:

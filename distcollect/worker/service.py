@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from distcollect.common.step_counter import StepCounter
+from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
 from distcollect.engine.build import build_engine, build_evaluator
 from distcollect.engine.engine import Engine
@@ -149,10 +149,10 @@ class Worker(WorkerService):
         return self._submit(lambda: self._resume(request))
 
     def call_envs(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
     ) -> Future[list[Any]]:
         engine = self._configured
-        answer = engine.call_envs(name, args, kwargs)
+        answer = engine.call_envs(name, args, kwargs, limit_s)
         self._submit(engine.run_jobs)  # if nothing is collected
         return answer
 
@@ -198,7 +198,10 @@ class Worker(WorkerService):
             ) from error
         plan = plan.with_policy_made()
         self._evaluator = build_evaluator(
-            plan, worker_id=self.worker_id, incarnation=self._incarnation
+            plan,
+            worker_id=self.worker_id,
+            incarnation=self._incarnation,
+            counter=None if self._counts is None else self._counts.evaluation,
         )
         self._engine = build_engine(
             plan,
@@ -252,25 +255,28 @@ class Worker(WorkerService):
         engine.weights.apply()
         assert self._evaluator is not None
         try:
-            return self._evaluator.evaluate(
-                request.num_episodes,
-                version=engine.weights.version,
-                deterministic=request.deterministic,
-                seed=request.seed,
-                timeout_s=request.timeout_s,
-            )
+            with engine.counter.doing(Task.EVALUATE, request.timeout_s):
+                return self._evaluator.evaluate(
+                    request.num_episodes,
+                    version=engine.weights.version,
+                    deterministic=request.deterministic,
+                    seed=request.seed,
+                    timeout_s=request.timeout_s,
+                )
         finally:
             engine.step_timer.restart_wait()
 
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
-        self._configured.seed(env_seeds, policy_seeds)
+        with self._configured.counter.doing(Task.SET_UP):
+            self._configured.seed(env_seeds, policy_seeds)
         torch.manual_seed(policy_seeds[0])
         np.random.seed(policy_seeds[0] % 2**32)  # noqa: NPY002 - some envs still use it
 
     def _resume(self, request: ResumeRequest) -> None:
         self._configured_receiver.renumber(request.version, request.epoch)
         self._first_traj_id = request.first_traj_id
-        self._configured.use_traj_ids(self._new_traj_ids())
+        with self._configured.counter.doing(Task.SET_UP):
+            self._configured.use_traj_ids(self._new_traj_ids())
 
     def _new_traj_ids(self) -> Iterator[int]:
         return traj_ids_of(self._peer, self._first_traj_id)

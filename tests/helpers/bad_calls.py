@@ -400,6 +400,12 @@ RUNNING: list[Row] = [
         r"start with shape \[1, 3\]",
     ),
     (
+        lambda: sync(policy_factory=lambda: None),
+        dc.PolicyError,
+        "policy_factory returned None",
+        "leave policy and policy_factory out",
+    ),
+    (
         lambda: sync(policy_factory=raising_maker),
         dc.PolicyError,
         "OSError: no lic",

@@ -12,6 +12,7 @@ from helpers.paths import SCRIPTS
 SCRIPT = SCRIPTS / "collect_launched.py"
 TRAINERS = SCRIPTS / "train_together.py"
 MENDED = SCRIPTS / "lose_a_worker.py"
+PUSHED = SCRIPTS / "push_to_hosts.py"
 
 
 def finish(processes, timeout_s=110):
@@ -33,6 +34,7 @@ def start(command, **env):
     return subprocess.Popen(
         [str(part) for part in command],
         env={**os.environ, **env},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -12,6 +12,7 @@ from distcollect.collectors import session
 from distcollect.config import Faults
 from distcollect.results import WorkerState
 from distcollect.supervision.interfaces import MembershipObserver
+from distcollect.supervision.worker_ends import WorkerEnds
 from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import Probe, WorkerService
@@ -57,6 +58,7 @@ class LoopbackWorkers:
         self.states = dict.fromkeys(self.probes, WorkerState.READY)
         self.num_present = num_workers
         self.are_near = False
+        self.ends = WorkerEnds()
         self.is_elastic = False
 
     def await_enough(self) -> None:

@@ -9,25 +9,39 @@ import time
 import uuid
 from pathlib import Path
 
+from distcollect.launch import zygote
+
 SHM = "/dev/shm/"
+# One for all tests of this process: workers that are forked from its zygote show the environment
+# with which the zygote was started, maybe by an earlier test.
+_MARK = ("DISTCOLLECT_TEST_MARK", uuid.uuid4().hex)
 
 
 class Marked:
-    """Processes with one mark in their environment, and their files in /dev/shm."""
+    """Processes started from now on with a mark in their environment; their files in /dev/shm.
+
+    This process's zygote is not among them: it waits for the next collector.
+    """
 
     def __init__(self) -> None:
-        self.variable = ("DISTCOLLECT_TEST_MARK", uuid.uuid4().hex)
+        self.variable = _MARK
         self._files: set[str] = set()
+        self._earlier: set[int] = set()
+        self._earlier = set(self.pids())
 
     def pids(self) -> list[int]:
         """The ids of running processes with the mark, without this one."""
+        return [pid for pid in self._all_pids() if pid not in self._earlier]
+
+    def _all_pids(self) -> list[int]:
         entry = "=".join(self.variable).encode()
         found = []
+        others = {os.getpid(), zygote.pid()}
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if (
                     folder.name.isdigit()
-                    and int(folder.name) != os.getpid()
+                    and int(folder.name) not in others
                     and entry in (folder / "environ").read_bytes().split(b"\0")
                 ):
                     found.append(int(folder.name))

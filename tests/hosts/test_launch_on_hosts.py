@@ -12,6 +12,7 @@ import time
 import pytest
 from helpers.launching import (
     MENDED,
+    PUSHED,
     SCRIPT,
     TRAINERS,
     finish,
@@ -83,6 +84,44 @@ def test_a_host_that_was_unplugged_comes_back(on_host):
         subprocess.run([*plug, "plug"], check=True, timeout=20)
     outputs = finish(ranks)
     assert "mended" in outputs[0].splitlines()
+
+
+@needs_hosts
+@pytest.mark.timeout(400)  # six ranks start, which takes long on a busy machine
+def test_a_host_that_vanishes_while_it_receives_weights_leaves_the_others_in_one_group(on_host):
+    """Its connections stay open, and nothing comes from it any more."""
+    ranks = [
+        start(on_host(1 + rank // 2, sys.executable, PUSHED), **slurm_variables(rank, 3, 2))
+        for rank in range(6)
+    ]
+    plug = [TESTBED / "netns_host.sh", "3"]
+    try:
+        await_line(ranks[0], "sending")
+        subprocess.run([*plug, "unplug"], check=True, timeout=20)
+        tell(ranks[0])
+        said = json.loads(next(line for line in ranks[0].stdout if line.startswith('{"groups"')))
+        subprocess.run([*plug, "plug"], check=True, timeout=20)
+        [first, second] = said["groups"]
+        assert first == [0, 1, 2, 3, 4]
+        # Worker 1 may have had it before.
+        assert {0, 2} <= set(second) <= {0, 1, 2}
+        assert said["acknowledged"] == [0, 1, 2]
+        assert said["left_out"] == {"3": "WeightsTimeout", "4": "WeightsTimeout"}
+        tell(ranks[0])
+    except BaseException:
+        subprocess.run([*plug, "plug"], check=True, timeout=20)
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+        raise
+    outputs = finish(ranks)
+    assert "done" in outputs[0].splitlines()
+
+
+def tell(process):
+    """Write a line to it."""
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 def await_line(process, wanted):

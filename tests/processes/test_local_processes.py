@@ -150,7 +150,7 @@ def test_kill_9_of_the_starter_ends_all_workers(marked: Marked, tmp_path: Path, 
     """Also if a forked child holds the guard's pipe open."""
     starter, forked = run_starter(tmp_path, *["fork"] * forks)
     assert len(forked) == forks
-    await_count(marked, 1 + forks + 1 + 4)
+    await_count(marked, 1 + forks + 2 + 4)  # with the guard and the zygote
     starter.kill()
     starter.communicate()
     assert marked.gone(SOON_S, but=set(forked)), marked.left()

@@ -195,3 +195,53 @@ class TestReceiversInTrouble:
             assert 200 in sent
             assert len(sent) < 200
             assert told(collector.next())["wide"] == 200
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 10, 64 << 20], ids=["small", "large"])
+def test_one_that_is_stopped_in_the_middle_leaves_the_others_in_one_group(num_bytes: int) -> None:
+    """Those that wait for it get the version together, long before the push's own deadline.
+
+    A small payload fits into the buffers of the connections, and a large one does not.
+    """
+    policy = Telling()
+    policy.register_buffer("ballast", torch.zeros(num_bytes, dtype=torch.uint8))
+    with dc.RPCDataCollector(
+        ProcessIdEnv,
+        policy,
+        num_workers=5,
+        frames_per_batch=20,
+        sync=True,
+        # A stopped process is not lost, and no broadcast is given up for its length.
+        faults=dc.Faults(silence_timeout_s=300, weights_timeout_s=300),
+        weight_updater=dc.BroadcastUpdater(),
+    ) as collector:
+        stopped = pids(collector)[0]  # it is to pass the payload on to workers 2 and 4
+        collector.update_policy_weights_(policy)  # now all are connected
+        groups: list[tuple[int, ...]] = []
+        updater = collector._session.updater
+        sources, send = updater.sources, updater.send
+
+        def note_group(payload: torch.Tensor, peers: Any) -> Any:
+            groups.append(tuple(peers))
+            return sources(payload, peers)
+
+        def stop_first(payload: torch.Tensor) -> None:
+            updater.send = send  # type: ignore[method-assign]
+            os.kill(stopped, signal.SIGSTOP)
+            send(payload)
+
+        updater.sources = note_group  # type: ignore[method-assign]
+        updater.send = stop_first  # type: ignore[method-assign]
+        handle = collector.update_policy_weights_(policy.fill(1), wait=False)
+        try:
+            handle.wait(60)
+            assert groups == [(0, 1, 2, 3, 4), (2, 4)]
+            assert handle.acknowledged == dict.fromkeys((1, 2, 3, 4), 2)
+            assert isinstance(handle.left_out[0], dc.WeightsTimeout)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        batch = collector.next()
+        assert (batch["collector", "policy_version"] == 2).all()
+        assert [told(batch, row)["wide"] for row in range(5)] == [1] * 5
+        assert groups[2:] == [(0,)]
+        assert handle.acknowledged == dict.fromkeys(range(5), 2)

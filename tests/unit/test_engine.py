@@ -16,7 +16,7 @@ from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
 from tensordict import TensorDict
 from torch import nn
 
-from distcollect.common.step_counter import StepCounter
+from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.interrupts import Interrupts, Stopped
@@ -276,7 +276,7 @@ def test_frames_of_a_rollout_that_broke_off_are_lost(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> None:
     """When the policy is called, all earlier steps are counted."""
-    memory = np.zeros(2, np.int64)
+    memory = np.zeros(4, np.int64)
     policy = Told()
     maker = CountingMaker(kind, N, lengths=(100,))
     engine = build_engine(
@@ -284,10 +284,10 @@ def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> 
     )
     start = policy.calls
     seen: list[list[int]] = []
-    policy.at_call = lambda call: seen.append([call - start, *memory.tolist()])
+    policy.at_call = lambda call: seen.append([call - start, *memory[:2].tolist()])
     for rollouts in (1, 2):
         collect(engine)
-        assert memory.tolist() == [rollouts * N * T, 0]
+        assert memory[:2].tolist() == [rollouts * N * T, 0]
         assert engine.counter.stepped == rollouts * N * T
     assert seen == [[step + 1, step * N, 1] for step in range(2 * T)]
 
@@ -305,7 +305,7 @@ def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
     policy.at_call = interrupt
     with pytest.raises(KeyboardInterrupt):
         collect(engine)
-    assert engine.counter.memory[1] == 0
+    assert engine.counter.cells[TASK] == Task.IDLE
     batch = collect(engine)
     assert not (batch["collector", "traj_ids"][:, 0] == last_ids).any()
     assert (batch["observation"][:, 0, 2] == 0).all()

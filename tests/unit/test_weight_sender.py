@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import distcollect as dc
+from distcollect.common.threads import SerialThread
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, checksum
 from distcollect.transport.worker_service import Push, WeightSource, WorkerService
@@ -29,13 +31,18 @@ class Transport:
     """Peers answer every push with its version, unless ``receive`` says something else.
 
     Attributes:
-        receive: peer and push to the answer, or to an error.
+        receive: peer and push to the answer, to an error, or to a future of one.
+        cancel: called with a peer that is told to receive no longer; returns the same.
         silent: peers that answer nothing.
     """
 
     def __init__(self) -> None:
-        self.receive: Callable[[int, Push], int | BaseException] = lambda _, push: push.version
+        self.receive: Callable[[int, Push], Any] = lambda _, push: push.version
+        self.cancel: Callable[[int], Any] = lambda _: None
         self.silent: set[int] = set()
+
+    def ping(self, peer: int) -> Future[Any]:
+        return self.call(peer, None)
 
     def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -44,6 +51,10 @@ class Transport:
         outcome: Any = None
         if method is WorkerService.receive_weights:
             outcome = self.receive(peer, *args)
+        elif method is WorkerService.cancel_receiving:
+            outcome = self.cancel(peer)
+        if isinstance(outcome, Future):
+            return outcome
         if isinstance(outcome, BaseException):
             answer.set_exception(outcome)
         else:
@@ -119,15 +130,21 @@ def test_no_worker_starves_while_others_are_published_to_without_end(
 ) -> None:
     """Before each push, there are newer versions for two others."""
     world = make(3)
+    began, waits = threading.Event(), threading.Event()
 
     def publish_more() -> None:
+        began.set()
+        assert_within(waits)
         if len(world.updater.sent) < 100:
             world.publish(1)
             world.publish(2)
 
     world.updater.before = publish_more
     world.publish(1)
-    world.publish(0).wait(SOON_S)
+    assert_within(began)  # from the second push on, worker 0 is among those that wait
+    handle = world.publish(0)
+    waits.set()
+    handle.wait(SOON_S)
     turn = next(i for i, worker_ids in enumerate(world.updater.sent) if 0 in worker_ids)
     assert turn < 3, "once each other had its turn"
 
@@ -185,6 +202,69 @@ def test_one_that_falls_silent_in_a_group_does_not_scatter_the_others(
     assert handle.acknowledged == {0: 1, 1: 1, 2: 1}
     assert isinstance(handle.left_out[3], dc.WeightsTimeout)
     assert not world.left_out
+
+
+def test_one_that_falls_silent_ends_a_broadcast_that_waits_for_it(
+    make: Callable[[int], World],
+) -> None:
+    """The others wait for what it was to pass on: they are told, and get it in their own group."""
+    world = make(3)
+    updater = world.updater
+    updater.together = True
+    given_up = threading.Event()
+    updater.forget = lambda _: given_up.set()  # type: ignore[method-assign]
+
+    def send(_: torch.Tensor) -> None:
+        if len(updater.sent) == 1:
+            world.transport.silent.add(100)  # it was ready, and is stopped now
+            assert_within(given_up)
+            raise RuntimeError("the broadcast was given up")
+
+    stopped: Future[int] = Future()
+    waiting: Future[int] = Future()
+
+    def receive(peer: int, push: Push) -> Any:
+        if len(updater.sent) > 1:
+            return push.version
+        return {100: stopped, 101: waiting}.get(peer, push.version)
+
+    updater.send = send  # type: ignore[method-assign]
+    world.transport.receive = receive
+    world.transport.cancel = lambda peer: peer == 101 and waiting.set_exception(RuntimeError())
+    handle = world.publish(0, 1, 2)
+    handle.wait(SOON_S)
+    assert updater.sent == [(0, 1, 2), (1,)]
+    assert handle.acknowledged == {1: 1, 2: 1}
+
+
+def test_the_end_of_one_push_does_not_reach_the_next(make: Callable[[int], World]) -> None:
+    """A receiver's own error overtakes the message that tells it not to wait any longer."""
+    world = make(2)
+    world.updater.together = True
+    order: list[str] = []
+    failing: Future[int] = Future()
+
+    def receive(peer: int, push: Push) -> Any:
+        if len(world.updater.sent) > 1:
+            order.append("next push")
+            return push.version
+        return failing if peer == 100 else RuntimeError("lost its connection")
+
+    def cancel(_: int) -> Future[None]:
+        failing.set_exception(RuntimeError("lost its connection, too"))
+        arrived: Future[None] = Future()
+
+        def arrive() -> None:
+            order.append("told")
+            arrived.set_result(None)
+
+        threading.Timer(0.1, arrive).start()
+        return arrived
+
+    world.transport.receive = receive
+    world.transport.cancel = cancel
+    world.publish(0, 1).wait(SOON_S)
+    assert order[:2] == ["told", "next push"]
 
 
 def test_a_push_that_fails_is_tried_again_alone(make: Callable[[int], World]) -> None:
@@ -273,3 +353,11 @@ def test_illegal_changes_of_a_slot_raise() -> None:
     for state in (SlotState.SENDING, SlotState.LATE, SlotState.UNREACHABLE, SlotState.IDLE):
         with pytest.raises(RuntimeError, match=rf"worker 0 can't become {state.name}: it is IDLE"):
             slot.enter(state)
+
+
+def test_a_thread_for_jobs_survives_whatever_a_job_raises() -> None:
+    thread = SerialThread("jobs")
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        thread.submit(sys.exit, 3).result(SOON_S)
+    assert thread.submit(lambda: 5).result(SOON_S) == 5
+    thread.close()

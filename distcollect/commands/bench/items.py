@@ -14,6 +14,7 @@ from distcollect.commands.bench import (
     fetch,
     figures,
     replay,
+    start,
     weights,
 )
 from distcollect.commands.bench.contenders import CONTENDERS, Contender, Values
@@ -203,6 +204,29 @@ _FIGURES = (
             Part("survivors", "one of four killed", faults.run_survivors),
             Part("stopped", "one of two stopped", faults.run_stopped),
             Part("recovery", "one of four killed and replaced", faults.run_recovery, limit_s=300),
+        ),
+    ),
+    Item(
+        "start",
+        "from making a collector to its first batch",
+        (
+            Part("1", "1 worker", partial(start.run_start, num_workers=1)),
+            Part("8", "8 workers", partial(start.run_start, num_workers=8)),
+            Part(
+                "sb3-8",
+                "Stable-Baselines3, SubprocVecEnv with 8",
+                partial(start.run_sb3, num_workers=8),
+                needs=("stable_baselines3",),
+            ),
+            Part(
+                "torchrl-8",
+                "torchrl MultiSyncCollector with 8",
+                partial(start.run_torchrl, num_workers=8),
+                needs=_TORCHRL,
+            ),
+            Part("replacement", "one of two workers killed", start.run_replacement),
+            Part("memory", "8 more idle workers", partial(start.run_memory, use="keep")),
+            Part("memory-alone", "the same, not forked", partial(start.run_memory, use="off")),
         ),
     ),
     Item(

@@ -104,6 +104,17 @@ def run_torchrl_multi(workload: Workload, seconds: float, *, sync: bool) -> dict
     return {"frames_per_s": frames_per_s(_torchrl_counted(collector), seconds)}
 
 
+def make_torchrl_multi(workload: Workload, num_workers: int, frames_per_batch: int) -> Any:
+    """An endless ``MultiSyncCollector``."""
+    return importlib.import_module("torchrl.collectors").MultiSyncCollector(
+        [_TorchRLMaker(workload)] * num_workers,
+        _torchrl_policy(workload),
+        frames_per_batch=frames_per_batch,
+        total_frames=_ENDLESS,
+        cat_results=0,
+    )
+
+
 def make_torchrl_rpc(workload: Workload) -> Any:
     """An endless asynchronous ``RPCCollector(launcher="mp")`` with two workers."""
     return importlib.import_module("torchrl.collectors.distributed").RPCCollector(

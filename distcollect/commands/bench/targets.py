@@ -91,6 +91,10 @@ def _peers_push(size: str, item: str, bound: float, ours: str = "distcollect") -
     return Target(what, (item, "torchrl", "s"), ((item, ours, "s"),), bound)
 
 
+def _starts(*parts: str) -> tuple[Source, ...]:
+    return tuple(("start", part, "first_s") for part in parts)
+
+
 _RAW_WAYS = ("rpc-cma", "rpc-mpt_uv", "rpc-basic", "gloo", "shared")
 
 TARGETS: tuple[Target, ...] = (
@@ -160,6 +164,16 @@ TARGETS: tuple[Target, ...] = (
         ("kill", "recovery", "recovery_s"),
         ("kill", "recovery", "cold_s"),
     ),
+    _at_most("start of 8 workers / of SubprocVecEnv", 0.5, *_starts("8", "sb3-8")),
+    _at_most("start of 8 workers / of torchrl's MultiSync", 0.25, *_starts("8", "torchrl-8")),
+    _at_most("start of 8 workers / of 1", 1.3, *_starts("8", "1")),
+    _at_most("seconds to start 8 workers again", 0.5, ("start", "8", "second_s")),
+    _at_most(
+        "seconds from a kill to frames of the replacement",
+        0.5,
+        ("start", "replacement", "replaced_s"),
+    ),
+    _at_most("MB for one more idle worker", 60, ("start", "memory", "mb_per_worker")),
     _at_most("MB that the trainer keeps for each kill", 0.1, ("churn", "kills", "mb_per_kill")),
     _at_most("threads that remain after 200 kills", 0, ("churn", "kills", "threads")),
     _at_most("open files that remain after 200 kills", 0, ("churn", "kills", "descriptors")),

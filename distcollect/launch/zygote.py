@@ -1,0 +1,402 @@
+"""The trainer's and a supervisor's side of :mod:`distcollect.worker.zygote`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from enum import Enum
+from pathlib import Path
+
+from distcollect.errors import ArgumentError
+from distcollect.net.messages import WorkerBoot
+from distcollect.net.zygote_messages import (
+    Child,
+    Ended,
+    Fork,
+    Forked,
+    FromZygote,
+    Retire,
+    Signal,
+    ToZygote,
+    make_sockets,
+    receive,
+    send,
+)
+
+log = logging.getLogger(__name__)
+
+ZYGOTE = "DISTCOLLECT_ZYGOTE"
+
+_START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 5.0
+# Libraries read these when they are loaded: a zygote with other values of them is of no use.
+_READ_AT_IMPORT = (
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCH",
+)
+_DEFAULTS = {
+    # Threads of numpy's OpenBLAS start when it is loaded, and a process with threads isn't forked.
+    "OPENBLAS_NUM_THREADS": "1",
+    # Torch's C++ side logs a warning for each peer whose process ends; that is reported anyhow.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+# First of all it is made sure that it ends with its parent: the imports take seconds.
+_BOOT = """
+import ctypes, json, os, sys
+boot = json.loads(sys.stdin.readline())
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() != boot["parent"]:
+    os._exit(1)
+sys.path[:] = boot["sys_path"]
+from distcollect.worker.zygote import serve
+boot = serve(boot["fd"])
+from distcollect.worker.main import main
+main(boot)
+"""
+
+
+class ZygoteUse(Enum):
+    """Whether workers are forked from a zygote, from the variable ``DISTCOLLECT_ZYGOTE``.
+
+    Attributes:
+        KEEP: yes, and it waits for the next collector of this process.
+        COLLECTOR: yes, and it ends with the last open collector.
+        OFF: no, each worker is a process of its own from the start.
+    """
+
+    KEEP = "keep"
+    COLLECTOR = "collector"
+    OFF = "off"
+
+    @classmethod
+    def chosen(cls) -> ZygoteUse:
+        """What the environment says.
+
+        Raises:
+            ArgumentError: it has another value.
+        """
+        value = os.environ.get(ZYGOTE, cls.KEEP.value)
+        try:
+            return cls(value)
+        except ValueError:
+            known = ", ".join(use.value for use in cls)
+            raise ArgumentError(f"{ZYGOTE}={value!r}: must be one of {known}") from None
+
+
+class Unavailable(Exception):
+    """No worker could be forked; the message says why."""
+
+
+class ForkedProcess:
+    """A worker that was requested from a zygote.
+
+    Attributes:
+        pid: its process id; None until it was forked.
+    """
+
+    def __init__(self, number: int, zygote: Zygote, on_forked: Callable[[int], None]) -> None:
+        self.pid: int | None = None
+        self._number = number
+        self._zygote = zygote
+        self._on_forked = on_forked
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._code = 0
+        self._problem = ""
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code, -N if signal N ended it.
+
+        Raises:
+            Unavailable: it could not be forked.
+        """
+        self._ended.wait()
+        if self._problem:
+            raise Unavailable(self._problem)
+        return self._code
+
+    def terminate(self) -> None:
+        """Send it SIGTERM, unless it has ended."""
+        self._zygote.send(Signal(self._number, signal.SIGTERM, group=False))
+
+    def kill(self) -> None:
+        """End it and all of its process group at once."""
+        self._zygote.send(Signal(self._number, signal.SIGKILL, group=True))
+        with self._lock:
+            if self.pid is None:
+                # The zygote still imports. It forks the worker later, and ends it at once.
+                self._code = -signal.SIGKILL
+                self._ended.set()
+
+    def note(self, message: FromZygote) -> bool:
+        """Take in what the zygote says of it; whether that was the last."""
+        if isinstance(message, Forked):
+            with self._lock:
+                self.pid = message.pid
+            self._on_forked(message.pid)
+            return False
+        if isinstance(message, Ended):
+            self._code = message.code
+        else:
+            self._problem = message.reason
+        self._ended.set()
+        return True
+
+    def lose(self, reason: str) -> None:
+        """Take in that its zygote is gone."""
+        if self.pid is None:
+            self._problem = reason
+        else:
+            # The kernel ends it with its zygote, but not what it has started.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._code = -signal.SIGKILL
+        self._ended.set()
+
+
+class Zygote:
+    """A process to fork workers from, started by this process.
+
+    Attributes:
+        pid: its process id.
+        is_gone: it has ended.
+    """
+
+    def __init__(self) -> None:
+        """Start it; it imports what it needs while this process goes on.
+
+        Raises:
+            OSError: the system can't start it.
+        """
+        self._lock = threading.RLock()
+        self._forked: dict[int, ForkedProcess] = {}
+        self._num_requests = 0
+        self.is_gone = False
+        self._read_at_import = read_at_import(os.environ)
+        self._sock, theirs = make_sockets()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        # The kernel ends the zygote with the thread that starts it: this one lasts.
+        self._reader = threading.Thread(
+            target=self._run, args=(theirs, started), name="distcollect-zygote", daemon=True
+        )
+        self._reader.start()
+        self._process = started.result(_START_TIMEOUT_S)
+        self.pid = self._process.pid
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether workers of this process, with its environment of now, can be forked from it."""
+        return not self.is_gone and self._read_at_import == read_at_import(os.environ)
+
+    def fork(
+        self,
+        boot: WorkerBoot,
+        environ: Mapping[str, str],
+        counters_fd: int,
+        on_forked: Callable[[int], None],
+    ) -> ForkedProcess:
+        """Request a worker.
+
+        Args:
+            boot: what it starts with.
+            environ: its environment variables.
+            counters_fd: descriptor of its step counter.
+            on_forked: is called with its pid, on another thread.
+
+        Raises:
+            OSError: the zygote is gone, or no file for the request can be made.
+        """
+        child = Child(boot, dict(environ), str(Path.cwd()), frozenset(os.sched_getaffinity(0)))
+        child_fd = os.memfd_create("distcollect-boot", os.MFD_CLOEXEC)
+        with open(child_fd, "wb") as file:  # noqa: PTH123 - a descriptor
+            pickle.dump(child, file)
+            file.flush()
+            file.seek(0)
+            with self._lock:
+                self._num_requests += 1
+                number = self._num_requests
+                forked = self._forked[number] = ForkedProcess(number, self, on_forked)
+                try:
+                    send(self._sock, Fork(number), [child_fd, counters_fd, 1, 2])
+                except OSError:
+                    del self._forked[number]
+                    raise
+        return forked
+
+    def send(self, message: ToZygote) -> None:
+        """Send a message; do nothing if the zygote is gone."""
+        with contextlib.suppress(OSError):
+            send(self._sock, message)
+
+    def retire(self) -> None:
+        """Have it end when its last worker has ended."""
+        self.send(Retire())
+
+    def close(self) -> None:
+        """End it and its workers at once; it is gone when this returns."""
+        self._process.kill()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(_END_TIMEOUT_S)
+
+    def _run(self, theirs: socket.socket, started: Future[subprocess.Popen[bytes]]) -> None:
+        try:
+            with theirs:
+                process = _start(theirs.fileno())
+        except OSError as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        while True:
+            try:
+                message, _ = receive(self._sock)
+            except OSError:
+                message = None
+            if message is None:
+                break
+            with self._lock:
+                forked = self._forked[message.number]
+            if forked.note(message):
+                with self._lock:
+                    del self._forked[message.number]
+        # It has ended, or does so at once: it closes its socket only then.
+        code = process.wait()
+        with self._lock:
+            self.is_gone = True
+            lost = list(self._forked.values())
+            self._forked.clear()
+        self._sock.close()
+        for forked in lost:
+            forked.lose(f"the process to fork it from has ended with code {code}")
+
+
+def _start(fd: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**_DEFAULTS, **os.environ},
+        pass_fds=[fd],
+    )
+    assert process.stdin is not None
+    boot = {"fd": fd, "parent": os.getpid(), "sys_path": sys.path}
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(boot).encode() + b"\n")
+        process.stdin.close()
+    return process
+
+
+def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that libraries read when they are loaded."""
+    read = {name: value for name, value in environ.items() if name.startswith(_READ_AT_IMPORT)}
+    return {**_DEFAULTS, **read}
+
+
+_zygote: Zygote | None = None
+_lock = threading.RLock()
+
+
+def warm_up() -> None:
+    """Start this process's zygote, so that it imports while this process does other things.
+
+    Raises:
+        ArgumentError: see :meth:`ZygoteUse.chosen`.
+    """
+    if ZygoteUse.chosen() is not ZygoteUse.OFF:
+        try:
+            _current()
+        except OSError as error:
+            log.warning("no process to fork workers from could be started: %s", error)
+
+
+def fork(
+    boot: WorkerBoot,
+    added: Mapping[str, str],
+    counters_fd: int,
+    on_forked: Callable[[int], None],
+) -> ForkedProcess:
+    """Request a worker from this process's zygote.
+
+    Args:
+        boot: what it starts with.
+        added: environment variables to add to this process's own.
+        counters_fd: descriptor of its step counter.
+        on_forked: is called with its pid, on another thread.
+
+    Raises:
+        Unavailable: it has to be started by itself.
+    """
+    if ZygoteUse.chosen() is ZygoteUse.OFF:
+        raise Unavailable(f"{ZYGOTE}=off")
+    environ = {**os.environ, **added}
+    wanted, usual = read_at_import(environ), read_at_import(os.environ)
+    if special := sorted(name for name in added if wanted.get(name) != usual.get(name)):
+        raise Unavailable(f"libraries read {', '.join(special)} when they are loaded")
+    try:
+        return _current().fork(boot, environ, counters_fd, on_forked)
+    except OSError as error:
+        raise Unavailable(str(error)) from error
+
+
+def pid() -> int | None:
+    """The process id of this process's zygote; None if there is none."""
+    zygote = _zygote
+    return None if zygote is None or zygote.is_gone else zygote.pid
+
+
+def end_if_unwanted() -> None:
+    """End this process's zygote if it is not to wait for another collector."""
+    global _zygote  # noqa: PLW0603 - a process has one
+    with _lock:
+        if _zygote is not None and ZygoteUse.chosen() is not ZygoteUse.KEEP:
+            _zygote.retire()
+            _zygote = None
+
+
+def close() -> None:
+    """End this process's zygote, if there is one."""
+    global _zygote
+    with _lock:
+        zygote, _zygote = _zygote, None
+    if zygote is not None:
+        zygote.close()
+
+
+def _current() -> Zygote:
+    global _zygote  # noqa: PLW0603 - a process has one
+    with _lock:
+        if _zygote is not None and not _zygote.is_usable:
+            _zygote.retire()
+            _zygote = None
+        if _zygote is None:
+            _zygote = Zygote()
+        return _zygote
+
+
+def _forget() -> None:
+    """In a forked child of this process: the zygote is its parent's."""
+    global _zygote, _lock
+    _zygote, _lock = None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(close)

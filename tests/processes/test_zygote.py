@@ -1,0 +1,194 @@
+"""Workers are forked from a process that has imported what they need."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from helpers.marked import Marked
+from helpers.waiting import eventually
+
+import distcollect as dc
+from distcollect.launch import zygote
+
+WAIT_S = 60
+
+
+class Reporting(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole that tells what kind of process it is stepped in."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+
+    def process(self) -> dict[str, Any]:
+        """Facts about this process."""
+        links = []
+        for fd in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # of the folder itself, which is closed by now
+                links.append(str(fd.readlink()))
+        return {
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "group": os.getpgid(0),
+            "folder": str(Path.cwd()),
+            "variable": os.environ.get("OF_THE_TRAINER"),
+            "path": list(sys.path),
+            "cores": os.sched_getaffinity(0),
+            "torch_threads": torch.get_num_threads(),
+            "random": (random.random(), float(np.random.random()), float(torch.rand(()))),  # noqa: NPY002
+            "memfds": sum("memfd:" in link for link in links),
+            "sockets": sum(link.startswith("socket:") for link in links),
+        }
+
+
+def collect(num_workers: int = 2, **options: Any) -> dc.MultiSyncDataCollector:
+    return dc.MultiSyncDataCollector(
+        [Reporting] * num_workers, None, frames_per_batch=16 * num_workers, **options
+    )
+
+
+def processes(collector: dc.MultiSyncDataCollector) -> list[dict[str, Any]]:
+    return [facts for [facts] in collector.call("process").values()]
+
+
+def test_a_forked_worker_is_like_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The zygote may be older than all of this."""
+    zygote.warm_up()
+    monkeypatch.setenv("OF_THE_TRAINER", "when the collector was made")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with collect() as collector:
+        collector.next()
+        forked, parent = processes(collector), zygote.pid()
+    monkeypatch.setenv(zygote.ZYGOTE, "off")
+    with collect() as collector:
+        collector.next()
+        alone = processes(collector)
+    assert {facts["parent"] for facts in forked} == {parent}
+    assert {facts["parent"] for facts in alone} == {os.getpid()}
+    for facts in (*forked, *alone):
+        assert facts["group"] == facts["pid"]
+        assert facts["folder"] == str(tmp_path)
+        assert facts["variable"] == "when the collector was made"
+    for key in ("path", "cores", "torch_threads", "memfds", "sockets"):
+        assert [facts[key] for facts in forked] == [facts[key] for facts in alone], key
+    for first, second in zip(forked[0]["random"], forked[1]["random"], strict=True):
+        assert first != second
+
+
+def test_a_replacement_is_forked_too() -> None:
+    with collect() as collector:
+        collector.next()
+        first = processes(collector)
+        os.kill(first[1]["pid"], signal.SIGKILL)
+        eventually(
+            lambda: len(collector.call("process")) == 2 and processes(collector)[1] != first[1],
+            WAIT_S,
+        )
+        assert processes(collector)[1]["parent"] == zygote.pid()
+
+
+def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
+    with collect() as collector:
+        collector.next()
+        first = zygote.pid()
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: zygote.pid() not in {None, first}, WAIT_S)
+        for _ in range(3):
+            assert collector.next().numel() == 32
+        assert {facts["parent"] for facts in processes(collector)} == {zygote.pid()}
+    assert marked.gone(), marked.left()
+
+
+@pytest.mark.parametrize(("use", "is_kept"), [("keep", True), ("collector", False)])
+def test_it_waits_for_the_next_collector_or_ends(
+    marked: Marked, monkeypatch: pytest.MonkeyPatch, use: str, is_kept: bool
+) -> None:
+    monkeypatch.setenv(zygote.ZYGOTE, use)
+    with collect(1) as collector:
+        collector.next()
+        pid = zygote.pid()
+        assert processes(collector)[0]["parent"] == pid
+    assert (zygote.pid() == pid) == is_kept
+    assert marked.gone(WAIT_S), marked.left()
+
+
+def test_an_unknown_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(zygote.ZYGOTE, "never")
+    with pytest.raises(dc.ArgumentError, match=r"DISTCOLLECT_ZYGOTE='never'.*keep, collector, off"):
+        collect(1)
+
+
+def test_what_starts_threads_at_import_is_not_forked_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with collect(1) as collector:
+        collector.next()
+        assert processes(collector)[0]["parent"] == os.getpid()
+    assert "has started 1 thread(s)" in caplog.text
+    zygote.close()
+
+
+def test_variables_that_libraries_read_when_loaded_get_another_zygote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with collect(1) as collector:
+        collector.next()
+        first = zygote.pid()
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        with pytest.raises(dc.CollectorStateError):
+            collect(1)
+    with collect(1) as collector:
+        collector.next()
+        [facts] = processes(collector)
+    assert facts["parent"] != first
+    assert facts["torch_threads"] == 2
+
+
+def test_a_forked_child_of_the_trainer_leaves_its_zygote_alone() -> None:
+    with collect(1) as collector:
+        collector.next()
+        pid = zygote.pid()
+        child = os.fork()
+        if child == 0:
+            sys.exit = os._exit  # type: ignore[assignment] # not pytest's own end
+            zygote.close()
+            os._exit(0 if zygote.pid() is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        collector.next()
+        assert zygote.pid() == pid
+
+
+def test_it_ends_with_a_killed_trainer_though_it_still_imports(marked: Marked) -> None:
+    code = (
+        "from distcollect.launch import zygote; zygote.warm_up(); print(zygote.pid(), flush=True)"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with trainer:
+        assert trainer.stdout is not None
+        int(trainer.stdout.readline())
+        trainer.kill()
+    assert marked.gone(), marked.left()
