@@ -125,7 +125,12 @@ class RPCDataCollector(DataCollectorBase):
             states = dict.fromkeys(states, WorkerState.LEFT.value)
         cores = num_cores() if workers.are_near else 0
         return self._stats_recorder.snapshot(
-            replace(known, sync=self._options.sync, num_cores=cores),
+            replace(
+                known,
+                sync=self._options.sync,
+                has_weights=self._session.has_weights,
+                num_cores=cores,
+            ),
             states=states,
             ready=pool.num_ready,
             ledger=pool.ledger,
@@ -338,8 +343,10 @@ class RPCDataCollector(DataCollectorBase):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         self._check_open()
-        unused = self._session.seed(seed, static_seed=static_seed)
+        unused = self._session.unused_seed(seed)  # raises if the seed is no seed
+        # Before the workers are waited for: they take the seed even if that is interrupted.
         self._seed = seed, static_seed
+        self._session.seed(seed, static_seed=static_seed)
         return unused
 
     def _call(
@@ -369,9 +376,6 @@ class RPCDataCollector(DataCollectorBase):
         """Results of the :class:`EvaluationWorkers`, in the order in which they came."""
         running = self._session.evaluators
         return [] if running is None else list(running.results)
-
-    def _next_traj_id(self) -> int:
-        return self._session.next_traj_id
 
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
         self._session.resume(version, first_traj_id, frames)

@@ -18,7 +18,7 @@ from distcollect.trainer.pool import Pool
 from distcollect.trainer.publisher import Publisher
 from distcollect.trainer.remote_calls import RemoteCalls, evaluators
 from distcollect.trainer.worker_slots import BatchPlan
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, identity
+from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import Probe
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
@@ -41,6 +41,7 @@ class Session:
         evaluators: have some workers evaluate in the background; None: there are none.
         handover_receiver: fetches rollouts that another trainer handed over.
         layout: of a worker's rollouts.
+        has_weights: whether the policy has weights that can be published.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Session:
         probe: Probe = next(iter(workers.probes.values()))
         timeout_s = options.fault_limits.weights_timeout_s
         self.layout: Layout = probe.layout
-        self._first_traj_id = workers.first_traj_id
+        self.has_weights = bool(probe.weights.entries)
         self.updater.attach(
             UpdaterContext(workers.address, timeout_s, workers.gpus, workers.transport.is_near)
         )
@@ -126,7 +127,7 @@ class Session:
             deadline_s=options.batch_deadline_s,
             reserved=frozenset(options.evaluating),
             in_turn=options.reproducible,
-            first_env=self.workers.first_traj_id // TRAJ_IDS_PER_TRAINER * _ENVS_PER_TRAINER,
+            first_env=identity().trainer * _ENVS_PER_TRAINER,
         )
 
     # Run.
@@ -183,28 +184,28 @@ class Session:
             None if request.rollout is None else request.rollout.tensors,
         )
 
-    def seed(self, seed: int, *, static_seed: bool) -> int:
-        """Seed all workers; returns a seed that none of their envs uses.
+    def unused_seed(self, seed: int) -> int:
+        """A seed that none of the envs uses if all workers get ``seed``.
 
         Raises:
-            DeadlineError, WorkerError: the workers did not accept it.
+            ArgumentError, ArgumentTypeError: ``seed`` is not a whole number from 0 on.
         """
-        timeout_s = self._options.fault_limits.batch_timeout_s
-        self.pool.seed(seed, static_seed=static_seed, timeout_s=timeout_s)
         num_slots = max(self.pool.worker_ids, default=-1) + 1
         return env_seed(seed, self.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 
-    @property
-    def next_traj_id(self) -> int:
-        """All traj_ids of this session are below."""
-        return self._first_traj_id + identity().next_peer * TRAJ_IDS_PER_PEER
+    def seed(self, seed: int, *, static_seed: bool) -> None:
+        """Seed all workers.
+
+        Raises:
+            DeadlineError, WorkerError: see :meth:`.Pool.seed`.
+        """
+        timeout_s = self._options.fault_limits.batch_timeout_s
+        self.pool.seed(seed, static_seed=static_seed, timeout_s=timeout_s)
 
     def resume(self, version: int, first_traj_id: int, frames: int) -> None:
         """Continue the counts of another run; see :meth:`.Pool.resume`."""
-        # All trainers can continue from the state of one: each keeps to its own range of ids.
-        self._first_traj_id = self.workers.first_traj_id + first_traj_id % TRAJ_IDS_PER_TRAINER
         timeout_s = self._options.fault_limits.batch_timeout_s
-        self.pool.resume(version, self._first_traj_id, frames, timeout_s)
+        self.pool.resume(version, identity().resume(first_traj_id), frames, timeout_s)
 
 
 def stop(pool: Pool, workers: Workers) -> None:

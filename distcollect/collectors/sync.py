@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -40,9 +39,7 @@ from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.trainer.publisher import Weights, WorkerIds
-
-# Shared by all collectors of this process that step envs themselves, so that ids are unique.
-_traj_ids = itertools.count()
+from distcollect.transport.peer_ids import identity
 
 
 class SyncDataCollector(DataCollectorBase):
@@ -73,7 +70,7 @@ class SyncDataCollector(DataCollectorBase):
         traces = self._monitor_thread.trace is not None
         self._version = 0
         self._plan = options.plan(num_envs=options.num_envs, traces=traces).with_policy_made()
-        self._engine = build_engine(self._plan, traj_ids=_traj_ids, shared=True)
+        self._engine = build_engine(self._plan, traj_ids=identity().own_traj_ids(), shared=True)
         self._evaluator = build_evaluator(self._plan, shared=True)
         try:
             num_envs = self._engine.layout.num_envs
@@ -183,7 +180,7 @@ class SyncDataCollector(DataCollectorBase):
     def _before_start(self) -> None:
         policy, models = copy.deepcopy((self._plan.policy, dict(self._plan.models)))
         plan = replace(self._plan, policy=policy, models=models)
-        self._engine = build_engine_for(self._engine.envs, plan, traj_ids=_traj_ids)
+        self._engine = build_engine_for(self._engine.envs, plan, traj_ids=identity().own_traj_ids())
         self._engine.weights.version = self._version
         if self._seed is not None and not self._batches:
             self.set_seed(*self._seed)
@@ -255,14 +252,10 @@ class SyncDataCollector(DataCollectorBase):
             return contextlib.nullcontext()
         return self._background.paused(timeout_s)
 
-    def _next_traj_id(self) -> int:
-        return next(_traj_ids)
-
     def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
-        global _traj_ids  # noqa: PLW0603 - ids are unique in this process
         self._version = self._engine.weights.version = version
-        _traj_ids = itertools.count(max(first_traj_id, next(_traj_ids)))
-        self._engine.use_traj_ids(_traj_ids)
+        identity().resume(first_traj_id)
+        self._engine.use_traj_ids(identity().own_traj_ids())
 
     def _release(self, *, close_envs: bool) -> None:
         if self._background is not None:

@@ -32,7 +32,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from distcollect.common.seeding import process_seeds
-from distcollect.common.threads import LOOK_UP_S, missing
+from distcollect.common.threads import LOOK_UP_S
 from distcollect.config import Staleness
 from distcollect.errors import (
     BatchTimeout,
@@ -48,8 +48,9 @@ from distcollect.rollout.header import Rollout
 from distcollect.supervision.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.event_loop import EventLoop
-from distcollect.trainer.pool_core import PoolCore, SetupArguments, Wanted
+from distcollect.trainer.pool_core import PoolCore, Wanted
 from distcollect.trainer.requests import origin
+from distcollect.trainer.setup_calls import SetupArguments
 from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import ResumeRequest, WorkerService
@@ -342,7 +343,7 @@ class Pool:
     # Setup calls: the last call of each method also holds for workers that join later.
 
     def seed(self, seed: int, *, static_seed: bool, timeout_s: float) -> None:
-        """Seed every worker; its next rollout starts with a reset.
+        """Seed every worker; its next rollout starts with a reset..
 
         Env i of all gets the i-th seed drawn from ``seed``, or with ``static_seed`` all the same.
         Rollouts from before are given up.
@@ -382,27 +383,28 @@ class Pool:
     def _call_all(
         self, method: Callable[..., Any], arguments: SetupArguments, timeout_s: float
     ) -> None:
+        """Have all workers called, and wait for the answers of those that are there.
+
+        If waiting ends by an exception, the workers are called nevertheless.
+        """
+        deadline = time.monotonic() + timeout_s
         with self._lock:
             self._check()
-            # First of all: if this fails, nothing has changed.
-            calls = [(slot, arguments(slot)) for slot in self._core.slots]
-            self._loop.do(self._core.setup_call_begun, method, arguments)
-        try:
-            answers = {slot.worker_id: self._loop.call(slot, method, *args) for slot, args in calls}
-            if late := missing(answers, timeout_s):
-                raise DeadlineError(
-                    f"workers {late} did not take the call {method.__name__!r} within "
-                    f"{timeout_s:g} s: they finish the step that they are in first; "
-                    "Faults(batch_timeout_s=...) gives longer"
-                )
-            for answer in answers.values():
-                error = answer.exception()
-                if error is not None and not isinstance(error, WorkerLost):
-                    raise error
-        finally:
-            # Calls may overtake each other on their way, so only now may rollouts be requested.
-            with self._lock:
-                self._core.setup_call_ended()
+            call = self._loop.do(self._core.setup_call_begun, method, arguments)
+            while call.late:
+                exit_if_requested()
+                self._check()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    late = sorted(slot.worker_id for slot in call.late)
+                    raise DeadlineError(
+                        f"workers {late} did not take the call {method.__name__!r} within "
+                        f"{timeout_s:g} s: they finish the step that they are in first; "
+                        "Faults(batch_timeout_s=...) gives longer"
+                    )
+                self._changed.wait(min(remaining, LOOK_UP_S))
+        if call.errors:
+            raise call.errors[0]
 
     def call(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
 from distcollect.config import Staleness
 from distcollect.errors import WorkerLost
@@ -24,12 +24,12 @@ from distcollect.trainer.pool_commands import (
     Command,
     NoteActivity,
     ReportFailure,
-    SetUp,
     TakeBack,
     WakeUser,
 )
 from distcollect.trainer.requests import Requests
 from distcollect.trainer.scheduler import make_scheduler
+from distcollect.trainer.setup_calls import SetupArguments, SetupCall, SetupCalls
 from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
@@ -40,9 +40,6 @@ from distcollect.trainer.worker_slots import (
     WorkerSlots,
 )
 from distcollect.transport.protocol import Offer
-
-# From a worker's process to the arguments of a setup call for it.
-SetupArguments: TypeAlias = Callable[[WorkerSlot], Sequence[Any]]
 
 # Rollouts that are fetched before the user asks for them: one is on its way while the user works on
 # another. More would only make them older.
@@ -103,8 +100,8 @@ class PoolCore:
         )
         self._plan = plan
         self._make_key = make_key
-        self._setup_calls: dict[Callable[..., Any], SetupArguments] = {}
-        self._is_paused = False
+        self._setup_calls = SetupCalls(self.commands.append)
+        self._resumed_frames = 0
         self._is_closing = False
         # How many of the rollouts that arrived first are fetched. In async mode none before the
         # user has asked for the first one: it may be for another trainer.
@@ -126,11 +123,7 @@ class PoolCore:
             self.versions.publish(newest, [worker_id])
         slot = self.slots.add(worker_id, incarnation, peer, acknowledged)
         self.requests.stale_frames.setdefault(worker_id, 0)
-        slot.pending_setup_calls = len(self._setup_calls)
-        for method, arguments in self._setup_calls.items():
-            self.commands.append(SetUp(slot, method, arguments(slot)))
-        if not slot.pending_setup_calls:
-            slot.become(SlotState.SERVING)
+        self._setup_calls.joined(slot)
         self._scheduler.joined(slot)
         self._advance()
 
@@ -141,6 +134,7 @@ class PoolCore:
             return
         if slot.is_staying:
             slot.become(SlotState.LEAVING)
+            self._forget_setup(slot)
             self._scheduler.leaves(slot)
         self._fetch_ahead()
         self._fetch_from(slot)
@@ -151,6 +145,7 @@ class PoolCore:
         """A worker is gone; what it was to collect is requested from others."""
         slot = self.slots.remove(worker_id, incarnation, replaced=replaced)
         if slot is not None:
+            self._forget_setup(slot)
             self.requests.vacate(slot)
             self._scheduler.leaves(slot)
         # Also if it is only certain now that there is no replacement: its share waited for that.
@@ -182,7 +177,9 @@ class PoolCore:
             acknowledged: maps worker_id to the version that the worker has by the new numbers. It
                 is below ``version`` for a worker that still waits for its weights.
         """
-        self._scheduler.frames_asked += frames
+        # The state may be loaded again, if the first time was interrupted.
+        self._scheduler.frames_asked += frames - self._resumed_frames
+        self._resumed_frames = frames
         self.versions.publish(version, self.slots.worker_ids)
         for slot in self.slots:
             slot.acknowledged = acknowledged[slot.worker_id]
@@ -195,36 +192,45 @@ class PoolCore:
 
     # Events: setup calls.
 
-    def setup_call_begun(self, method: Callable[..., Any], arguments: SetupArguments) -> None:
-        """All workers are called now, and those that join later when they do.
+    def setup_call_begun(self, method: Callable[..., Any], arguments: SetupArguments) -> SetupCall:
+        """All workers are called, and those that join later when they do.
 
-        Rollouts from before are given up. Nothing is requested until :meth:`setup_call_ended`.
+        What was collected before is given up, and what is being collected ends early.
+
+        Raises:
+            Exception: what ``arguments`` raises; then nothing has changed.
         """
-        self._is_paused = True
-        self._setup_calls[method] = arguments
+        call = self._setup_calls.begin(method, arguments, self.slots)
+        self.requests.preempt_all()
         self.requests.give_up_all()
-
-    def setup_call_ended(self) -> None:
-        """All workers have answered, or are not waited for any more."""
-        self._is_paused = False
+        for slot in self.slots:
+            self._scheduler.refresh(slot)
+        return call
 
     def set_up(self, slot: WorkerSlot) -> None:
-        """A new worker has answered a setup call."""
-        slot.pending_setup_calls -= 1
-        if not slot.pending_setup_calls and slot.state is SlotState.SETTING_UP:
-            slot.become(SlotState.SERVING)
-            self._scheduler.refresh(slot)
+        """A worker has answered a setup call."""
+        if self._setup_calls.answered(slot):
+            self.commands.append(WakeUser())
+        self._scheduler.refresh(slot)
         self._advance()
 
     def not_set_up(self, slot: WorkerSlot, error: BaseException) -> None:
-        """A new worker failed at a setup call."""
+        """A worker failed at a setup call: it may be half set up, and is replaced."""
+        if self._setup_calls.answered(slot, error):
+            self.commands.append(WakeUser())
         self._failed(slot, error)
+
+    def _forget_setup(self, slot: WorkerSlot) -> None:
+        if self._setup_calls.gone(slot):
+            self.commands.append(WakeUser())
 
     # Events: answers about rollouts.
 
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """A rollout lies on its worker since ``now``, in nanoseconds."""
-        if self.requests.offered(request, offer, now):
+        is_wanted = self.requests.offered(request, offer, now)
+        self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
+        if is_wanted:
             self._fetch_ahead()
             if self._plan.sync:
                 self.requests.fetch(request)
@@ -372,7 +378,7 @@ class PoolCore:
 
     def _ask(self) -> None:
         """Request rollouts from all workers that may be asked for one."""
-        if self._is_paused or self.closed:
+        if self.closed:
             return
         while (slot := self._scheduler.next_slot()) is not None:
             request, wire_request = self.requests.request(slot)

@@ -8,7 +8,6 @@ and return futures. Weights arrive on one more thread (:mod:`distcollect.weights
 from __future__ import annotations
 
 import gc
-import itertools
 import pickle
 import queue
 import socket
@@ -31,7 +30,7 @@ from distcollect.results import EnvFault, Evaluation
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.slab import Slab
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
+from distcollect.transport.peer_ids import traj_ids_of
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
 from distcollect.transport.worker_service import (
     EvaluationRequest,
@@ -74,7 +73,7 @@ class Worker(WorkerService):
             peer: its id on the wire.
             address: this host's, on the interface by which the trainer reaches it.
             counts: what frames are counted in; None: a counter that no other process sees.
-            first_traj_id: traj_ids of the run begin here.
+            first_traj_id: the trajectory ids of this life of the run begin here.
         """
         self.worker_id = worker_id
         self._incarnation = incarnation
@@ -85,6 +84,7 @@ class Worker(WorkerService):
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
+        self._pickled_plan = b""
         self._engine: Engine | None = None
         self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
@@ -114,8 +114,11 @@ class Worker(WorkerService):
 
     # The calls; WorkerService documents them.
 
-    def configure(self, plan: bytes) -> Future[Probe]:
-        return self._submit(lambda: self._configure(plan))
+    def receive_plan(self, plan: bytes) -> None:
+        self._pickled_plan = plan
+
+    def configure(self) -> Future[Probe]:
+        return self._submit(self._configure)
 
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
         return self._submit(lambda: self._collect(request))
@@ -186,7 +189,8 @@ class Worker(WorkerService):
             raise WorkerError("called for weights before it was configured")
         return self._receiver
 
-    def _configure(self, pickled: bytes) -> Probe:
+    def _configure(self) -> Probe:
+        pickled, self._pickled_plan = self._pickled_plan, b""
         try:
             plan: WorkerPlan = pickle.loads(pickled)
         except Exception as error:
@@ -296,7 +300,7 @@ class Worker(WorkerService):
             self._configured.use_traj_ids(self._new_traj_ids())
 
     def _new_traj_ids(self) -> Iterator[int]:
-        return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)
+        return traj_ids_of(self._peer, self._first_traj_id)
 
 
 class _Slabs:

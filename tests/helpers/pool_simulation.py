@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from distcollect.config import Staleness
-from distcollect.errors import BatchTimeout, DistCollectError, WorkerLost
+from distcollect.errors import BatchTimeout, DeadlineError, DistCollectError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.trainer.pool import Pool
@@ -150,7 +150,6 @@ class Run:
         self.clock = Clock()
         self.num_peers = 0
         self.batch = self.batches = self.seeds = self.num_events = 0
-        self.seeds_at_once = False
         self.deadline = 0.0
         self.notified = False
         self.given_up: set[int] = set()
@@ -223,9 +222,9 @@ class Run:
             f"{method.__name__} to who is gone: {self.about}"
         )
         answer: Future[Any] = Future()
-        if method is WorkerService.seed and self.seeds_at_once:
-            answer.set_result(None)
-        elif method is WorkerService.seed:
+        if method is WorkerService.seed:
+            assert process.seeding is None, f"called twice: {self.about}"
+            assert process.collecting is None, f"seeded in a rollout: {self.about}"
             process.seeding, process.seeded = answer, False
         elif method is WorkerService.hand_over:
             number, key, _ = args
@@ -617,13 +616,14 @@ class Run:
             self.seed()
 
     def seed(self) -> None:
-        for process in self.present.values():
-            if process.seeding is not None:
-                self.seeded(process)
         self.seeds += 1
-        self.seeds_at_once = True
-        self.pool.seed(self.seeds, static_seed=False, timeout_s=0)
-        self.seeds_at_once = False
+        timeout_s = self.rng.choice([0.2, 1e6])
+        self.deadline = self.clock.now + timeout_s
+        try:
+            self.pool.seed(self.seeds, static_seed=False, timeout_s=timeout_s)
+            self.counts["seeded"] += 1
+        except (DeadlineError, KeyboardInterrupt):
+            self.counts["seeded late"] += 1
 
     def finish(self) -> None:
         """End the run, and check that every frame is accounted for."""
