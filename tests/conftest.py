@@ -8,12 +8,27 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from helpers.marked import Marked
 from helpers.paths import TESTBED, TESTS
 
 if TYPE_CHECKING:
     from chaos.hosts import Hosts
+
+# The same few examples each time; --hypothesis-profile=long tries many, other ones each time.
+_common = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(hypothesis.HealthCheck),
+}
+hypothesis.settings.register_profile(
+    "short", max_examples=12, stateful_step_count=12, derandomize=True, **_common
+)
+hypothesis.settings.register_profile(
+    "long", max_examples=1000, stateful_step_count=40, print_blob=True, **_common
+)
+hypothesis.settings.load_profile("short")
 
 _started: list[str] = []
 

@@ -118,6 +118,15 @@ class Ledger:
         process.account.delivered += process.waiting.pop(sequence)
         self._forget(worker_id, incarnation)
 
+    def take_back(self, worker_id: int, incarnation: int, sequence: int, num_frames: int) -> None:
+        """A rollout that was delivered did not reach the user: it waits again."""
+        key = worker_id, incarnation
+        process = self._processes.get(key)
+        if process is None:  # it had ended, and all of its frames were settled
+            process = self._processes[key] = _Process(ended=True)
+        process.account.delivered -= num_frames
+        process.waiting[sequence] = num_frames
+
     def lose(self, worker_id: int, incarnation: int, sequence: int, cause: str) -> None:
         """The user will never have a rollout. KeyError as for :meth:`deliver`."""
         process = self._processes[worker_id, incarnation]

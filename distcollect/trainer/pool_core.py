@@ -69,7 +69,8 @@ class PoolCore:
     Attributes:
         commands: what is to be done, in this order; whoever does it removes it.
         closed: events are ignored, but for the accounts of processes that ended.
-        user_is_due: the user's thread should look again; see :meth:`take`.
+        user_is_due: :meth:`take` is to be called.
+        wanted: what the user's thread waits for.
         slots: the worker processes.
         versions: which weights were sent to which worker.
         requests: what was requested from them.
@@ -92,6 +93,7 @@ class PoolCore:
         self.slots = WorkerSlots(self.versions, plan.reserved)
         drops = staleness is not None and staleness.mode != "mask"
         max_lag = staleness.max_policy_lag if staleness is not None and drops else None
+        self._limits_lag = plan.sync or staleness is not None
         self._scheduler = make_scheduler(plan, staleness, self.slots, self.versions)
         self.requests = Requests(
             plan,
@@ -104,17 +106,24 @@ class PoolCore:
         self._plan = plan
         self._make_key = make_key
         self._setup_calls: dict[Callable[..., Any], SetupArguments] = {}
-        self._is_paused = False
+        self._num_setup_calls = 0
+        self._open_setup_calls: dict[int, int] = {}  # by number: how many answers are missing
+        self._resumed_frames = 0
         self._is_closing = False
         # How many of the rollouts that arrived first are fetched. In async mode none before the
         # user has asked for the first one: it may be for another trainer.
         self._max_fetched = plan.num_rollouts if plan.sync else 0
         self._refers = False  # the user wants references, so that nothing is fetched
-        self._wanted: Wanted | None = None
+        self.wanted: Wanted | None = None
         self._chosen: RolloutRequest | None = None  # the rollout of the next reference
         self._keep_s = 0.0
         self._activity: Activity | None = None
         self._untaken = "not_taken"  # the cause for a rollout that no trainer took
+
+    @property
+    def stamp(self) -> object:
+        """Changes with all that decides whether a rollout may still be delivered."""
+        return self.versions.revision if self._limits_lag else 0, self._num_setup_calls
 
     # Events: workers come and go.
 
@@ -182,7 +191,8 @@ class PoolCore:
             acknowledged: maps worker_id to the version that the worker has by the new numbers. It
                 is below ``version`` for a worker that still waits for its weights.
         """
-        self._scheduler.frames_asked += frames
+        self._scheduler.frames_asked += frames - self._resumed_frames
+        self._resumed_frames = frames
         self.versions.publish(version, self.slots.worker_ids)
         for slot in self.slots:
             slot.acknowledged = acknowledged[slot.worker_id]
@@ -195,18 +205,36 @@ class PoolCore:
 
     # Events: setup calls.
 
-    def setup_call_begun(self, method: Callable[..., Any], arguments: SetupArguments) -> None:
-        """All workers are called now, and those that join later when they do.
+    def setup_call_begun(
+        self, method: Callable[..., Any], arguments: SetupArguments, num_calls: int
+    ) -> int:
+        """This many workers are called now, and those that join later when they do.
 
-        Rollouts from before are given up. Nothing is requested until :meth:`setup_call_ended`.
+        Rollouts from before are given up. Nothing is requested until all have answered, or
+        :meth:`setup_call_ended`.
+
+        Returns:
+            The call's number.
         """
-        self._is_paused = True
         self._setup_calls[method] = arguments
         self.requests.give_up_all()
+        self._num_setup_calls += 1
+        if num_calls:
+            self._open_setup_calls[self._num_setup_calls] = num_calls
+        return self._num_setup_calls
 
-    def setup_call_ended(self) -> None:
-        """All workers have answered, or are not waited for any more."""
-        self._is_paused = False
+    def setup_call_answered(self, number: int) -> None:
+        """One of the workers has answered, or never will."""
+        if number in self._open_setup_calls:
+            self._open_setup_calls[number] -= 1
+            if not self._open_setup_calls[number]:
+                self.setup_call_ended(number)
+
+    def setup_call_ended(self, number: int) -> None:
+        """The workers that have not answered are not waited for any more."""
+        self._open_setup_calls.pop(number, None)
+        if self.wanted is not None:
+            self._advance()
 
     def set_up(self, slot: WorkerSlot) -> None:
         """A new worker has answered a setup call."""
@@ -278,7 +306,7 @@ class PoolCore:
 
     def batch_wanted(self, wanted: Wanted, keep_s: float = 0.0) -> None:
         """The user waits for a batch; ``keep_s``: for how long its worker keeps a rollout."""
-        self._wanted = wanted
+        self.wanted = wanted
         self._keep_s = keep_s
         self._chosen = None
         self._activity = None
@@ -297,9 +325,9 @@ class PoolCore:
         The rollouts of a sync batch are in the order of their arrival.
         """
         self.user_is_due = False
-        if self._wanted is None or not self._is_there():
+        if self.wanted is None or not self._is_there():
             return None
-        wanted, self._wanted = self._wanted, None
+        wanted, self.wanted = self.wanted, None
         if wanted is Wanted.ALL:
             return self.requests.deliver_all()
         chosen = self._chosen
@@ -318,11 +346,31 @@ class PoolCore:
 
     def batch_cancelled(self) -> None:
         """The user waits no longer, though the batch is not there."""
-        if self._wanted is Wanted.ALL:
+        if self.wanted is Wanted.ALL:
             # If it came later it would be older than the request for the next batch.
             self.requests.give_up_all()
         self._scheduler.end()
-        self._wanted = self._chosen = None
+        self.wanted = self._chosen = None
+
+    def may_deliver_again(self, requests: Sequence[RolloutRequest], wanted: Wanted) -> bool:
+        """Whether rollouts that were delivered, but did not reach the user, may be given again.
+
+        They must be what the user would get now: not from before a seed, and no older than the
+        weights that were sent since then allow.
+        """
+        is_reference = any(request.state is RolloutState.REFERRED for request in requests)
+        if is_reference != (wanted is Wanted.REFERENCE):
+            return False
+        return all(self.requests.may_deliver_again(request) for request in requests)
+
+    def take_back(self, requests: Sequence[RolloutRequest], cause: str) -> None:
+        """Rollouts that were delivered did not reach the user, and are lost by ``cause``.
+
+        A worker goes on keeping those that are kept for other trainers, for as long as it was told.
+        """
+        for request in requests:
+            if request.state is RolloutState.DELIVERED:
+                self.requests.take_back(request, cause)
 
     def end_early(self) -> None:
         """Have the workers that collect for this batch, now or later, deliver what they have."""
@@ -357,7 +405,7 @@ class PoolCore:
         self._ask()
         if self._is_closing and not self.requests.kept:
             self._wake()
-        if self._wanted is None:
+        if self.wanted is None:
             return
         if self._is_there():
             self._wake()
@@ -372,7 +420,7 @@ class PoolCore:
 
     def _ask(self) -> None:
         """Request rollouts from all workers that may be asked for one."""
-        if self._is_paused or self.closed:
+        if self._open_setup_calls or self.closed:
             return
         while (slot := self._scheduler.next_slot()) is not None:
             request, wire_request = self.requests.request(slot)
@@ -399,10 +447,10 @@ class PoolCore:
 
     def _is_there(self) -> bool:
         """Whether what the user waits for is there."""
-        if self._wanted is Wanted.ALL:
+        if self.wanted is Wanted.ALL:
             self._give_up_stale()
             return self.requests.arrived.num_here == self._plan.num_rollouts
-        if self._wanted is Wanted.NEXT:
+        if self.wanted is Wanted.NEXT:
             self._fetch_ahead()
             self._chosen = self._scheduler.choose()
             if self._chosen is None:

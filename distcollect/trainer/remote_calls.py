@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.seeding import Stream, env_seed, shares
-from distcollect.common.threads import missing
+from distcollect.common.threads import Answers
 from distcollect.config import EvaluationWorkers
 from distcollect.errors import DeadlineError, WorkerLost
 from distcollect.results import Evaluation
@@ -44,10 +44,10 @@ class RemoteCalls:
         timeout_s: float,
     ) -> dict[int, list[Any]]:
         """Call a method of all envs, see :meth:`.DataCollectorBase.call`; by worker_id."""
-        answers = {
-            w: self._pool.call(w, WorkerService.call_envs, method, args, kwargs)
-            for w in self._called(worker_ids)
-        }
+        called = self._called(worker_ids)
+        answers = self._pool.call_workers(
+            WorkerService.call_envs, dict.fromkeys(called, (method, args, kwargs))
+        )
         named = worker_ids is not None
         return _answers(f"call({method!r})", answers, timeout_s, all_of_them=named)
 
@@ -73,22 +73,19 @@ class RemoteCalls:
             limit_s = max(0.0, deadline - time.monotonic())
             # If workers are lost, others play their episodes in the next round, with other seeds.
             first = len(parts) << 16
-            answers = {
-                w: self._pool.call(
-                    w,
-                    WorkerService.evaluate,
-                    EvaluationRequest(
-                        share,
-                        deterministic,
-                        None
-                        if seed is None
-                        else env_seed(seed, first + w, stream=Stream.EVALUATION),
-                        limit_s,
-                    ),
+            requests = {
+                w: EvaluationRequest(
+                    share,
+                    deterministic,
+                    None if seed is None else env_seed(seed, first + w, stream=Stream.EVALUATION),
+                    limit_s,
                 )
                 for w, share in zip(selected, shares(owed, len(selected)), strict=True)
                 if share
             }
+            answers = self._pool.call_workers(
+                WorkerService.evaluate, {w: (request,) for w, request in requests.items()}
+            )
             # The workers keep that deadline too, and their own errors say more.
             named = worker_ids is not None
             parts += _answers(
@@ -98,18 +95,19 @@ class RemoteCalls:
 
 
 def _answers(
-    what: str, answers: Mapping[int, Future[T]], timeout_s: float, *, all_of_them: bool
+    what: str, answers: Answers[int, T], timeout_s: float, *, all_of_them: bool
 ) -> dict[int, T]:
     """The workers' answers, by worker_id; without lost workers, unless ``all_of_them``."""
-    if late := missing(answers, timeout_s):
+    if late := answers.missing(timeout_s):
         raise DeadlineError(
             f"workers {late} did not answer {what} within {timeout_s:g} s; timeout_s=... gives "
             "longer, worker_ids=... leaves them out"
         )
+    errors = answers.errors()
     return {
         worker_id: answer.result()
-        for worker_id, answer in answers.items()
-        if all_of_them or not isinstance(answer.exception(), WorkerLost)
+        for worker_id, answer in answers.by_key.items()
+        if all_of_them or not isinstance(errors.get(worker_id), WorkerLost)
     }
 
 

@@ -272,6 +272,20 @@ class Requests:
             self.deliver(request)
         return requests
 
+    def may_deliver_again(self, request: RolloutRequest) -> bool:
+        """Whether one that was delivered, but did not reach the user, is still what it wants."""
+        max_lag = 0 if self._plan.sync else self._max_lag
+        lag = self._versions.lag(request.slot.worker_id, request.ticket.version)
+        return self.is_current(request) and (max_lag is None or lag <= max_lag)
+
+    def take_back(self, request: RolloutRequest, cause: str) -> None:
+        """One that was delivered did not reach the user; it is lost by ``cause``."""
+        assert request.offer is not None
+        request.become(RolloutState.GIVEN_UP)
+        self._ledger.take_back(*origin(request.offer.header), request.offer.header.num_frames)
+        self._ledger.lose(*origin(request.offer.header), cause)
+        self._scheduler.taken_back()
+
     def keep(self, request: RolloutRequest, key: str, keep_s: float) -> None:
         """Its worker is to keep it for whichever trainer shows this key."""
         assert request.offer is not None

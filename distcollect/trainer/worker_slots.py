@@ -123,7 +123,7 @@ _ROLLOUT_TRANSITIONS: dict[RolloutState, set[RolloutState]] = {
     _R.KEEPING: {_R.KEPT, _R.GIVEN_UP},
     _R.KEPT: {_R.REFERRED, _R.DELIVERED, _R.GIVEN_UP},
     _R.REFERRED: {_R.DELIVERED, _R.GIVEN_UP},
-    _R.DELIVERED: set(),
+    _R.DELIVERED: {_R.GIVEN_UP},  # if an exception kept it from reaching the user
     _R.GIVEN_UP: set(),
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from distcollect.common.threads import Answer
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout, DistCollectError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
@@ -24,6 +25,32 @@ from distcollect.weights.push_handle import PushHandle, PushRecord
 
 FRAMES = 4
 FLAT = torch.zeros(16, dtype=torch.uint8)
+
+
+def taken(pool: Pool, timeout_s: float) -> list[Rollout]:
+    """The rollouts of the next batch, which the user has then."""
+    delivery = pool.deliver(timeout_s)
+    rollouts = delivery.rollouts
+    pool.claim(delivery.number)
+    return rollouts
+
+
+class CallingThread:
+    """Stands in for the pool's thread: does each job on the thread that hands it over."""
+
+    is_alive = True
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Answer[Any]:
+        answer: Answer[Any] = Answer()
+        try:
+            result = function(*args)
+        except Exception as error:  # noqa: BLE001 - as the thread does
+            answer.fail(error)
+        else:
+            answer.set(result)
+        return answer
+
+    def close(self) -> None: ...
 
 
 class RolloutRequest:
@@ -178,7 +205,8 @@ class Run:
             failure_sink=self,
             staleness=staleness,
         )
-        self.pool._changed = self  # type: ignore[assignment]
+        self.pool._changed = self.pool._all_taken = self  # type: ignore[assignment]
+        self.pool._loop._thread = CallingThread()  # type: ignore[assignment]
         for worker_id in range(num_workers):
             self.join(worker_id)
 
@@ -292,7 +320,7 @@ class Run:
 
     # The condition variable that the pool waits on.
 
-    def notify_all(self) -> None:
+    def ring(self) -> None:
         self.notified = True
 
     def wait(self, timeout_s: float) -> None:
@@ -540,16 +568,18 @@ class Run:
             self.hand_over(timeout_s)
             return []
         if self.plan.sync:
-            rollouts = self.pool.gather_all(timeout_s)
+            rollouts = taken(self.pool, timeout_s)
             self.check_batch(rollouts)
         else:
-            rollouts = [self.pool.gather_next(timeout_s)]
+            rollouts = taken(self.pool, timeout_s)
         for rollout in rollouts:
             self.check_rollout(rollout.header)
         return rollouts
 
     def hand_over(self, timeout_s: float) -> None:
-        request, _ = self.pool.hand_over(timeout_s, 60)
+        delivery = self.pool.hand_over(timeout_s, 60)
+        self.pool.claim(delivery.number)
+        [request] = delivery.requests
         offer = request.offer
         assert isinstance(offer, RolloutRequest)
         if request.rollout is not None:
