@@ -280,15 +280,20 @@ class Background:
         self._changed = Bell()  # the thread waits for it
         if limit is not None:
             limit.begin()
-        self._only_one = threading.Lock()  # thread
+        self._thread = threading.Thread(target=self._run, name="distcollect-collect", daemon=True)
+        self._only_one = threading.Lock()  # starts the thread
         self._begun: Answer[None] = Answer()
         self._ended: Answer[None] = Answer()
 
     def begin(self) -> None:
         """Start the thread; does nothing if it was started."""
         # Thread.start() waits for a condition, which an exception such as Ctrl-C's may break.
-        _thread.start_new_thread(self._run, ())
+        _thread.start_new_thread(self._start, ())
         self._begun.arrives(_START_TIMEOUT_S)
+
+    def _start(self) -> None:
+        if self._only_one.acquire(blocking=False):
+            self._thread.start()
 
     @property
     def has_begun(self) -> bool:
@@ -301,9 +306,6 @@ class Background:
         return self._begun.done and not self._ended.done
 
     def _run(self) -> None:
-        if not self._only_one.acquire(blocking=False):
-            return
-        threading.current_thread().name = "distcollect-collect"
         self._begun.set(None)
         try:
             while self._collects_one():

@@ -21,6 +21,7 @@ parts; each knows only those below it, and all from PoolCore on are pure::
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import secrets
 import time
@@ -168,13 +169,20 @@ class Pool:
     @property
     def stale_frames(self) -> dict[int, int]:
         """Frames that were given up or masked as too stale, by worker_id."""
-        return self._loop.do(self._core.requests.stale_frames.copy)
+        return self._look(self._core.requests.stale_frames.copy)
 
     @property
     def ledger(self) -> LedgerReport:
         """Where all frames went."""
+        return self._look(lambda: self._core.requests.ledger)
+
+    def _look(self, read: Callable[[], T]) -> T:
+        """Read something after all that this thread handed over before."""
+        if not self._core.closed:
+            with contextlib.suppress(CollectorStateError):  # it was closed meanwhile
+                return self._loop.do(read)
         with self._lock:
-            return self._core.requests.ledger
+            return read()
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:

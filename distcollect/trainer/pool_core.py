@@ -366,11 +366,14 @@ class PoolCore:
     def take_back(self, requests: Sequence[RolloutRequest], cause: str) -> None:
         """Rollouts that were delivered did not reach the user, and are lost by ``cause``.
 
-        A worker goes on keeping those that are kept for other trainers, for as long as it was told.
+        Of those that are kept for other trainers, the references did not reach the user.
         """
         for request in requests:
             if request.state is RolloutState.DELIVERED:
                 self.requests.take_back(request, cause)
+            elif request.state is RolloutState.REFERRED:
+                self._scheduler.taken_back()
+                self.commands.append(TakeBack(request))
 
     def end_early(self) -> None:
         """Have the workers that collect for this batch, now or later, deliver what they have."""

@@ -20,8 +20,8 @@ class BatchPlan:
     """What the pool collects.
 
     Attributes:
-        sync: True: the user takes batches with :meth:`~.pool.Pool.gather_all`; False: with
-            :meth:`~.pool.Pool.gather_next`.
+        sync: True: a batch has a rollout of every worker, collected for it; False: it is the next
+            rollout of whichever worker.
         num_rollouts: rollouts in a sync batch.
         num_envs: n, rows of every rollout.
         num_steps: T of every rollout.

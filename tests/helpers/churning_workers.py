@@ -93,7 +93,9 @@ class ChurningWorkers(LoopbackWorkers):
         thread.start()
         self._threads.append(thread)
         self._thread_of[worker_id] = thread
-        self.transport.call(peer, WorkerService.configure, self._plan_for(worker_id)).result(60)
+        plan = self._plan_for(worker_id)
+        probe = self.transport.call(peer, WorkerService.configure, plan).result(60)
+        self.gpus[worker_id] = probe.gpu
         self.services[worker_id], self.peers[worker_id] = worker, peer
         self.num_present += 1
         self.states[worker_id] = WorkerState.READY

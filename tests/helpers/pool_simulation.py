@@ -178,6 +178,7 @@ class Run:
         self.num_peers = 0
         self.batch = self.batches = self.seeds = self.num_events = 0
         self.seeds_at_once = False
+        self.interrupted: int | None = None  # the batch that is to be delivered again
         self.deadline = 0.0
         self.notified = False
         self.given_up: set[int] = set()
@@ -553,6 +554,7 @@ class Run:
             self.join(self.rng.choice(free))
 
     def push(self) -> None:
+        self.interrupted = None  # it would be too old then
         workers = self.pool.worker_ids
         if self.rng.random() < 0.2 and workers:
             self.pool.push(FLAT, self.rng.sample(workers, self.rng.randint(1, len(workers))))
@@ -574,6 +576,7 @@ class Run:
             rollouts = taken(self.pool, timeout_s)
         for rollout in rollouts:
             self.check_rollout(rollout.header)
+        self.interrupted = None
         return rollouts
 
     def hand_over(self, timeout_s: float) -> None:
@@ -606,7 +609,9 @@ class Run:
         self.check_lag(header)
         assert request.seeds == self.seeds, f"{key} is from before the seed: {self.about}"
         if self.plan.sync:
-            assert request.batch == self.batch, f"{key} is from before the batch: {self.about}"
+            # A batch that was complete when its call was interrupted comes with the next call.
+            wanted = self.batch if self.interrupted is None else self.interrupted
+            assert request.batch == wanted, f"{key} is from before the batch: {self.about}"
 
     def check_lag(self, header: Header) -> None:
         key = (header.worker_id, header.incarnation, header.sequence)
@@ -632,10 +637,19 @@ class Run:
                 self.batches += 1
             except (BatchTimeout, KeyboardInterrupt) as error:
                 self.counts["timed out"] += isinstance(error, BatchTimeout)
+                self.note_interruption()
                 if self.plan.sync:
                     self.given_up.add(self.batch)
             self.check_ledger()
         return self
+
+    def note_interruption(self) -> None:
+        is_complete = self.pool._delivery is not None
+        self.counts["interrupted when complete"] += is_complete
+        if not is_complete:
+            self.interrupted = None
+        elif self.interrupted is None:
+            self.interrupted = self.batch
 
     def pause(self) -> None:
         """Random acts of the user, and random events, between two batches."""
@@ -650,6 +664,7 @@ class Run:
         for process in self.present.values():
             if process.seeding is not None:
                 self.seeded(process)
+        self.interrupted = None
         self.seeds += 1
         self.seeds_at_once = True
         self.pool.seed(self.seeds, static_seed=False, timeout_s=0)

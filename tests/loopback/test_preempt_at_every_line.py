@@ -80,8 +80,8 @@ def test_a_preemption_in_any_line(maker: Any, ahead: int) -> None:
             break
         made = made_then
         expected = {T}
-        if ahead == 0 and made < T - 1:
-            # It ends after the step that it is in, or before the next one.
+        if ahead == 0 and made < T:
+            # It ends after the step that it is in, or before that.
             expected = {max(1, made), made + 1}
         if at_once:
             num_exact += 1
