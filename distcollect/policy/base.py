@@ -107,14 +107,13 @@ class Contexts:
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts = contexts
-        self._entered: list[AbstractContextManager[Any]] = []
+        self._entered: list[tuple[Any, AbstractContextManager[Any]]] = []
 
     def __enter__(self) -> None:
         for context in self._contexts:
-            self._entered.append(context)
-            context.__enter__()
+            self._entered.append((context.__enter__(), context))
 
     def __exit__(self, *exc: Any) -> None:
         while self._entered:
-            self._entered[-1].__exit__(*exc)
+            self._entered[-1][1].__exit__(*exc)
             self._entered.pop()

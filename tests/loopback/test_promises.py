@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from typing import Any
@@ -17,7 +18,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
 )
 from tensordict import TensorDict
@@ -29,6 +29,7 @@ from distcollect.errors import WorkerLost
 T = 3
 TIMEOUT_S = 60.0
 _env_numbers = itertools.count()
+WORKERS = st.integers(0, 4)
 
 
 class Numbered(gym.Env[np.ndarray, Any]):
@@ -102,6 +103,7 @@ class Promises(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.received = 0
+        self.leaving: set[int] = set()
         self.sent: dict[int, int] = {}  # worker_id to the newest version sent to it
         # In sync mode a batch has a rollout of each of the first workers.
         frames = T * self.num_workers if self.mode["sync"] else T
@@ -170,11 +172,14 @@ class Promises(RuleBasedStateMachine):
                 lag = self.collector._session.pool.lag(worker_id, version)
                 assert shown == (lag <= staleness.max_policy_lag)
 
-    @rule(data=st.data(), wait=st.booleans())
-    def publish(self, data: st.DataObject, wait: bool) -> None:
+    @rule(chosen=st.sets(WORKERS, max_size=3), wait=st.booleans())
+    def publish(self, chosen: set[int], wait: bool) -> None:
+        self.push(sorted({self.pick(number) for number in chosen}) or None, wait=wait)
+
+    def pick(self, number: int) -> int:
+        """One of the workers that are there. Which ones these are depends on timing."""
         present = self.present
-        chosen = data.draw(st.lists(st.sampled_from(present), unique=True, max_size=3))
-        self.push(chosen or None, wait=wait)
+        return present[number % len(present)]
 
     def push(self, worker_ids: list[int] | None, *, wait: bool) -> None:
         # A publication that was interrupted before it returned may count a moment later.
@@ -200,20 +205,25 @@ class Promises(RuleBasedStateMachine):
         evaluation = self.collector.evaluate(2, seed=1, timeout_s=TIMEOUT_S)
         assert evaluation.returns.tolist() == [7.0, 7.0]
 
-    @rule(data=st.data(), pause_s=st.sampled_from([0.0, 0.003]))
-    def slow_down(self, data: st.DataObject, pause_s: float) -> None:
-        worker_id = data.draw(st.sampled_from(self.present))
-        self.collector.call("slow_down", pause_s, worker_ids=worker_id, timeout_s=TIMEOUT_S)
+    @rule(number=WORKERS, pause_s=st.sampled_from([0.0, 0.003]))
+    def slow_down(self, number: int, pause_s: float) -> None:
+        with contextlib.suppress(WorkerLost):  # it may be leaving
+            self.collector.call(
+                "slow_down", pause_s, worker_ids=self.pick(number), timeout_s=TIMEOUT_S
+            )
 
     @rule(line=st.integers(1, 250), name=st.sampled_from(["next", "push", "seed", "evaluate"]))
     def interrupt(self, line: int, name: str) -> None:
+        sent, results = dict(self.sent), []
         call = {
-            "next": self.next,
+            "next": lambda: results.append(self.collector.next(timeout_s=TIMEOUT_S)),
             "push": lambda: self.push(None, wait=True),
             "seed": lambda: self.collector.set_seed(9),
             "evaluate": lambda: self.collector.evaluate(2, timeout_s=TIMEOUT_S),
         }[name]
         was_interrupted, tracer = interrupted_at(line, call)
+        for batch in results:
+            self.receive(batch, sent)
         note(f"{name} was interrupted: {was_interrupted}, at {tracer.where}")
         assert self.collector.stale_frames is not None  # after what it may have left in the queue
 
@@ -229,23 +239,27 @@ class Promises(RuleBasedStateMachine):
 
     # What happens to the workers.
 
-    @rule(data=st.data(), batches=st.integers(0, 2))
-    def kill(self, data: st.DataObject, batches: int) -> None:
+    @rule(number=WORKERS, batches=st.integers(0, 2))
+    def kill(self, number: int, batches: int) -> None:
         """A worker dies while batches are taken; another process replaces it."""
-        self.workers.kill(data.draw(st.sampled_from(self.present)))
+        self.workers.kill(self.pick(number))
         self.take_batches(batches)
 
-    @precondition(lambda self: self.collector is not None and len(self.present) > 1)
-    @rule(data=st.data(), batches=st.integers(0, 2))
-    def leave(self, data: st.DataObject, batches: int) -> None:
-        self.workers.leave(data.draw(st.sampled_from(self.present)))
+    @rule(number=WORKERS, batches=st.integers(0, 2))
+    def leave(self, number: int, batches: int) -> None:
+        """A worker leaves; one that was not told to always stays."""
+        staying = sorted({*self.present} - self.leaving)
+        if len(staying) > 1:
+            worker_id = staying[number % len(staying)]
+            self.leaving.add(worker_id)
+            self.workers.leave(worker_id)
         self.take_batches(batches)
 
-    @precondition(lambda self: self.collector is not None and len(self.present) < 4)
     @rule()
     def grow(self) -> None:
-        worker_id = next(w for w in range(5) if w not in self.present)
-        self.workers.grow(worker_id)
+        taken = {*self.present} | self.leaving
+        if len(taken) < 5:
+            self.workers.grow(next(w for w in range(5) if w not in taken))
 
     @rule()
     def preempt(self) -> None:
