@@ -277,10 +277,11 @@ class BatchStream(ABC):
 
     def _given(self, ready: Ready, frames: TensorDict | None = None) -> TensorDict:
         """The batch, or its ``frames``, which is the caller's with this very return."""
+        value, then = ready.batch if frames is None else frames, ready.then
         try:
-            return ready.batch if frames is None else frames
+            return value
         finally:
-            self._progress = ready.then
+            self._progress = then
 
     def _collect_trajectories(self, timeout_s: float | None) -> tuple[TensorDict, Progress]:
         progress = self._progress
