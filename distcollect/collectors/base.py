@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from distcollect.collectors.options import CollectorOptions
@@ -51,9 +52,7 @@ class DataCollectorBase(BatchStream):
 
     def __init__(self, options: CollectorOptions) -> None:
         """Build the collector, see :class:`~distcollect.collectors.stream.BatchStream`."""
-        self._resumes = 0
         self._seed: tuple[int, bool] | None = None
-        self._lag: LagStats | None = None
         super().__init__(options)
 
     @property
@@ -68,7 +67,7 @@ class DataCollectorBase(BatchStream):
     @property
     def version_lag(self) -> LagStats | None:
         """The lags of the last batch's frames when it was delivered; None before the first."""
-        return self._lag
+        return self._progress.lag
 
     @abstractmethod
     def update_policy_weights_(
@@ -102,8 +101,8 @@ class DataCollectorBase(BatchStream):
         """
         known = Stats(
             collector=type(self).__name__,
-            frames=self._frames,
-            resumed_frames=self._resumed_frames,
+            frames=self._progress.frames,
+            resumed_frames=self._progress.resumed_frames,
             total_frames=self.total_frames,
             policy_version=self.policy_version,
             ended=self._state is CollectorState.SHUT_DOWN,
@@ -259,11 +258,11 @@ class DataCollectorBase(BatchStream):
         """
         return {
             "format": _STATE_FORMAT,
-            "frames": self._frames,
+            "frames": self._progress.frames,
             "policy_version": self.policy_version,
             "next_traj_id": identity().next_traj_id,
             "seed": self._seed,
-            "resumes": self._resumes,
+            "resumes": self._progress.resumes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,10 +284,10 @@ class DataCollectorBase(BatchStream):
             DeadlineError, WorkerError: the workers did not accept the state.
         """
         self._check_open()
-        if self._batches:
+        if self._progress.batches:
             raise CollectorStateError(
-                f"this collector has delivered {self._frames:,} frames: call load_state_dict() "
-                "on a new one, before its first batch"
+                f"this collector has delivered {self._progress.frames:,} frames: call "
+                "load_state_dict() on a new one, before its first batch"
             )
         if not isinstance(state, Mapping) or state.get("format") not in _FORMATS:
             raise ArgumentError(
@@ -308,14 +307,23 @@ class DataCollectorBase(BatchStream):
         if state["seed"] is not None:
             seed, static_seed = state["seed"]
             new_seed = env_seed(seed, resumes, stream=Stream.RESUMED)
+
+        def count() -> None:
+            self._progress = replace(
+                self._progress, frames=frames, resumed_frames=frames, resumes=resumes
+            )
+
         # From here on, workers may be waited for. If that is interrupted, load the state again.
-        self._resume(state["policy_version"], next_traj_id, frames)
-        self._frames = self._resumed_frames = frames
-        self._resumes = resumes
+        self._resume(state["policy_version"], next_traj_id, frames, count)
         if new_seed is not None:
             self.set_seed(new_seed, static_seed)
             self._seed = seed, static_seed
 
     @abstractmethod
-    def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
-        """Continue with this policy_version and traj_id; ``frames`` were collected before."""
+    def _resume(
+        self, version: int, first_traj_id: int, frames: int, count: Callable[[], None]
+    ) -> None:
+        """Continue with this policy_version and traj_id; ``frames`` were collected before.
+
+        ``count`` counts them here; it is called together with what counts them elsewhere.
+        """

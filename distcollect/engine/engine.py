@@ -7,6 +7,7 @@ in each step, :mod:`.ragged_loop` for vector envs with filler steps.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,6 +101,7 @@ class Engine:
         self._seeds: Sequence[int] | None = None  # of the next reset
         self._reset_due = False
         self._warned_of_rewards = False
+        self._num_kept = 0  # frames in the rollouts that are complete
         self._reset_envs_first()
         self._try_policy()
         self.layout = _layout(envs, policy)
@@ -144,12 +146,14 @@ class Engine:
         self._interrupts.stop()
         self._env_recovery.stop()
 
-    def preempt(self) -> None:
-        """Make the running :meth:`collect` end between two steps, after at least one step.
+    def preempt(self, number: int | None = None) -> None:
+        """Make a rollout end between two steps, after at least one step.
 
-        Nothing happens if none is running.
+        Args:
+            number: which one, as :meth:`collect` is told; also one that is still to begin. If it is
+                complete, nothing happens. None: the running one; if none is, nothing happens.
         """
-        self._interrupts.preempt()
+        self._interrupts.preempt(number)
 
     def run_between_steps(self, job: Callable[[], None]) -> None:
         """Run ``job`` between two steps of the running :meth:`collect`, or before the next one.
@@ -168,7 +172,7 @@ class Engine:
         *,
         random: bool = False,
         fresh: bool = False,
-        preempted: bool = False,
+        number: int | None = None,
         version: int | None = None,
     ) -> None:
         """Fill ``slab`` with the next rollout; if it is preempted, the rest is padding.
@@ -177,7 +181,7 @@ class Engine:
             slab: memory of this engine's layout.
             random: draw actions from the action space; the extras are zero then.
             fresh: leave out frames from before this call, which native vector envs may have left.
-            preempted: the rollout was preempted before it began: end after one step.
+            number: of this rollout, higher than all before; None: one more than the last.
             version: begin with weights no newer than this version; None: with the newest.
 
         Raises:
@@ -186,7 +190,9 @@ class Engine:
             PolicyError: the policy raised.
         """
         cells = self.counter.cells
-        self._interrupts.rollout_begins(preempted=preempted)
+        # If not, an exception broke off the last rollout in the middle of what is done after it.
+        self.settle("interrupted")
+        self._interrupts.rollout_begins(number)
         self._loop.begun_at = self.counter.stepped
         cells[NUM_TASKS] += 1
         cells[TASK] = Task.COLLECT
@@ -194,15 +200,37 @@ class Engine:
         try:
             self._loop.swap_weights(version)
             self._collect(slab, random=random, fresh=fresh)
+            self._num_kept += slab.num_frames
         except BaseException as error:
-            # No rollout contains the frames so far, so what follows must be new trajectories.
-            self._loop.abandon(_CAUSES.get(type(error), "env_failed"))
-            self._reset_due = True
+            self.settle(_CAUSES.get(type(error), "env_failed"), is_broken=True)
             raise
         finally:
             self._interrupts.rollout_ended()
             cells[TASK] = Task.IDLE
             self.step_timer.end()
+
+    def settle(self, cause: str, *, num_kept: int | None = None, is_broken: bool = False) -> None:
+        """Count the frames that no rollout contains as lost, if there are any.
+
+        It may be called at any time between two rollouts, and again if an exception interrupts it.
+
+        Args:
+            cause: why they are lost.
+            num_kept: the frames in all rollouts that the caller has; None: in all that are
+                complete.
+            is_broken: the last rollout is not complete: frames that wait for the next one are lost
+                too.
+        """
+        if num_kept is not None:
+            self._num_kept = num_kept
+        counter = self.counter
+        missing = counter.stepped - self._num_kept - sum(counter.lost.values())
+        if not is_broken and missing == int(self._loop.surplus.sum()):
+            return
+        # What follows must be new trajectories.
+        self._reset_due = True
+        self._loop.abandon()
+        counter.lose(cause, counter.stepped - self._num_kept - sum(counter.lost.values()))
 
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
@@ -250,8 +278,13 @@ class Engine:
         if random:
             for array in slab.extras.values():
                 array.fill(0)
-        with policy.exploring():
-            self._loop.fill(slab, policy, fresh=fresh)
+        context = policy.exploring()
+        with contextlib.ExitStack() as again:
+            # Left twice, as an exception may break off the first time: the thread may be the
+            # user's, whose gradients must not stay disabled.
+            again.callback(context.__exit__, None, None, None)
+            with context:
+                self._loop.fill(slab, policy, fresh=fresh)
         if not self._warned_of_rewards and np.isinf(slab.reward).any():
             self._warned_of_rewards = True
             log.warning(

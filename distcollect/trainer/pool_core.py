@@ -66,7 +66,8 @@ class PoolCore:
     Attributes:
         commands: what is to be done, in this order; whoever does it removes it.
         closed: events are ignored, but for the accounts of processes that ended.
-        user_is_due: the user's thread should look again; see :meth:`take`.
+        user_is_due: :meth:`take` is to be called.
+        wanted: what the user's thread waits for.
         slots: the worker processes.
         versions: which weights were sent to which worker.
         requests: what was requested from them.
@@ -89,6 +90,7 @@ class PoolCore:
         self.slots = WorkerSlots(self.versions, plan.reserved)
         drops = staleness is not None and staleness.mode != "mask"
         max_lag = staleness.max_policy_lag if staleness is not None and drops else None
+        self._limits_lag = plan.sync or staleness is not None
         self._scheduler = make_scheduler(plan, staleness, self.slots, self.versions)
         self.requests = Requests(
             plan,
@@ -107,11 +109,16 @@ class PoolCore:
         # user has asked for the first one: it may be for another trainer.
         self._max_fetched = plan.num_rollouts if plan.sync else 0
         self._refers = False  # the user wants references, so that nothing is fetched
-        self._wanted: Wanted | None = None
+        self.wanted: Wanted | None = None
         self._chosen: RolloutRequest | None = None  # the rollout of the next reference
         self._keep_s = 0.0
         self._activity: Activity | None = None
         self._untaken = "not_taken"  # the cause for a rollout that no trainer took
+
+    @property
+    def stamp(self) -> object:
+        """Changes with all that decides whether a rollout may still be delivered."""
+        return self.versions.revision if self._limits_lag else 0, self._setup_calls.num_begun
 
     # Events: workers come and go.
 
@@ -284,7 +291,7 @@ class PoolCore:
 
     def batch_wanted(self, wanted: Wanted, keep_s: float = 0.0) -> None:
         """The user waits for a batch; ``keep_s``: for how long its worker keeps a rollout."""
-        self._wanted = wanted
+        self.wanted = wanted
         self._keep_s = keep_s
         self._chosen = None
         self._activity = None
@@ -303,9 +310,9 @@ class PoolCore:
         The rollouts of a sync batch are in the order of their arrival.
         """
         self.user_is_due = False
-        if self._wanted is None or not self._is_there():
+        if self.wanted is None or not self._is_there():
             return None
-        wanted, self._wanted = self._wanted, None
+        wanted, self.wanted = self.wanted, None
         if wanted is Wanted.ALL:
             return self.requests.deliver_all()
         chosen = self._chosen
@@ -324,11 +331,34 @@ class PoolCore:
 
     def batch_cancelled(self) -> None:
         """The user waits no longer, though the batch is not there."""
-        if self._wanted is Wanted.ALL:
+        if self.wanted is Wanted.ALL:
             # If it came later it would be older than the request for the next batch.
             self.requests.give_up_all()
         self._scheduler.end()
-        self._wanted = self._chosen = None
+        self.wanted = self._chosen = None
+
+    def may_deliver_again(self, requests: Sequence[RolloutRequest], wanted: Wanted) -> bool:
+        """Whether rollouts that were delivered, but did not reach the user, may be given again.
+
+        They must be what the user would get now: not from before a seed, and no older than the
+        weights that were sent since then allow.
+        """
+        is_reference = any(request.state is RolloutState.REFERRED for request in requests)
+        if is_reference != (wanted is Wanted.REFERENCE):
+            return False
+        return all(self.requests.may_deliver_again(request) for request in requests)
+
+    def take_back(self, requests: Sequence[RolloutRequest], cause: str) -> None:
+        """Rollouts that were delivered did not reach the user, and are lost by ``cause``.
+
+        Of those that are kept for other trainers, the references did not reach the user.
+        """
+        for request in requests:
+            if request.state is RolloutState.DELIVERED:
+                self.requests.take_back(request, cause)
+            elif request.state is RolloutState.REFERRED:
+                self._scheduler.taken_back()
+                self.commands.append(TakeBack(request))
 
     def end_early(self) -> None:
         """Have the workers that collect for this batch, now or later, deliver what they have."""
@@ -363,7 +393,7 @@ class PoolCore:
         self._ask()
         if self._is_closing and not self.requests.kept:
             self._wake()
-        if self._wanted is None:
+        if self.wanted is None:
             return
         if self._is_there():
             self._wake()
@@ -405,10 +435,10 @@ class PoolCore:
 
     def _is_there(self) -> bool:
         """Whether what the user waits for is there."""
-        if self._wanted is Wanted.ALL:
+        if self.wanted is Wanted.ALL:
             self._give_up_stale()
             return self.requests.arrived.num_here == self._plan.num_rollouts
-        if self._wanted is Wanted.NEXT:
+        if self.wanted is Wanted.NEXT:
             self._fetch_ahead()
             self._chosen = self._scheduler.choose()
             if self._chosen is None:

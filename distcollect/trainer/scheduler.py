@@ -119,6 +119,10 @@ class Scheduler:
         """Nobody gets a rollout; ``is_wanted``: another one is to be collected instead."""
         self.frames_asked -= self._plan.rollout_frames
 
+    def taken_back(self) -> None:
+        """A rollout that was delivered did not reach the user: another one is to be collected."""
+        self.frames_asked -= self._plan.rollout_frames
+
     def given_up_all(self) -> None:
         """Nothing that was requested until now is wanted any more."""
 

@@ -39,10 +39,15 @@ class SetupCall:
 
 
 class SetupCalls:
-    """The setup calls of a pool."""
+    """The setup calls of a pool.
+
+    Attributes:
+        num_begun: how many there were.
+    """
 
     def __init__(self, commands: Callable[[Command], None]) -> None:
         """Start without any; ``commands`` is called with each command."""
+        self.num_begun = 0
         self._commands = commands
         self._newest: dict[Callable[..., Any], SetupCall] = {}
 
@@ -57,6 +62,7 @@ class SetupCalls:
         call = SetupCall(method, arguments, self._newest.get(method))
         owed = [(slot, arguments(slot)) for slot in slots if slot.is_staying]
         self._newest[method] = call
+        self.num_begun += 1
         for slot, values in owed:
             if method in slot.setup_calls:
                 slot.setup_calls.pop(method)[0].late.discard(slot)

@@ -24,8 +24,8 @@ class BatchPlan:
     """What the pool collects.
 
     Attributes:
-        sync: True: the user takes batches with :meth:`~.pool.Pool.gather_all`; False: with
-            :meth:`~.pool.Pool.gather_next`.
+        sync: True: a batch has a rollout of every worker, collected for it; False: it is the next
+            rollout of whichever worker.
         num_rollouts: rollouts in a sync batch.
         num_envs: n, rows of every rollout.
         num_steps: T of every rollout.
@@ -127,7 +127,7 @@ _ROLLOUT_TRANSITIONS: dict[RolloutState, set[RolloutState]] = {
     _R.KEEPING: {_R.KEPT, _R.GIVEN_UP},
     _R.KEPT: {_R.REFERRED, _R.DELIVERED, _R.GIVEN_UP},
     _R.REFERRED: {_R.DELIVERED, _R.GIVEN_UP},
-    _R.DELIVERED: set(),
+    _R.DELIVERED: {_R.GIVEN_UP},  # if an exception kept it from reaching the user
     _R.GIVEN_UP: set(),
 }
 

@@ -91,7 +91,6 @@ class Worker(WorkerService):
         self._slabs = _Slabs()
         self._handover_store = HandoverStore()
         self._sequence = 0  # of the rollout that is being collected, or comes next
-        self._preempted = -1  # the rollout that is to end early
         self._stopping = False
 
     def run(self) -> None:
@@ -125,9 +124,7 @@ class Worker(WorkerService):
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.
-        self._preempted = sequence
-        if self._engine is not None and sequence == self._sequence:
-            self._engine.preempt()
+        self._configured.preempt(sequence)
 
     def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
         self._handover_store.keep(key, self._slabs.find(sequence), keep_s)
@@ -228,14 +225,13 @@ class Worker(WorkerService):
         slab = self._slabs.next(
             self._sequence, engine.layout, request.num_steps, shared=request.shared
         )
-        preempted = self._preempted == self._sequence
         version = request.version if engine.options.exact_version else None
         try:
             engine.collect(
                 slab,
                 random=request.random,
                 fresh=request.fresh,
-                preempted=preempted,
+                number=self._sequence,
                 version=version,
             )
         except EnvError as error:

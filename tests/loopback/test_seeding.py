@@ -131,7 +131,7 @@ def test_an_interrupted_wait_for_the_seed_leaves_the_workers_seeded(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(collector._session.pool._changed, "wait", interrupt)
+            patch.setattr(collector._session.pool._all_set_up, "wait", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 collector.set_seed(7)
         Gated.permits.release()
