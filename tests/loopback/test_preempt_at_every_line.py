@@ -32,7 +32,8 @@ class Rollouts:
 
     def __init__(self, maker: Any) -> None:
         self.worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
-        self.worker._configure(cloudpickle.dumps(WorkerPlan(maker, 1)))
+        self.worker.receive_plan(cloudpickle.dumps(WorkerPlan(maker, 1)))
+        self.worker._configure()
 
     def collect(self) -> Header:
         header, _ = self.worker._collect(CollectRequest(T, fresh=True))
