@@ -146,9 +146,6 @@ def test_a_killed_worker_is_replaced_and_gets_the_newest_weights(
             collector.update_policy_weights_(policy, worker_ids=None if version < 3 else [0])
         killed = checker.pids[1]
         os.kill(killed, signal.SIGKILL)
-        seen_s = until(collector, checker, lambda: collector.num_workers == 1, 10)
-        assert seen_s < 1
-        checker.see(collector.next())  # batches do not wait for the replacement
         until(collector, checker, lambda: checker.pids[1] != killed, JOIN_S)
         batch = collector.next()
         while not (mine := batch["collector", "worker_id"] == 1).any():
@@ -291,8 +288,9 @@ def test_a_worker_that_crashes_again_and_again_is_given_up(marked: Marked) -> No
 
 
 def test_at_the_end_nobody_waits_for_a_process_that_has_not_joined_yet(
-    marked: Marked, caplog: pytest.LogCaptureFixture
+    marked: Marked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("DISTCOLLECT_ZYGOTE", "off")  # so that it takes seconds to join
     with collect_with(False) as collector:
         checker = Checker()
         until(collector, checker, lambda: len(checker.pids) == 2, 10)

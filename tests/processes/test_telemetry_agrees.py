@@ -65,6 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*mark.variable)
+        patch.setenv("DISTCOLLECT_ZYGOTE", "off")  # so that a lost worker is missing for a while
         try:
             with dc.MultiaSyncDataCollector(
                 partial(ProcessIdEnv, length=10, reward=2.0),
