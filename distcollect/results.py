@@ -221,6 +221,7 @@ class Stats(dict[str, Any]):
         may_be_lost: at most this many more frames are lost, on hosts that vanished.
         sync: whether a batch is collected when it is requested.
         in_process: whether the collector steps its envs itself.
+        has_weights: whether there are weights that can be published to workers.
         num_cores: number of cores of this host, if all workers are on it; otherwise 0.
         ended: whether it was shut down.
         workers: statistics of each worker, by worker_id.
@@ -251,6 +252,7 @@ class Stats(dict[str, Any]):
     may_be_lost: int = 0
     sync: bool = False
     in_process: bool = False
+    has_weights: bool = False
     num_cores: int = 0
     ended: bool = False
     workers: Mapping[int, WorkerStats] = field(default_factory=dict)

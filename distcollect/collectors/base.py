@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tensordict import TensorDict
@@ -16,9 +17,11 @@ from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.results import Evaluation, LagStats, Stats
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.trainer.publisher import Weights, WorkerIds
+from distcollect.transport.peer_ids import identity
 from distcollect.weights.push_handle import PushHandle
 
-_STATE_FORMAT = 1
+_STATE_FORMAT = 2
+_FORMATS = (1, _STATE_FORMAT)  # that can be loaded
 
 
 class DataCollectorBase(BatchStream):
@@ -51,9 +54,7 @@ class DataCollectorBase(BatchStream):
 
     def __init__(self, options: CollectorOptions) -> None:
         """Build the collector, see :class:`~distcollect.collectors.stream.BatchStream`."""
-        self._resumes = 0
         self._seed: tuple[int, bool] | None = None
-        self._lag: LagStats | None = None
         super().__init__(options)
 
     @property
@@ -68,7 +69,7 @@ class DataCollectorBase(BatchStream):
     @property
     def version_lag(self) -> LagStats | None:
         """The lags of the last batch's frames when it was delivered; None before the first."""
-        return self._lag
+        return self._progress.lag
 
     @abstractmethod
     def update_policy_weights_(
@@ -161,12 +162,12 @@ class DataCollectorBase(BatchStream):
             )
         known = Stats(
             collector=type(self).__name__,
-            frames=self._frames,
-            resumed_frames=self._resumed_frames,
+            frames=self._progress.frames,
+            resumed_frames=self._progress.resumed_frames,
             total_frames=self.total_frames,
             policy_version=self.policy_version,
             ended=self._state is CollectorState.SHUT_DOWN,
-            num_batches=self._batches,
+            num_batches=self._progress.batches,
             frames_per_batch=self.frames_per_batch,
         )
         snapshot = self._snapshot(known)
@@ -190,6 +191,12 @@ class DataCollectorBase(BatchStream):
     @abstractmethod
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs and the policies' randomness; the next batch starts with a reset.
+
+        In async mode, workers begin to collect when the first batch is requested, so a seed that is
+        set before costs no frames. Later, a worker takes the seed after the step that it is in, and
+        what it has collected for the next batches is given up: the ledger counts these frames as
+        lost by "given_up". If an exception ends the wait for the workers (a deadline, Ctrl-C), all
+        workers take the seed nevertheless, before they collect anything else.
 
         Env i gets a seed derived from (``seed``, i), however the envs are spread over workers. The
         random numbers that the policy draws for env i with torch's functions come from a stream
@@ -215,7 +222,9 @@ class DataCollectorBase(BatchStream):
 
         Raises:
             CollectorStateError: the collector was shut down.
-            DeadlineError, WorkerError: the workers did not accept the seed.
+            ArgumentError, ArgumentTypeError: ``seed`` is not such a number; nothing has changed.
+            DeadlineError: some workers are in a step that takes too long; names them.
+            WorkerError: a worker could not take the seed, and is replaced.
         """
 
     def call(
@@ -317,11 +326,11 @@ class DataCollectorBase(BatchStream):
         """
         return {
             "format": _STATE_FORMAT,
-            "frames": self._frames,
+            "frames": self._progress.frames,
             "policy_version": self.policy_version,
-            "next_traj_id": self._next_traj_id(),
+            "next_traj_id": identity().next_traj_id,
             "seed": self._seed,
-            "resumes": self._resumes,
+            "resumes": self._progress.resumes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -339,15 +348,16 @@ class DataCollectorBase(BatchStream):
         Raises:
             CollectorStateError: this collector has delivered frames already.
             ArgumentError: ``state`` is not from :meth:`state_dict`, or is behind this collector.
+            LaunchError: the run has used nearly all trajectory ids.
             DeadlineError, WorkerError: the workers did not accept the state.
         """
         self._check_open()
-        if self._batches:
+        if self._progress.batches:
             raise CollectorStateError(
-                f"this collector has delivered {self._frames:,} frames: call load_state_dict() "
-                "on a new one, before its first batch"
+                f"this collector has delivered {self._progress.frames:,} frames: call "
+                "load_state_dict() on a new one, before its first batch"
             )
-        if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT:
+        if not isinstance(state, Mapping) or state.get("format") not in _FORMATS:
             raise ArgumentError(
                 f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}; "
                 "give what state_dict() returned"
@@ -357,21 +367,34 @@ class DataCollectorBase(BatchStream):
                 f"the state has policy_version {state['policy_version']}, but this collector has "
                 f"published version {self.policy_version} already: load the state first"
             )
-        self._resume(state["policy_version"], state["next_traj_id"], state["frames"])
-        self._frames = self._resumed_frames = state["frames"]
-        self._resumes = state["resumes"] + 1
+        frames, resumes = state["frames"], state["resumes"] + 1
+        next_traj_id = state["next_traj_id"]
+        if state["format"] == 1:
+            next_traj_id = identity().above_format_1(next_traj_id)
+        new_seed = None
         if state["seed"] is not None:
             seed, static_seed = state["seed"]
-            self.set_seed(env_seed(seed, self._resumes, stream=Stream.RESUMED), static_seed)
+            new_seed = env_seed(seed, resumes, stream=Stream.RESUMED)
+
+        def count() -> None:
+            self._progress = replace(
+                self._progress, frames=frames, resumed_frames=frames, resumes=resumes
+            )
+
+        # From here on, workers may be waited for. If that is interrupted, load the state again.
+        self._resume(state["policy_version"], next_traj_id, frames, count)
+        if new_seed is not None:
+            self.set_seed(new_seed, static_seed)
             self._seed = seed, static_seed
 
     @abstractmethod
-    def _next_traj_id(self) -> int:
-        """All traj_ids of this collector are below."""
+    def _resume(
+        self, version: int, first_traj_id: int, frames: int, count: Callable[[], None]
+    ) -> None:
+        """Continue with this policy_version and traj_id; ``frames`` were collected before.
 
-    @abstractmethod
-    def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
-        """Continue with this policy_version and traj_id; ``frames`` were collected before."""
+        ``count`` counts them here; it is called together with what counts them elsewhere.
+        """
 
 
 # TorchRL's name for it.

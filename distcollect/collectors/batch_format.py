@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +145,8 @@ class BatchFormat:
 class WholeTrajectories:
     """Joins the parts of trajectories that span several rollouts; orders them by their end.
 
+    It never changes: adding rollouts, or taking a batch, makes another one.
+
     Attributes:
         abandoned_frames: frames of trajectories that will never be delivered: their env or worker
             failed, a rollout in between was dropped, or it ended, or was reset, before.
@@ -163,22 +165,38 @@ class WholeTrajectories:
         self._parts: dict[int, dict[int, list[TensorDict]]] = {}  # by worker_id and traj_id
         self._incomplete: dict[int, set[int]] = {}  # traj_ids whose beginning is missing
         self._newest: dict[int, tuple[int, int]] = {}  # (incarnation, sequence) by worker_id
-        self._whole: deque[list[TensorDict]] = deque()
+        self._whole: tuple[list[TensorDict], ...] = ()
 
     @property
     def ready(self) -> bool:
         """Whether there are enough whole trajectories for a batch."""
         return len(self._whole) >= self._num_per_batch
 
-    def add(self, rows: TensorDict, headers: Sequence[Header]) -> None:
-        """Add the trajectories in ``rows``, ``[W * n, T]``: W rollouts, and the header of each."""
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a whole trajectory."""
+        return bool(self._whole)
+
+    def with_rollouts(self, rows: TensorDict, headers: Sequence[Header]) -> WholeTrajectories:
+        """With the trajectories in ``rows``, ``[W * n, T]``: W rollouts, and each one's header."""
         num_envs = len(rows) // len(headers)
+        more = copy.copy(self)
         for index, header in enumerate(headers):
-            self._add(rows[index * num_envs : (index + 1) * num_envs], header)
+            more._add(rows[index * num_envs : (index + 1) * num_envs], header)  # noqa: SLF001
+        return more
+
+    def __copy__(self) -> WholeTrajectories:
+        other = WholeTrajectories(self._num_per_batch)
+        vars(other).update(vars(self))
+        # _add() replaces what is in these.
+        for name in ("_parts", "_incomplete", "_newest"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
 
     def _add(self, rows: TensorDict, header: Header) -> None:
-        parts = self._parts.setdefault(header.worker_id, {})
-        incomplete = self._incomplete.setdefault(header.worker_id, set())
+        parts = self._parts[header.worker_id] = self._parts.get(header.worker_id, {}).copy()
+        incomplete = set(self._incomplete.get(header.worker_id, ()))
+        self._incomplete[header.worker_id] = incomplete
         incarnation, sequence = self._newest.get(header.worker_id, (header.incarnation, -1))
         is_next = (header.incarnation, header.sequence) == (incarnation, sequence + 1)
         if not is_next and header.sequence:
@@ -195,10 +213,10 @@ class WholeTrajectories:
             if traj_id in incomplete:
                 self.abandoned_frames += len(part)
             elif ends:
-                self._whole.append([*parts.pop(traj_id, ()), part])
+                self._whole += ([*parts.pop(traj_id, ()), part],)
             else:
                 # A copy: a view would keep the whole rollout in memory until the trajectory ends.
-                parts.setdefault(traj_id, []).append(part.clone())
+                parts[traj_id] = [*parts.get(traj_id, ()), part.clone()]
         if (rows[TRAJ_IDS][:, 0] < 0).any():
             return  # the rollout was preempted before every env had a frame
         # Every env's present trajectory is known now, so no other one of this worker will ever end.
@@ -206,30 +224,31 @@ class WholeTrajectories:
         for traj_id in parts.keys() - (unfinished - incomplete):
             self.abandoned_frames += sum(len(part) for part in parts.pop(traj_id))
 
-    def abandon(self) -> None:
-        """Give up all trajectories, whole or not; the next ones must begin with a reset."""
+    def abandoned(self) -> WholeTrajectories:
+        """Without any trajectories, whole or not; the next ones must begin with a reset."""
         begun = [parts for each in self._parts.values() for parts in each.values()]
-        self.abandoned_frames += sum(
+        none = copy.copy(self)
+        none.abandoned_frames += sum(
             len(part) for parts in [*self._whole, *begun] for part in parts
         )
-        self._whole.clear()
-        self._parts.clear()
+        none._whole = ()  # noqa: SLF001
+        none._parts = {}  # noqa: SLF001
+        return none
 
-    def take(self) -> TensorDict | None:
-        """The next batch ``[trajectories, longest]``, or without padding ``[F]``.
+    def taken(self) -> tuple[TensorDict, WholeTrajectories]:
+        """The next batch ``[trajectories, longest]``, or without padding ``[F]``, and the rest.
 
-        None if no trajectory is whole.
+        There must be at least one whole trajectory.
         """
-        count = min(len(self._whole), self._num_per_batch)
-        if not count:
-            return None
-        taken = [self._whole.popleft() for _ in range(count)]
+        taken = self._whole[: self._num_per_batch]
+        rest = copy.copy(self)
+        rest._whole = self._whole[len(taken) :]  # noqa: SLF001
         lengths = torch.tensor([sum(len(part) for part in parts) for parts in taken])
         frames: TensorDict = torch.cat([part for parts in taken for part in parts])
         if not self._pads:
             frames.names = ["time"]
-            return frames
-        return _padded(frames, lengths)
+            return frames, rest
+        return _padded(frames, lengths), rest
 
 
 def split(rows: TensorDict) -> TensorDict:

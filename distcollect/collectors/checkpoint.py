@@ -19,7 +19,7 @@ from distcollect.errors import (
 )
 from distcollect.launch import preemption
 from distcollect.launch.run_folder import RunFolder, obstacle
-from distcollect.launch.worker_hosts import current
+from distcollect.transport.peer_ids import identity
 
 log = logging.getLogger(__name__)
 
@@ -157,8 +157,7 @@ class Checkpoint:
             OSError: the file can't be written.
         """
         self._check()
-        launched = current()
-        if launched is not None and launched.first_traj_id:
+        if identity().trainer != 0:
             return
         states = {name: part.state_dict() for name, part in self._parts.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import _thread
 import enum
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast, runtime_checkable
 
 from tensordict import TensorDict
 
-from distcollect.common.threads import LOOK_UP_S
+from distcollect.common.threads import LOOK_UP_S, Answer, Bell
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -26,6 +27,8 @@ from distcollect.rollout.spaces import can_be_indexed
 from distcollect.rollout.tree_layout import AnyLayout
 
 log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 60.0
 
 
 @runtime_checkable
@@ -67,28 +70,24 @@ def check_can_hold(buffer: ReplayBuffer | None, layout: AnyLayout) -> None:
             )
 
 
-def put(
+def parts_for(
     batch: TensorDict,
     buffer: ReplayBuffer,
     rollouts_of: Callable[[TensorDict], Sequence[TensorDict]] = lambda batch: [batch],
-) -> int:
-    """Add the frames of a batch to ``buffer``, without padding; returns their number.
+) -> Sequence[TensorDict]:
+    """What ``buffer`` is given one after the other: the frames of a batch, without padding.
 
     Args:
         batch: the batch.
-        buffer: where to add it.
-        rollouts_of: what a buffer with rows (TorchRL's storages with ``ndim`` above 1) is given one
-            after the other, instead of the batch: such a buffer has one row for each env.
+        buffer: where it is to be added.
+        rollouts_of: the parts for a buffer with rows (TorchRL's storages with ``ndim`` above 1),
+            which has one row for each env.
     """
     if MASK in batch.keys(include_nested=True):
-        parts: Sequence[TensorDict] = [batch[batch[MASK]]]
-    elif getattr(getattr(buffer, "storage", None), "ndim", 1) > 1:
-        parts = rollouts_of(batch)
-    else:
-        parts = [batch.reshape(-1)]
-    for frames in parts:
-        buffer.extend(frames)
-    return sum(frames.numel() for frames in parts)
+        return [batch[batch[MASK]]]
+    if getattr(getattr(buffer, "storage", None), "ndim", 1) > 1:
+        return rollouts_of(batch)
+    return [batch.reshape(-1)]
 
 
 class FillState(enum.Enum):
@@ -280,6 +279,49 @@ def _num_samples(samples: Any) -> int:
     return first.numel() if isinstance(first, TensorDict) else len(first)
 
 
+class _Turn(_thread.RLock):  # type: ignore[misc] # the stubs call it final
+    """Whose turn it is: that of the thread that collects, or of one that pauses it.
+
+    It is a lock, so that leaving the context is one call in C, which no exception can break off.
+    """
+
+    _timeout_s = 0.0
+    _wanted_until = 0.0
+
+    def within(self, timeout_s: float) -> AbstractContextManager[None]:
+        """A context to enter within ``timeout_s``."""
+        self._timeout_s = timeout_s
+        return cast("AbstractContextManager[None]", self)
+
+    @property
+    def wanted_for_s(self) -> float:
+        """For how many more seconds the thread that collects should leave it to another."""
+        return self._wanted_until - time.monotonic()
+
+    def __enter__(self) -> Any:  # type: ignore[override]
+        if self._is_owned():  # type: ignore[attr-defined]
+            return self.acquire()  # within a pause
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while True:
+                remaining = deadline - time.monotonic()
+                # It ends by itself, if an exception ends this wait.
+                self._wanted_until = time.monotonic() + 2 * LOOK_UP_S
+                if self.acquire(timeout=max(0.0, min(remaining, LOOK_UP_S))):
+                    self._wanted_until = 0.0
+                    return None
+                if remaining <= 0:
+                    break
+        except BaseException:  # Ctrl-C as well
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+            raise
+        raise DeadlineError(
+            f"pause() waited {self._timeout_s:g} s for the batch that is being collected; give it "
+            "a longer timeout_s"
+        )
+
+
 class Background:
     """A thread that calls ``collect`` repeatedly, until it is stopped or there are no more batches.
 
@@ -297,31 +339,41 @@ class Background:
         self.error: BaseException | None = None
         self._collect = collect
         self._limit = limit
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._is_collecting = False
-        # What other threads have requested.
+        self._turn = _Turn()
         self._stop_requested = False
-        self._num_pauses = 0
+        self._changed = Bell()  # the thread waits for it
         if limit is not None:
             limit.begin()
         self._thread = threading.Thread(target=self._run, name="distcollect-collect", daemon=True)
-        self._thread.start()
+        self._only_one = threading.Lock()  # starts the thread
+        self._begun: Answer[None] = Answer()
+        self._ended: Answer[None] = Answer()
+
+    def begin(self) -> None:
+        """Start the thread; does nothing if it was started."""
+        # Thread.start() waits for a condition, which an exception such as Ctrl-C's may break.
+        _thread.start_new_thread(self._start, ())
+        self._begun.arrives(_START_TIMEOUT_S)
+
+    def _start(self) -> None:
+        if self._only_one.acquire(blocking=False):
+            self._thread.start()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the thread was started."""
+        return self._begun.done
 
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs, be it that it collects, waits or is paused."""
-        return self._thread.is_alive()
+        return self._begun.done and not self._ended.done
 
     def _run(self) -> None:
+        self._begun.set(None)
         try:
-            while self._begin():
-                try:
-                    more = self._collect()
-                finally:
-                    self._end()
-                if not more:
-                    break
+            while self._collects_one():
+                pass
         except CollectorStateError as error:
             # It was shut down, which is no failure.
             log.debug("collecting in the background ended: %s", error)
@@ -331,63 +383,39 @@ class Background:
         finally:
             if self._limit is not None:
                 self._limit.end(self.error)
+            self._ended.set(None)
 
-    def _begin(self) -> bool:
-        """Wait until a batch may be collected; False if the thread is to end."""
-        while True:
-            with self._lock:
-                while self._num_pauses and not self._stop_requested:
-                    self._changed.wait(LOOK_UP_S)
+    def _collects_one(self) -> bool:
+        """Collect a batch once that may be; returns whether there is more to collect."""
+        while not self._stop_requested:
+            if self._turn.wanted_for_s > 0:
+                self._changed.wait(min(self._turn.wanted_for_s, LOOK_UP_S))
+                continue
             if self._limit is not None:
                 self._limit.wait_to_insert(self._may_collect)
-            with self._lock:
-                if self._stop_requested:
-                    return False
-                if not self._num_pauses:
-                    self._is_collecting = True
-                    return True
+            if self._turn.acquire(timeout=LOOK_UP_S):
+                try:
+                    return not self._stop_requested and self._collect()
+                finally:
+                    self._turn.release()
+        return False
 
     def _may_collect(self) -> bool:
-        return not self._stop_requested and not self._num_pauses
+        return not self._stop_requested and not self._turn.wanted_for_s > 0
 
-    def _end(self) -> None:
-        with self._lock:
-            self._is_collecting = False
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def paused(self, timeout_s: float) -> Iterator[None]:
+    def paused(self, timeout_s: float) -> AbstractContextManager[None]:
         """Collect nothing within; a batch that is being collected is finished first.
 
-        Raises:
+        Raises, on entering:
             DeadlineError: it was not finished within ``timeout_s``.
         """
-        with self._lock:
-            self._num_pauses += 1
-        try:
-            deadline = time.monotonic() + timeout_s
-            with self._lock:
-                while self._is_collecting and self._thread.is_alive():
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
-                        raise DeadlineError(
-                            f"pause() waited {timeout_s:g} s for the batch that is being "
-                            "collected; give it a longer timeout_s"
-                        )
-                    self._changed.wait(min(remaining, LOOK_UP_S))
-            yield
-        finally:
-            with self._lock:
-                self._num_pauses -= 1
-                self._changed.notify_all()
+        return self._turn.within(timeout_s)
 
     def stop(self) -> None:
         """Begin no other batch."""
-        with self._lock:
-            self._stop_requested = True
-            self._changed.notify_all()
+        self._stop_requested = True
+        self._changed.ring()
 
-    def join(self, timeout_s: float | None) -> bool:
-        """Wait for the thread's end; returns whether it has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; returns whether it has ended, or never began."""
+        return not self._begun.done or self._ended.arrives(timeout_s)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 
 from distcollect.collectors.base import DataCollectorBase
-from distcollect.collectors.session import Session, stop
+from distcollect.collectors.closing import Closing
+from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stop
 from distcollect.collectors.signature import takes
-from distcollect.collectors.stream import Hooks, timed
+from distcollect.collectors.stream import Collected, Hooks, Progress, timed
 from distcollect.collectors.worker_options import RPCOptions, WorkerOptions
 from distcollect.common import checks
-from distcollect.common.forks import only_here
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.preemption import exit_if_requested
@@ -29,7 +30,7 @@ from distcollect.results import (
     WorkerThroughput,
 )
 from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.header import Rollout
 from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.trainer.handover import RolloutReference
 from distcollect.trainer.policy_lag import count_lags
@@ -66,12 +67,13 @@ class RPCDataCollector(DataCollectorBase):
         self._session = Session(self._options, self._stats_recorder, traces=traces)
         self._count_frames(self._session.frames_per_batch)
         self._session.updater.register_collector(self)
-        # Also for a collector that is dropped without shutdown().
-        self._stop_session = weakref.finalize(
-            self, only_here(stop), self._session.pool, self._session.workers
+        limit_s = self._options.fault_limits.stop_timeout_s + CLOSING_LIMIT_S
+        self._stop_session = Closing(
+            self, partial(stop, self._session.pool, self._session.workers), limit_s
         )
 
     def _release(self, *, close_envs: bool) -> None:
+        self._session.pool.claim(self._progress.claimed)
         self._stop_session()
 
     @property
@@ -125,7 +127,9 @@ class RPCDataCollector(DataCollectorBase):
 
         The count of a worker is updated with each of its rollouts, and at its end.
         """
-        return self._session.pool.ledger
+        pool = self._session.pool
+        pool.claim(self._progress.claimed)
+        return pool.ledger
 
     def release(self, worker_ids: int | Sequence[int]) -> None:
         """Send workers away for good, and wait until they have left.
@@ -152,47 +156,58 @@ class RPCDataCollector(DataCollectorBase):
             states = dict.fromkeys(states, WorkerState.LEFT.value)
         cores = num_cores() if workers.are_near else 0
         return self._stats_recorder.snapshot(
-            replace(known, sync=self._options.sync, num_cores=cores),
+            replace(
+                known,
+                sync=self._options.sync,
+                has_weights=self._session.has_weights,
+                num_cores=cores,
+            ),
             states=states,
             ready=pool.num_ready,
-            ledger=pool.ledger,
+            ledger=self.ledger,
         )
 
     @property
     def stale_frames(self) -> dict[int, int]:
         """Number of frames that were dropped or masked as too stale, by worker_id."""
-        return dict(self._session.pool.stale_frames)
+        return self._session.pool.stale_frames
 
     @property
     def _layout(self) -> AnyLayout:
         return self._session.layout
 
-    def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
+    def _next(self, timeout_s: float) -> Collected:
+        progress, pool = self._progress, self._session.pool
         try:
             self._publish_automatically()
-            rollouts = self._session.gather(timeout_s)
+            delivery = self._session.gather(timeout_s, progress.claimed)
         except WorkerError:
             # A signal that ends this process often ends its workers too: then the signal counts.
             exit_if_requested()
             self.shutdown()
             raise
-        pool = self._session.pool
+        rollouts = delivery.rollouts
         headers = [rollout.header for rollout in rollouts]
-        workers = [header.worker_id for header in headers]
-        self._session.publisher.last = workers
         batch = self._assembled(self._layout, rollouts)
-        lags = self._count_lags(batch, rollouts, pool.lag)
-        self._stats_recorder.delivered(zip(workers, lags, strict=True))
+        lags = count_lags(batch, rollouts, pool.lag, self._options.mask_above)
+        workers = [header.worker_id for header in headers]
+        masked: Counter[int] = Counter()
         if (limit := self._options.mask_above) is not None:
             for worker_id, counts in zip(workers, lags, strict=True):
-                masked = sum(num_frames for lag, num_frames in counts if lag > limit)
-                pool.stale_frames[worker_id] += masked
-        return batch, headers
+                masked[worker_id] += sum(num_frames for lag, num_frames in counts if lag > limit)
+        pool.delivered(delivery.number, list(zip(workers, lags, strict=True)), masked)
+        return Collected(batch, headers, _stats_of(lags), delivery.number)
+
+    def _stamp(self) -> object:
+        return self._session.pool.stamp
+
+    def _let_go(self, then: Progress) -> None:
+        self._session.pool.forget(then.claimed)
 
     def _publish_automatically(self) -> None:
-        if self._options.update_at_each_batch and self._batches:
+        if self._options.update_at_each_batch and self._progress.batches:
             with self._stats_recorder.publishing():
-                self._session.publisher.publish_own(sync=self._options.sync)
+                self._session.publisher.publish_own(self._progress.workers, sync=self._options.sync)
 
     def _assembled(self, layout: AnyLayout, rollouts: Sequence[Rollout]) -> TensorDict:
         return assemble(
@@ -202,14 +217,6 @@ class RPCDataCollector(DataCollectorBase):
             compact=self._options.compact_obs,
             device=self._options.devices.storing,
         )
-
-    def _count_lags(
-        self, batch: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
-    ) -> list[list[tuple[int, int]]]:
-        """See :func:`.count_lags`; the batch's lags are in :attr:`version_lag` then."""
-        lags = count_lags(batch, rollouts, lag_of, self._options.mask_above)
-        self._lag = LagStats.of([count for counts in lags for count in counts])
-        return lags
 
     @timed
     def hand_over(
@@ -248,15 +255,23 @@ class RPCDataCollector(DataCollectorBase):
         self._check_not_over()
         try:
             self._publish_automatically()
-            reference = self._session.hand_over(self._limit_s(timeout_s), keep_s)
+            reference, number = self._session.hand_over(
+                self._limit_s(timeout_s), keep_s, self._progress.claimed
+            )
         except WorkerError:
             self.shutdown()
             raise
-        header = reference.header
-        self._session.publisher.last = [header.worker_id]
-        lag = self._session.pool.lag(header.worker_id, header.policy_version[0])
-        self._stats_recorder.delivered([(header.worker_id, [(lag, header.num_frames)])])
-        self._count_batch()
+        header, pool = reference.header, self._session.pool
+        lag = pool.lag(header.worker_id, header.policy_version[0])
+        lags = [(header.worker_id, [(lag, header.num_frames)])]
+        pool.delivered(number, lags, {})
+        then = self._after(Collected(TensorDict(), [header], _stats_of([lags[0][1]]), number))
+        return self._referred(reference, then)
+
+    def _referred(self, reference: RolloutReference, then: Progress) -> RolloutReference:
+        """The reference, which is the caller's with this very return."""
+        # Nothing is called from here on, so no signal is handled before the caller has it.
+        self._progress = then
         return reference
 
     @timed
@@ -293,8 +308,15 @@ class RPCDataCollector(DataCollectorBase):
         self._stats_recorder.switch_to("assemble")
         batch = self._assembled(reference.layout, rollouts)
         newest = self._session.pool.version
-        self._count_lags(batch, rollouts, lambda _, version: max(0, newest - version))
-        return self._delivered(self._options.batch_format.shaped(batch, reference.layout))
+        lags = count_lags(
+            batch,
+            rollouts,
+            lambda _, version: max(0, newest - version),
+            self._options.mask_above,
+        )
+        shaped = self._options.batch_format.shaped(batch, reference.layout)
+        self._finish(shaped, replace(self._progress, lag=_stats_of(lags)))
+        return self._hand_out()
 
     def _check_hands_over(self, method: str) -> None:
         self._check_delivers()
@@ -358,15 +380,21 @@ class RPCDataCollector(DataCollectorBase):
         # A version that is sent to no worker would be unknown to workers that join later.
         self._session.workers.await_enough()
         with self._stats_recorder.publishing():
-            push = self._session.publisher.publish(policy_or_weights, worker_ids)
+            push = self._session.publisher.publish(
+                policy_or_weights, worker_ids, self._progress.workers
+            )
             if wait and push is not None:
                 self._session.wait_for(push)
         return push
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         self._check_open()
-        unused = self._session.seed(seed, static_seed=static_seed)
-        self._seed = seed, static_seed
+        unused = self._session.unused_seed(seed)  # raises if the seed is no seed
+
+        def note() -> None:
+            self._seed = seed, static_seed
+
+        self._session.seed(seed, static_seed=static_seed, note=note)
         return unused
 
     def _call(
@@ -397,11 +425,10 @@ class RPCDataCollector(DataCollectorBase):
         running = self._session.evaluators
         return [] if running is None else list(running.results)
 
-    def _next_traj_id(self) -> int:
-        return self._session.next_traj_id
-
-    def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
-        self._session.resume(version, first_traj_id, frames)
+    def _resume(
+        self, version: int, first_traj_id: int, frames: int, count: Callable[[], None]
+    ) -> None:
+        self._session.resume(version, first_traj_id, frames, count)
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -420,3 +447,7 @@ class RPCDataCollector(DataCollectorBase):
 RPCCollector = RPCDataCollector
 DistributedCollector = RPCDataCollector
 DistributedDataCollector = RPCDataCollector
+
+
+def _stats_of(lags: Sequence[Sequence[tuple[int, int]]]) -> LagStats:
+    return LagStats.of([count for counts in lags for count in counts])

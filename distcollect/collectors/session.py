@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
+from distcollect.collectors.closing import Closing, forgotten_closings
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import BatchTimeout, WorkerLost
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.policy.weight_layout import published
-from distcollect.rollout.header import Rollout
 from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.supervision.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.handover import HandoverReceiver, RolloutReference
-from distcollect.trainer.pool import Pool
+from distcollect.trainer.pool import Delivery, Pool
 from distcollect.trainer.publisher import Publisher
 from distcollect.trainer.remote_calls import RemoteCalls, evaluators
 from distcollect.trainer.worker_slots import BatchPlan
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER, TRAJ_IDS_PER_TRAINER, identity
+from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import Probe
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
@@ -27,6 +28,8 @@ from distcollect.weights.updaters import UpdaterContext
 log = logging.getLogger(__name__)
 
 _ENVS_PER_TRAINER = 1 << 24
+# For a session to close, beside Faults.stop_timeout_s.
+CLOSING_LIMIT_S = 60.0
 
 
 class Session:
@@ -42,6 +45,7 @@ class Session:
         handover_receiver: fetches rollouts that another trainer handed over.
         layout: of a worker's rollouts.
         frames_per_batch: frames in each batch: rounded up for TorchRL's envs.
+        has_weights: whether the policy has weights that can be published.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class Session:
         Raises:
             DistCollectError: a worker did not start, or failed. Nothing is left running.
         """
+        # A collector that was dropped just now may still be closing.
+        forgotten_closings(options.fault_limits.stop_timeout_s + CLOSING_LIMIT_S)
         plans = options.pickled_plans(traces=traces)
         self._options = options
         self.updater = options.updater
@@ -71,7 +77,8 @@ class Session:
         try:
             self._connect(stats_recorder)
         except BaseException:
-            self.workers.close()
+            # Not on this thread: an exception may have broken off what it did, and may do so again.
+            Closing(self, self.workers.close, CLOSING_LIMIT_S)()
             raise
 
     def _connect(self, stats_recorder: StatsRecorder) -> None:
@@ -80,10 +87,10 @@ class Session:
         probe: Probe = next(iter(workers.probes.values()))
         timeout_s = options.fault_limits.weights_timeout_s
         self.layout: AnyLayout = probe.layout
+        self.has_weights = bool(probe.weights.entries)
         num_envs = self.layout.num_envs
         self._num_steps = options.num_steps(num_envs, rounds_up=probe.is_torchrl)
         self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch
-        self._first_traj_id = workers.first_traj_id
         self.updater.attach(
             UpdaterContext(workers.address, timeout_s, workers.gpus, workers.transport.is_near)
         )
@@ -131,15 +138,19 @@ class Session:
             deadline_s=options.batch_deadline_s,
             reserved=frozenset(options.evaluating),
             in_turn=options.reproducible,
-            first_env=self.workers.first_traj_id // TRAJ_IDS_PER_TRAINER * _ENVS_PER_TRAINER,
+            first_env=identity().trainer * _ENVS_PER_TRAINER,
         )
 
     # Run.
 
-    def gather(self, timeout_s: float) -> list[Rollout]:
+    def gather(self, timeout_s: float, claimed: int) -> Delivery:
         """The rollouts of the next batch, in the order of worker_id.
 
         Where workers come and go by themselves, it waits for others once all have left.
+
+        Args:
+            timeout_s: seconds to wait.
+            claimed: number of the last delivery that the user has.
 
         Raises:
             BatchTimeout: not all rollouts came in time; names the workers waited for.
@@ -148,9 +159,7 @@ class Session:
         while True:
             self.workers.await_enough()
             try:
-                if self._options.sync:
-                    return self.pool.gather_all(timeout_s)
-                return [self.pool.gather_next(timeout_s)]
+                return self.pool.deliver(timeout_s, claimed)
             except BatchTimeout:
                 if not self.workers.is_elastic or self.workers.num_present:
                     raise
@@ -170,54 +179,65 @@ class Session:
             if not self.workers.is_elastic:
                 raise
 
-    def hand_over(self, timeout_s: float, keep_s: float) -> RolloutReference:
+    def hand_over(
+        self, timeout_s: float, keep_s: float, claimed: int
+    ) -> tuple[RolloutReference, int]:
         """A reference to the next rollout, which its worker keeps for ``keep_s`` seconds.
+
+        Returns:
+            The reference, and the number of the delivery.
 
         Raises: as :meth:`gather`.
         """
-        request, key = self.pool.hand_over(timeout_s, keep_s)
+        delivery = self.pool.hand_over(timeout_s, keep_s, claimed)
+        [request] = delivery.requests
         assert request.offer is not None
-        return RolloutReference(
+        reference = RolloutReference(
             identity().trainer,
             identity().run_id,
             request.offer.header,
             self.layout,
             request.slot.peer,
             self.workers.transport.address_of(request.slot.peer),
-            key,
+            request.key,
             None if request.rollout is None else request.rollout.tensors,
         )
+        return reference, delivery.number
 
-    def seed(self, seed: int, *, static_seed: bool) -> int:
-        """Seed all workers; returns a seed that none of their envs uses.
+    def unused_seed(self, seed: int) -> int:
+        """A seed that none of the envs uses if all workers get ``seed``.
 
         Raises:
-            DeadlineError, WorkerError: the workers did not accept it.
+            ArgumentError, ArgumentTypeError: ``seed`` is not a whole number from 0 on.
         """
-        timeout_s = self._options.fault_limits.batch_timeout_s
-        self.pool.seed(seed, static_seed=static_seed, timeout_s=timeout_s)
         num_slots = max(self.pool.worker_ids, default=-1) + 1
         return env_seed(seed, self.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 
-    @property
-    def next_traj_id(self) -> int:
-        """All traj_ids of this session are below."""
-        return self._first_traj_id + identity().next_peer * TRAJ_IDS_PER_PEER
+    def seed(self, seed: int, *, static_seed: bool, note: Callable[[], None]) -> None:
+        """Seed all workers.
 
-    def resume(self, version: int, first_traj_id: int, frames: int) -> None:
-        """Continue the counts of another run; see :meth:`.Pool.resume`."""
-        # All trainers can continue from the state of one: each keeps to its own range of ids.
-        self._first_traj_id = self.workers.first_traj_id + first_traj_id % TRAJ_IDS_PER_TRAINER
+        ``note`` is called when the seed counts, also for workers that join later.
+
+        Raises:
+            DeadlineError, WorkerError: see :meth:`.Pool.seed`.
+        """
         timeout_s = self._options.fault_limits.batch_timeout_s
-        self.pool.resume(version, self._first_traj_id, frames, timeout_s)
+        self.pool.seed(seed, static_seed=static_seed, timeout_s=timeout_s, note=note)
+
+    def resume(
+        self, version: int, first_traj_id: int, frames: int, note: Callable[[], None]
+    ) -> None:
+        """Continue the counts of another run; see :meth:`.Pool.resume`."""
+        timeout_s = self._options.fault_limits.batch_timeout_s
+        self.pool.resume(version, identity().resume(first_traj_id), frames, timeout_s, note)
 
 
 def stop(pool: Pool, workers: Workers) -> None:
     """End a session's parts, in this order. To be called once.
 
-    A finalizer of the collector calls this. It must not refer to the session: the session holds the
-    user's arguments, and one of these, such as a bound method, may refer to the collector, which
-    would then never be finalized.
+    A finalizer of the collector has this called. It must not refer to the session: the session
+    holds the user's arguments, and one of these, such as a bound method, may refer to the
+    collector, which would then never be finalized.
     """
     try:
         # No more requests. What other trainers may still take is settled with the workers.

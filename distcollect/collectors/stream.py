@@ -10,24 +10,27 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
 from tensordict import TensorDict
 
 from distcollect.collectors.batch_format import WholeTrajectories
+from distcollect.collectors.closing import Closing
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import (
     Background,
     RateLimited,
     ReplayBuffer,
     check_can_hold,
-    put,
+    parts_for,
 )
 from distcollect.common import tensor_cache
-from distcollect.common.forks import Owner, only_here
+from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentTypeError, CollectorStateError
-from distcollect.results import Stats
+from distcollect.results import LagStats, Stats
 from distcollect.rollout.header import Header
 from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.telemetry.monitor import MonitorThread
@@ -37,23 +40,96 @@ log = logging.getLogger(__name__)
 
 # For a thread that was told to end, and whose workers are gone.
 JOIN_TIMEOUT_S = 10.0
+# For the last statistics to be written.
+_MONITOR_LIMIT_S = 60.0
 
 _Self = TypeVar("_Self", bound="BatchStream")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class CollectorState(enum.Enum):
-    """What a collector does; it goes from one to the next, or from the first to the last.
+    """What a collector does; it goes from the first to the last.
 
     Attributes:
-        OPEN: it collects a batch when one is requested.
-        FILLING: it fills its replay buffer in the background, since ``start()``.
-        SHUT_DOWN: nothing more; it has released what it held.
+        OPEN: it collects, when a batch is requested or in the background.
+        SHUT_DOWN: nothing more; it releases what it held.
     """
 
     OPEN = "open"
-    FILLING = "filling"
     SHUT_DOWN = "shut down"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the user has got of a collector so far, and the batch that comes next.
+
+    It is replaced as a whole, by one assignment. So an exception in the user's thread, in whatever
+    line, finds either the old or the new one: a batch that was collected and not returned is
+    returned by the next call, and counted once.
+
+    Attributes:
+        frames: frames collected, with padding and with those of the run that was resumed.
+        resumed_frames: those of the run that was resumed.
+        batches: batches collected.
+        resumes: how often the run was resumed.
+        claimed: number of the last of the pool's deliveries that it contains.
+        workers: ids of the workers whose frames are in the last batch.
+        lag: the lags of the last batch.
+        trajectories: with ``trajs_per_batch``: the trajectories that were not returned yet.
+        ready: a batch that is complete, and that the user does not have yet.
+    """
+
+    frames: int = 0
+    resumed_frames: int = 0
+    batches: int = 0
+    resumes: int = 0
+    claimed: int = 0
+    workers: tuple[int, ...] = ()
+    lag: LagStats | None = None
+    trajectories: WholeTrajectories | None = None
+    ready: Ready | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A complete batch that the user does not have yet.
+
+    Attributes:
+        batch: the batch.
+        then: what has been collected, once the user has it.
+        stamp: what it was made under; it is only for the user as long as that is so.
+    """
+
+    batch: TensorDict
+    then: Progress
+    stamp: object
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The rollouts of a batch, as :meth:`BatchStream._next` gives them.
+
+    Attributes:
+        rows: ``[W * n, T]``.
+        headers: of the W rollouts.
+        lag: the lags of their frames.
+        number: the delivery's; 0 without workers.
+    """
+
+    rows: TensorDict
+    headers: Sequence[Header]
+    lag: LagStats
+    number: int = 0
+
+
+class _Batches(Iterator[TensorDict]):
+    """Iterates over a collector. Unlike a generator it goes on after an exception."""
+
+    def __init__(self, stream: BatchStream) -> None:
+        self._stream = stream
+
+    def __next__(self) -> TensorDict:
+        return self._stream.next()
 
 
 def timed(method: _Method) -> _Method:
@@ -66,14 +142,19 @@ def timed(method: _Method) -> _Method:
         if not monitor.has_begun:
             monitor.begin(_weakly(self.stats))
         try:
-            return method(self, *args, **kwargs)
+            result = method(self, *args, **kwargs)
         except StopIteration:
             recorder.end()
             raise
         finally:
             recorder.switch_to("train")
+        return result
 
     return cast("_Method", wrapper)
+
+
+def _close_monitor(monitor: MonitorThread, last_stats: Sequence[Stats]) -> None:
+    monitor.close(last_stats[-1] if last_stats else None)
 
 
 def _weakly(method: Callable[[], Stats]) -> Callable[[], Stats | None]:
@@ -125,20 +206,22 @@ class BatchStream(ABC):
         self._state = CollectorState.OPEN
         self._owner = Owner()
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
-        self._frames = 0
-        self._resumed_frames = 0
-        self._batches = 0
-        self._trajectories: WholeTrajectories | None = None
+        self._progress = Progress()
         if options.trajs_per_batch is not None:
-            self._trajectories = WholeTrajectories(
-                options.trajs_per_batch, pads=options.batch_format.pads_trajectories
+            self._progress = Progress(
+                trajectories=WholeTrajectories(
+                    options.trajs_per_batch, pads=options.batch_format.pads_trajectories
+                )
             )
         self._background: Background | None = None
         self._closes_envs = True
         self._monitor_thread = MonitorThread(options.monitor, options.trace)
         self._stats_recorder = StatsRecorder(trace=self._monitor_thread.trace)
-        # For a collector that is never shut down.
-        self._close_monitor = weakref.finalize(self, only_here(self._monitor_thread.close), None)
+        self._is_released = False
+        self._last_stats: list[Stats] = []  # what the monitor is closed with
+        self._close_monitor = Closing(
+            self, partial(_close_monitor, self._monitor_thread, self._last_stats), _MONITOR_LIMIT_S
+        )
         try:
             self._open()
         except BaseException:
@@ -159,7 +242,7 @@ class BatchStream(ABC):
     @property
     def frames(self) -> int:
         """Frames collected so far, with padding and with those of the run that was resumed."""
-        return self._frames
+        return self._progress.frames
 
     def _count_frames(self, frames_per_batch: int) -> None:
         """Set the number of frames in each batch, once the number of envs is known."""
@@ -202,7 +285,8 @@ class BatchStream(ABC):
     @property
     def abandoned_frames(self) -> int:
         """With ``trajs_per_batch``: frames of trajectories that will never be delivered."""
-        return 0 if self._trajectories is None else self._trajectories.abandoned_frames
+        trajectories = self._progress.trajectories
+        return 0 if trajectories is None else trajectories.abandoned_frames
 
     def iterator(self) -> Iterator[TensorDict]:
         """The same as iterating over the collector."""
@@ -213,13 +297,8 @@ class BatchStream(ABC):
         return self.next()
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """Yield batches until ``total_frames`` are collected; a second loop continues."""
-        while True:
-            try:
-                batch = self.next()
-            except StopIteration:
-                return
-            yield batch
+        """Batches until ``total_frames`` are collected; a second loop continues."""
+        return _Batches(self)
 
     def __next__(self) -> TensorDict:
         """The same as :meth:`next`, so that ``next(collector)`` works."""
@@ -244,33 +323,40 @@ class BatchStream(ABC):
             CollectorStateError: after :meth:`shutdown`, or after :meth:`start`.
         """
         self._check_delivers()
-        return self._take(timeout_s)
+        self._prepare(timeout_s)
+        return self._hand_out()
 
     @timed
-    def _take(self, timeout_s: float | None) -> TensorDict:
-        """The next batch, with ``postproc``, or None if it went to the replay buffer."""
-        if self._trajectories is None:
-            return self._delivered(self._collect(timeout_s)[0])
-        return self._delivered(self._collect_trajectories(self._trajectories, timeout_s))
+    def _prepare(self, timeout_s: float | None) -> None:
+        """Have the next batch ready, with ``postproc``."""
+        ready = self._progress.ready
+        if ready is not None and ready.stamp == self._stamp():
+            return  # an exception kept it from reaching the user
+        if self._progress.trajectories is None:
+            self._check_not_over()
+            collected = self._next(self._limit_s(timeout_s))
+            batch = self._options.batch_format.shaped(collected.rows, self._layout)
+            then = self._after(collected)
+        else:
+            batch, then = self._collect_trajectories(timeout_s)
+        self._finish(batch, then)
 
     def _set_hooks(self, hooks: Hooks) -> None:
         """Call these from now on."""
         self._hooks = hooks
 
-    def _delivered(self, batch: TensorDict) -> TensorDict:
-        return self._added(self._options.batch_format.processed(batch))
-
-    def _added(self, batch: TensorDict) -> TensorDict:
-        """The batch, or None once it is in the replay buffer."""
-        if self._options.replay_buffer is None:
-            return batch
-        put(batch, self._options.replay_buffer, self._rollouts_of)
-        return cast("TensorDict", None)
+    def _processed(self, batch: TensorDict) -> TensorDict:
+        """The batch as it is delivered."""
+        return self._options.batch_format.processed(batch)
 
     def _drop_trajectories(self) -> None:
-        """Forget the trajectories, whole or not, that were not delivered."""
-        if self._trajectories is not None:
-            self._trajectories.abandon()
+        """Forget the trajectories, whole or not, and the batch that were not delivered."""
+        trajectories = self._progress.trajectories
+        self._progress = replace(
+            self._progress,
+            ready=None,
+            trajectories=None if trajectories is None else trajectories.abandoned(),
+        )
 
     def _rollouts_of(self, batch: TensorDict) -> list[TensorDict]:
         """The rollouts in a batch; the batch itself where it has another form."""
@@ -281,39 +367,83 @@ class BatchStream(ABC):
             batch, self._layout.num_envs, options.rollouts_per_batch
         )
 
-    def _collect_trajectories(
-        self, trajectories: WholeTrajectories, timeout_s: float | None
-    ) -> TensorDict:
-        while not trajectories.ready:
+    def _finish(self, batch: TensorDict, then: Progress) -> None:
+        stamp = self._stamp()
+        if self._options.batch_format.postproc is not None:
+            # It may change the batch in place, so the batch can't be made from the rollouts again.
+            self._let_go(then)
+        batch = self._processed(batch)
+        self._progress = replace(self._progress, ready=Ready(batch, then, stamp))
+
+    def _hand_out(self) -> TensorDict:
+        """Return the batch that is ready, or None if it went to the replay buffer."""
+        ready = self._progress.ready
+        assert ready is not None
+        self._let_go(ready.then)
+        if (buffer := self._options.replay_buffer) is None:
+            return self._given(ready)
+        first, *others = parts_for(ready.batch, buffer, self._rollouts_of)
+        # The buffer has the batch from here on, whatever it does with it.
+        buffer.extend(self._given(ready, first))
+        for part in others:
+            buffer.extend(part)
+        return cast("TensorDict", None)
+
+    def _given(self, ready: Ready, frames: TensorDict | None = None) -> TensorDict:
+        """The batch, or its ``frames``, which is the caller's with this very return."""
+        value = ready.batch if frames is None else frames
+        # Nothing is called from here on, so no signal is handled before the caller has it.
+        self._progress = ready.then
+        return value
+
+    def _collect_trajectories(self, timeout_s: float | None) -> tuple[TensorDict, Progress]:
+        progress = self._progress
+        while True:
+            trajectories = progress.trajectories
+            assert trajectories is not None
+            if trajectories.ready:
+                break
             try:
-                rows, headers = self._collect(timeout_s)
+                self._check_not_over()
             except StopIteration:
                 # A batch has this many trajectories exactly; a buffer takes any number.
                 if self._options.replay_buffer is None:
-                    trajectories.abandon()
+                    self._drop_trajectories()
                     raise
-                if (last := trajectories.take()) is None:
+                if not trajectories.has_any:
                     raise
-                return last
-            trajectories.add(rows, headers)
-        batch = trajectories.take()
-        assert batch is not None
-        return batch
-
-    def _collect(self, timeout_s: float | None) -> tuple[TensorDict, Sequence[Header]]:
-        """A batch in its shape, without ``postproc``, and the headers of its rollouts."""
-        self._check_not_over()
-        rows, headers = self._next(self._limit_s(timeout_s))
-        self._count_batch()
-        return self._options.batch_format.shaped(rows, self._layout), headers
+                break
+            collected = self._next(self._limit_s(timeout_s))
+            rows = self._options.batch_format.shaped(collected.rows, self._layout)
+            trajectories = trajectories.with_rollouts(rows, collected.headers)
+            progress = replace(self._after(collected), trajectories=trajectories)
+            self._progress = progress
+        batch, rest = trajectories.taken()
+        return batch, replace(progress, trajectories=rest)
 
     def _check_not_over(self) -> None:
-        if self.total_frames != -1 and self._frames >= self.total_frames:
+        if self.total_frames != -1 and self._progress.frames >= self.total_frames:
             raise StopIteration
 
-    def _count_batch(self) -> None:
-        self._batches += 1
-        self._frames += self.frames_per_batch
+    def _after(self, collected: Collected) -> Progress:
+        """What has been collected, once the user has this."""
+        progress = self._progress
+        return replace(
+            progress,
+            frames=progress.frames + self.frames_per_batch,
+            batches=progress.batches + 1,
+            claimed=max(progress.claimed, collected.number),
+            workers=tuple(header.worker_id for header in collected.headers),
+            lag=collected.lag,
+            ready=None,
+        )
+
+    def _let_go(self, then: Progress) -> None:  # noqa: B027 - some have nothing to do
+        """Keep nothing of the rollouts of the next batch, which may share memory with it."""
+
+    @abstractmethod
+    def _stamp(self) -> object:
+        """Changes with everything that makes a batch that was not returned yet useless."""
 
     def _limit_s(self, timeout_s: float | None) -> float:
         return self._options.fault_limits.batch_timeout_s if timeout_s is None else timeout_s
@@ -334,7 +464,7 @@ class BatchStream(ABC):
             raise CollectorStateError(
                 "start() needs a replay_buffer to fill: pass replay_buffer= to the collector"
             )
-        if self._state is CollectorState.FILLING:
+        if self._is_filling:
             raise CollectorStateError(
                 "the collector was started already: end that by async_shutdown(), or use pause()"
             )
@@ -347,13 +477,8 @@ class BatchStream(ABC):
             return found is not None and found()
 
         limit = buffer if isinstance(buffer, RateLimited) else None
-        self._state = CollectorState.FILLING  # first: the thread may shut the collector down
-        try:
-            self._background = Background(collect, limit)
-        except BaseException:
-            if self._state is CollectorState.FILLING:
-                self._state = CollectorState.OPEN
-            raise
+        self._background = Background(collect, limit)
+        self._background.begin()
 
     def _before_start(self) -> None:  # noqa: B027 - most have nothing to do
         """Make sure that collecting on another thread is safe."""
@@ -361,9 +486,10 @@ class BatchStream(ABC):
     def _fill(self) -> bool:
         """Add one batch to the replay buffer; False if ``total_frames`` are collected."""
         try:
-            self._take(None)
+            self._prepare(None)
         except StopIteration:
             return False
+        self._hand_out()
         return True
 
     @property
@@ -428,9 +554,13 @@ class BatchStream(ABC):
         if self._state is CollectorState.SHUT_DOWN:
             raise CollectorStateError("the collector was shut down: make a new one")
 
+    @property
+    def _is_filling(self) -> bool:
+        return self._background is not None and self._background.has_begun
+
     def _check_delivers(self) -> None:
         self._check_open()
-        if self._state is CollectorState.FILLING:
+        if self._is_filling:
             raise CollectorStateError(
                 "the collector fills its replay buffer in the background since start(): sample "
                 "from that, or end it by async_shutdown()"
@@ -441,8 +571,11 @@ class BatchStream(ABC):
     def _layout(self) -> AnyLayout: ...
 
     @abstractmethod
-    def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
-        """The rows ``[W * n, T]`` of W rollouts, and the headers of these rollouts."""
+    def _next(self, timeout_s: float) -> Collected:
+        """The rollouts of the next batch.
+
+        If they were not claimed since, as :attr:`Progress.claimed` tells, they are given again.
+        """
 
     @abstractmethod
     def stats(self) -> Stats:
@@ -453,7 +586,8 @@ class BatchStream(ABC):
     ) -> None:
         """End what the collector started and release what it holds. May be called again.
 
-        In a forked child of the process that made the collector, it does nothing.
+        A call that an exception broke off, such as Ctrl-C, is completed by the next one. In a
+        forked child of the process that made the collector, it does nothing.
 
         Args:
             timeout: has no effect: ``Faults.stop_timeout_s`` is the limit for stopping workers.
@@ -461,7 +595,7 @@ class BatchStream(ABC):
                 process steps; workers always close theirs.
             raise_on_error: False: errors of envs and workers that close are only logged.
         """
-        if self._state is CollectorState.SHUT_DOWN or not self._owner.is_here:
+        if self._is_released or not self._owner.is_here:
             return
         self._closes_envs = self._closes_envs and close_env
         try:
@@ -480,11 +614,19 @@ class BatchStream(ABC):
         try:
             self._release(close_envs=self._closes_envs)
         finally:
-            self._monitor_thread.close(self.stats())
+            self._end_monitor()
+        self._is_released = True
+
+    def _end_monitor(self) -> None:
+        self._last_stats.append(self.stats())
+        if self._monitor_thread.is_current:
+            self._close_monitor.run_here()  # a callback shuts its collector down
+        else:
+            self._close_monitor()
 
     @abstractmethod
     def _release(self, *, close_envs: bool) -> None:
-        """Close what :meth:`_open` made; called once."""
+        """Close what :meth:`_open` made; called again if an exception broke it off."""
 
     def __enter__(self: _Self) -> _Self:
         return self

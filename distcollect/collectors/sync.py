@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import operator
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from distcollect.collectors import validation
 from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.options import SyncOptions
 from distcollect.collectors.signature import takes
-from distcollect.collectors.stream import JOIN_TIMEOUT_S
+from distcollect.collectors.stream import JOIN_TIMEOUT_S, Collected
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, checked_seed, env_seed, policy_seed
 from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
@@ -40,6 +39,7 @@ from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slabs import new_slab
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 from distcollect.trainer.publisher import Weights, WorkerIds
+from distcollect.transport.peer_ids import identity
 
 
 class SyncDataCollector(DataCollectorBase):
@@ -69,9 +69,10 @@ class SyncDataCollector(DataCollectorBase):
         options = self._options
         traces = self._monitor_thread.trace is not None
         self._version = 0
-        self._traj_ids = itertools.count()
+        self._traj_ids = identity().own_traj_ids()
         self._plan = options.plan(num_envs=options.num_envs, traces=traces).with_policy_made()
         self._engine = build_engine(self._plan, traj_ids=self._traj_ids, shared=True)
+        self._first_batch = 0  # of this engine
         self._evaluator = build_evaluator(self._plan, shared=True)
         try:
             num_envs = self._engine.layout.num_envs
@@ -155,9 +156,13 @@ class SyncDataCollector(DataCollectorBase):
             ledger=LedgerReport({0: frames}, frames),
         )
 
-    def _next(self, timeout_s: float) -> tuple[TensorDict, Sequence[Header]]:
+    def _next(self, timeout_s: float) -> Collected:
         if self._hooks.pre_collect is not None:
             self._hooks.pre_collect()
+        progress = self._progress
+        # Frames that were stepped, and that an exception kept from reaching the user, are lost.
+        num_batches = progress.batches - self._first_batch
+        self._engine.settle("interrupted", num_kept=num_batches * self.frames_per_batch)
         # Each batch needs a slab of its own: the slab's memory becomes the batch.
         slab = new_slab(self._engine.layout, self._num_steps)
         self._stats_recorder.switch_to("collect")
@@ -168,7 +173,7 @@ class SyncDataCollector(DataCollectorBase):
         header = Header(
             worker_id=0,
             incarnation=0,
-            sequence=self._batches,
+            sequence=progress.batches,
             num_frames=slab.num_frames,
             num_steps=slab.num_steps,
             num_bytes=0,
@@ -185,20 +190,22 @@ class SyncDataCollector(DataCollectorBase):
         self._stats_recorder.collected(header)
         self._stats_recorder.delivered([(0, [(0, slab.num_frames)])])
         rollout = Rollout(header, slab.local_tensors())
-        self._lag = LagStats(0, 0.0, 0)
         rows = assemble(
             self._layout,
             [rollout],
             compact=self._options.compact_obs,
             device=self._options.devices.storing,
         )
-        return rows, [header]
+        return Collected(rows, [header], LagStats(0, 0.0, 0))
 
-    def _delivered(self, batch: TensorDict) -> TensorDict:
-        batch = self._options.batch_format.processed(batch)
+    def _stamp(self) -> object:
+        return self._version, self._seed, self._background is None
+
+    def _processed(self, batch: TensorDict) -> TensorDict:
+        batch = super()._processed(batch)
         if self._hooks.post_collect is not None:
             self._hooks.post_collect(batch)
-        return self._added(batch)
+        return batch
 
     def update_policy_weights_(
         self,
@@ -246,9 +253,10 @@ class SyncDataCollector(DataCollectorBase):
     def _before_start(self) -> None:
         policy, models = copy.deepcopy((self._plan.policy, dict(self._plan.models)))
         plan = replace(self._plan, policy=policy, models=models)
-        self._engine = build_engine_for(self._engine.envs, plan, traj_ids=self._traj_ids)
-        self._engine.weights.version = self._version
-        if self._seed is not None and not self._batches:
+        engine = build_engine_for(self._engine.envs, plan, traj_ids=self._traj_ids)
+        engine.weights.version = self._version
+        self._engine, self._first_batch = engine, self._progress.batches
+        if self._seed is not None and not self._progress.batches:
             self.set_seed(*self._seed)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -321,13 +329,14 @@ class SyncDataCollector(DataCollectorBase):
             return contextlib.nullcontext()
         return self._background.paused(timeout_s)
 
-    def _next_traj_id(self) -> int:
-        return next(self._traj_ids)
-
-    def _resume(self, version: int, first_traj_id: int, frames: int) -> None:
+    def _resume(
+        self, version: int, first_traj_id: int, frames: int, count: Callable[[], None]
+    ) -> None:
         self._version = self._engine.weights.version = version
-        self._traj_ids = itertools.count(first_traj_id)
+        identity().resume(first_traj_id)
+        self._traj_ids = identity().own_traj_ids()
         self._engine.use_traj_ids(self._traj_ids)
+        count()
 
     def _release(self, *, close_envs: bool) -> None:
         if self._background is not None:

@@ -278,7 +278,10 @@ class RPCOptions(WorkerOptions):
             for each maker in a list, else one for each core of this host.
         sync: True: a batch ``[W * n, T]`` is one rollout from each worker, rows in the order of
             worker_id; workers collect it when it is requested. False: a batch ``[n, T]`` is one
-            rollout from whichever worker is done first; the others keep collecting.
+            rollout from whichever worker is done first; the others keep collecting. W workers run
+            at most W + min(W, 2) rollouts ahead of the trainer. If it is slower than they are and
+            publishes once for each batch, frames lag by about that many versions; a ``staleness``
+            bounds the lag.
         listen: "HOST:PORT" of this host, where ``distcollect worker --join`` can add workers
             at any time; None: the value of DISTCOLLECT_LISTEN, else nowhere. Under a launcher, set
             DISTCOLLECT_LISTEN instead.

@@ -89,8 +89,8 @@ class AlignedLoop(RolloutLoop):
         for key, array in slab.tail.items():
             array[:] = current[key]
 
-    def abandon(self, cause: str) -> None:
-        self.counter.lose(cause, self.counter.stepped - self.begun_at)
+    def abandon(self) -> None:
+        pass  # they are in the slab only
 
     def drop_surplus(self) -> None:
         pass  # every rollout contains all frames that were stepped for it

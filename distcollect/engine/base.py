@@ -68,6 +68,7 @@ class EngineBase(ABC):
         self._env_recovery = EnvRecovery(envs, self.counter, max_env_faults)
         self._interrupts = Interrupts()
         self._reset_due = False
+        self._num_kept = 0  # frames in the rollouts that are complete
 
     @abstractmethod
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
@@ -94,12 +95,14 @@ class EngineBase(ABC):
         self._interrupts.stop()
         self._env_recovery.stop()
 
-    def preempt(self) -> None:
-        """Make the running :meth:`collect` end between two steps, after at least one step.
+    def preempt(self, number: int | None = None) -> None:
+        """Make a rollout end between two steps, after at least one step.
 
-        Nothing happens if none is running.
+        Args:
+            number: which one, as :meth:`collect` is told; also one that is still to begin. If it is
+                complete, nothing happens. None: the running one; if none is, nothing happens.
         """
-        self._interrupts.preempt()
+        self._interrupts.preempt(number)
 
     def run_between_steps(self, job: Callable[[], None]) -> None:
         """Run ``job`` between two steps of the running :meth:`collect`, or before the next one.
@@ -118,7 +121,7 @@ class EngineBase(ABC):
         *,
         random: bool = False,
         fresh: bool = False,
-        preempted: bool = False,
+        number: int | None = None,
         version: int | None = None,
     ) -> None:
         """Fill ``slab`` with the next rollout; if it is preempted, the rest is padding.
@@ -127,7 +130,7 @@ class EngineBase(ABC):
             slab: memory of this engine's layout.
             random: draw actions from the action space; the extras are zero then.
             fresh: leave out frames from before this call, which native vector envs may have left.
-            preempted: the rollout was preempted before it began: end after one step.
+            number: of this rollout, higher than all before; None: one more than the last.
             version: begin with weights no newer than this version; None: with the newest.
 
         Raises:
@@ -136,7 +139,9 @@ class EngineBase(ABC):
             PolicyError: the policy raised.
         """
         cells = self.counter.cells
-        self._interrupts.rollout_begins(preempted=preempted)
+        # If not, an exception broke off the last rollout in the middle of what is done after it.
+        self.settle("interrupted")
+        self._interrupts.rollout_begins(number)
         self._rollout_begins()
         cells[NUM_TASKS] += 1
         cells[TASK] = Task.COLLECT
@@ -144,15 +149,37 @@ class EngineBase(ABC):
         try:
             self.swap_weights(version)
             self._collect(slab, random=random, fresh=fresh)
+            self._num_kept += slab.num_frames
         except BaseException as error:
-            # No rollout contains the frames so far, so what follows must be new trajectories.
-            self._abandon(_CAUSES.get(type(error), "env_failed"))
-            self._reset_due = True
+            self.settle(_CAUSES.get(type(error), "env_failed"), is_broken=True)
             raise
         finally:
             self._interrupts.rollout_ended()
             cells[TASK] = Task.IDLE
             self.step_timer.end()
+
+    def settle(self, cause: str, *, num_kept: int | None = None, is_broken: bool = False) -> None:
+        """Count the frames that no rollout contains as lost, if there are any.
+
+        It may be called at any time between two rollouts, and again if an exception interrupts it.
+
+        Args:
+            cause: why they are lost.
+            num_kept: the frames in all rollouts that the caller has; None: in all that are
+                complete.
+            is_broken: the last rollout is not complete: frames that wait for the next one are lost
+                too.
+        """
+        if num_kept is not None:
+            self._num_kept = num_kept
+        counter = self.counter
+        missing = counter.stepped - self._num_kept - sum(counter.lost.values())
+        if not is_broken and missing == self._num_waiting:
+            return
+        # What follows must be new trajectories.
+        self._reset_due = True
+        self._abandon()
+        counter.lose(cause, counter.stepped - self._num_kept - sum(counter.lost.values()))
 
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
@@ -197,8 +224,13 @@ class EngineBase(ABC):
         """Fill the slab; see :meth:`collect`."""
 
     @abstractmethod
-    def _abandon(self, cause: str) -> None:
-        """Count the frames of a rollout that failed as lost for ``cause``."""
+    def _abandon(self) -> None:
+        """Drop the frames of a rollout that failed, and those that wait for the next one."""
+
+    @property
+    @abstractmethod
+    def _num_waiting(self) -> int:
+        """Number of frames that were stepped and wait for the next rollout."""
 
 
 def _check_can_be_pickled(result: object, name: str) -> None:

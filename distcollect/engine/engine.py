@@ -8,6 +8,7 @@ in each step, :mod:`.ragged_loop` for vector envs with filler steps. TorchRL env
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -127,8 +128,12 @@ class Engine(EngineBase):
     def _rollout_begins(self) -> None:
         self._loop.begun_at = self.counter.stepped
 
-    def _abandon(self, cause: str) -> None:
-        self._loop.abandon(cause)
+    def _abandon(self) -> None:
+        self._loop.abandon()
+
+    @property
+    def _num_waiting(self) -> int:
+        return int(self._loop.surplus.sum())
 
     def _collect(self, slab: Slab, *, random: bool, fresh: bool) -> None:
         if self._reset_due or self.options.reset_at_each_iter:
@@ -138,8 +143,13 @@ class Engine(EngineBase):
         if random:
             for array in slab.extras.values():
                 array.fill(0)
-        with policy.exploring():
-            self._loop.fill(slab, policy, fresh=fresh)
+        context = policy.exploring()
+        with contextlib.ExitStack() as again:
+            # Left twice, as an exception may break off the first time: the thread may be the
+            # user's, whose gradients must not stay disabled.
+            again.callback(context.__exit__, None, None, None)
+            with context:
+                self._loop.fill(slab, policy, fresh=fresh)
         if not self._warned_of_rewards and np.isinf(slab.reward).any():
             self._warned_of_rewards = True
             log.warning(

@@ -42,6 +42,8 @@ class Interrupts:
     def __init__(self) -> None:
         self.pending = False
         self._phase = Phase.IDLE
+        self._number = -1  # of the rollout that is collected
+        self._preempted = -1  # of the last rollout that was preempted
         self._jobs: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # of all three
 
@@ -51,10 +53,16 @@ class Interrupts:
             self._phase = Phase.STOPPED
             self.pending = True
 
-    def preempt(self) -> None:
-        """End the running rollout early; without a running rollout nothing happens."""
+    def preempt(self, number: int | None = None) -> None:
+        """End a rollout early.
+
+        ``number``: which one. If it is still to begin, it ends once it has a frame; if it is over,
+        nothing happens. None: the running one, if one runs.
+        """
         with self._lock:
-            if self._phase is Phase.COLLECTING:
+            if number is not None:
+                self._preempted = max(self._preempted, number)
+            if self._phase is Phase.COLLECTING and number in (None, self._number):
                 self._phase = Phase.ENDING
                 self.pending = True
 
@@ -69,12 +77,14 @@ class Interrupts:
         while self._jobs:
             self._jobs.popleft()()
 
-    def rollout_begins(self, *, preempted: bool) -> None:
-        """A rollout begins; ``preempted``: it is to end as soon as it has a frame."""
+    def rollout_begins(self, number: int | None = None) -> None:
+        """The rollout with this number begins; numbers grow. None: the next number."""
         with self._lock:
+            self._number = self._number + 1 if number is None else number
             if self._phase is not Phase.STOPPED:
                 # Not IDLE if a Ctrl-C met the end of the rollout before.
-                self._phase = Phase.ENDING if preempted else Phase.COLLECTING
+                is_preempted = self._number == self._preempted
+                self._phase = Phase.ENDING if is_preempted else Phase.COLLECTING
             self._update()
 
     def rollout_ended(self) -> None:

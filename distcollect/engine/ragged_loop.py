@@ -72,12 +72,13 @@ class RaggedLoop(RolloutLoop):
             trajectories.reset_policy_state([*result.ended, *np.flatnonzero(~real)])
         buffer.emit(slab)
 
-    def abandon(self, cause: str) -> None:
+    def abandon(self) -> None:
         if self._buffer is not None:
-            self.counter.lose(cause, self._buffer.drop())
+            self._buffer.drop()
 
     def drop_surplus(self) -> None:
-        self.abandon("row_skew")
+        if self._buffer is not None:
+            self.counter.lose("row_skew", self._buffer.drop())
 
     def _buffer_for(self, num_steps: int, *, fresh: bool) -> RaggedBuffer:
         buffer = self._buffer

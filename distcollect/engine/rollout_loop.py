@@ -127,8 +127,8 @@ class RolloutLoop(ABC):
         """
 
     @abstractmethod
-    def abandon(self, cause: str) -> None:
-        """Count the frames of a rollout that failed as lost for ``cause``."""
+    def abandon(self) -> None:
+        """Drop the frames of a rollout that failed, and those that wait for the next one."""
 
     @abstractmethod
     def drop_surplus(self) -> None:

@@ -85,7 +85,6 @@ class TensorDictEngine(EngineBase):
         self._policy = policy
         self._trajectories = Trajectories(envs.num_envs, traj_ids, None)
         self._collector = TensorDict()
-        self._begun_at = 0
         self._frames: list[TensorDictBase] = []  # not written to the slab yet
         with policy.exploring():
             self._td = self._started(envs.reset())
@@ -105,11 +104,14 @@ class TensorDictEngine(EngineBase):
         self._show_ids(self._td)
 
     def _rollout_begins(self) -> None:
-        self._begun_at = self.counter.stepped
-
-    def _abandon(self, cause: str) -> None:
         self._frames.clear()
-        self.counter.lose(cause, self.counter.stepped - self._begun_at)
+
+    def _abandon(self) -> None:
+        self._frames.clear()
+
+    @property
+    def _num_waiting(self) -> int:
+        return 0
 
     def _collect(self, slab: FrameSlab, *, random: bool, fresh: bool) -> None:
         with self._policy.exploring():
@@ -254,7 +256,6 @@ class TensorDictEngine(EngineBase):
         """
         self.counter.add(self.envs.num_stepped)
         self.counter.lose("env_failed", self.envs.num_stepped)
-        self._begun_at += self.envs.num_stepped
         td = self._rebuilt(error)
         if self._frames:
             rows = np.flatnonzero(~slab.ended[:, step - 1]).tolist()

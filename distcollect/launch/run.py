@@ -182,7 +182,6 @@ def _hosts_of_launch(launch: Launch) -> WorkerHosts:
         spec.token,
         num_ranks=launch.num_workers,
         port=spec.port,
-        trainer=launch.trainer,
     )
     spec.announce(hosts.join_server.port)
     hosts.store = spec.store

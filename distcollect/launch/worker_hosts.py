@@ -33,7 +33,6 @@ from distcollect.net.messages import (
 )
 from distcollect.net.peer import Connection
 from distcollect.net.server import JoinServer, JoinServerEvents
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_TRAINER
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +62,6 @@ class WorkerHosts(JoinServerEvents):
     Attributes:
         join_server: where workers and supervisors join.
         address: this host's, on the interface by which they reach it.
-        first_traj_id: the trajectory ids of this trainer begin here, and end where the next
-            trainer's begin.
         local_hosts: this host alone, for collectors that start local workers within a launch.
         store: torchrun's store, kept open where this process serves it.
         patience_s: how long to wait until enough workers have joined, if :attr:`is_elastic`.
@@ -82,7 +79,6 @@ class WorkerHosts(JoinServerEvents):
         num_expected: int | None = None,
         patience_s: float = 0.0,
         port: int = 0,
-        trainer: int = 0,
     ) -> None:
         """Listen on ``address``.
 
@@ -96,7 +92,6 @@ class WorkerHosts(JoinServerEvents):
                 none.
             patience_s: see above.
             port: to listen on; 0: any that is free.
-            trainer: which of the launch's trainers this is.
 
         Raises:
             ArgumentError: this process may not open enough files for so many workers.
@@ -106,7 +101,6 @@ class WorkerHosts(JoinServerEvents):
         if short := open_files.shortage(max(num_ranks or 0, num_local, num_expected or 0)):
             raise ArgumentError(short)
         self.address = address
-        self.first_traj_id = trainer * TRAJ_IDS_PER_TRAINER
         self.patience_s = patience_s
         self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()
         self._num_expected = num_expected

@@ -170,7 +170,7 @@ class WorkerSettings:
     """What the trainer decides about a worker process.
 
     Attributes:
-        first_traj_id: the lowest trajectory id of its trainer.
+        first_traj_id: the trajectory ids of this life of the run begin here.
         leave_timeout_s: how long it may take to leave.
         step_timeout_s: its watchdog ends it when no step is finished for so long; None: never.
         max_bytes: its watchdog reports more memory than this; None: never.

@@ -93,10 +93,27 @@ class Policy(ABC):
         """From now on draw for env i from a stream of its own, seeded with ``seeds[i]``."""
 
     def exploring(self) -> AbstractContextManager[Any]:
-        """The context in which the calls of a rollout are made."""
-        return torch.no_grad()
+        """The context in which the calls of a rollout are made. It may be left more than once."""
+        return Contexts(torch.no_grad())
 
     def try_out(self) -> None:
         """Call the policy for the first time, to learn which extras it returns."""
         with self.exploring():
             self()
+
+
+class Contexts:
+    """Several contexts, which can be left again if an exception broke off the first time."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._entered: list[tuple[Any, AbstractContextManager[Any]]] = []
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._entered.append((context.__enter__(), context))
+
+    def __exit__(self, *exc: Any) -> None:
+        while self._entered:
+            self._entered[-1][1].__exit__(*exc)
+            self._entered.pop()

@@ -12,7 +12,7 @@ from tensordict.nn import set_interaction_type
 from torch import nn
 
 from distcollect.errors import PolicyError
-from distcollect.policy.base import Exploration, Policy, PolicyOutput
+from distcollect.policy.base import Contexts, Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Inputs, calling_convention, watch_tensors
 from distcollect.policy.outputs import OutputReader
 from distcollect.policy.per_env_rng import PerEnvRng, draw
@@ -79,7 +79,7 @@ class UserPolicy(Policy):
     def exploring(self) -> AbstractContextManager[Any]:
         """Compute no gradients, and set the exploration type of TensorDict policies."""
         without_gradients = torch.no_grad() if self._needs_autograd else torch.inference_mode()
-        return _RolloutContext(without_gradients, self._exploration)
+        return Contexts(without_gradients, set_interaction_type(self._exploration.interaction))
 
     def try_out(self) -> None:
         """See :meth:`Policy.try_out`; a shared module that keeps no tensors gets inference mode."""
@@ -130,20 +130,3 @@ def _moved(policy: nn.Module, device: torch.device) -> nn.Module:
             "where the trainer's policy is, unless policy_device names another device, such as "
             "policy_device='cpu'"
         ) from error
-
-
-class _RolloutContext:
-    """No gradients and an interaction type; entered once for each rollout."""
-
-    def __init__(
-        self, without_gradients: AbstractContextManager[Any], exploration: Exploration
-    ) -> None:
-        self._contexts = (without_gradients, set_interaction_type(exploration.interaction))
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*exc)

@@ -40,12 +40,13 @@ from distcollect.net.messages import (
 from distcollect.results import WorkerState
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.membership import PRESENT, Command, Membership, Ping, Start
+from distcollect.supervision.plans import PlanSender
 from distcollect.supervision.process import Key, Process, ProcessState, message_of
 from distcollect.supervision.status import Status
 from distcollect.supervision.worker_ends import WorkerEnd
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import PeerAddress, RpcTransport
-from distcollect.transport.worker_service import Probe, WorkerService
+from distcollect.transport.worker_service import Probe
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Lifecycle:
         self._status = status
         self._num_first = num_first
         self._post = post
+        self._plan_sender = PlanSender(transport, post)
         self._membership = Membership(
             faults.silence_timeout_s,
             faults.start_timeout_s,
@@ -148,12 +150,16 @@ class Lifecycle:
     # Starting and probing.
 
     def _start(self, worker_id: int, incarnation: int) -> None:
-        process = Process(worker_id, incarnation, identity().new_peer())
+        try:
+            process = Process(worker_id, incarnation, identity().new_peer())
+        except LaunchError as error:
+            self.fail(error)
+            return
         self.processes[process.key] = process
         # Torch's C++ side logs a warning for each peer whose process ends; that is reported anyhow.
         env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         settings = WorkerSettings(
-            first_traj_id=self._hosts.first_traj_id,
+            first_traj_id=identity().first_traj_id,
             leave_timeout_s=self._faults.leave_timeout_s,
             step_timeout_s=self._faults.step_timeout_s,
             max_bytes=self._faults.max_worker_bytes,
@@ -188,10 +194,9 @@ class Lifecycle:
         self._transport.connect(process.peer, PeerAddress(message.endpoint, message.segment))
         process.enter(ProcessState.PROBING)
         self.are_near &= self._transport.is_near(process.peer)
-        answer: Future[Probe] = self._transport.call(
-            process.peer, WorkerService.configure, self._plan_for(process.worker_id)
-        )
-        answer.add_done_callback(lambda done: self._post(partial(self._probed, process, done)))
+        plan = self._plan_for(process.worker_id)
+        probed = partial(self._probed, process)
+        self._plan_sender.send(process.peer, plan, lambda it: self._post(partial(probed, it)))
 
     def _probed(self, process: Process, answer: Future[Probe]) -> None:
         error = answer.exception()

@@ -22,7 +22,6 @@ from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.lifecycle import EXIT_TIMEOUT_S, Lifecycle
 from distcollect.supervision.status import Phase, Status
 from distcollect.supervision.worker_ends import WorkerEnds
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import RpcTransport
 from distcollect.transport.worker_service import Probe
 
@@ -43,7 +42,6 @@ class Workers:
     Attributes:
         transport: reaches the workers.
         address: this host's, on the interface by which workers reach it.
-        first_traj_id: the lowest trajectory id of this trainer.
     """
 
     def __init__(
@@ -85,8 +83,7 @@ class Workers:
             count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)
             self._num_first = count
             self.address = self._hosts.address
-            self.first_traj_id = self._hosts.first_traj_id
-            self.transport = RpcTransport(identity().trainer, address=self.address)
+            self.transport = RpcTransport(address=self.address)
             on_error.callback(self.transport.close)
             self._lifecycle = Lifecycle(
                 self._hosts,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from distcollect.common.threads import LOOK_UP_S
+from distcollect.common.threads import LOOK_UP_S, Bell
 from distcollect.errors import DistCollectError
 
 
@@ -29,14 +29,14 @@ class WorkerEnds:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Bell()  # the user's thread waits for it
         self._ends: dict[int, WorkerEnd] = {}
 
     def note(self, worker_id: int, end: WorkerEnd) -> None:
         """A worker's process has ended."""
         with self._lock:
             self._ends[worker_id] = end
-            self._changed.notify_all()
+        self._changed.ring()
 
     def known(self) -> dict[int, WorkerEnd]:
         """The ends so far, by worker_id."""
@@ -52,15 +52,14 @@ class WorkerEnds:
         returns without the ends that are not known by then.
         """
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            while True:
-                new = {
-                    worker_id: end
-                    for worker_id in worker_ids
-                    if (end := self._ends.get(worker_id)) is not None
-                    and end is not known.get(worker_id)
-                }
-                remaining = deadline - time.monotonic()
-                if len(new) == len(worker_ids) or remaining <= 0:
-                    return new
-                self._changed.wait(min(remaining, LOOK_UP_S))
+        while True:
+            ends = self.known()
+            new = {
+                worker_id: end
+                for worker_id in worker_ids
+                if (end := ends.get(worker_id)) is not None and end is not known.get(worker_id)
+            }
+            remaining = deadline - time.monotonic()
+            if len(new) == len(worker_ids) or remaining <= 0:
+                return new
+            self._changed.wait(min(remaining, LOOK_UP_S))

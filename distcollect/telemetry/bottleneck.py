@@ -64,6 +64,7 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     sentence = f"{by or _BOUND_BY[bound]} (of the time: {parts}). {_advice(bound, stats)} "
     rest = waits if bound not in ("env", "policy") else None
     sentence += _on_workers(more, stats, rest)
+    sentence += _on_lag(stats)
     if stats.elapsed_s < _BRIEF_S:
         sentence += f" That is from {stats.elapsed_s:.2g} s only."
     return Bottleneck(bound, shares, more, sentence)
@@ -201,6 +202,25 @@ def _advice_on_network(stats: Stats) -> str:
             "a lower resolution), or workers on the trainer's host."
         )
     return "Most of it is round trips: longer rollouts help, by a larger frames_per_batch."
+
+
+def _on_lag(stats: Stats) -> str:
+    """What to say if old weights choose the actions, and that is not the weights' slow way."""
+    if stats.in_process:
+        return ""
+    if stats.has_weights and not stats.policy_version and stats.elapsed_s >= _BRIEF_S:
+        return (
+            " No weights were published, so the workers' policy is the one that they started with: "
+            "update_policy_weights_() sends them newer weights."
+        )
+    num_workers = len(_collecting(stats))
+    if stats.sync or not stats.lag.max or stats.mean_ready < max(1.0, num_workers / 2):
+        return ""
+    return (
+        f" Frames lag by {stats.lag.mean:.1f} versions on average because the workers are ahead of "
+        f"the trainer: {stats.mean_ready:.1f} rollouts waited when it asked for one. Fewer workers "
+        "or Staleness(max_policy_lag=...) make the lag smaller."
+    )
 
 
 def _straggler(stats: Stats) -> int | None:

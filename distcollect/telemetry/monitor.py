@@ -117,6 +117,11 @@ class MonitorThread:
         """Whether :meth:`begin` was called."""
         return self._begun
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this is called on the thread, by a writer."""
+        return self._thread is threading.current_thread()
+
     def begin(self, latest: Callable[[], Stats | None]) -> None:
         """The first batch is requested. ``latest`` gives snapshots, or None if there are none."""
         self._begun = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,7 +12,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.clock import clock_ns
-from distcollect.errors import EnvError
+from distcollect.common.threads import LOOK_UP_S, Answer, SerialThread
+from distcollect.errors import CollectorStateError, DeadlineError, EnvError
 from distcollect.rollout.layout import Tensors
 from distcollect.supervision.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
@@ -36,15 +39,20 @@ from distcollect.transport.worker_service import WorkerService
 
 T = TypeVar("T")
 
+# Handling an event takes microseconds; this is for a process that gets no processor time.
+_EVENT_TIMEOUT_S = 120.0
+
 
 class EventLoop:
-    """The pool's only lock, and the queue of its events. It has no thread of its own.
+    """The pool's only lock, the queue of its events, and a thread that handles the user's.
+
+    An exception can be raised in the user's thread in any line, by Ctrl-C. So that thread never
+    enters the core: it hands its events over by :meth:`ask`, and waits for the answer. Our own
+    threads handle their events themselves, by :meth:`post`.
 
     Attributes:
-        lock: protects the core. It is reentrant, though no event enters the core while the core
-            handles another: garbage may be collected under the lock, and a collector that nobody
-            refers to closes its pool then.
-        is_draining: events are being handled, on the thread that holds the lock.
+        lock: protects the core. It is reentrant, as an answer may come before the call that asks
+            for it returns; no event enters the core while the core handles another.
     """
 
     def __init__(
@@ -58,7 +66,10 @@ class EventLoop:
     ) -> None:
         """Start without events; for the arguments see :class:`~.pool.Pool`."""
         self.lock = threading.RLock()
-        self.is_draining = False
+        self._is_draining = False
+        self._thread = SerialThread("distcollect-pool")
+        # For a pool that is never closed.
+        weakref.finalize(self, self._thread.close).atexit = False
         self._core = core
         self._transport = transport
         self._failure_sink = failure_sink
@@ -89,22 +100,39 @@ class EventLoop:
             self._events.append(partial(event, *args, **kwargs))
             self._drain()
 
+    def ask(self, event: Callable[..., T], *args: Any) -> Answer[T]:
+        """Have the core handle an event of the user's thread, and answer what that returns."""
+        return self._thread.ask(partial(self._handle, event, *args))
+
     def do(self, event: Callable[..., T], *args: Any) -> T:
-        """As :meth:`post`, but give what the core returned. For the user's thread only."""
+        """As :meth:`ask`, and wait: an event takes no time, as it waits for nothing itself.
+
+        Raises:
+            CollectorStateError: the event loop was closed before.
+            DeadlineError: the event was not handled in time.
+        """
+        answer = self.ask(event, *args)
+        deadline = time.monotonic() + _EVENT_TIMEOUT_S
+        while not answer.arrives(LOOK_UP_S):
+            if not self._thread.is_alive and not answer.done:
+                raise CollectorStateError("the collector was shut down")
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    f"the pool did not handle a request of this thread within "
+                    f"{_EVENT_TIMEOUT_S:g} s: the process gets no processor time; try again"
+                )
+        return answer.result()
+
+    def _handle(self, event: Callable[..., T], *args: Any) -> T:
         results: list[T] = []
-
-        def handle() -> None:
-            results.append(event(*args))
-
         with self.lock:
-            try:
-                self._events.append(handle)
-                self._drain()
-            except BaseException:  # Ctrl-C as well
-                if handle in self._events:
-                    self._events.remove(handle)  # nobody would get its result
-                raise
+            self._events.append(lambda: results.append(event(*args)))
+            self._drain()
         return results[0]
+
+    def close(self) -> None:
+        """End the thread, once it has handled the events that it was given."""
+        self._thread.close()
 
     def _drain(self) -> None:
         """Execute all commands and handle all events, one after the other.
@@ -112,25 +140,28 @@ class EventLoop:
         A transport may answer before its method returns: that answer is an event like any other,
         and is handled when the commands before it are executed.
         """
-        if self.is_draining:
+        if self._is_draining:
             return
-        self.is_draining = True
+        self._is_draining = True
+        failure: Exception | None = None
         try:
-            while True:
-                if self._core.commands:
-                    command = self._core.commands.popleft()
-                    self._execute(command)
-                elif self._events:
-                    self._events.popleft()()
-                else:
-                    return
+            while self._core.commands or self._events:
+                try:
+                    if self._core.commands:
+                        self._execute(self._core.commands.popleft())
+                    else:
+                        self._events.popleft()()
+                except Exception as error:  # noqa: BLE001 - raised below, once all else is done
+                    failure = failure or error
         finally:
-            self.is_draining = False
+            self._is_draining = False
+        if failure is not None:
+            raise failure
 
     def _execute(self, command: Command) -> None:
         try:
             self._executors[type(command)](command)
-        except BaseException as error:  # Ctrl-C as well
+        except Exception as error:
             # Whether the worker got the call, and whether its answer will be seen, is not known: it
             # is replaced, rather than waited for.
             slot = command.slot if isinstance(command, SetUp) else None

@@ -21,18 +21,19 @@ parts; each knows only those below it, and all from PoolCore on are pure::
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import secrets
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from distcollect.common.seeding import process_seeds
-from distcollect.common.threads import LOOK_UP_S, missing
+from distcollect.common.threads import LOOK_UP_S, Answers, Bell
 from distcollect.config import Staleness
 from distcollect.errors import (
     BatchTimeout,
@@ -48,8 +49,9 @@ from distcollect.rollout.header import Rollout
 from distcollect.supervision.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.event_loop import EventLoop
-from distcollect.trainer.pool_core import PoolCore, SetupArguments, Wanted
+from distcollect.trainer.pool_core import PoolCore, Wanted
 from distcollect.trainer.requests import origin
+from distcollect.trainer.setup_calls import SetupArguments, SetupCall
 from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import ResumeRequest, WorkerService
@@ -63,8 +65,32 @@ T = TypeVar("T")
 _TAKE_BACK_S = 2.0
 
 
+@dataclass(eq=False)
+class Delivery:
+    """The rollouts of a batch on their way to the user.
+
+    They are the user's once the user's thread *claims* them by this number, which it passes to the
+    next call. A delivery that was not claimed, as an exception interrupted the user's thread, is
+    given to it again, or is given up if it has become too old.
+
+    Attributes:
+        number: counts the deliveries of a pool, from 1.
+        wanted: what the user asked for.
+        requests: of the rollouts.
+        rollouts: the rollouts, in the order of their workers' ids; empty for a reference.
+    """
+
+    number: int
+    wanted: Wanted
+    requests: list[RolloutRequest]
+    rollouts: list[Rollout]
+
+
 class Pool:
     """Collects rollouts from workers, and sends weights before it requests rollouts.
+
+    The user's thread hands every change over to the event loop, and waits for the result: an
+    exception in that thread, in whatever line, changes nothing here.
 
     Attributes:
         version: policy_version of the newest publication.
@@ -107,7 +133,12 @@ class Pool:
             wake_user=self._wake_user,
         )
         self._lock = self._loop.lock
-        self._changed = threading.Condition(self._lock)  # the user's thread waits on it
+        self._changed = Bell()  # the user's thread waits for it
+        self._all_taken = Bell()  # close() waits for it
+        self._all_set_up = Bell()  # who makes a setup call waits for it
+        self._num_deliveries = 0
+        self._num_counted = 0  # in the statistics
+        self._delivery: Delivery | None = None  # the last one, unless it is known to be claimed
         self._failure: BaseException | None = None
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
@@ -139,14 +170,25 @@ class Pool:
 
     @property
     def stale_frames(self) -> dict[int, int]:
-        """Frames that were given up as too stale, by worker_id; the caller may count more."""
-        return self._core.requests.stale_frames
+        """Frames that were given up or masked as too stale, by worker_id."""
+        return self._look(self._core.requests.stale_frames.copy)
 
     @property
     def ledger(self) -> LedgerReport:
-        """Where all frames went."""
+        """Where all frames went. The user has the frames that it has claimed, see :meth:`claim`."""
+        return self._look(self._read_ledger)
+
+    def _read_ledger(self) -> LedgerReport:
+        delivery = self._delivery
+        return self._core.requests.ledger_without(() if delivery is None else delivery.requests)
+
+    def _look(self, read: Callable[[], T]) -> T:
+        """Read something after all that this thread handed over before."""
+        if not self._core.closed:
+            with contextlib.suppress(CollectorStateError):  # it was closed meanwhile
+                return self._loop.do(read)
         with self._lock:
-            return self._core.requests.ledger
+            return read()
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
@@ -201,98 +243,186 @@ class Pool:
         with self._lock:
             if self._failure is None:
                 self._failure = error
-            self._wake_user()
+        self._changed.ring()
         self._sender.expect_nobody()
 
     # What the user's thread wants.
 
-    def gather_all(self, timeout_s: float) -> list[Rollout]:
-        """A batch of fresh rollouts, one of every worker, in the order of their ids.
+    def deliver(self, timeout_s: float, claimed: int = 0) -> Delivery:
+        """Wait for the rollouts of the next batch.
 
-        A worker collects once it has the newest weights that were sent to it. The share of one that
-        is missing falls to the others.
+        In sync mode they are fresh, one of every worker. A worker collects once it has the newest
+        weights that were sent to it. The share of one that is missing falls to the others. In async
+        mode it is the next rollout of whichever worker; all go on collecting meanwhile.
+
+        Args:
+            timeout_s: seconds to wait.
+            claimed: number of the last delivery that the user has. If there was one after it, that
+                is delivered again, unless it has become too old.
 
         Raises:
             BatchTimeout: not all within ``timeout_s``; names the workers waited for.
             DistCollectError: the run can't go on.
         """
-        requests = self._gather(Wanted.ALL, timeout_s, deadline_s=self._plan.deadline_s)
-        rollouts = [request.take_rollout() for request in requests]
-        return sorted(rollouts, key=lambda rollout: origin(rollout.header))
+        if self._plan.sync:
+            deadline_s = self._plan.deadline_s
+            return self._gather(Wanted.ALL, timeout_s, claimed, deadline_s=deadline_s)
+        return self._gather(Wanted.NEXT, timeout_s, claimed)
 
-    def gather_next(self, timeout_s: float) -> Rollout:
-        """The next rollout of whichever worker; all go on collecting meanwhile.
-
-        Raises: as :meth:`gather_all`.
-        """
-        [request] = self._gather(Wanted.NEXT, timeout_s)
-        return request.take_rollout()
-
-    def hand_over(self, timeout_s: float, keep_s: float) -> tuple[RolloutRequest, str]:
+    def hand_over(self, timeout_s: float, keep_s: float, claimed: int = 0) -> Delivery:
         """The next rollout of whichever worker, for another trainer to take; async mode only.
 
         Its worker keeps it for ``keep_s``. It counts as delivered once it was taken, else as lost:
         by "not_taken", "worker_lost" or "shut_down". If the only rollouts are some that were
-        fetched for :meth:`gather_next`, it is one of these, and delivered.
+        fetched for :meth:`deliver`, it is one of these, and delivered.
 
         Returns:
-            The rollout, and the key that opens it on its worker.
+            The one request. Its ``key`` opens the rollout on its worker; if it was fetched before,
+            its ``rollout`` is here.
 
-        Raises: as :meth:`gather_all`.
+        Raises: as :meth:`deliver`.
         """
-        [request] = self._gather(Wanted.REFERENCE, timeout_s, keep_s=keep_s)
-        return request, request.key
+        return self._gather(Wanted.REFERENCE, timeout_s, claimed, keep_s=keep_s)
+
+    @property
+    def stamp(self) -> object:
+        """Changes with all that decides whether a rollout may still be delivered."""
+        return self._core.stamp
+
+    def claim(self, number: int) -> None:
+        """The user has all deliveries up to this number."""
+        self._loop.ask(self._settle_last, number)
+
+    def forget(self, number: int) -> None:
+        """The user has, or is about to get, a batch made of this delivery's rollouts."""
+        delivery = self._delivery
+        if delivery is not None and delivery.number == number:
+            delivery.rollouts = []
+
+    def delivered(
+        self,
+        number: int,
+        lags: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+        masked: Mapping[int, int],
+    ) -> None:
+        """Count a delivery in the statistics, once.
+
+        Args:
+            number: the delivery's.
+            lags: of each rollout the worker_id and pairs (lag, frames).
+            masked: maps a worker_id to how many of its frames are masked as too stale.
+        """
+        self._loop.ask(self._count, number, lags, masked)
 
     def _gather(
         self,
         wanted: Wanted,
         timeout_s: float,
+        claimed: int,
         *,
         keep_s: float = 0.0,
         deadline_s: float | None = None,
-    ) -> list[RolloutRequest]:
+    ) -> Delivery:
         """Wait for a batch; after ``deadline_s`` take what the workers have by then."""
-        with self._lock:
-            self._check()
-            if wanted is not Wanted.REFERENCE:
-                self._stats_recorder.batch_requested(len(self._core.requests.arrived))
-            end = time.monotonic() + timeout_s
-            try:
-                self._loop.do(self._core.batch_wanted, wanted, keep_s)
-                requests = None
-                if deadline_s is not None and deadline_s < timeout_s:
-                    requests = self._wait(time.monotonic() + deadline_s)
-                    if requests is None:
-                        self._loop.do(self._core.end_early)
-                requests = requests or self._wait(end)
-            except BaseException:  # Ctrl-C as well
-                self._loop.do(self._core.batch_cancelled)
-                raise
-            if requests is None:
-                awaited = self._core.awaited
-                self._loop.do(self._core.batch_cancelled)
-                raise BatchTimeout(
-                    f"no batch within {timeout_s:g} s; waited for {awaited}. "
-                    "Faults(batch_timeout_s=...) gives them longer"
-                )
-            self._stats_recorder.switch_to("assemble")
-        return requests
+        end = time.monotonic() + timeout_s
+        try:
+            delivery = self._loop.do(self._want, wanted, keep_s, claimed)
+            if deadline_s is not None and deadline_s < timeout_s:
+                delivery = delivery or self._wait(end - timeout_s + deadline_s)
+                if delivery is None:
+                    self._loop.do(self._core.end_early)
+            delivery = delivery or self._wait(end)
+        except BaseException:  # Ctrl-C as well
+            self._loop.ask(self._cancel)
+            raise
+        if delivery is None:
+            awaited = self._core.awaited
+            delivery = self._loop.do(self._cancel)  # it may have come by now
+        if delivery is None:
+            raise BatchTimeout(
+                f"no batch within {timeout_s:g} s; waited for {awaited}. "
+                "Faults(batch_timeout_s=...) gives them longer"
+            )
+        self._stats_recorder.switch_to("assemble")
+        return delivery
 
-    def _wait(self, deadline: float) -> list[RolloutRequest] | None:
+    def _wait(self, deadline: float) -> Delivery | None:
         """Wait until the batch is there; None if it isn't at the deadline."""
-        while (requests := self._loop.do(self._core.take)) is None:
+        while (delivery := self._delivery) is None:
             exit_if_requested()
             self._check()
-            if self._core.user_is_due:
-                continue  # something came while it was looked for
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                break
+                return None
             self._changed.wait(min(remaining, LOOK_UP_S))
-        return requests
+        return delivery
+
+    # What the event loop does for the user's thread.
+
+    def _want(self, wanted: Wanted, keep_s: float, claimed: int) -> Delivery | None:
+        """The user wants a batch; returns it if it is there at once."""
+        self._check()
+        if self._core.wanted is not None:
+            self._core.batch_cancelled()  # an exception ended the wait for it
+        self._settle_last(claimed)
+        if self._delivery is not None:
+            is_here = bool(self._delivery.rollouts) or wanted is Wanted.REFERENCE
+            if is_here and self._core.may_deliver_again(self._delivery.requests, wanted):
+                return self._delivery
+            self._take_back("given_up")
+        if wanted is not Wanted.REFERENCE:
+            self._stats_recorder.batch_requested(len(self._core.requests.arrived))
+        self._core.batch_wanted(wanted, keep_s)
+        return self._take()
+
+    def _take(self) -> Delivery | None:
+        """If what the user waits for is there, it is delivered."""
+        wanted = self._core.wanted
+        requests = self._core.take()
+        if requests is None or wanted is None:
+            return None
+        rollouts = []
+        if wanted is not Wanted.REFERENCE:
+            taken = [request.take_rollout() for request in requests]
+            rollouts = sorted(taken, key=lambda rollout: origin(rollout.header))
+        self._num_deliveries += 1
+        self._delivery = Delivery(self._num_deliveries, wanted, requests, rollouts)
+        self._changed.ring()
+        return self._delivery
+
+    def _cancel(self) -> Delivery | None:
+        """The user waits no longer; returns the batch if it came meanwhile."""
+        was_waiting = self._core.wanted is not None
+        self._core.batch_cancelled()
+        return None if was_waiting else self._delivery
+
+    def _settle_last(self, claimed: int) -> None:
+        if self._delivery is not None and claimed >= self._delivery.number:
+            self._delivery = None
+
+    def _take_back(self, cause: str) -> None:
+        if self._delivery is not None:
+            self._core.take_back(self._delivery.requests, cause)
+            self._delivery = None
+
+    def _count(
+        self,
+        number: int,
+        lags: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+        masked: Mapping[int, int],
+    ) -> None:
+        if number <= self._num_counted:
+            return
+        self._num_counted = number
+        self._stats_recorder.delivered(lags)
+        for worker_id, num_frames in masked.items():
+            self._core.requests.stale_frames[worker_id] += num_frames
 
     def _wake_user(self) -> None:
-        self._changed.notify_all()
+        self._loop.post(self._take)
+        self._changed.ring()
+        self._all_taken.ring()
+        self._all_set_up.ring()
 
     def _check(self) -> None:
         """Raise what ended the run, if anything did."""
@@ -312,13 +442,15 @@ class Pool:
             flat: the snapshot, uint8; must not change any more.
             worker_ids: the workers to send it to; None: all.
         """
-        with self._lock:
-            self._check()
-            selected = self.worker_ids if worker_ids is None else tuple(worker_ids)
-            self.version += 1
-            self._loop.do(self._core.published, self.version, selected)
-            # Under the lock, so that versions come to the sender in their order.
-            return self._sender.publish(flat, self.version, selected)
+        return self._loop.do(self._publish, flat, worker_ids)
+
+    def _publish(self, flat: torch.Tensor, worker_ids: Sequence[int] | None) -> PushHandle:
+        self._check()
+        selected = self.worker_ids if worker_ids is None else tuple(worker_ids)
+        self.version += 1
+        self._core.published(self.version, selected)
+        # In the event loop, so that versions come to the sender in their order.
+        return self._sender.publish(flat, self.version, selected)
 
     def _acknowledged(self, worker_id: int, version: int) -> None:
         with self._lock:
@@ -341,11 +473,19 @@ class Pool:
 
     # Setup calls: the last call of each method also holds for workers that join later.
 
-    def seed(self, seed: int, *, static_seed: bool, timeout_s: float) -> None:
+    def seed(
+        self,
+        seed: int,
+        *,
+        static_seed: bool,
+        timeout_s: float,
+        note: Callable[[], None] = lambda: None,
+    ) -> None:
         """Seed every worker; its next rollout starts with a reset.
 
         Env i of all gets the i-th seed drawn from ``seed``, or with ``static_seed`` all the same.
-        Rollouts from before are given up.
+        Rollouts from before are given up. ``note`` is called when nothing can fail any more here,
+        and all that follows is up to the workers.
 
         Raises:
             DeadlineError: some took no seed in time; names them.
@@ -357,9 +497,16 @@ class Pool:
             envs = range(first, first + self._plan.num_envs)
             return process_seeds(seed, envs, slot.incarnation, static=static_seed)
 
-        self._call_all(WorkerService.seed, seeds, timeout_s)
+        self._call_all(WorkerService.seed, lambda: seeds, timeout_s, note)
 
-    def resume(self, version: int, first_traj_id: int, frames: int, timeout_s: float) -> None:
+    def resume(
+        self,
+        version: int,
+        first_traj_id: int,
+        frames: int,
+        timeout_s: float,
+        note: Callable[[], None] = lambda: None,
+    ) -> None:
         """Go on where another run was.
 
         Args:
@@ -367,42 +514,75 @@ class Pool:
             first_traj_id: all of its traj_ids are below; this run's start here.
             frames: that it delivered; they count as requested.
             timeout_s: for the workers to answer.
+            note: as for :meth:`seed`.
 
         Raises:
             DeadlineError: some did not in time; names them.
             WorkerError: one of them failed.
         """
-        with self._lock:
+
+        def renumber() -> SetupArguments:
             self.version = version
             epoch = self._sender.resume(version)
-            self._loop.do(self._core.resumed, version, frames, self.acknowledged)
-        request = ResumeRequest(version, first_traj_id, epoch)
-        self._call_all(WorkerService.resume, lambda _: (request,), timeout_s)
+            self._core.resumed(version, frames, self.acknowledged)
+            request = ResumeRequest(version, first_traj_id, epoch)
+            return lambda _: (request,)
+
+        self._call_all(WorkerService.resume, renumber, timeout_s, note)
 
     def _call_all(
-        self, method: Callable[..., Any], arguments: SetupArguments, timeout_s: float
+        self,
+        method: Callable[..., Any],
+        prepare: Callable[[], SetupArguments],
+        timeout_s: float,
+        note: Callable[[], None],
     ) -> None:
-        with self._lock:
+        """Have all workers called, and wait for the answers of those that are there.
+
+        If waiting ends by an exception, the workers are called nevertheless.
+        """
+        deadline = time.monotonic() + timeout_s
+        call = self._loop.do(self._begin_setup_call, method, prepare, note)
+        while call.late:
+            exit_if_requested()
             self._check()
-            # First of all: if this fails, nothing has changed.
-            calls = [(slot, arguments(slot)) for slot in self._core.slots]
-            self._loop.do(self._core.setup_call_begun, method, arguments)
-        try:
-            answers = {slot.worker_id: self._loop.call(slot, method, *args) for slot, args in calls}
-            if late := missing(answers, timeout_s):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                late = sorted(slot.worker_id for slot in list(call.late))
                 raise DeadlineError(
                     f"workers {late} did not take the call {method.__name__!r} within "
                     f"{timeout_s:g} s: they finish the step that they are in first; "
                     "Faults(batch_timeout_s=...) gives longer"
                 )
-            for answer in answers.values():
-                error = answer.exception()
-                if error is not None and not isinstance(error, WorkerLost):
-                    raise error
-        finally:
-            # Calls may overtake each other on their way, so only now may rollouts be requested.
-            with self._lock:
-                self._core.setup_call_ended()
+            self._all_set_up.wait(min(remaining, LOOK_UP_S))
+        if call.errors:
+            raise call.errors[0]
+
+    def _begin_setup_call(
+        self,
+        method: Callable[..., Any],
+        prepare: Callable[[], SetupArguments],
+        note: Callable[[], None],
+    ) -> SetupCall:
+        self._check()
+        call = self._core.setup_call_begun(method, prepare())
+        note()
+        return call
+
+    def call_workers(
+        self,
+        method: Callable[..., Future[T]],
+        arguments: Mapping[int, Sequence[Any]],
+    ) -> Answers[int, T]:
+        """Call a method of several workers' services, for the user's thread.
+
+        Args:
+            method: of the service.
+            arguments: maps the worker_id of each worker to the arguments for it.
+        """
+        return self._loop.do(
+            lambda: Answers({w: self.call(w, method, *args) for w, args in arguments.items()})
+        )
 
     def call(
         self,
@@ -423,11 +603,16 @@ class Pool:
 
     def close(self) -> None:
         """Request nothing more; the user's thread is woken with an error."""
-        with self._lock:
-            if not self._loop.is_draining:
-                self._loop.do(self._core.closing)
-                end = time.monotonic() + _TAKE_BACK_S
-                while self._core.requests.kept and (remaining := end - time.monotonic()) > 0:
-                    self._changed.wait(min(remaining, LOOK_UP_S))
-            self._loop.post(self._core.close)
+        if self._core.closed:
+            return
+        self._loop.do(self._core.closing)
+        end = time.monotonic() + _TAKE_BACK_S
+        while self._core.requests.kept and (remaining := end - time.monotonic()) > 0:
+            self._all_taken.wait(min(remaining, LOOK_UP_S))
+        self._loop.do(self._close)
+        self._loop.close()
         self._sender.close()
+
+    def _close(self) -> None:
+        self._take_back("shut_down")
+        self._core.close()

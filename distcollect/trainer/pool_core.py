@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
 from distcollect.config import Staleness
 from distcollect.errors import WorkerLost
@@ -24,12 +24,12 @@ from distcollect.trainer.pool_commands import (
     Command,
     NoteActivity,
     ReportFailure,
-    SetUp,
     TakeBack,
     WakeUser,
 )
 from distcollect.trainer.requests import Requests
 from distcollect.trainer.scheduler import make_scheduler
+from distcollect.trainer.setup_calls import SetupArguments, SetupCall, SetupCalls
 from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
@@ -40,9 +40,6 @@ from distcollect.trainer.worker_slots import (
     WorkerSlots,
 )
 from distcollect.transport.protocol import Offer
-
-# From a worker's process to the arguments of a setup call for it.
-SetupArguments: TypeAlias = Callable[[WorkerSlot], Sequence[Any]]
 
 # Rollouts that are fetched before the user asks for them: one is on its way while the user works on
 # another. More would only make them older.
@@ -69,7 +66,8 @@ class PoolCore:
     Attributes:
         commands: what is to be done, in this order; whoever does it removes it.
         closed: events are ignored, but for the accounts of processes that ended.
-        user_is_due: the user's thread should look again; see :meth:`take`.
+        user_is_due: :meth:`take` is to be called.
+        wanted: what the user's thread waits for.
         slots: the worker processes.
         versions: which weights were sent to which worker.
         requests: what was requested from them.
@@ -92,6 +90,7 @@ class PoolCore:
         self.slots = WorkerSlots(self.versions, plan.reserved)
         drops = staleness is not None and staleness.mode != "mask"
         max_lag = staleness.max_policy_lag if staleness is not None and drops else None
+        self._limits_lag = plan.sync or staleness is not None
         self._scheduler = make_scheduler(plan, staleness, self.slots, self.versions)
         self.requests = Requests(
             plan,
@@ -103,18 +102,23 @@ class PoolCore:
         )
         self._plan = plan
         self._make_key = make_key
-        self._setup_calls: dict[Callable[..., Any], SetupArguments] = {}
-        self._is_paused = False
+        self._setup_calls = SetupCalls(self.commands.append)
+        self._resumed_frames = 0
         self._is_closing = False
         # How many of the rollouts that arrived first are fetched. In async mode none before the
         # user has asked for the first one: it may be for another trainer.
         self._max_fetched = plan.num_rollouts if plan.sync else 0
         self._refers = False  # the user wants references, so that nothing is fetched
-        self._wanted: Wanted | None = None
+        self.wanted: Wanted | None = None
         self._chosen: RolloutRequest | None = None  # the rollout of the next reference
         self._keep_s = 0.0
         self._activity: Activity | None = None
         self._untaken = "not_taken"  # the cause for a rollout that no trainer took
+
+    @property
+    def stamp(self) -> object:
+        """Changes with all that decides whether a rollout may still be delivered."""
+        return self.versions.revision if self._limits_lag else 0, self._setup_calls.num_begun
 
     # Events: workers come and go.
 
@@ -126,11 +130,7 @@ class PoolCore:
             self.versions.publish(newest, [worker_id])
         slot = self.slots.add(worker_id, incarnation, peer, acknowledged)
         self.requests.stale_frames.setdefault(worker_id, 0)
-        slot.pending_setup_calls = len(self._setup_calls)
-        for method, arguments in self._setup_calls.items():
-            self.commands.append(SetUp(slot, method, arguments(slot)))
-        if not slot.pending_setup_calls:
-            slot.become(SlotState.SERVING)
+        self._setup_calls.joined(slot)
         self._scheduler.joined(slot)
         self._advance()
 
@@ -141,6 +141,7 @@ class PoolCore:
             return
         if slot.is_staying:
             slot.become(SlotState.LEAVING)
+            self._forget_setup(slot)
             self._scheduler.leaves(slot)
         self._fetch_ahead()
         self._fetch_from(slot)
@@ -151,6 +152,7 @@ class PoolCore:
         """A worker is gone; what it was to collect is requested from others."""
         slot = self.slots.remove(worker_id, incarnation, replaced=replaced)
         if slot is not None:
+            self._forget_setup(slot)
             self.requests.vacate(slot)
             self._scheduler.leaves(slot)
         # Also if it is only certain now that there is no replacement: its share waited for that.
@@ -182,7 +184,9 @@ class PoolCore:
             acknowledged: maps worker_id to the version that the worker has by the new numbers. It
                 is below ``version`` for a worker that still waits for its weights.
         """
-        self._scheduler.frames_asked += frames
+        # The state may be loaded again, if the first time was interrupted.
+        self._scheduler.frames_asked += frames - self._resumed_frames
+        self._resumed_frames = frames
         self.versions.publish(version, self.slots.worker_ids)
         for slot in self.slots:
             slot.acknowledged = acknowledged[slot.worker_id]
@@ -195,36 +199,45 @@ class PoolCore:
 
     # Events: setup calls.
 
-    def setup_call_begun(self, method: Callable[..., Any], arguments: SetupArguments) -> None:
-        """All workers are called now, and those that join later when they do.
+    def setup_call_begun(self, method: Callable[..., Any], arguments: SetupArguments) -> SetupCall:
+        """All workers are called, and those that join later when they do.
 
-        Rollouts from before are given up. Nothing is requested until :meth:`setup_call_ended`.
+        What was collected before is given up, and what is being collected ends early.
+
+        Raises:
+            Exception: what ``arguments`` raises; then nothing has changed.
         """
-        self._is_paused = True
-        self._setup_calls[method] = arguments
+        call = self._setup_calls.begin(method, arguments, self.slots)
+        self.requests.preempt_all()
         self.requests.give_up_all()
-
-    def setup_call_ended(self) -> None:
-        """All workers have answered, or are not waited for any more."""
-        self._is_paused = False
+        for slot in self.slots:
+            self._scheduler.refresh(slot)
+        return call
 
     def set_up(self, slot: WorkerSlot) -> None:
-        """A new worker has answered a setup call."""
-        slot.pending_setup_calls -= 1
-        if not slot.pending_setup_calls and slot.state is SlotState.SETTING_UP:
-            slot.become(SlotState.SERVING)
-            self._scheduler.refresh(slot)
+        """A worker has answered a setup call."""
+        if self._setup_calls.answered(slot):
+            self.commands.append(WakeUser())
+        self._scheduler.refresh(slot)
         self._advance()
 
     def not_set_up(self, slot: WorkerSlot, error: BaseException) -> None:
-        """A new worker failed at a setup call."""
+        """A worker failed at a setup call: it may be half set up, and is replaced."""
+        if self._setup_calls.answered(slot, error):
+            self.commands.append(WakeUser())
         self._failed(slot, error)
+
+    def _forget_setup(self, slot: WorkerSlot) -> None:
+        if self._setup_calls.gone(slot):
+            self.commands.append(WakeUser())
 
     # Events: answers about rollouts.
 
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """A rollout lies on its worker since ``now``, in nanoseconds."""
-        if self.requests.offered(request, offer, now):
+        is_wanted = self.requests.offered(request, offer, now)
+        self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
+        if is_wanted:
             self._fetch_ahead()
             if self._plan.sync:
                 self.requests.fetch(request)
@@ -278,7 +291,7 @@ class PoolCore:
 
     def batch_wanted(self, wanted: Wanted, keep_s: float = 0.0) -> None:
         """The user waits for a batch; ``keep_s``: for how long its worker keeps a rollout."""
-        self._wanted = wanted
+        self.wanted = wanted
         self._keep_s = keep_s
         self._chosen = None
         self._activity = None
@@ -297,9 +310,9 @@ class PoolCore:
         The rollouts of a sync batch are in the order of their arrival.
         """
         self.user_is_due = False
-        if self._wanted is None or not self._is_there():
+        if self.wanted is None or not self._is_there():
             return None
-        wanted, self._wanted = self._wanted, None
+        wanted, self.wanted = self.wanted, None
         if wanted is Wanted.ALL:
             return self.requests.deliver_all()
         chosen = self._chosen
@@ -318,11 +331,34 @@ class PoolCore:
 
     def batch_cancelled(self) -> None:
         """The user waits no longer, though the batch is not there."""
-        if self._wanted is Wanted.ALL:
+        if self.wanted is Wanted.ALL:
             # If it came later it would be older than the request for the next batch.
             self.requests.give_up_all()
         self._scheduler.end()
-        self._wanted = self._chosen = None
+        self.wanted = self._chosen = None
+
+    def may_deliver_again(self, requests: Sequence[RolloutRequest], wanted: Wanted) -> bool:
+        """Whether rollouts that were delivered, but did not reach the user, may be given again.
+
+        They must be what the user would get now: not from before a seed, and no older than the
+        weights that were sent since then allow.
+        """
+        is_reference = any(request.state is RolloutState.REFERRED for request in requests)
+        if is_reference != (wanted is Wanted.REFERENCE):
+            return False
+        return all(self.requests.may_deliver_again(request) for request in requests)
+
+    def take_back(self, requests: Sequence[RolloutRequest], cause: str) -> None:
+        """Rollouts that were delivered did not reach the user, and are lost by ``cause``.
+
+        Of those that are kept for other trainers, the references did not reach the user.
+        """
+        for request in requests:
+            if request.state is RolloutState.DELIVERED:
+                self.requests.take_back(request, cause)
+            elif request.state is RolloutState.REFERRED:
+                self._scheduler.taken_back()
+                self.commands.append(TakeBack(request))
 
     def end_early(self) -> None:
         """Have the workers that collect for this batch, now or later, deliver what they have."""
@@ -357,7 +393,7 @@ class PoolCore:
         self._ask()
         if self._is_closing and not self.requests.kept:
             self._wake()
-        if self._wanted is None:
+        if self.wanted is None:
             return
         if self._is_there():
             self._wake()
@@ -372,7 +408,7 @@ class PoolCore:
 
     def _ask(self) -> None:
         """Request rollouts from all workers that may be asked for one."""
-        if self._is_paused or self.closed:
+        if self.closed:
             return
         while (slot := self._scheduler.next_slot()) is not None:
             request, wire_request = self.requests.request(slot)
@@ -399,10 +435,10 @@ class PoolCore:
 
     def _is_there(self) -> bool:
         """Whether what the user waits for is there."""
-        if self._wanted is Wanted.ALL:
+        if self.wanted is Wanted.ALL:
             self._give_up_stale()
             return self.requests.arrived.num_here == self._plan.num_rollouts
-        if self._wanted is Wanted.NEXT:
+        if self.wanted is Wanted.NEXT:
             self._fetch_ahead()
             self._chosen = self._scheduler.choose()
             if self._chosen is None:

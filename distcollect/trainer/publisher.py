@@ -26,11 +26,7 @@ WorkerIds: TypeAlias = (
 
 
 class Publisher:
-    """Publishes the weights of a collector's policy and models.
-
-    Attributes:
-        last: ids of the workers whose frames are in the last batch.
-    """
+    """Publishes the weights of a collector's policy and models."""
 
     def __init__(
         self,
@@ -54,7 +50,6 @@ class Publisher:
             max_interval: a worker that is more versions behind is lagging; None: none is.
             gpus: worker_id to the name of the GPU that has its policy, "" for the CPU.
         """
-        self.last: list[int] = []
         self._pool = pool
         self._layout = layout
         self._own = own
@@ -63,11 +58,16 @@ class Publisher:
         self._max_interval = max_interval
         self._gpus = gpus
 
-    def publish(self, source: Weights | None, worker_ids: WorkerIds) -> PushHandle | None:
-        """See :meth:`~distcollect.RPCDataCollector.update_policy_weights_`."""
+    def publish(
+        self, source: Weights | None, worker_ids: WorkerIds, last: Sequence[int] = ()
+    ) -> PushHandle | None:
+        """See :meth:`~distcollect.RPCDataCollector.update_policy_weights_`.
+
+        ``last``: ids of the workers whose frames are in the last batch.
+        """
         if worker_ids is None:
             worker_ids = self._updater.all_worker_ids()
-        selected = [w for w in self.selected(worker_ids) if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
+        selected = [w for w in self.selected(worker_ids, last) if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
         if not self._layout.entries or not selected:
             return None
         weights = self._layout.select(self._source(source))
@@ -101,14 +101,14 @@ class Publisher:
         self._layout.load(mapped, self._own)
         return self._own
 
-    def publish_own(self, *, sync: bool) -> None:
+    def publish_own(self, last: Sequence[int], *, sync: bool) -> None:
         """Publish between two batches, as ``update_at_each_batch`` says."""
         if sync:
-            handle = self.publish(None, None)
+            handle = self.publish(None, None, last)
             if handle is not None:
                 handle.wait()
             return
-        selected = {w for w in self.last if self._pool.has_slot(w)}  # one may have left since
+        selected = {w for w in last if self._pool.has_slot(w)}  # one may have left since
         if self._max_interval is not None:
             selected.update(self._lagging(self._max_interval))
         self.publish(None, sorted(selected))
@@ -125,7 +125,7 @@ class Publisher:
             torch.cuda.current_stream(device).synchronize()
         return flat
 
-    def selected(self, worker_ids: WorkerIds) -> Sequence[int]:
+    def selected(self, worker_ids: WorkerIds, last: Sequence[int] = ()) -> Sequence[int]:
         """The workers that the user's ``worker_ids`` selects.
 
         Raises:
@@ -140,11 +140,11 @@ class Publisher:
         if worker_ids == "all":
             return everyone
         if worker_ids == "last_batch":
-            if not self.last:
+            if not last:
                 raise ArgumentError(
                     "worker_ids='last_batch': no batch was taken yet; take one first"
                 )
-            return self.last
+            return last
         if worker_ids == "lagging":
             if self._max_interval is None:
                 raise ArgumentError(

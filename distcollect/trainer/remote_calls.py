@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.seeding import Stream, env_seed, shares
-from distcollect.common.threads import missing
+from distcollect.common.threads import Answers
 from distcollect.config import EvaluationWorkers
 from distcollect.errors import DeadlineError, WorkerLost
 from distcollect.results import Evaluation
@@ -57,10 +57,10 @@ class RemoteCalls:
     ) -> dict[int, list[Any]]:
         """Call a method of all envs, see :meth:`.DataCollectorBase.call`; by worker_id."""
         known = self._ends.known()
-        answers = {
-            w: self._pool.call(w, WorkerService.call_envs, method, args, kwargs, timeout_s)
-            for w in self._called(worker_ids)
-        }
+        called = self._called(worker_ids)
+        answers = self._pool.call_workers(
+            WorkerService.call_envs, dict.fromkeys(called, (method, args, kwargs, timeout_s))
+        )
         absent = _lost(answers)
         what = f"call({method!r})"
         # A worker whose envs take longer than timeout_s is ended, and how it ended says more.
@@ -99,22 +99,19 @@ class RemoteCalls:
             limit_s = max(0.0, deadline - time.monotonic())
             # If workers are lost, others play their episodes in the next round, with other seeds.
             first = len(parts) << 16
-            answers = {
-                w: self._pool.call(
-                    w,
-                    WorkerService.evaluate,
-                    EvaluationRequest(
-                        share,
-                        deterministic,
-                        None
-                        if seed is None
-                        else env_seed(seed, first + w, stream=Stream.EVALUATION),
-                        limit_s,
-                    ),
+            requests = {
+                w: EvaluationRequest(
+                    share,
+                    deterministic,
+                    None if seed is None else env_seed(seed, first + w, stream=Stream.EVALUATION),
+                    limit_s,
                 )
                 for w, share in zip(selected, shares(owed, len(selected)), strict=True)
                 if share
             }
+            answers = self._pool.call_workers(
+                WorkerService.evaluate, {w: (request,) for w, request in requests.items()}
+            )
             absent = _lost(answers)
             # The workers keep that deadline too, and their own errors say more.
             _await("evaluate()", answers, limit_s, _ANSWER_S, _meanwhile(lost))
@@ -127,7 +124,7 @@ class RemoteCalls:
 
 def _await(
     what: str,
-    answers: Mapping[int, Future[Any]],
+    answers: Answers[int, Any],
     timeout_s: float,
     grace_s: float,
     meanwhile: str = "",
@@ -137,29 +134,26 @@ def _await(
     Raises:
         DeadlineError: some were not there after ``timeout_s`` and ``grace_s``; names the workers.
     """
-    if late := missing(answers, timeout_s + grace_s):
+    if late := answers.missing(timeout_s + grace_s):
         raise DeadlineError(
             f"workers {late} did not answer {what} within {timeout_s:g} s; timeout_s=... gives "
             f"longer, worker_ids=... leaves them out{meanwhile}"
         )
 
 
-def _lost(answers: Mapping[int, Future[Any]]) -> set[int]:
+def _lost(answers: Answers[int, Any]) -> set[int]:
     """The workers that are known not to answer, as they are gone."""
-    return {
-        worker_id
-        for worker_id, answer in answers.items()
-        if answer.done() and isinstance(answer.exception(), WorkerLost)
-    }
+    return {w for w, error in answers.errors().items() if isinstance(error, WorkerLost)}
 
 
 def _answered(
-    answers: Mapping[int, Future[T]], ends: Mapping[int, WorkerEnd], *, all_of_them: bool
+    answers: Answers[int, T], ends: Mapping[int, WorkerEnd], *, all_of_them: bool
 ) -> dict[int, T]:
     """The workers' answers, by worker_id; without lost workers, unless ``all_of_them``."""
     answered: dict[int, T] = {}
-    for worker_id, answer in answers.items():
-        if not isinstance(answer.exception(), WorkerLost):
+    lost = _lost(answers)
+    for worker_id, answer in answers.by_key.items():
+        if worker_id not in lost:
             answered[worker_id] = answer.result()
         elif all_of_them:
             if worker_id in ends:

@@ -7,7 +7,7 @@ commands.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from distcollect.results import LedgerReport, WorkerThroughput
@@ -152,6 +152,14 @@ class Requests:
         """Where all frames went."""
         return self._ledger.report()
 
+    def ledger_without(self, on_their_way: Iterable[RolloutRequest]) -> LedgerReport:
+        """Where all frames went, if the user does not have these delivered rollouts yet."""
+        return self._ledger.report(
+            (request.slot.worker_id, request.offer.header.num_frames)
+            for request in on_their_way
+            if request.state is RolloutState.DELIVERED and request.offer is not None
+        )
+
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
         """How fast each worker is, by worker_id."""
@@ -276,6 +284,20 @@ class Requests:
         for request in requests:
             self.deliver(request)
         return requests
+
+    def may_deliver_again(self, request: RolloutRequest) -> bool:
+        """Whether one that was delivered, but did not reach the user, is still what it wants."""
+        max_lag = 0 if self._plan.sync else self._max_lag
+        lag = self._versions.lag(request.slot.worker_id, request.ticket.version)
+        return self.is_current(request) and (max_lag is None or lag <= max_lag)
+
+    def take_back(self, request: RolloutRequest, cause: str) -> None:
+        """One that was delivered did not reach the user; it is lost by ``cause``."""
+        assert request.offer is not None
+        request.become(RolloutState.GIVEN_UP)
+        self._ledger.take_back(*origin(request.offer.header), request.offer.header.num_frames)
+        self._ledger.lose(*origin(request.offer.header), cause)
+        self._scheduler.taken_back()
 
     def keep(self, request: RolloutRequest, key: str, keep_s: float) -> None:
         """Its worker is to keep it for whichever trainer shows this key."""

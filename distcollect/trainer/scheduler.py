@@ -119,6 +119,10 @@ class Scheduler:
         """Nobody gets a rollout; ``is_wanted``: another one is to be collected instead."""
         self.frames_asked -= self._plan.rollout_frames
 
+    def taken_back(self) -> None:
+        """A rollout that was delivered did not reach the user: another one is to be collected."""
+        self.frames_asked -= self._plan.rollout_frames
+
     def given_up_all(self) -> None:
         """Nothing that was requested until now is wanted any more."""
 
@@ -238,11 +242,23 @@ def _by_arrival(request: RolloutRequest) -> tuple[int, int]:
     return request.arrival, 0
 
 
+# While all workers collect, up to this many rollouts wait for the trainer: one is fetched while the
+# user works on another.
+_READY_AHEAD = 2
+
+
 class AsyncScheduler(Scheduler):
-    """Async mode: each worker always has a request open; first come, first served."""
+    """Async mode: workers collect all the time; first come, first served.
+
+    They begin when the user asks for the first batch: what they collected before would be given up
+    if the user set a seed. With W workers, at most W + min(W, 2) rollouts are being collected or
+    wait for delivery: else frames would get older than that while the trainer is slow.
+    """
 
     def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:
         super().__init__(plan, slots, versions)
+        self._has_begun = False
+        self._num_waiting = 0  # rollouts that arrived and were not delivered
         self._idle = SlotQueue(by_last_request)
         self._deliverable = RequestQueue(_by_arrival, _is_here_and_oldest)
 
@@ -255,13 +271,27 @@ class AsyncScheduler(Scheduler):
         # A new process starts with the run's first weights: it is to have the newest ones first.
         return bool(slot.num_requests) or slot.is_up_to_date
 
+    def begin(self) -> None:
+        self._has_begun = True
+
+    def _may_request(self) -> bool:
+        """Whether a further rollout may be requested, from whichever worker."""
+        num_able = self._slots.num_able
+        num_ahead = self._slots.num_collecting + self._num_waiting
+        has_room = num_ahead < num_able + min(num_able, _READY_AHEAD)
+        return self._has_begun and has_room and not self._has_asked_for_all()
+
     def next_slot(self) -> WorkerSlot | None:
-        return None if self._has_asked_for_all() else self._idle.first()
+        return self._idle.first() if self._may_request() else None
+
+    def arrived(self, request: RolloutRequest) -> None:
+        self._num_waiting += 1
 
     def fetched(self, request: RolloutRequest) -> None:
         self._note_oldest(request.slot)
 
     def removed(self, request: RolloutRequest) -> None:
+        self._num_waiting -= 1
         self._note_oldest(request.slot)
 
     def _note_oldest(self, slot: WorkerSlot) -> None:
@@ -312,6 +342,7 @@ class BoundedStalenessScheduler(AsyncScheduler):
             self._ready.sort_again()
 
     def begin(self) -> None:
+        super().begin()
         self._pacer.awaited()
 
     def published(self) -> None:
@@ -331,7 +362,7 @@ class BoundedStalenessScheduler(AsyncScheduler):
             self._idle_by_slack.setdefault(slack, SlotQueue(by_last_request)).put(slot)
 
     def next_slot(self) -> WorkerSlot | None:
-        if self._has_asked_for_all() or not self._idle_by_slack:
+        if not self._idle_by_slack or not self._may_request():
             return None
         needed = self._pacer.needed_slack()
         # The worker that has waited longest comes first: there may not be room for all.
@@ -359,13 +390,11 @@ class BoundedStalenessScheduler(AsyncScheduler):
         self._pacer.arrived(ticket, version)
 
     def arrived(self, request: RolloutRequest) -> None:
+        super().arrived(request)
         self._arrived.put(request)
         self._ready.put(request)
 
-    def fetched(self, request: RolloutRequest) -> None:
-        pass
-
-    def removed(self, request: RolloutRequest) -> None:
+    def _note_oldest(self, slot: WorkerSlot) -> None:
         pass
 
     def delivered(self, request: RolloutRequest) -> None:

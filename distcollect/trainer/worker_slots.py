@@ -5,14 +5,18 @@ Pure: no clock, no thread, no socket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any
 
 from distcollect.rollout.header import Rollout
 from distcollect.trainer.staleness import SentVersions, StalenessTicket
 from distcollect.transport.protocol import NUM_SLABS, Offer
+
+if TYPE_CHECKING:
+    from distcollect.trainer.setup_calls import SetupCall
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class BatchPlan:
     """What the pool collects.
 
     Attributes:
-        sync: True: the user takes batches with :meth:`~.pool.Pool.gather_all`; False: with
-            :meth:`~.pool.Pool.gather_next`.
+        sync: True: a batch has a rollout of every worker, collected for it; False: it is the next
+            rollout of whichever worker.
         num_rollouts: rollouts in a sync batch.
         num_envs: n, rows of every rollout.
         num_steps: T of every rollout.
@@ -108,7 +112,7 @@ class RolloutState(Enum):
 _S, _R = SlotState, RolloutState
 _SLOT_TRANSITIONS: dict[SlotState, set[SlotState]] = {
     _S.SETTING_UP: {_S.SERVING, _S.LEAVING, _S.GONE},
-    _S.SERVING: {_S.LEAVING, _S.GONE},
+    _S.SERVING: {_S.SETTING_UP, _S.LEAVING, _S.GONE},
     _S.LEAVING: {_S.DRAINED, _S.GONE},
     _S.DRAINED: {_S.GONE},
     _S.GONE: set(),
@@ -123,7 +127,7 @@ _ROLLOUT_TRANSITIONS: dict[RolloutState, set[RolloutState]] = {
     _R.KEEPING: {_R.KEPT, _R.GIVEN_UP},
     _R.KEPT: {_R.REFERRED, _R.DELIVERED, _R.GIVEN_UP},
     _R.REFERRED: {_R.DELIVERED, _R.GIVEN_UP},
-    _R.DELIVERED: set(),
+    _R.DELIVERED: {_R.GIVEN_UP},  # if an exception kept it from reaching the user
     _R.GIVEN_UP: set(),
 }
 
@@ -143,7 +147,8 @@ class WorkerSlot:
         is_reserved: it collects no rollouts.
         acknowledged: the newest policy_version that it has acknowledged.
         is_up_to_date: that is the newest version that was sent to it.
-        pending_setup_calls: setup calls that it has not answered.
+        setup_call: the setup call that it has to answer.
+        setup_calls: by method, those that it gets after that one, with their arguments.
         collecting: the request that it works on.
         num_requests: rollouts requested from it.
         unsettled: numbers of the requests whose slab is still to be read.
@@ -162,7 +167,10 @@ class WorkerSlot:
     acknowledged: int = 0
     is_up_to_date: bool = True
     state: SlotState = SlotState.SETTING_UP
-    pending_setup_calls: int = 0
+    setup_call: SetupCall | None = None
+    setup_calls: dict[Callable[..., Any], tuple[SetupCall, Sequence[Any]]] = field(
+        default_factory=dict
+    )
     collecting: RolloutRequest | None = None
     num_requests: int = 0
     unsettled: set[int] = field(default_factory=set)
@@ -316,6 +324,7 @@ class WorkerSlots:
     Attributes:
         coming: worker_ids whose next process is on its way.
         num_coming: of these, how many will collect.
+        num_able: processes that are there and collect, or will.
         num_collecting: processes that work on a rollout now.
         behind: processes that collect and don't have the newest weights sent to them.
     """
@@ -324,6 +333,7 @@ class WorkerSlots:
         """Start empty; the workers ``reserved`` collect nothing."""
         self.coming: set[int] = set()
         self.num_coming = 0
+        self.num_able = 0
         self.num_collecting = 0
         self.behind: set[WorkerSlot] = set()
         self._versions = versions
@@ -357,6 +367,7 @@ class WorkerSlots:
         )
         self._num_joined += 1
         self._present[worker_id] = slot
+        self.num_able += not slot.is_reserved
         self._worker_ids = None
         self.acknowledge(slot, acknowledged)
         return slot
@@ -369,6 +380,7 @@ class WorkerSlots:
         if slot is not None:
             del self._present[worker_id]
             slot.become(SlotState.GONE)
+            self.num_able -= not slot.is_reserved
             self.behind.discard(slot)
             self.num_collecting -= slot.collecting is not None
         return slot

@@ -1,29 +1,58 @@
-"""Ids of processes on the wire, and the ranges of trajectory ids that belong to them."""
+"""Ids of processes, and the trajectory ids that belong to them.
+
+A trajectory id is below 2**63. A process has a block of 2**34 of them, number ``id`` of those that
+begin at the run's :attr:`Identity.first_traj_id`. When the run is resumed, that begins above all
+blocks of its earlier life. So one trainer can start 2**29 processes in all lives of a run.
+"""
 
 from __future__ import annotations
 
 import secrets
+import threading
+from collections.abc import Iterator
 
-from distcollect.errors import LaunchError
+from distcollect.errors import LaunchError, WorkerError
 
-_MAX_PEER = 2**15 - 1  # torch sends ids as signed 16-bit integers
+TRAJ_IDS_PER_PEER = 1 << 34
+_END_OF_TRAJ_IDS = 1 << 63
+# The state of a run is saved by one of its trainers, which doesn't know how many processes the
+# others have started. So with several trainers each life of a run takes this many blocks.
+_PEERS_PER_LIFE = 1 << 20
+# In states of format 1, the trajectory ids of trainer t began at t times this.
+_TRAJ_IDS_PER_TRAINER_IN_FORMAT_1 = 1 << 55
 
-# A process numbers its trajectories from its id times this: unique over the run, below 2**63.
-TRAJ_IDS_PER_PEER = 1 << 40
-TRAJ_IDS_PER_TRAINER = (_MAX_PEER + 1) * TRAJ_IDS_PER_PEER
+
+def traj_ids_of(peer: int, first_traj_id: int) -> Iterator[int]:
+    """The trajectory ids of a worker process.
+
+    Args:
+        peer: the process's id.
+        first_traj_id: where the blocks of this life of the run begin.
+
+    Raises:
+        WorkerError: all of them have been used.
+    """
+    first = first_traj_id + peer * TRAJ_IDS_PER_PEER
+    yield from range(first, first + TRAJ_IDS_PER_PEER)
+    raise WorkerError(
+        f"this process has used all of its {TRAJ_IDS_PER_PEER:,} trajectory ids: another process "
+        "has to replace it"
+    )
 
 
 class Identity:
     """Which of a run's trainers this process is, and the ids that it gives to its workers.
 
-    Of k trainers, number t has the id t and gives out t + k, t + 2k, …: all ids are unique over the
-    run, and none is given out twice, as torch caches connections by id.
+    Of k trainers, number t has the id t and gives out t + k, t + 2k, …: all ids are unique over
+    this life of the run, and none is given out twice.
 
     Attributes:
         run_id: the same for all trainers of a run.
         trainer: the number of this trainer, counted from 0; also its id.
         num_trainers: how many trainers the run has.
         next_peer: the id that is given out next; higher than all before.
+        first_traj_id: the trajectory ids of this life of the run begin here; the same for all
+            trainers.
     """
 
     def __init__(self, run_id: str, trainer: int = 0, num_trainers: int = 1) -> None:
@@ -31,24 +60,82 @@ class Identity:
         self.trainer = trainer
         self.num_trainers = num_trainers
         self.next_peer = trainer + num_trainers
+        self.first_traj_id = 0
+        self._lock = threading.Lock()
 
     def new_peer(self) -> int:
         """A new id, for a process that is about to join.
 
         Raises:
-            LaunchError: all have been used.
+            LaunchError: there is none left.
         """
-        peer = self.next_peer
-        if peer > _MAX_PEER:
-            raise LaunchError(
-                f"all {_MAX_PEER // self.num_trainers} ids for worker processes are used up; "
-                "restart the trainer"
-            )
-        self.next_peer += self.num_trainers
-        return peer
+        with self._lock:
+            peer = self.next_peer
+            if self.num_trainers > 1 and peer >= _PEERS_PER_LIFE:
+                raise LaunchError(
+                    f"this trainer has started {_PEERS_PER_LIFE // self.num_trainers:,} worker "
+                    "processes, and has no trajectory ids for more; resume the run from a "
+                    "checkpoint"
+                )
+            if self.first_traj_id + (peer + 1) * TRAJ_IDS_PER_PEER > _END_OF_TRAJ_IDS:
+                raise LaunchError(
+                    f"there are no trajectory ids below {_END_OF_TRAJ_IDS:,} for one more worker "
+                    "process; begin a new run, without the state of this one"
+                )
+            self.next_peer += self.num_trainers
+            return peer
+
+    @property
+    def next_traj_id(self) -> int:
+        """All trajectory ids of this life of the run, of all trainers, are below."""
+        num_blocks = self.next_peer if self.num_trainers == 1 else _PEERS_PER_LIFE
+        return self.first_traj_id + num_blocks * TRAJ_IDS_PER_PEER
+
+    def own_traj_ids(self) -> Iterator[int]:
+        """Trajectory ids for a collector that steps its envs in this process; without an end.
+
+        They begin with the same id in each such collector, so that equal seeds give equal batches.
+
+        Raises:
+            LaunchError: there are none left.
+        """
+        first = self.first_traj_id + self.trainer * TRAJ_IDS_PER_PEER
+        while True:
+            yield from range(first, first + TRAJ_IDS_PER_PEER)
+            first = self.first_traj_id + self.new_peer() * TRAJ_IDS_PER_PEER
+
+    def resume(self, first_traj_id: int) -> int:
+        """Give out only trajectory ids from this one on.
+
+        Returns:
+            Where they begin: there, or later.
+
+        Raises:
+            LaunchError: there would not be enough for the processes of this life of the run.
+        """
+        with self._lock:
+            first = max(self.first_traj_id, first_traj_id)
+            num_blocks = self.next_peer if self.num_trainers == 1 else _PEERS_PER_LIFE
+            if first + num_blocks * TRAJ_IDS_PER_PEER > _END_OF_TRAJ_IDS:
+                raise LaunchError(
+                    f"the run has used the trajectory ids below {first:,}, and too few remain "
+                    f"below {_END_OF_TRAJ_IDS:,}; begin a new run, without its state"
+                )
+            self.first_traj_id = first
+            return first
+
+    def above_format_1(self, next_traj_id: int) -> int:
+        """A number above all trajectory ids of a run whose state has format 1.
+
+        Args:
+            next_traj_id: what its state says; it holds for the trainer that saved it only.
+        """
+        if self.num_trainers == 1:
+            return next_traj_id
+        return max(next_traj_id, self.num_trainers * _TRAJ_IDS_PER_TRAINER_IN_FORMAT_1)
 
 
-# The same for the whole life of this process, as torch refuses a second id.
+# The same for the whole life of this process, as ids are never given out twice.
 _identity = Identity(secrets.token_hex(8))
 
 

@@ -197,6 +197,12 @@ class PendingAnswers:
             self._peers[answer] = peer
         return answer
 
+    @property
+    def open(self) -> list[Future[Any]]:
+        """The answers that are still owed."""
+        with self._lock:
+            return list(self._peers)
+
     def complete(
         self, answer: Future[Any], value: Any = None, error: BaseException | None = None
     ) -> None:

@@ -1,10 +1,10 @@
-"""The transport over ``torch.distributed.rpc``; the only module that touches it.
+"""The transport over ``torch.distributed.rpc``; only this module and :mod:`.rpc_agents` touch it.
 
 Hub and spoke: a trainer is connected to each of its workers, and a worker to its trainer only. Each
 process runs its own TensorPipe agent over a private in-process store; the agents' addresses travel
 with the join handshake (:mod:`distcollect.net.framing`). So no process waits for a global group:
 joining is O(1), and a worker's death affects its trainer only. This needs a few private symbols of
-torch, see :func:`_symbols`.
+torch, see :mod:`.rpc_agents`.
 
 The ``shm`` transport and channel are left out, as their reactor thread polls: it would use half a
 core or more in every process that waits.
@@ -12,30 +12,26 @@ core or more in every process that waits.
 
 from __future__ import annotations
 
+import itertools
 import logging
-import os
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed.autograd
 import torch.distributed.rpc
 
 from distcollect.common import tensor_cache
-from distcollect.common.forks import keep_for_ever
 from distcollect.common.shared_memory import Segment, SharedTensor
 from distcollect.common.threads import SerialThread
-from distcollect.errors import CollectorStateError, LaunchError
-from distcollect.net.interfaces import check_not_public, interface_of, same_address
+from distcollect.errors import LaunchError, RolloutGone
+from distcollect.net.interfaces import check_not_public, same_address
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import (
     INLINE_BYTES,
+    NUM_SLABS,
     CollectRequest,
     Failure,
     Offer,
@@ -44,29 +40,26 @@ from distcollect.transport.protocol import (
     call_service,
     peer_is_gone,
 )
+from distcollect.transport.rpc_agents import INTERFACE, RpcAgents
 from distcollect.transport.worker_service import WorkerService
 
 # Torch declares no types for much of what is used here, private or not.
-dist: Any = torch.distributed
 rpc: Any = torch.distributed.rpc
 
-_INTERFACE = "TP_SOCKET_IFNAME"
-_TRANSPORTS = ["uv"]
-_CHANNELS = ["cma", "mpt_uv", "basic"]
-_NUM_THREADS = 4
 # Copying less takes no longer than handing it to another thread.
 _COPIED_AT_ONCE_BYTES = 512 * 1024
-_LEAVE_TIMEOUT_S = 2.0
 _PING = (torch.zeros(()), torch.zeros(()))
 
 log = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_FOREVER = 0  # each wait for an answer has its own deadline, so an RPC needs none
 
 # What answers calls from others. An RPC names a function of this module, so it can't be an
 # attribute of the transport.
 _service: Service | None = None
+# The last rollouts that were offered and have to be fetched, by their numbers.
+_offered: dict[int, Tensors] = {}
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -83,18 +76,6 @@ class PeerAddress:
     memory_sample: Segment | None = None
 
 
-_open_transports: weakref.WeakSet[RpcTransport] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    # A forked child has none of the agent's threads, for which its destructor would wait.
-    for transport in list(_open_transports):
-        transport.keep_agent()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
 class RpcTransport:
     """This process's agent: calls peers, and answers them for a service.
 
@@ -104,45 +85,22 @@ class RpcTransport:
             address.
     """
 
-    def __init__(self, my_id: int, *, address: str, service: Service | None = None) -> None:
+    def __init__(self, *, address: str, service: Service | None = None) -> None:
         """Start the agent.
 
         Args:
-            my_id: this process's id, unique in the run and the same for the process's whole life.
             address: this host's, on the interface to listen on.
             service: answers calls from others; None: there are none.
         """
         global _service  # noqa: PLW0603 - see above
-        agent_class, _ = _symbols()
-        if rpc.api._is_current_rpc_agent_set():
-            raise CollectorStateError(
-                "this process already runs torch.distributed.rpc (rpc.init_rpc was called, or "
-                "another collector is open); shut it down first: torch allows one agent a process"
-            )
-        _service = service
         self._pending = PendingAnswers()
+        self._agents = RpcAgents(address, self._pending)
+        _service = service
         self._addresses: dict[int, PeerAddress] = {}
         self._mapped: dict[int, dict[Segment, torch.Tensor]] = {}  # of peers on this host
         self._copier = SerialThread("distcollect-copy")
-        self._store = dist.HashStore()
-        options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=_NUM_THREADS,
-            rpc_timeout=_FOREVER,
-            _transports=_TRANSPORTS,
-            _channels=_CHANNELS,
-        )
-        dist.autograd._init(my_id)
-        with _listening_on(interface_of(address)):
-            self._agent: Any = agent_class(self._store, _name(my_id), my_id, None, options, {}, [])
-            rpc.api._init_rpc_states(self._agent)  # starts it: now it looks for its address
-        self.endpoint: str = self._store.get(_address_key(my_id)).decode()
-        _open_transports.add(self)
+        self.endpoint: str = self._agents.endpoint
         self._check_listens_on(address)
-
-    def keep_agent(self) -> None:
-        """Never destroy the agent in this process, a forked child of the one that started it."""
-        keep_for_ever(self._agent)
-        keep_for_ever(self._store)
 
     def _check_listens_on(self, address: str) -> None:
         got = ip_address_in(self.endpoint)
@@ -155,7 +113,7 @@ class RpcTransport:
             log.warning(
                 "torch RPC listens on %s instead of %s (because of the variable %s, or because it "
                 "takes an interface's first address); workers may not be able to reach it",
-                *(got, address, _INTERFACE),
+                *(got, address, INTERFACE),
             )
 
     def connect(self, peer: int, address: PeerAddress) -> None:
@@ -165,8 +123,7 @@ class RpcTransport:
         """
         if peer in self._addresses:
             return
-        self._store.set(_address_key(peer), address.endpoint)
-        self._set_member(peer, present=True)
+        self._agents.add(peer, address.endpoint)
         self._addresses[peer] = address
         if address.memory_sample is not None:
             try:
@@ -221,7 +178,7 @@ class RpcTransport:
         self._mapped.pop(peer, None)
         if peer in self._addresses:
             del self._addresses[peer]
-            self._set_member(peer, present=False)
+            self._agents.remove(peer)
         self._pending.fail(peer)
 
     def close(self, grace_s: float = 0) -> None:
@@ -229,35 +186,21 @@ class RpcTransport:
         global _service  # noqa: PLW0603
         peers, self._addresses = self._addresses, {}
         self._copier.close()
-        if rpc.api._is_current_rpc_agent_set():
-            if self._pending.wait_for_all(grace_s):
-                # Else the agent logs a warning for each peer that ends. It waits without a limit
-                # for peers to confirm that they dropped RRefs.
-                _within(_LEAVE_TIMEOUT_S, self._agent.join, True)
-            rpc.api._ignore_rref_leak = True  # a dead worker never confirms that it dropped RRefs
-            # It joins threads that may be blocked.
-            if _within(_LEAVE_TIMEOUT_S, rpc.api._finalize_shutdown):
-                # The threads of its pool are idle now. They end when the last reference is gone.
-                self._agent = None
-            else:
-                log.warning("torch's RPC threads did not end within %g s", _LEAVE_TIMEOUT_S)
+        self._agents.close(grace_s)
         _service = None
         for peer in peers:
             self._pending.fail(peer)
 
-    def fetched(
-        self, peer: int, sent: Future[list[Any]], keep_alive: Any = None
-    ) -> Future[Tensors]:
+    def fetched(self, peer: int, sent: Future[list[Any]]) -> Future[Tensors]:
         """The tensors of a rollout once ``peer`` has sent them.
 
         Args:
             peer: its worker.
             sent: tensors, or SharedTensors where this process copies them from the peer's memory.
-            keep_alive: an object to hold until they are here.
         """
         fetched: Future[Tensors] = Future()
 
-        def arrived(sent: Future[list[Any]], _kept: Any = keep_alive) -> None:
+        def arrived(sent: Future[list[Any]]) -> None:
             error = sent.exception()
             if error is None:
                 self._copy_shared(peer, sent.result(), fetched)
@@ -314,20 +257,14 @@ class RpcTransport:
                 self._pending.complete(answer, outcome)
 
         try:
-            rpc.rpc_async(_name(peer), function, args, timeout=_FOREVER).add_done_callback(deliver)
-        except RuntimeError as error:
+            self._agents.call(peer, function, args).add_done_callback(deliver)
+        except (KeyError, RuntimeError) as error:
             self._pending.complete(answer, error=peer_is_gone(peer, error))
         return answer
 
-    def _set_member(self, peer: int, *, present: bool) -> None:
-        _, info_class = _symbols()
-        agent = self._agent
-        if agent is not None:  # None: this transport is closed
-            agent._update_group_membership(info_class(_name(peer), peer), [], {}, present)
-
 
 class _RpcOffer:
-    """A rollout that lies on a worker behind an RRef, or came along with its header."""
+    """A rollout that lies on a worker under a number, or came along with its header."""
 
     def __init__(self, transport: RpcTransport, peer: int, header: Header, data: Any) -> None:
         self.header = header
@@ -341,9 +278,8 @@ class _RpcOffer:
         if isinstance(data, list):
             sent.set_result(data)
         else:
-            sent = self._transport._ask(self._peer, _serve_value, data)
-        # The worker may overwrite the memory once its RRef is gone, so that is kept until then.
-        return self._transport.fetched(self._peer, sent, keep_alive=data)
+            sent = self._transport._ask(self._peer, _serve_offered, data)
+        return self._transport.fetched(self._peer, sent)
 
     def decline(self) -> None:
         self._data = None
@@ -368,13 +304,23 @@ def _serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
     def package(rollout: tuple[Header, Tensors]) -> tuple[Header, Any]:
         header, tensors = rollout
         sent_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-        return header, tensors if sent_bytes <= INLINE_BYTES else rpc.RRef(tensors)
+        if sent_bytes <= INLINE_BYTES:
+            return header, tensors
+        number = next(_numbers)
+        _offered[number] = tensors
+        # Not an RRef: that costs three more messages, and needs an id that is unique for ever.
+        _offered.pop(number - NUM_SLABS, None)
+        return header, number
 
     return _answer(WorkerService.collect.__name__, (request,), {}, package)
 
 
-def _serve_value(rref: Any) -> Tensors:
-    return cast("Tensors", rref.local_value())
+def _serve_offered(number: int) -> Tensors | Failure:
+    tensors = _offered.pop(number, None)
+    if tensors is None:
+        worker_id = -1 if _service is None else _service.worker_id
+        return Failure.of(RolloutGone("its memory has been used again"), worker_id)
+    return tensors
 
 
 def _answer(
@@ -397,74 +343,6 @@ def _answer(
     return answer
 
 
-def _within(timeout_s: float, function: Callable[..., Any], *args: Any) -> bool:
-    """Call ``function`` on a thread of its own; whether it ended in time. It may go on after."""
-    thread = threading.Thread(target=function, args=args, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return not thread.is_alive()
-
-
-def _name(peer: int) -> str:
-    return f"member{peer}"
-
-
-def _address_key(peer: int) -> str:
-    return f"addrs/{_name(peer)}"
-
-
 def ip_address_in(endpoint: str) -> str:
     """The IP address in an agent's endpoint: "uv://[fd00::5]:4711" gives "fd00::5"."""
     return endpoint.rsplit("//", maxsplit=1)[-1].rpartition(":")[0].strip("[]")
-
-
-def missing_symbols() -> list[str]:
-    """Names of the private parts of torch that this module needs and this torch lacks."""
-    try:
-        # A torch built without RPC doesn't have the module.
-        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: F401, PLC0415
-    except ImportError:
-        return ["torch.distributed.rpc"]
-    return [
-        name
-        for owner, name in (
-            (TensorPipeAgent, "_update_group_membership"),
-            (rpc.api, "_init_rpc_states"),
-            (rpc.api, "_finalize_shutdown"),
-            (rpc.api, "_is_current_rpc_agent_set"),
-            (dist.autograd, "_init"),
-        )
-        if not hasattr(owner, name)
-    ]
-
-
-def _symbols() -> tuple[Any, Any]:
-    """Torch's private classes of an agent, and of what it knows of a peer.
-
-    Raises:
-        LaunchError: this torch lacks a private part that is needed.
-    """
-    if missing := missing_symbols():
-        raise LaunchError(
-            f"torch {torch.__version__} lacks {', '.join(missing)}, which workers that join and "
-            "leave need; use a torch version that the constraints file names"
-        )
-    from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: PLC0415
-
-    return TensorPipeAgent, WorkerInfo
-
-
-@contextmanager
-def _listening_on(interface: str | None) -> Iterator[None]:
-    """Let agents made within listen on ``interface``, unless the user's environment names one.
-
-    TensorPipe takes the interface from the environment only.
-    """
-    if interface is None or _INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_INTERFACE] = interface
-    try:
-        yield
-    finally:
-        del os.environ[_INTERFACE]

@@ -129,8 +129,11 @@ class WorkerService(Service, Protocol):
     threads of the transport; the envs are stepped on another.
     """
 
-    def configure(self, plan: bytes) -> Future[Probe]:
-        """Build envs and policy as the pickled WorkerPlan says, and try them out."""
+    def receive_plan(self, plan: bytes) -> None:
+        """Keep a pickled WorkerPlan for :meth:`configure`."""
+
+    def configure(self) -> Future[Probe]:
+        """Build envs and policy as the WorkerPlan says, and try them out."""
 
     # Rollouts.
 

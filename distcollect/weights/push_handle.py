@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distcollect.common.threads import LOOK_UP_S
+from distcollect.common.threads import LOOK_UP_S, Bell
 from distcollect.errors import DistCollectError, WeightsTimeout
 
 
@@ -40,7 +40,7 @@ class PushHandle:
         self._record = record
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Bell()
         self._acknowledged: dict[int, int] = {}
         self._left_out: dict[int, DistCollectError] = {}
         self._later: set[int] = set()  # left out for now
@@ -96,18 +96,22 @@ class PushHandle:
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
+        while waited_for := self._waited_for():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise WeightsTimeout(
+                    f"version {self.version} is not acknowledged by workers {waited_for} "
+                    f"after {limit:g} s; Faults(weights_timeout_s=...) gives them longer"
+                )
+            self._changed.wait(min(remaining, LOOK_UP_S))
+        left_out = self.left_out
+        if self.worker_ids and not self.acknowledged and left_out:
+            # Without the frames of an earlier raise, which its traceback keeps alive.
+            raise next(iter(left_out.values())).with_traceback(None)
+
+    def _waited_for(self) -> list[int]:
         with self._lock:
-            while waited_for := self._open() or self._awaited():
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise WeightsTimeout(
-                        f"version {self.version} is not acknowledged by workers {waited_for} "
-                        f"after {limit:g} s; Faults(weights_timeout_s=...) gives them longer"
-                    )
-                self._changed.wait(min(remaining, LOOK_UP_S))
-            if self.worker_ids and not self._acknowledged:
-                # Without the frames of an earlier raise, which its traceback keeps alive.
-                raise next(iter(self._left_out.values())).with_traceback(None)
+            return self._open() or self._awaited()
 
     def _awaited(self) -> list[int]:
         """The workers that get it later, if none has it yet."""
@@ -137,4 +141,4 @@ class PushHandle:
                 self._left_out[worker_id] = outcome
                 if for_now:
                     self._later.add(worker_id)
-            self._changed.notify_all()
+        self._changed.ring()

@@ -80,7 +80,7 @@ def main(boot: WorkerBoot) -> None:
         counts=counter,
         first_traj_id=boot.settings.first_traj_id,
     )
-    transport = RpcTransport(welcome.peer, address=connection.local_address, service=worker)
+    transport = RpcTransport(address=connection.local_address, service=worker)
     transport.connect(welcome.trainer_peer, PeerAddress(welcome.trainer_endpoint))
 
     may_exit = threading.Event()

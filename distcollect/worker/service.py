@@ -8,7 +8,6 @@ and return futures. Weights arrive on one more thread (:mod:`distcollect.weights
 from __future__ import annotations
 
 import gc
-import itertools
 import pickle
 import queue
 import socket
@@ -32,7 +31,7 @@ from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.rollout.slabs import AnySlab, new_slab
 from distcollect.rollout.tree_layout import AnyLayout
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
+from distcollect.transport.peer_ids import traj_ids_of
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
 from distcollect.transport.worker_service import (
     EvaluationRequest,
@@ -75,7 +74,7 @@ class Worker(WorkerService):
             peer: its id on the wire.
             address: this host's, on the interface by which the trainer reaches it.
             counts: what frames are counted in; None: a counter that no other process sees.
-            first_traj_id: traj_ids of the run begin here.
+            first_traj_id: the trajectory ids of this life of the run begin here.
         """
         self.worker_id = worker_id
         self._incarnation = incarnation
@@ -86,13 +85,13 @@ class Worker(WorkerService):
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
+        self._pickled_plan = b""
         self._engine: EngineBase | None = None
         self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
         self._slabs = _Slabs()
         self._handover_store = HandoverStore()
         self._sequence = 0  # of the rollout that is being collected, or comes next
-        self._preempted = -1  # the rollout that is to end early
         self._pre_collect_hook: Callable[[], Any] | None = None
         self._post_collect_hook: Callable[[Any], Any] | None = None
         self._stopping = False
@@ -117,17 +116,18 @@ class Worker(WorkerService):
 
     # The calls; WorkerService documents them.
 
-    def configure(self, plan: bytes) -> Future[Probe]:
-        return self._submit(lambda: self._configure(plan))
+    def receive_plan(self, plan: bytes) -> None:
+        self._pickled_plan = plan
+
+    def configure(self) -> Future[Probe]:
+        return self._submit(self._configure)
 
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
         return self._submit(lambda: self._collect(request))
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.
-        self._preempted = sequence
-        if self._engine is not None and sequence == self._sequence:
-            self._engine.preempt()
+        self._configured.preempt(sequence)
 
     def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
         self._handover_store.keep(key, self._slabs.find(sequence), keep_s)
@@ -189,7 +189,8 @@ class Worker(WorkerService):
             raise WorkerError("called for weights before it was configured")
         return self._receiver
 
-    def _configure(self, pickled: bytes) -> Probe:
+    def _configure(self) -> Probe:
+        pickled, self._pickled_plan = self._pickled_plan, b""
         try:
             plan: WorkerPlan = pickle.loads(pickled)
         except Exception as error:
@@ -235,14 +236,13 @@ class Worker(WorkerService):
         slab = self._slabs.next(
             self._sequence, engine.layout, request.num_steps, shared=request.shared
         )
-        preempted = self._preempted == self._sequence
         version = request.version if engine.options.exact_version else None
         try:
             engine.collect(
                 slab,
                 random=request.random,
                 fresh=request.fresh,
-                preempted=preempted,
+                number=self._sequence,
                 version=version,
             )
         except EnvError as error:
@@ -310,7 +310,7 @@ class Worker(WorkerService):
             self._configured.use_traj_ids(self._new_traj_ids())
 
     def _new_traj_ids(self) -> Iterator[int]:
-        return itertools.count(self._first_traj_id + self._peer * TRAJ_IDS_PER_PEER)
+        return traj_ids_of(self._peer, self._first_traj_id)
 
 
 def _call_users(name: str, function: Callable[..., Any], *args: Any) -> None:

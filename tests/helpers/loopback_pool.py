@@ -19,6 +19,7 @@ from distcollect.transport.worker_service import Probe, WorkerService
 from distcollect.worker.service import Worker
 
 ADDRESS = "127.0.0.1"
+SOON_S = 10
 
 
 class LoopbackWorkers:
@@ -34,7 +35,6 @@ class LoopbackWorkers:
     ) -> None:
         self.transport = LoopbackTransport()
         self.address = ADDRESS
-        self.first_traj_id = 0
         self.services: dict[int, Worker] = {}
         self.peers: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
@@ -47,9 +47,9 @@ class LoopbackWorkers:
             thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
             thread.start()
             self._threads.append(thread)
-            request[worker_id] = self.transport.call(
-                peer, WorkerService.configure, plan_for(worker_id)
-            )
+            plan = plan_for(worker_id)
+            self.transport.call(peer, WorkerService.receive_plan, plan).result(SOON_S)
+            request[worker_id] = self.transport.call(peer, WorkerService.configure)
         self.probes: dict[int, Probe] = {
             worker_id: answer.result(faults.start_timeout_s)
             for worker_id, answer in request.items()

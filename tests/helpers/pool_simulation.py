@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from distcollect.common.threads import Answer
 from distcollect.config import Staleness
-from distcollect.errors import BatchTimeout, DistCollectError, WorkerLost
+from distcollect.errors import BatchTimeout, DeadlineError, DistCollectError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.trainer.pool import Pool
@@ -24,6 +25,32 @@ from distcollect.weights.push_handle import PushHandle, PushRecord
 
 FRAMES = 4
 FLAT = torch.zeros(16, dtype=torch.uint8)
+
+
+def taken(pool: Pool, timeout_s: float) -> list[Rollout]:
+    """The rollouts of the next batch, which the user has then."""
+    delivery = pool.deliver(timeout_s)
+    rollouts = delivery.rollouts
+    pool.claim(delivery.number)
+    return rollouts
+
+
+class CallingThread:
+    """Stands in for the pool's thread: does each job on the thread that hands it over."""
+
+    is_alive = True
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Answer[Any]:
+        answer: Answer[Any] = Answer()
+        try:
+            result = function(*args)
+        except Exception as error:  # noqa: BLE001 - as the thread does
+            answer.fail(error)
+        else:
+            answer.set(result)
+        return answer
+
+    def close(self) -> None: ...
 
 
 class RolloutRequest:
@@ -150,7 +177,7 @@ class Run:
         self.clock = Clock()
         self.num_peers = 0
         self.batch = self.batches = self.seeds = self.num_events = 0
-        self.seeds_at_once = False
+        self.interrupted: int | None = None  # the batch that is to be delivered again
         self.deadline = 0.0
         self.notified = False
         self.given_up: set[int] = set()
@@ -178,7 +205,9 @@ class Run:
             failure_sink=self,
             staleness=staleness,
         )
-        self.pool._changed = self  # type: ignore[assignment]
+        for bell in ("_changed", "_all_taken", "_all_set_up"):
+            setattr(self.pool, bell, self)
+        self.pool._loop._thread = CallingThread()  # type: ignore[assignment]
         for worker_id in range(num_workers):
             self.join(worker_id)
 
@@ -223,9 +252,9 @@ class Run:
             f"{method.__name__} to who is gone: {self.about}"
         )
         answer: Future[Any] = Future()
-        if method is WorkerService.seed and self.seeds_at_once:
-            answer.set_result(None)
-        elif method is WorkerService.seed:
+        if method is WorkerService.seed:
+            assert process.seeding is None, f"called twice: {self.about}"
+            assert process.collecting is None, f"seeded in a rollout: {self.about}"
             process.seeding, process.seeded = answer, False
         elif method is WorkerService.hand_over:
             number, key, _ = args
@@ -292,7 +321,7 @@ class Run:
 
     # The condition variable that the pool waits on.
 
-    def notify_all(self) -> None:
+    def ring(self) -> None:
         self.notified = True
 
     def wait(self, timeout_s: float) -> None:
@@ -525,6 +554,7 @@ class Run:
             self.join(self.rng.choice(free))
 
     def push(self) -> None:
+        self.interrupted = None  # it would be too old then
         workers = self.pool.worker_ids
         if self.rng.random() < 0.2 and workers:
             self.pool.push(FLAT, self.rng.sample(workers, self.rng.randint(1, len(workers))))
@@ -540,16 +570,19 @@ class Run:
             self.hand_over(timeout_s)
             return []
         if self.plan.sync:
-            rollouts = self.pool.gather_all(timeout_s)
+            rollouts = taken(self.pool, timeout_s)
             self.check_batch(rollouts)
         else:
-            rollouts = [self.pool.gather_next(timeout_s)]
+            rollouts = taken(self.pool, timeout_s)
         for rollout in rollouts:
             self.check_rollout(rollout.header)
+        self.interrupted = None
         return rollouts
 
     def hand_over(self, timeout_s: float) -> None:
-        request, _ = self.pool.hand_over(timeout_s, 60)
+        delivery = self.pool.hand_over(timeout_s, 60)
+        self.pool.claim(delivery.number)
+        [request] = delivery.requests
         offer = request.offer
         assert isinstance(offer, RolloutRequest)
         if request.rollout is not None:
@@ -576,7 +609,9 @@ class Run:
         self.check_lag(header)
         assert request.seeds == self.seeds, f"{key} is from before the seed: {self.about}"
         if self.plan.sync:
-            assert request.batch == self.batch, f"{key} is from before the batch: {self.about}"
+            # A batch that was complete when its call was interrupted comes with the next call.
+            wanted = self.batch if self.interrupted is None else self.interrupted
+            assert request.batch == wanted, f"{key} is from before the batch: {self.about}"
 
     def check_lag(self, header: Header) -> None:
         key = (header.worker_id, header.incarnation, header.sequence)
@@ -602,10 +637,19 @@ class Run:
                 self.batches += 1
             except (BatchTimeout, KeyboardInterrupt) as error:
                 self.counts["timed out"] += isinstance(error, BatchTimeout)
+                self.note_interruption()
                 if self.plan.sync:
                     self.given_up.add(self.batch)
             self.check_ledger()
         return self
+
+    def note_interruption(self) -> None:
+        is_complete = self.pool._delivery is not None
+        self.counts["interrupted when complete"] += is_complete
+        if not is_complete:
+            self.interrupted = None
+        elif self.interrupted is None:
+            self.interrupted = self.batch
 
     def pause(self) -> None:
         """Random acts of the user, and random events, between two batches."""
@@ -617,13 +661,15 @@ class Run:
             self.seed()
 
     def seed(self) -> None:
-        for process in self.present.values():
-            if process.seeding is not None:
-                self.seeded(process)
+        self.interrupted = None
         self.seeds += 1
-        self.seeds_at_once = True
-        self.pool.seed(self.seeds, static_seed=False, timeout_s=0)
-        self.seeds_at_once = False
+        timeout_s = self.rng.choice([0.2, 1e6])
+        self.deadline = self.clock.now + timeout_s
+        try:
+            self.pool.seed(self.seeds, static_seed=False, timeout_s=timeout_s)
+            self.counts["seeded"] += 1
+        except (DeadlineError, KeyboardInterrupt):
+            self.counts["seeded late"] += 1
 
     def finish(self) -> None:
         """End the run, and check that every frame is accounted for."""

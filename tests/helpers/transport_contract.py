@@ -17,7 +17,7 @@ from helpers.paths import TESTS
 from helpers.scripts.rpc_peer import WORKER_ID, Service, rollout
 
 import distcollect as dc
-from distcollect.transport import rpc
+from distcollect.transport import rpc_agents
 from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import CollectRequest
@@ -46,9 +46,9 @@ class Rpc:
     """A transport with a peer in another process."""
 
     def __init__(self, channels: list[str] | None = None) -> None:
-        self.transport = RpcTransport(identity().trainer, address="127.0.0.1")
+        self.transport = RpcTransport(address="127.0.0.1")
         self.processes: list[subprocess.Popen[str]] = []
-        self.peer = self.add_peer(channels or rpc._CHANNELS)
+        self.peer = self.add_peer(channels or rpc_agents.CHANNELS)
 
     def add_peer(self, channels: list[str]) -> int:
         peer = identity().new_peer()  # ids are never used twice in one process
@@ -138,7 +138,7 @@ def check_a_declined_rollout_moves_no_bytes(
     make: Callable[[], Loopback | Rpc], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the peer sends only through its sockets, and the kernel counts the bytes."""
-    monkeypatch.setattr(rpc, "_CHANNELS", ["basic"])
+    monkeypatch.setattr(rpc_agents, "CHANNELS", ["basic"])
     world = make()
     try:
         size = sum(tensor.nbytes for tensor in rollout(LARGE))

@@ -46,7 +46,7 @@ def test_all_addresses_of_an_interface(spare: str) -> None:
     listen("fd00:213:77::1").close()
     start = (
         "from distcollect.transport.rpc import RpcTransport\n"
-        "RpcTransport(1, address='10.213.77.2').close()"
+        "RpcTransport(address='10.213.77.2').close()"
     )
     command = [sys.executable, "-c", start]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 import pytest
 from helpers.loopback_pool import loopback_collector
 from tensordict import TensorDict
@@ -35,12 +38,12 @@ def test_an_argument_that_refers_to_the_collector(monkeypatch: pytest.MonkeyPatc
     assert trainer.batches == 1
     collector = weakref.ref(trainer.collector)
     workers: Any = trainer.collector._session.workers
-    closed = []
-    close, workers.close = workers.close, lambda: (closed.append(True), close())
+    closed = threading.Event()
+    close, workers.close = workers.close, lambda: (close(), closed.set())
     del trainer
     gc.collect()
     assert collector() is None
-    assert closed
+    assert closed.wait(60)
 
 
 def test_async_shutdown_calls_the_shutdown_of_a_subclass() -> None:
@@ -78,3 +81,63 @@ def test_a_start_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> 
                 collector.start()
         collector.start()
         collector.async_shutdown(timeout=20)
+
+
+class Slow(gym.Env[Any, Any]):
+    """Its episodes end when the test says so."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,))
+    action_space = gym.spaces.Discrete(2)
+    go_on = threading.Event()
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.observation_space.sample(), 0.0, Slow.go_on.is_set(), False, {}
+
+
+LOCKS: dict[str, Callable[[Any], Any]] = {
+    "evaluators": lambda collector: collector._session.evaluators._lock,
+    "monitor": lambda collector: collector._monitor_thread._lock,
+    "pool": lambda collector: collector._session.pool._lock,
+    "sender": lambda collector: collector._session.pool._sender._lock,
+    "recorder": lambda collector: collector._stats_recorder._lock,
+    "answers": lambda collector: collector._session.workers.transport._pending._lock,
+}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_collector_is_finalized_while_one_of_its_locks_is_held(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage may be collected anywhere. The finalizer waits for nothing there."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    Slow.go_on.clear()
+    collector: Any = loopback_collector(
+        Slow,
+        frames_per_batch=4,
+        num_workers=2,
+        sync=False,
+        evaluation=dc.EvaluationWorkers(1, num_episodes=1),
+    )
+    collector.next(timeout_s=60)
+    collector.me = collector  # so that only the garbage collector can free it
+    workers: Any = collector._session.workers
+    closed = threading.Event()
+    close, workers.close = workers.close, lambda: (close(), closed.set())
+    lock = LOCKS[name](collector)
+    reference = weakref.ref(collector)
+    del collector
+    returned = threading.Event()
+
+    def collect_garbage() -> None:
+        with lock:
+            gc.collect()
+        returned.set()
+
+    threading.Thread(target=collect_garbage, daemon=True).start()
+    assert returned.wait(60)
+    assert reference() is None
+    Slow.go_on.set()
+    assert closed.wait(60)

@@ -11,7 +11,7 @@ import distcollect as dc
 from distcollect.commands.doctor import checks
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
-from distcollect.transport.rpc import missing_symbols
+from distcollect.transport.rpc_agents import missing_symbols
 
 
 def only(findings: list[Finding]) -> Finding:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pool_simulation import CallingThread, taken
 
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
@@ -152,12 +153,12 @@ FLAT = torch.zeros(16, dtype=torch.uint8)
 
 def ask(pool: Pool) -> None:
     with pytest.raises(BatchTimeout):
-        pool.gather_next(0.01)
+        pool.deliver(0.01)
 
 
 def test_a_slab_is_not_written_to_while_it_is_read() -> None:
     """Also if the next rollout arrives earlier, or is given up."""
-    pool, transport, _ = make(sync=False)
+    pool, transport, _ = make(sync=False, num_workers=3)
     ask(pool)
     first = transport.answer(0)
     second = transport.answer(0)
@@ -181,7 +182,7 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
     with monkeypatch.context() as patch:
         patch.setattr(pool._changed, "wait", wait_and_be_interrupted)
         with pytest.raises(interruption):
-            pool.gather_all(1)
+            pool.deliver(1)
     pool.push(FLAT)
     for worker_id in (0, 1):
         sender.acknowledge(worker_id, 1)
@@ -190,12 +191,12 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
     def wait(timeout_s: float) -> None:
         transport.answer(1)  # requests left from before
         for worker_id in (0, 1):
-            assert not pool._core.user_is_due
+            assert pool._delivery is None
             transport.answer(worker_id).arrive()
-        assert pool._core.user_is_due
+        assert pool._delivery is not None
 
     monkeypatch.setattr(pool._changed, "wait", wait)
-    rollouts = pool.gather_all(1)
+    rollouts = taken(pool, 1)
     assert [r.header.policy_version for r in rollouts] == [(1, 1), (1, 1)]
     assert [r.header.worker_id for r in rollouts] == [0, 1]
 
@@ -204,12 +205,12 @@ def test_in_sync_mode_a_worker_waits_for_the_weights_sent_to_it() -> None:
     pool, transport, sender = make(sync=True, num_workers=2)
     pool.push(FLAT, [1])
     with pytest.raises(BatchTimeout, match=r"workers \[0\] and for workers \[1\] to acknowledge"):
-        pool.gather_all(0.01)
+        pool.deliver(0.01)
     assert [transport.open_requests(w) for w in (0, 1)] == [1, 0]
     transport.answer(0)
     sender.acknowledge(1, 1)
     with pytest.raises(BatchTimeout, match=r"waited for workers \[0, 1\]"):
-        pool.gather_all(0.01)
+        pool.deliver(0.01)
     assert [transport.open_requests(w) for w in (0, 1)] == [1, 1]
 
 
@@ -219,8 +220,8 @@ def test_several_stale_rollouts_are_given_up_at_once() -> None:
         sync=False, num_workers=3, staleness=Staleness(max_policy_lag=0, mode="drop")
     )
     ask(pool)
-    offers = [transport.answer(worker_id) for _ in range(2) for worker_id in range(3)]
-    assert [offer.fetched is not None for offer in offers] == [True, True, *[False] * 4]
+    offers = [transport.answer(worker_id) for worker_id in (0, 1, 2, 0, 1)]
+    assert [offer.fetched is not None for offer in offers] == [True, True, *[False] * 3]
     pool.push(FLAT)
     pool.push(FLAT)
     transport.versions = dict.fromkeys(range(3), 2)
@@ -228,11 +229,11 @@ def test_several_stale_rollouts_are_given_up_at_once() -> None:
     ask(pool)
     transport.at_once = False
     assert all(offer.declined for offer in offers[2:])
-    assert sum(pool.stale_frames.values()) == 4 * FRAMES
+    assert sum(pool.stale_frames.values()) == 3 * FRAMES
     for offer in offers[:2]:
         offer.arrive()
     assert _next(pool).header.policy_version == (2, 2)
-    assert sum(pool.stale_frames.values()) == 6 * FRAMES
+    assert sum(pool.stale_frames.values()) == 5 * FRAMES
 
 
 def _next(pool: Pool) -> Rollout:
@@ -242,7 +243,7 @@ def _next(pool: Pool) -> Rollout:
             if isinstance(offer, Offer) and offer.fetched and not offer.fetched.done():
                 offer.arrive()
         with contextlib.suppress(BatchTimeout):
-            return pool.gather_next(0.01)
+            return taken(pool, 0.01)[0]
     raise AssertionError("no rollout is handed on")
 
 
@@ -273,7 +274,7 @@ def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(pool._changed, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
-        pool.gather_all(1)
+        pool.deliver(1)
     pool.close()
     pool.account(0, 0, "shut_down", FRAMES)
     pool.account(1, 0, "shut_down", None)
@@ -308,7 +309,7 @@ def test_answers_that_come_at_once_do_not_nest() -> None:
     num_workers = 3000
     pool, _, _ = make(sync=True, num_workers=num_workers, transport=InstantTransport())
     for _ in range(2):
-        rollouts = pool.gather_all(60)
+        rollouts = taken(pool, 60)
         assert [r.header.worker_id for r in rollouts] == list(range(num_workers))
 
 
@@ -325,10 +326,10 @@ def test_the_work_for_a_rollout_does_not_grow_with_the_workers(
             staleness=staleness,
             transport=InstantTransport(),
         )
-        gather = pool.gather_all if sync else pool.gather_next
+        pool._loop._thread = CallingThread()  # type: ignore[assignment]
         num_batches = 3 if sync else 300
         for _ in range(num_batches):
-            gather(5)
+            taken(pool, 5)
         calls = 0
 
         def count(*_: Any) -> None:
@@ -338,7 +339,7 @@ def test_the_work_for_a_rollout_does_not_grow_with_the_workers(
         sys.setprofile(count)
         try:
             for _ in range(num_batches):
-                gather(5)
+                taken(pool, 5)
         finally:
             sys.setprofile(None)
         return calls / num_batches / (num_workers if sync else 1)

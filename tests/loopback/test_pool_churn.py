@@ -142,7 +142,7 @@ def test_who_leaves_delivers_what_it_has_and_is_drained_once(
     script(run)
     run.deadline = -1.0
     with pytest.raises(BatchTimeout):
-        run.pool.gather_next(0)
+        run.pool.deliver(0)
     run.answer(first)
     run.answer(first)
     run.answer(second)

@@ -23,10 +23,10 @@ from helpers.transport_contract import (
     check_closing_waits_for_answers_owed_and_again_is_no_error,
     check_evicting_a_peer_fails_what_it_owes,
 )
+from helpers.waiting import eventually
 
 import distcollect as dc
-from distcollect.transport import rpc
-from distcollect.transport.peer_ids import identity
+from distcollect.transport import rpc_agents
 from distcollect.transport.protocol import INLINE_BYTES, CollectRequest
 from distcollect.transport.rpc import PeerAddress, RpcTransport
 
@@ -97,7 +97,7 @@ def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(rpc_world: 
 
 def test_kill_9_fails_what_is_owed(rpc_world: Rpc) -> None:
     """Also where nobody disconnects the peer; the others are not affected."""
-    other = rpc_world.add_peer(rpc._CHANNELS)
+    other = rpc_world.add_peer(rpc_agents.CHANNELS)
     pending = [rpc_world.transport.call(rpc_world.peer, Service.later, str(i)) for i in range(3)]
     others = rpc_world.transport.call(other, Service.later, "key")
     rpc_world.transport.call(rpc_world.peer, Service.echo).result(SOON_S)
@@ -126,10 +126,33 @@ def test_one_agent_at_a_time_but_one_after_the_other() -> None:
         world = Rpc()
         try:
             with pytest.raises(dc.CollectorStateError, match="shut it down first"):
-                RpcTransport(identity().trainer, address="127.0.0.1")
+                RpcTransport(address="127.0.0.1")
             assert world.transport.call(world.peer, Service.echo, 5).result(SOON_S) == (5,)
         finally:
             world.close()
+
+
+def test_peers_come_and_go_without_end(rpc_world: Rpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's numbers of peers are used up: what is owed still comes, and the others remain."""
+    transport, peer = rpc_world.transport, rpc_world.peer
+    monkeypatch.setattr(rpc_agents, "_MAX_NUMBER", 3)
+    address = transport.address_of(peer)
+    assert address is not None
+    owed = transport.call(peer, Service.later, "key")
+    offer = transport.collect(peer, CollectRequest(LARGE)).result(SOON_S)
+    for further in range(2**15 - 1, 2**15 + 20):  # as if each were another process
+        transport.connect(further, address)
+        assert transport.call(further, Service.echo, further).result(SOON_S) == (further,)
+        transport.disconnect(further)
+    check(offer.fetch().result(SOON_S), LARGE)
+    transport.call(peer, Service.release, "key", 1).result(SOON_S)
+    assert owed.result(SOON_S) == 1
+    eventually(lambda: not transport._agents._old)  # those that nobody waits for have ended
+
+    for further in (2**15, 2**15 + 1):
+        transport.connect(further, address)
+    with pytest.raises(dc.LaunchError, match="3 processes are connected"):
+        transport.connect(2**15 + 2, address)
 
 
 def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:

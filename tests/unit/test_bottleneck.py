@@ -10,7 +10,7 @@ import pytest
 from helpers.bottlenecks import Env, Policy, collect
 
 import distcollect as dc
-from distcollect.results import Stats, TrainerTimes, WorkerStats, WorkerTimes
+from distcollect.results import Lags, Stats, TrainerTimes, WorkerStats, WorkerTimes
 from distcollect.telemetry.bottleneck import find_bottleneck
 
 BUSY = WorkerTimes(env=0.9, policy=0.05, other=0.05, cpu=0.2)
@@ -64,6 +64,34 @@ def test_more_workers_shorten_only_the_rest() -> None:
         "The trainer waits for envs and policy for only 38% of the time; about "
         f"{found.more_workers} more workers would shorten that."
     )
+
+
+def test_it_says_when_workers_that_are_ahead_make_the_lag() -> None:
+    slow = TrainerTimes(train=1.0)
+    idle = WorkerTimes(wait=1.0)
+    lag = Lags({3: 8, 4: 2})
+    ahead = run(slow, idle, lag=lag, mean_ready=3.0, policy_version=9, has_weights=True)
+    assert "lag by 3.2 versions" in find_bottleneck(ahead).sentence
+    assert "3.0 rollouts waited" in find_bottleneck(ahead).sentence
+    for other in (
+        replace(ahead, mean_ready=0.2),  # the weights' way makes the lag
+        replace(ahead, lag=Lags()),
+        replace(ahead, sync=True),
+        replace(ahead, in_process=True),
+    ):
+        assert "lag" not in find_bottleneck(other).sentence
+
+
+def test_it_says_when_no_weights_were_published() -> None:
+    never = run(TrainerTimes(train=1.0), BUSY, has_weights=True)
+    assert "No weights were published" in find_bottleneck(never).sentence
+    for other in (
+        replace(never, policy_version=1),
+        replace(never, has_weights=False),
+        replace(never, in_process=True),
+        replace(never, elapsed_s=1.0),
+    ):
+        assert "No weights were published" not in find_bottleneck(other).sentence
 
 
 def test_more_sync_workers_help_until_collecting_is_a_small_part() -> None:

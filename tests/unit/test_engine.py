@@ -179,7 +179,7 @@ def test_trajectory_ids(kind: str) -> None:
 def test_phases_of_a_rollout() -> None:
     interrupts = Interrupts()
     interrupts.preempt()  # without a rollout it has no effect
-    interrupts.rollout_begins(preempted=False)
+    interrupts.rollout_begins()
     assert not interrupts.pending
     interrupts.preempt()
     assert interrupts.pending

@@ -163,22 +163,46 @@ def test_the_share_of_who_is_replaced_waits_where_that_is_wanted() -> None:
 
 def test_what_is_collected_ahead_is_bounded_by_slabs_and_by_the_total() -> None:
     num_rollouts = 5
-    play = Play(replace(AHEAD, num_frames=num_rollouts * FRAMES), 2)
-    assert play.ask() == [0, 1]
+    play = Play(replace(AHEAD, num_frames=num_rollouts * FRAMES), 3)
+    assert play.ask() == [], "the user may set a seed before the first batch"
+    play.scheduler.begin()
+    assert play.ask() == [0, 1, 2]
     unread = play.open[0]
     assert play.requests.offered(unread, Offer(unread, 0), 1)  # type: ignore[arg-type]
     play.open.remove(unread)
-    play.come(1)
-    assert play.ask() == [0, 1], "each has a second slab"
-    request = play.open[0]
+    assert play.ask() == [0], "it has a second slab"
+    request = play.open[-1]
     assert play.requests.offered(request, Offer(request, 0), 1)  # type: ignore[arg-type]
+    play.open.remove(request)
     assert play.slot(0).num_requests == NUM_SLABS
     assert play.ask() == [], "both slabs are to be read yet"
     play.fetch(unread)
     assert play.ask() == [0]
     play.come(1)
+    play.come(2)
     assert play.ask() == [], "all frames are asked for"
-    assert [play.hand_on() for _ in range(4)] == [0, 1, 1, None], "none before an older one"
+    assert [play.hand_on() for _ in range(4)] == [0, 1, 2, None], "none before an older one"
+
+
+@pytest.mark.parametrize("staleness", [None, Staleness(100)], ids=["any", "bounded"])
+@pytest.mark.parametrize(("num_workers", "most"), [(1, 2), (2, 4), (3, 5), (50, 52)])
+def test_workers_run_no_further_ahead_than_keeps_the_trainer_fed(
+    num_workers: int, most: int, staleness: Staleness | None
+) -> None:
+    """A slow trainer: all that may be collected has arrived before it takes the next batch."""
+    play = Play(AHEAD, num_workers, staleness=staleness)
+    play.scheduler.begin()
+    while play.ask():
+        for request in list(play.open):
+            play.come(request.slot.worker_id)
+    assert len(play.requests.arrived) == most
+    for _ in range(3):
+        assert play.hand_on() is not None
+        play.scheduler.begin()
+        assert len(play.ask()) == 1
+        play.come(play.open[0].slot.worker_id)
+    play.lose(0, replaced=True)  # what it has delivered stays; its share does not
+    assert play.ask() == []
 
 
 def test_in_turn_is_in_turn_whoever_comes_first() -> None:
@@ -246,6 +270,7 @@ def test_what_got_too_stale_is_given_up_and_in_sync_mode_asked_for_again() -> No
 
 def test_who_leaves_is_drained_once_it_owes_nothing() -> None:
     play = Play(AHEAD, 1)
+    play.scheduler.begin()
     play.ask()
     slot = play.slot(0)
     slot.become(SlotState.LEAVING)
@@ -261,6 +286,7 @@ def test_who_leaves_is_drained_once_it_owes_nothing() -> None:
 
 def test_a_state_that_does_not_follow_is_refused() -> None:
     play = Play(AHEAD, 1)
+    play.scheduler.begin()
     play.ask()
     request = play.come(0)
     assert request.state is RolloutState.HERE

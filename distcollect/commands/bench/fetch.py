@@ -66,7 +66,7 @@ def pieces() -> Tensors:
 def run_distcollect(seconds: float, *, mapped: bool) -> Values:
     """``Offer.fetch`` of distcollect; ``mapped``: from memory that both map, otherwise over RPC."""
     with other_process(_serve_distcollect) as pipe:
-        transport = RpcTransport(0, address=LOOPBACK)
+        transport = RpcTransport(address=LOOPBACK)
         pipe.send(transport.endpoint)
         endpoint, sample = received(pipe)
         transport.connect(1, PeerAddress(endpoint, sample if mapped else None))
@@ -194,7 +194,7 @@ class _Source:
 
 
 def _serve_distcollect(pipe: Any) -> None:
-    transport = RpcTransport(1, address=LOOPBACK, service=_Source())
+    transport = RpcTransport(address=LOOPBACK, service=_Source())
     transport.connect(0, PeerAddress(received(pipe)))
     pipe.send((transport.endpoint, allocate(mmap.PAGESIZE)[1]))
     pipe.recv()

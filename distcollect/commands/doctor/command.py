@@ -33,7 +33,6 @@ from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.interfaces import LOOPBACK
 from distcollect.net.messages import TrainerAddress
 from distcollect.net.server import JoinServer
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import RpcTransport
 
 _IDLE_S = 1.0
@@ -127,7 +126,7 @@ def _inspect_all(
     others: Callable[[int], contextlib.AbstractContextManager[None]],
 ) -> int:
     with contextlib.ExitStack() as undo:
-        transport = RpcTransport(identity().trainer, address=listen.address)
+        transport = RpcTransport(address=listen.address)
         undo.callback(transport.close)
         links = Links(transport, listen.address)
         undo.callback(links.close)

@@ -21,7 +21,7 @@ from distcollect.common.shared_memory import allocate
 from distcollect.errors import LaunchError
 from distcollect.launch.cpu_placement import Host
 from distcollect.net.interfaces import interface_of, interfaces, listen
-from distcollect.transport.rpc import missing_symbols
+from distcollect.transport.rpc_agents import missing_symbols
 from distcollect.version import __version__
 
 # Each names a network interface: for torch's RPC, Gloo and NCCL.

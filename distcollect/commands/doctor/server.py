@@ -108,7 +108,6 @@ def take_part(control: ControlConnection, rank: int) -> bool:
     address, welcome = control.local_address, control.welcome
     assert isinstance(welcome, WorkerWelcome)
     transport = RpcTransport(
-        welcome.peer,
         address=address,
         service=Rank(rank, address),  # answers other calls
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distcollect as dc
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_TRAINER
+from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
 from distcollect.transport.protocol import INLINE_BYTES
 from distcollect.transport.rpc import RpcTransport
 
@@ -139,7 +139,7 @@ def take_over(collector):
         first = reference.header.sequence * FRAMES
         assert batch["observation"][0, :, -1].tolist() == list(range(first, first + FRAMES))
         trajectory = batch["collector", "traj_ids"]
-        assert (trajectory // TRAJ_IDS_PER_TRAINER == 0).all()
+        assert (trajectory // TRAJ_IDS_PER_PEER % 2 == 0).all()
         versions = batch["collector", "policy_version"]
         taken += FRAMES
         seen = [reference.header.sequence, [versions.min().item(), versions.max().item()]]
@@ -154,7 +154,7 @@ def main():
         rank = dist.get_rank()
         count = hand_over(collector) if rank == 0 else take_over(collector)
         batch = collector.next(SOON_S)  # its own workers are not affected
-        assert (batch["collector", "traj_ids"] // TRAJ_IDS_PER_TRAINER == rank).all()
+        assert (batch["collector", "traj_ids"] // TRAJ_IDS_PER_PEER % 2 == rank).all()
         everything = [None, None]
         dist.all_gather_object(everything, count)
     if rank == 0:

@@ -12,7 +12,7 @@ import torch
 
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
-from distcollect.transport import rpc
+from distcollect.transport import rpc, rpc_agents
 from distcollect.transport.protocol import CollectRequest
 
 WORKER_ID = 7
@@ -111,8 +111,8 @@ class Service:
 def main() -> None:
     """Serve until standard input ends."""
     boot = json.loads(sys.stdin.readline())
-    rpc._CHANNELS = boot["channels"]
-    transport = rpc.RpcTransport(boot["id"], address="127.0.0.1", service=Service())
+    rpc_agents.CHANNELS = boot["channels"]
+    transport = rpc.RpcTransport(address="127.0.0.1", service=Service())
     transport.connect(0, rpc.PeerAddress(boot["endpoint"]))
     print(transport.endpoint, flush=True)
     sys.stdin.read()

@@ -1,0 +1,287 @@
+"""This process's agent of ``torch.distributed.rpc``, and the numbers by which it knows its peers.
+
+Torch sends a peer's number as a signed 16-bit integer, and an agent keeps the connection that it
+opened for a number, broken or not: a number can't name another process later. So each agent counts
+its peers from 1 on, and when the numbers are used up another agent takes its place and counts from
+1 again. Numbers mean nothing to other processes: two agents may know a process by different ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.autograd
+import torch.distributed.rpc
+
+from distcollect.common.forks import keep_for_ever
+from distcollect.errors import CollectorStateError, LaunchError
+from distcollect.net.interfaces import interface_of
+from distcollect.transport.protocol import PendingAnswers
+
+# Torch declares no types for much of what is used here, private or not.
+dist: Any = torch.distributed
+rpc: Any = torch.distributed.rpc
+
+INTERFACE = "TP_SOCKET_IFNAME"
+CHANNELS = ["cma", "mpt_uv", "basic"]
+_TRANSPORTS = ["uv"]
+_NUM_THREADS = 4
+_MAX_NUMBER = 2**15 - 1
+# The number of every process in its own agent. Torch refuses a second one in the same process.
+_OWN_NUMBER = 0
+_LEAVE_TIMEOUT_S = 2.0
+_FOREVER = 0  # each wait for an answer has its own deadline, so an RPC needs none
+
+log = logging.getLogger(__name__)
+
+_open: weakref.WeakSet[RpcAgents] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    # A forked child has none of an agent's threads, for which its destructor would wait.
+    for agents in list(_open):
+        agents.keep()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class RpcAgents:
+    """The agent that calls peers now, and those before it that still wait for an answer.
+
+    Attributes:
+        endpoint: where the first agent listens. Peers answer calls on the connection that the
+            calls come on, so nobody needs to know where the next agents listen.
+    """
+
+    def __init__(self, address: str, pending: PendingAnswers) -> None:
+        """Start the first agent.
+
+        Args:
+            address: this host's, on the interface to listen on.
+            pending: the answers to the calls that are made here.
+
+        Raises:
+            CollectorStateError: this process already runs an RPC agent that is not ours.
+            LaunchError: this torch lacks a private symbol that is needed.
+        """
+        self._make_agent, self._make_info = _symbols()
+        if rpc.api._is_current_rpc_agent_set():
+            raise CollectorStateError(
+                "this process already runs torch.distributed.rpc (rpc.init_rpc was called, or "
+                "another collector is open); shut it down first: torch allows one agent a process"
+            )
+        self._address = address
+        self._pending = pending
+        # While it is held, the agent that torch calls "current" is not replaced. Reentrant, as
+        # garbage may be collected meanwhile, and a collector that nobody refers to is closed then.
+        self._lock = threading.RLock()
+        self._infos: dict[int, Any] = {}  # what torch knows of each peer
+        self._endpoints: dict[int, str] = {}
+        self._old: list[Any] = []  # agents that still wait for an answer
+        self._agent: Any = None
+        dist.autograd._init(_OWN_NUMBER)
+        self._start_agent()
+        self.endpoint: str = self._store.get(_address_key(_name(_OWN_NUMBER))).decode()
+        _open.add(self)
+
+    def keep(self) -> None:
+        """Never destroy the agents in this process, a forked child of the one that started them."""
+        for native in (self._agent, self._store, *self._old):
+            keep_for_ever(native)
+
+    def _start_agent(self) -> None:
+        self._numbers = itertools.count(_OWN_NUMBER + 1)
+        self._store = dist.HashStore()
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=_NUM_THREADS,
+            rpc_timeout=_FOREVER,
+            _transports=_TRANSPORTS,
+            _channels=CHANNELS,
+        )
+        name = _name(_OWN_NUMBER)
+        with _listening_on(interface_of(self._address)):
+            agent = self._make_agent(self._store, name, _OWN_NUMBER, None, options, {}, [])
+            if self._agent is not None:
+                self._retire(self._agent)
+                rpc.api._reset_current_rpc_agent()
+            self._agent = agent
+            rpc.api._init_rpc_states(agent)  # starts it: now it looks for its address
+
+    def _retire(self, agent: Any) -> None:
+        """End an agent when all calls that are open now are answered."""
+        self._old.append(agent)
+        owed = self._pending.open
+        num_owed = len(owed) + 1
+        lock = threading.Lock()
+
+        def answered(_: Future[Any] | None) -> None:
+            nonlocal num_owed
+            with lock:
+                num_owed -= 1
+                is_last = not num_owed
+            if is_last:
+                # On another thread, as it joins the agent's own ones.
+                threading.Thread(target=self._end, args=(agent,), daemon=True).start()
+
+        for answer in owed:
+            answer.add_done_callback(answered)
+        answered(None)
+
+    def _end(self, agent: Any) -> None:
+        with self._lock:
+            if agent not in self._old:
+                return  # close() ends it
+            self._old.remove(agent)
+        agent.shutdown()
+
+    def add(self, peer: int, endpoint: str) -> None:
+        """Make a peer callable.
+
+        Raises:
+            LaunchError: there are as many peers as an agent can have.
+        """
+        with self._lock:
+            if self._agent is None:
+                return  # closed
+            number = next(self._numbers)
+            if number > _MAX_NUMBER:
+                if len(self._infos) >= _MAX_NUMBER:
+                    raise LaunchError(
+                        f"{len(self._infos)} processes are connected to this one, and torch's RPC "
+                        "takes no more: use several trainers"
+                    )
+                log.info("all numbers of torch's RPC agent are used: another agent replaces it")
+                self._start_agent()
+                for present in self._infos:
+                    self._enroll(present, next(self._numbers))
+                number = next(self._numbers)
+            self._endpoints[peer] = endpoint
+            self._enroll(peer, number)
+
+    def _enroll(self, peer: int, number: int) -> None:
+        name = _name(number)
+        self._store.set(_address_key(name), self._endpoints[peer])
+        info = self._infos[peer] = self._make_info(name, number)
+        self._agent._update_group_membership(info, [], {}, True)
+
+    def remove(self, peer: int) -> None:
+        """Forget a peer; nothing happens if it is not known."""
+        with self._lock:
+            info = self._infos.pop(peer, None)
+            self._endpoints.pop(peer, None)
+            if info is not None and self._agent is not None:
+                self._agent._update_group_membership(info, [], {}, False)
+
+    def call(self, peer: int, function: Any, args: tuple[Any, ...]) -> torch.futures.Future[Any]:
+        """Call a function, or an operator of torch's, in a peer's process.
+
+        Raises:
+            KeyError: the peer is not known.
+            RuntimeError: it can't be called any more.
+        """
+        with self._lock:
+            answer: torch.futures.Future[Any] = rpc.rpc_async(
+                self._infos[peer], function, args, timeout=_FOREVER
+            )
+        return answer
+
+    def close(self, grace_s: float) -> None:
+        """Wait up to ``grace_s`` for open answers, then end all agents; again it does nothing."""
+        if self._agent is None or not rpc.api._is_current_rpc_agent_set():
+            return
+        if self._pending.wait_for_all(grace_s):
+            # Else the agent logs a warning for each peer that ends.
+            _within(_LEAVE_TIMEOUT_S, self._agent.join, True)
+        # Without the lock: what waits for an answer that fails now may call a peer.
+        # The shutdown joins threads that may be blocked.
+        ended = _within(_LEAVE_TIMEOUT_S, rpc.api._finalize_shutdown)
+        while (old := self._take_old()) is not None:
+            ended &= _within(_LEAVE_TIMEOUT_S, old.shutdown)
+        if ended:
+            # The threads of its pool are idle now. They end when the last reference is gone.
+            self._agent = None
+        else:
+            log.warning("torch's RPC threads did not end within %g s", _LEAVE_TIMEOUT_S)
+
+    def _take_old(self) -> Any:
+        with self._lock:
+            return self._old.pop() if self._old else None
+
+
+def _within(timeout_s: float, function: Callable[..., Any], *args: Any) -> bool:
+    """Call ``function`` on a thread of its own; whether it ended in time. It may go on after."""
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def _name(number: int) -> str:
+    return f"member{number}"
+
+
+def _address_key(name: str) -> str:
+    return f"addrs/{name}"
+
+
+def missing_symbols() -> list[str]:
+    """Names of the private parts of torch that this module needs and this torch lacks."""
+    try:
+        # A torch built without RPC doesn't have the module.
+        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: F401, PLC0415
+    except ImportError:
+        return ["torch.distributed.rpc"]
+    return [
+        name
+        for owner, name in (
+            (TensorPipeAgent, "_update_group_membership"),
+            (rpc.api, "_init_rpc_states"),
+            (rpc.api, "_finalize_shutdown"),
+            (rpc.api, "_is_current_rpc_agent_set"),
+            (rpc.api, "_reset_current_rpc_agent"),
+            (dist.autograd, "_init"),
+        )
+        if not hasattr(owner, name)
+    ]
+
+
+def _symbols() -> tuple[Any, Any]:
+    """Torch's private classes of an agent, and of what it knows of a peer.
+
+    Raises:
+        LaunchError: this torch lacks a private part that is needed.
+    """
+    if missing := missing_symbols():
+        raise LaunchError(
+            f"torch {torch.__version__} lacks {', '.join(missing)}, which workers that join and "
+            "leave need; use a torch version that the constraints file names"
+        )
+    from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: PLC0415
+
+    return TensorPipeAgent, WorkerInfo
+
+
+@contextmanager
+def _listening_on(interface: str | None) -> Iterator[None]:
+    """Let agents made within listen on ``interface``, unless the user's environment names one.
+
+    TensorPipe takes the interface from the environment only.
+    """
+    if interface is None or INTERFACE in os.environ:
+        yield
+        return
+    os.environ[INTERFACE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[INTERFACE]

@@ -1,0 +1,336 @@
+"""Ctrl-C in any line of the user's thread leaves nothing half-changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from helpers.interrupting import ALL_LINES, LineTracer, interrupted_at, sampled
+from helpers.loopback_pool import loopback_collector
+from helpers.waiting import eventually
+from tensordict import TensorDict
+from torch import nn
+
+import distcollect as dc
+
+# Of a call with more lines, so many are tried, unless all are to be.
+SAMPLE = None if os.environ.get(ALL_LINES) else 12
+
+
+class Counting(gym.Env[np.ndarray, Any]):
+    """Observes how often this object was stepped; so no two frames of it are the same."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.stepped = 0
+        self.length = 0
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(**kwargs)
+        self.length = 0
+        return np.array([float(self.stepped)]), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.stepped += 1
+        self.length += 1
+        return np.array([float(self.stepped)]), 1.0, self.length == 7, False, {}
+
+    def told(self) -> int:
+        return self.stepped
+
+
+class Policy(nn.Module):
+    """Writes its weight into each frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        n = len(observation)
+        return torch.zeros(n, dtype=torch.int64), {"told": self.value.expand(n)}
+
+
+class User:
+    """Uses a collector as in a notebook, and checks what it gets.
+
+    Attributes:
+        received: frames that the user has.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.policy = Policy()
+        self.kwargs = {"num_workers": 2, "frames_per_batch": 6, **kwargs}
+        if self.kwargs["num_workers"] is None:
+            del self.kwargs["num_workers"]
+        self.collector = self.make()
+        self.received = 0
+        self.seen: set[tuple[int, int]] = set()
+        self.published = 0
+
+    def make(self) -> Any:
+        if "num_workers" in self.kwargs:
+            return loopback_collector(Counting, self.policy, **self.kwargs)
+        return dc.SyncDataCollector(Counting, self.policy, **self.kwargs)
+
+    def next(self) -> TensorDict:
+        """A batch, each frame of which is new."""
+        return self.receive(self.collector.next(timeout_s=60))
+
+    def receive(self, batch: TensorDict) -> TensorDict:
+        real = batch["collector", "traj_ids"] >= 0
+        workers = batch["collector", "worker_id"][real].tolist()
+        steps = batch["next", "observation"][real].flatten().tolist()
+        frames = [(worker, int(step)) for worker, step in zip(workers, steps, strict=True)]
+        assert len({*frames}) == len(frames)
+        assert not self.seen.intersection(frames), "a frame was delivered twice"
+        self.seen.update(frames)
+        self.received += len(frames)
+        versions = batch["collector", "policy_version"]
+        # In this process the policy is shared: a change shows before it is published.
+        if "num_workers" in self.kwargs:
+            assert torch.equal(batch["told"].flatten().long(), versions.flatten()), "torn weights"
+        return batch
+
+    def publish(self, **kwargs: Any) -> None:
+        # The weight is the version, also if the last call was interrupted before it had an effect.
+        with torch.no_grad():
+            self.policy.value.fill_(self.collector.policy_version + 1)
+        self.collector.update_policy_weights_(self.policy, **kwargs)
+
+    def check(self) -> None:
+        """The run goes on: every worker collects, and the ledger adds up."""
+        if "num_workers" not in self.kwargs:
+            self.next()
+            counts = self.collector._engine.counter
+            assert counts.stepped == self.received + sum(counts.lost.values())
+            return
+        waiting = {0, 1}
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            batch = self.next()
+            waiting -= {*batch["collector", "worker_id"].flatten().tolist()}
+            if not waiting:
+                break
+        assert not waiting, f"workers {waiting} collect nothing any more"
+        total = self.collector.ledger.total
+        assert total.stepped == total.delivered + sum(total.lost.values()) + total.open
+        assert total.delivered == self.received
+
+    def check_weights(self) -> None:
+        self.publish()
+        version = self.collector.policy_version
+        for _ in range(40):
+            if (self.next()["collector", "policy_version"] == version).all():
+                return
+        raise AssertionError(f"version {version} arrives nowhere")
+
+    def end(self) -> None:
+        self.collector.shutdown()
+        if "num_workers" in self.kwargs:
+            total = self.collector.ledger.total
+            assert total.open == 0
+            assert total.delivered == self.received, f"{total}, received {self.received}"
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"sync": True},
+    "async": {"sync": False, "frames_per_batch": 3},
+    "paced": {"sync": False, "frames_per_batch": 3, "staleness": dc.Staleness(1)},
+    "masked": {"sync": False, "frames_per_batch": 3, "staleness": dc.Staleness(0, mode="mask")},
+    "in turn": {"sync": False, "frames_per_batch": 3, "reproducible": True},
+    "postproc": {"sync": True, "postproc": lambda batch: batch},
+    "in process": {"num_workers": None, "frames_per_batch": 3},
+}
+
+OPERATIONS: dict[str, Callable[[User], object]] = {
+    "next": lambda user: user.collector.next(timeout_s=60),
+    "for": lambda user: next(iter(user.collector)),
+    "publish": lambda user: user.publish(),
+    "publish to one": lambda user: user.publish(worker_ids=[1]),
+    "publish in the background": lambda user: user.publish(wait=False),
+    "set_seed": lambda user: user.collector.set_seed(5),
+    "call": lambda user: user.collector.call("told"),
+    "evaluate": lambda user: user.collector.evaluate(2, seed=1),
+    "state_dict": lambda user: user.collector.state_dict(),
+    "stats": lambda user: user.collector.stats(),
+}
+WITH_WORKERS = {"publish to one", "publish in the background"}
+CASES = [
+    (mode, name)
+    for mode in MODES
+    for name in OPERATIONS
+    if name in ("next", "for") or mode in ("sync", "async", "in process")
+    if not (mode == "in process" and name in WITH_WORKERS)
+]
+
+num_interrupted: Counter[str] = Counter()
+
+
+def lines_of(call: Callable[[], object]) -> list[int]:
+    """The lines of a call to try."""
+    tracer = LineTracer(0, lambda: None)
+    with tracer.tracing():
+        call()
+    # Waiting takes a varying number of lines.
+    return sampled(tracer.num_lines, tracer.num_lines if SAMPLE is None else SAMPLE)
+
+
+@pytest.mark.parametrize(("mode", "operation"), CASES)
+def test_the_run_goes_on_after_an_interrupt_in_any_line(mode: str, operation: str) -> None:
+    user = User(**MODES[mode])
+    results: list[Any] = []
+
+    def call(user: User) -> None:
+        results.append(OPERATIONS[operation](user))
+
+    def receive() -> None:
+        while results:
+            result = results.pop()
+            if isinstance(result, TensorDict):
+                user.receive(result)
+
+    try:
+        user.check()
+        lines = lines_of(lambda: call(user))
+        receive()
+        for at in lines:
+            was_interrupted, tracer = interrupted_at(at, lambda: call(user))
+            num_interrupted[operation] += was_interrupted
+            try:
+                receive()
+                user.check()
+            except BaseException as error:
+                raise AssertionError(f"after an interrupt at {tracer.where}") from error
+        user.check_weights()
+    finally:
+        user.end()
+
+
+class Buffer:
+    """A replay buffer that keeps all."""
+
+    def __init__(self) -> None:
+        self.frames: list[int] = []
+
+    def extend(self, data: TensorDict) -> None:
+        self.frames += (
+            1000 * data["collector", "worker_id"] + data["next", "observation"][:, 0]
+        ).tolist()
+
+
+def test_a_batch_that_fails_on_its_way_is_not_delivered() -> None:
+    """The ledger counts what the user has, also while a batch is lost on its way."""
+    failing = [True, False, False]
+
+    def postproc(batch: TensorDict) -> TensorDict:
+        if failing.pop(0):
+            raise ValueError("no batch")
+        return batch
+
+    user = User(sync=True, postproc=postproc)
+    with user.collector as collector:
+        with pytest.raises(ValueError, match="no batch"):
+            collector.next()
+        assert collector.ledger.total.delivered == 0
+        assert collector.ledger.total.open == 6
+        for _ in range(2):
+            user.next()
+            assert collector.ledger.total.delivered == user.received
+    user.end()
+
+
+def test_a_replay_buffer_gets_each_frame_once() -> None:
+    """A batch whose delivery was interrupted is added by the next call."""
+    buffer = Buffer()
+    collector: Any = loopback_collector(
+        Counting, None, sync=False, num_workers=2, frames_per_batch=3, replay_buffer=buffer
+    )
+    with collector:
+        for at in lines_of(collector.next):
+            interrupted_at(at, collector.next)
+            collector.next()
+            assert len({*buffer.frames}) == len(buffer.frames)
+            assert collector.ledger.total.delivered == len(buffer.frames)
+
+
+def test_trajectories_lose_no_part() -> None:
+    collector: Any = loopback_collector(
+        Counting, None, sync=False, num_workers=1, frames_per_batch=4, trajs_per_batch=1
+    )
+    with collector:
+        frames = []
+        for at in lines_of(collector.next):
+            interrupted_at(at, collector.next)
+            batch = collector.next()
+            frames += batch["next", "observation"].flatten().tolist()
+            assert len(frames) % 7 == 0
+        # Only whole batches are missing: those that an interrupted call returned without an end.
+        assert len({*frames}) == len(frames)
+        assert collector.abandoned_frames == 0
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("operation", ["start", "pause", "async_shutdown", "shutdown"])
+def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) -> None:
+    """And ends, by the same call once more."""
+
+    def make() -> tuple[Any, Buffer]:
+        buffer = Buffer()
+        if in_process:
+            return dc.SyncDataCollector(
+                Counting, None, frames_per_batch=3, replay_buffer=buffer
+            ), buffer
+        return loopback_collector(
+            Counting, None, sync=False, num_workers=1, frames_per_batch=3, replay_buffer=buffer
+        ), buffer
+
+    def pause(collector: Any) -> None:
+        with collector.pause(60):
+            pass
+
+    call: Callable[[Any], None] = {
+        "start": lambda collector: collector.start(),
+        "pause": pause,
+        "async_shutdown": lambda collector: collector.async_shutdown(timeout=60),
+        "shutdown": lambda collector: collector.shutdown(),
+    }[operation]
+
+    def grows(buffer: Buffer) -> None:
+        count = len(buffer.frames)
+        eventually(lambda: len(buffer.frames) > count)
+
+    def interrupt_at(at: int) -> bool:
+        collector, buffer = make()
+        try:
+            if operation != "start":
+                collector.start()
+                grows(buffer)
+            more, tracer = interrupted_at(at, lambda: call(collector))
+            num_interrupted[operation] += more
+            if operation == "start" and more and not collector.is_running:
+                collector.start()
+            if operation in ("start", "pause"):
+                grows(buffer)
+            else:
+                call(collector)
+                eventually(lambda: not collector.is_running, about=lambda: tracer.where)
+            assert len({*buffer.frames}) == len(buffer.frames)
+            return more
+        finally:
+            collector.shutdown()
+
+    at = 1
+    while interrupt_at(at):
+        at += 1 if SAMPLE is None else 5

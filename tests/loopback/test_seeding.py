@@ -1,0 +1,139 @@
+"""Seeding a collector in async mode: what it costs, and what an exception in it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+from helpers.waiting import eventually
+
+import distcollect as dc
+
+STEPS = 50
+SOON_S = 30
+
+
+class Gated(gym.Env[np.ndarray, int]):
+    """Each step needs a permit; the observation is the seed of the last reset that had one."""
+
+    observation_space = gym.spaces.Box(0, 2**31, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+    permits = threading.Semaphore(0)
+    seed = 0.0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        if seed is not None:
+            self.seed = float(seed)
+        return np.array([self.seed]), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        assert self.permits.acquire(timeout=SOON_S)
+        return np.array([self.seed]), 0.0, False, False, {}
+
+
+@contextlib.contextmanager
+def opened(**options: Any) -> Iterator[dc.RPCDataCollector]:
+    Gated.permits = threading.Semaphore(0)
+    with loopback_collector(Gated, None, frames_per_batch=STEPS, num_workers=1, **options) as made:
+        try:
+            yield made
+        finally:
+            Gated.permits.release(STEPS)  # the worker may be in a step
+
+
+def workers_of(collector: dc.RPCDataCollector) -> LoopbackWorkers:
+    workers = collector._session.workers
+    assert isinstance(workers, LoopbackWorkers)
+    return workers
+
+
+def one_batch_then_in_a_step(collector: dc.RPCDataCollector) -> None:
+    """Take a batch; the worker is in a step of the next rollout then, which doesn't end."""
+    Gated.permits.release(STEPS + 3)
+    collector.next(SOON_S)
+    engine = workers_of(collector).services[0]._engine
+    assert engine is not None
+    eventually(lambda: engine.counter.stepped == STEPS + 3)
+
+
+def first_observation(collector: dc.RPCDataCollector) -> float:
+    Gated.permits.release(STEPS)
+    batch = collector.next(SOON_S)
+    return float(batch["observation"].flatten()[0])
+
+
+def seeded_with(seed: int) -> float:
+    """What a collector observes that was seeded before its first batch."""
+    with opened(total_frames=STEPS) as collector:
+        collector.set_seed(seed)
+        return first_observation(collector)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_seed_before_the_first_batch_costs_no_frames(resumes: bool) -> None:
+    """Nor does a resumed run lose any."""
+    with opened(total_frames=3 * STEPS) as collector:
+        Gated.permits.release(10 * STEPS)  # workers that may collect now would
+        if resumes:
+            state = collector.state_dict()
+            collector.load_state_dict({**state, "seed": (3, False)})
+        else:
+            collector.set_seed(3)
+        assert len([collector.next(SOON_S) for _ in range(3)]) == 3
+        total = collector.ledger.total
+        assert (total.stepped, total.delivered, total.lost) == (3 * STEPS, 3 * STEPS, {})
+
+
+def test_a_seed_waits_for_a_step_and_not_for_a_rollout() -> None:
+    expected = seeded_with(5)
+    with opened() as collector:
+        one_batch_then_in_a_step(collector)
+        setting = threading.Thread(target=collector.set_seed, args=(5,), daemon=True)
+        setting.start()
+        eventually(lambda: workers_of(collector).services[0]._engine._interrupts._preempted == 1)
+        Gated.permits.release()
+        setting.join(SOON_S / 2)
+        assert not setting.is_alive(), "it waits for the rest of the rollout"
+        assert first_observation(collector) == expected
+        assert collector.ledger.total.lost == {"given_up": 4}
+
+
+def test_a_wrong_seed_leaves_nothing_behind() -> None:
+    """Also when no worker is there; it is there again later, as a process that joins."""
+    with opened() as collector:
+        workers = workers_of(collector)
+        pool = workers._observer
+        with pytest.raises(dc.ArgumentError, match="seed=-1"):
+            collector.set_seed(-1)
+        assert collector.state_dict()["seed"] is None
+        first_observation(collector)
+        pool.lose(0, 0, replaced=True)
+        with pytest.raises(dc.ArgumentError, match="seed=-1"):
+            collector.set_seed(-1)
+        pool.join(0, 1, workers.peers[0])
+        assert pool.present == (0,)
+
+
+def test_an_interrupted_wait_for_the_seed_leaves_the_workers_seeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = seeded_with(7)
+    with opened() as collector:
+        one_batch_then_in_a_step(collector)
+
+        def interrupt(timeout_s: float) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(collector._session.pool._all_set_up, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                collector.set_seed(7)
+        Gated.permits.release()
+        assert first_observation(collector) == expected
+        assert collector.state_dict()["seed"] == (7, False)

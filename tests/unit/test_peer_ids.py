@@ -1,0 +1,123 @@
+"""Ids of processes and trajectories last for the life of a run, and none is given out twice."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+import distcollect as dc
+from distcollect.transport import peer_ids
+from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER, Identity, traj_ids_of
+
+NUM_SLOTS, NUM_REPLACEMENTS, NUM_LIVES = 10_000, 100, 100
+OLD_BLOCK, OLD_RANGE = 1 << 40, 1 << 55  # of a process and of a trainer, in states of format 1
+
+
+def block(identity: Identity, peer: int) -> range:
+    """The trajectory ids of a worker process."""
+    first = next(traj_ids_of(peer, identity.first_traj_id))
+    return range(first, first + TRAJ_IDS_PER_PEER)
+
+
+def resumed(state: int, trainer: int, num_trainers: int) -> Identity:
+    """A new process as one of the trainers of a run that is resumed."""
+    identity = Identity("run", trainer, num_trainers)
+    identity.resume(state)
+    return identity
+
+
+def test_a_large_run_with_many_lives_never_repeats_an_id() -> None:
+    """10,000 slots, of which each is replaced 100 times, in each of 100 lives."""
+    num_processes = NUM_SLOTS * (1 + NUM_REPLACEMENTS)
+    state = 0
+    for life in range(NUM_LIVES):
+        identity = resumed(state, 0, 1)
+        first, last = identity.new_peer(), 0
+        if life in (0, NUM_LIVES - 1):
+            last = first
+            for _ in range(num_processes - 1):
+                peer = identity.new_peer()
+                assert peer > last
+                last = peer
+        else:  # each life is the same, and a million calls take time
+            identity.next_peer = last = first + num_processes - 1
+            identity.next_peer += 1
+        assert block(identity, first).start >= state  # above all ids of earlier lives
+        state = identity.next_traj_id
+        assert block(identity, last).stop <= state <= 2**63
+
+
+def test_trainers_with_different_losses_never_repeat_an_id() -> None:
+    """One trainer saves the state; it doesn't know how many processes the others have started."""
+    k, state, seen = 8, 0, 0
+    for life in range(NUM_LIVES):
+        trainers = [resumed(state, t, k) for t in range(k)]
+        dealt: set[int] = set()
+        top = 0
+        for trainer in trainers:
+            # The first one, which saves, loses the fewest workers.
+            trainer.next_peer += k * (12_500 * trainer.trainer if life % 2 else 125)
+            peers = [trainer.new_peer() for _ in range(5)]
+            assert not dealt & {*peers}
+            dealt |= {*peers}
+            starts = [block(trainer, peer).start for peer in peers]
+            assert min(starts) >= seen
+            top = max(top, block(trainer, peers[-1]).stop)
+        state, seen = trainers[0].next_traj_id, top
+        assert top <= state <= 2**63
+
+
+def test_ids_that_are_used_up_are_an_error_before_one_is_given_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    identity = Identity("run")
+    identity.resume(2**63 - 4 * TRAJ_IDS_PER_PEER)
+    peers = [identity.new_peer() for _ in range(3)]
+    assert block(identity, peers[-1]).stop == 2**63
+    with pytest.raises(dc.LaunchError, match="no trajectory ids below"):
+        identity.new_peer()
+    with pytest.raises(dc.LaunchError, match="too few remain"):
+        identity.resume(identity.next_traj_id)
+    assert identity.first_traj_id == 2**63 - 4 * TRAJ_IDS_PER_PEER
+
+    monkeypatch.setattr(peer_ids, "_PEERS_PER_LIFE", 9)
+    several = Identity("run", 1, 3)
+    assert [several.new_peer(), several.new_peer() - 3] == [4, 4]
+    with pytest.raises(dc.LaunchError, match="this trainer has started 3 worker processes"):
+        several.new_peer()
+
+    monkeypatch.setattr(peer_ids, "TRAJ_IDS_PER_PEER", 3)
+    ids = traj_ids_of(2, 100)
+    assert list(islice(ids, 3)) == [106, 107, 108]
+    with pytest.raises(dc.WorkerError, match="used all of its 3 trajectory ids"):
+        next(ids)
+
+
+def test_a_process_that_steps_envs_itself_never_repeats_an_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own block, then those of processes that are never started."""
+    monkeypatch.setattr(peer_ids, "TRAJ_IDS_PER_PEER", 4)
+    trainers = [Identity("run", t, 2) for t in range(2)]
+    own = [trainer.own_traj_ids() for trainer in trainers]
+    ids = [next(each) for _ in range(9) for each in own]
+    assert len({*ids}) == len(ids) == 18
+    assert [traj_id // 4 for traj_id in ids[:2]] == [0, 1]
+    assert next(trainers[0].own_traj_ids()) == ids[0], "each collector begins with the same ids"
+    before = max(ids)
+    trainers[0].resume(before + 1)
+    assert next(trainers[0].own_traj_ids()) > before
+    trainers[0].resume(before - 2)  # as of another run
+    assert next(trainers[0].own_traj_ids()) > before
+
+
+@pytest.mark.parametrize("num_trainers", [1, 3])
+def test_a_state_of_the_old_format_is_continued_above_all_its_ids(num_trainers: int) -> None:
+    saved = 1_001 * OLD_BLOCK  # by trainer 0, after 1,000 workers
+    used = [t * OLD_RANGE + 1_500 * OLD_BLOCK for t in range(1, num_trainers)]
+    for trainer in range(num_trainers):
+        identity = Identity("run", trainer, num_trainers)
+        identity.resume(identity.above_format_1(saved))
+        assert block(identity, identity.new_peer()).start >= max([saved, *used])
+        assert identity.next_traj_id < 2**60
