@@ -44,7 +44,9 @@ def opened(**options: Any) -> Iterator[dc.RPCDataCollector]:
         try:
             yield made
         finally:
-            Gated.permits.release(STEPS)  # the worker may be in a step
+            Gated.permits.release(
+                100 * STEPS
+            )  # the worker may be in a step, or in the next rollout
 
 
 def workers_of(collector: dc.RPCDataCollector) -> LoopbackWorkers:

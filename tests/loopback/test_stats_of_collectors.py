@@ -110,7 +110,7 @@ def test_envs_that_raise(kind: bool | None) -> None:
     for fault in stats.env_faults:
         assert (fault.worker_id, fault.incarnation, fault.host) == (0, 0, socket.gethostname())
         assert begun - 1 < fault.time < time.time() + 1
-        assert fault.message == "env 0 (StumblingEnv): step() raised RuntimeError: stumbled"
+        assert fault.message == "env 0 (CountdownEnv): step() raised RuntimeError: stumbled"
     assert len(stats.env_faults) == 2
     assert Stats.from_dict(json.loads(json.dumps(stats.as_dict()))).env_faults == stats.env_faults
     if kind is not None:

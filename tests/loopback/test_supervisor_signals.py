@@ -11,12 +11,16 @@ import pytest
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.supervisor import _Signals, _Terminated, supervise
 from distcollect.launch.worker_hosts import WorkerHosts
+from distcollect.launch.zygote import ZYGOTE
 from distcollect.net.messages import TrainerAddress
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
-def test_handlers_are_as_before_when_the_trainer_is_done() -> None:
+def test_handlers_are_as_before_when_the_trainer_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ZYGOTE, "off")  # no worker will be started
     before = [signal.getsignal(number) for number in NUMBERS]
     hosts = WorkerHosts("127.0.0.1", "secret", num_ranks=1)
     address = TrainerAddress("127.0.0.1", hosts.join_server.port, "secret")
