@@ -359,6 +359,9 @@ class PoolCore:
             elif request.state is RolloutState.REFERRED:
                 self._scheduler.taken_back()
                 self.commands.append(TakeBack(request))
+            elif request.state is RolloutState.GIVEN_UP:
+                # Its worker was lost, or kept it no longer, while nobody had the reference.
+                self._scheduler.taken_back()
 
     def end_early(self) -> None:
         """Have the workers that collect for this batch, now or later, deliver what they have."""

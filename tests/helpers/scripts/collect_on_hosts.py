@@ -54,7 +54,7 @@ class Small(gym.Env):
     def step(self, action):
         self.steps += 1
         if self.deadly and self.steps == 100:
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(int(os.environ["PID_OF_RANK"]), signal.SIGKILL)
         time.sleep(0.001)
         return np.zeros(1, np.float32), 1.0, False, False, {}
 
@@ -133,4 +133,5 @@ def main():
 
 
 if __name__ == "__main__":
+    os.environ["PID_OF_RANK"] = str(os.getpid())  # workers inherit it
     dc.run(main)
