@@ -115,13 +115,15 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def interrupted_at(at: int, call: Callable[[], object]) -> tuple[bool, LineTracer]:
-    """Call ``call`` and raise KeyboardInterrupt at its ``at``-th line.
+def interrupted_at(
+    at: int, call: Callable[[], object], *, under: str = _PACKAGE
+) -> tuple[bool, LineTracer]:
+    """Call ``call`` and raise KeyboardInterrupt at its ``at``-th line; ``under``: see LineTracer.
 
     Returns:
         Whether it was interrupted, and the tracer. If not, the call has fewer lines.
     """
-    tracer = LineTracer(at, interrupt)
+    tracer = LineTracer(at, interrupt, under=under)
     try:
         with tracer.tracing():
             call()
