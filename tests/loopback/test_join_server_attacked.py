@@ -187,11 +187,16 @@ def test_a_stranger_may_send_little(server: JoinServer, dial: Dial, sent: bytes)
     assert is_ended(stranger)
 
 
-def have_small_buffers(client: ControlConnection, connection: Connection) -> None:
-    """Have the kernel keep little of what the server sends; some kernels keep 30 MB."""
-    for sock in (client._sock, connection._outbox._sock):
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, 1 << 16)
+def admitted_without_reading(client: ControlConnection, events: Recorder) -> Connection:
+    """The server's end of a connection whose peer joins, and then reads nothing.
+
+    The kernel keeps little of what the server sends; without limits, some kernels keep 30 MB.
+    """
+    client.join(hello(), TOKEN)
+    connection: Connection = events.next("admitted")
+    client._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    connection._outbox._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    return connection
 
 
 def test_one_that_does_not_read_holds_nobody_up(
@@ -199,10 +204,8 @@ def test_one_that_does_not_read_holds_nobody_up(
 ) -> None:
     settings(SEND_TIMEOUT_S=2.0)
     server = serve()
-    deaf, other = connect(server), connect(server)
-    deaf.join(hello(), TOKEN)
-    to_deaf = events.next("admitted")
-    have_small_buffers(deaf, to_deaf)
+    to_deaf = admitted_without_reading(connect(server), events)
+    other = connect(server)
     other.join(hello(worker_id=1), TOKEN)
     to_other = events.next("admitted")
     large = Refused("x" * 500_000)
@@ -238,10 +241,7 @@ def test_what_is_kept_for_one_that_does_not_read_is_limited(
     settings: Callable[..., None], serve: Serve, events: Recorder, connect: Connect
 ) -> None:
     settings(SEND_TIMEOUT_S=3600)  # so it is the limit that ends the connection
-    client = connect(serve())
-    client.join(hello(), TOKEN)
-    connection = events.next("admitted")
-    have_small_buffers(client, connection)
+    connection = admitted_without_reading(connect(serve()), events)
     num_unsent = []
     for _ in range(30):
         connection.send(Refused("x" * 500_000))
