@@ -82,7 +82,7 @@ def _without_signals(code: CodeType) -> frozenset[int]:
 
     - before it calls ``__exit__`` at the end of a ``with`` block: with a lock that is one call in
       C, after which the lock is free;
-    - between an assignment to an attribute and a return of a variable that follows it.
+    - between an assignment to an attribute and a return of a variable or constant that follows it.
     """
     if code not in _known:
         found = list(dis.get_instructions(code))
@@ -100,7 +100,7 @@ def _returns_at_once(found: Sequence[dis.Instruction]) -> bool:
     return (
         before == "STORE_ATTR"
         and len(rest) == 2
-        and rest[0].startswith("LOAD_FAST")
+        and rest[0].startswith(("LOAD_FAST", "LOAD_CONST"))
         and rest[1] == "RETURN_VALUE"
     )
 

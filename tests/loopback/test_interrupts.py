@@ -301,9 +301,9 @@ def filling(in_process: bool, policy: Policy | None = None) -> tuple[Any, Buffer
     return loopback_collector(Counting, policy, sync=False, num_workers=1, **kwargs), buffer
 
 
-def grows(buffer: Buffer) -> None:
+def grows(buffer: Buffer, about: Callable[[], object] = lambda: None) -> None:
     count = len(buffer.frames)
-    eventually(lambda: len(buffer.frames) > count)
+    eventually(lambda: len(buffer.frames) > count, about=about)
 
 
 @contextlib.contextmanager
@@ -429,7 +429,7 @@ def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) 
             if operation == "start" and more and not collector.is_running:
                 collector.start()
             if operation in ("start", "pause"):
-                grows(buffer)
+                grows(buffer, lambda: tracer.where)
             else:
                 call(collector)
                 eventually(lambda: not collector.is_running, about=lambda: tracer.where)
