@@ -8,7 +8,6 @@ is stepped by its own method.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -16,6 +15,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs import utils as torchrl_utils
+
+from distcollect.envs.torchrl_gym import GymStep, has_methods_of, is_usual_gym_env
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 Stepped: TypeAlias = tuple[TensorDictBase, TensorDictBase]
@@ -64,6 +65,7 @@ class Stepper:
         self._left_out: Tree = mdp.exclude_from_root
         self._taken: Tree = mdp.keys_from_next
         self._expected = _shapes([env.full_reward_spec, env.full_done_spec])
+        self._inner_step = GymStep(env) if is_usual_gym_env(env) else env._step
         self._after_step = env._post_step_mdp_hooks
         self._done_at_root = bool(env._simple_done)
         found = [self._device, self._batch_size, self._left_out, self._taken, self._expected]
@@ -82,7 +84,7 @@ class Stepper:
         if "_step" in entries or td.batch_size != self._batch_size or type(td) is not TensorDict:
             stepped = env.step_and_maybe_reset(td)
             return stepped
-        following = env._step(td)
+        following = self._inner_step(td)
         given = entries.get("next")
         is_known = type(following) is TensorDict and following.batch_size == self._batch_size
         if not is_known or not self._is_checked or not _fits(following, self._expected):
@@ -136,12 +138,7 @@ def _is_plain(env: TorchRLEnv) -> bool:
     """Whether the env is stepped in the way that :class:`Stepper` knows."""
     own = vars(env)
     return (
-        all(
-            name not in own
-            and inspect.getattr_static(type(env), name, None)
-            is inspect.getattr_static(EnvBase, name, None)
-            for name in _REPLACED
-        )
+        has_methods_of(env, EnvBase, _REPLACED)
         and not any(own.get(name) for name in _SWITCHES)
         and not env.run_type_checks
         and type(env._step_mdp) is getattr(torchrl_utils, "_StepMDP", None)
