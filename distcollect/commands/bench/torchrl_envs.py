@@ -1,12 +1,13 @@
-"""SyncDataCollector beside TorchRL's ``Collector``: the same TorchRL env, the same policy.
+"""The collectors beside TorchRL's own: the same TorchRL env, the same policy.
 
-Both collect in this process, a batch each in turn, and neither is told more than it needs. The
-figures are ratios of frames per second of CPU time, with that of all child processes, and of frames
-per second. This module imports torchrl.
+SyncDataCollector and TorchRL's ``Collector`` collect in one process, a batch each in turn. Both are
+made with the arguments that they need, and no others. CPU time is that of this process and of all
+that it started. This module imports torchrl.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from torchrl.envs import (
 )
 from torchrl.modules import GRUModule, LSTMModule
 
-from distcollect import SyncDataCollector
+from distcollect import RPCDataCollector, SyncDataCollector
 from distcollect.commands.bench.alternating import ratios_of_pairs
 from distcollect.commands.bench.contenders import Values
 from distcollect.commands.bench.workloads import mlp
@@ -46,6 +47,9 @@ _HIDDEN = 32
 _BATCH = 16
 _AGENTS = 3
 _EPISODE = 100  # frames
+_NUM_WORKERS = 2
+_WARM_UP_BATCHES = 6
+_ENDLESS = 10**12  # TorchRL's RPCCollector yields nothing with -1, its own value for endless
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,7 @@ def _remembering(make: Callable[..., Any]) -> Kind:
     return Kind(make_env, lambda: policy)
 
 
+# By the names that items.py lists.
 KINDS: dict[str, Callable[[], Kind]] = {
     "cartpole": lambda: Kind(make_cartpole, cartpole_policy),
     "pendulum": lambda: Kind(make_pendulum, pendulum_policy),
@@ -231,6 +236,35 @@ def run_beside_torchrl(seconds: float, *, name: str) -> Values:
     ours.shutdown()
     theirs.shutdown()
     return {"cpu_ratio": cpu, "speed_ratio": wall, "pairs": pairs}
+
+
+def run_workers(seconds: float, *, torchrl: bool) -> Values:
+    """Two workers over RPC with Pendulum-v1: RPCDataCollector, or TorchRL's RPCCollector."""
+    kind = KINDS["pendulum"]()
+    options = {"frames_per_batch": kind.num_frames, "sync": False}
+    collector: Any
+    if torchrl:
+        collector = importlib.import_module("torchrl.collectors.distributed").RPCCollector(
+            [kind.make_env] * _NUM_WORKERS,
+            kind.make_policy(),
+            total_frames=_ENDLESS,
+            launcher="mp",
+            **options,
+        )
+    else:
+        collector = RPCDataCollector(
+            kind.make_env, kind.make_policy(), num_workers=_NUM_WORKERS, **options
+        )
+    batches = iter(collector)
+    for _ in range(_WARM_UP_BATCHES):
+        next(batches)
+    num_frames, begin, cpu_begin = 0, time.perf_counter(), cpu_s()
+    while time.perf_counter() - begin < seconds:
+        num_frames += next(batches).numel()
+    return {
+        "frames_per_s": num_frames / (time.perf_counter() - begin),
+        "frames_per_cpu_s": num_frames / (cpu_s() - cpu_begin),
+    }
 
 
 def cpu_s() -> float:
