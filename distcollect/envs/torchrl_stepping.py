@@ -8,12 +8,13 @@ is stepped by its own method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs import utils as torchrl_utils
 
 from distcollect.envs.torchrl_gym import GymStep, has_methods_of, is_usual_gym_env
@@ -36,6 +37,7 @@ _REPLACED = (
     "_assert_tensordict_shape",
     "_step_proc_data",
 )
+_REPLACED_IN_RESETS = ("reset", "_resolve_set_state", "_reset_check_done")
 # Attributes of an env that change what its method does.
 _SWITCHES = ("_compiled_step_and_maybe_reset", "_torchrl_native_autoreset")
 _WHOLE = object()
@@ -44,14 +46,15 @@ _WHOLE = object()
 class Stepper:
     """Makes the steps of one env.
 
-    The first step after each change of the env's specs is compared with what TorchRL makes of it.
-    If they differ, the env is stepped by its own method from then on.
+    The first step and the first reset after each change of the env's specs are compared with what
+    TorchRL makes of them. If they differ, the env's own methods are used from then on.
     """
 
     def __init__(self, env: TorchRLEnv) -> None:
         self.env = env
         self._trusted: list[Any] | None = None  # the specs for which the comparison was made
-        self._is_fast = True
+        self._is_fast = self._may_reset_fast = True
+        self._is_reset_checked = False
         self.refresh()
 
     def refresh(self) -> None:
@@ -69,7 +72,13 @@ class Stepper:
         self._after_step = env._post_step_mdp_hooks
         self._done_at_root = bool(env._simple_done)
         found = [self._device, self._batch_size, self._left_out, self._taken, self._expected]
+        self._flags = _shapes([env.full_done_spec])
+        self._resets_fast = self._may_reset_fast and _is_reset_plainly(env, self._flags)
+        self._reset_options = (
+            {"set_state": False} if getattr(env, "_supports_set_state", False) else {}
+        )
         self._is_checked = self._trusted == found
+        self._is_reset_checked = self._is_reset_checked and self._is_checked
         self._trusted = found
 
     def __call__(self, td: TensorDictBase) -> Stepped:
@@ -102,11 +111,34 @@ class Stepper:
             start = self._checked(start, env._step_mdp(td))
         if self._after_step is not None:
             td, start = self._after_step(td, start)
-        if self._done_at_root:
-            done = start._get_str("done", default=None)
-            if done is None or not (done if done.numel() == 1 else done.any()):
-                return td, start
-        return td, env.maybe_reset(start)
+        if not self._done_at_root:
+            return td, env.maybe_reset(start)
+        done = start._get_str("done", default=None)
+        if done is None or not (done if done.numel() == 1 else done.any()):
+            return td, start
+        if not self._resets_fast or type(start) is not TensorDict:
+            return td, env.maybe_reset(start)
+        return td, self._reset(start, done)
+
+    def _reset(self, start: TensorDict, done: torch.Tensor) -> TensorDictBase:
+        """Reset the rows that are done; see ``maybe_reset``."""
+        env, given = self.env, start.empty()
+        flags = done.clone()
+        given._set_str("_reset", flags, validated=True, inplace=False, non_blocking=False)
+        fresh = env._reset(given, **self._reset_options)
+        if fresh is given or not isinstance(fresh, TensorDictBase):
+            raise RuntimeError(f"_reset() must return a new TensorDict, not {type(fresh).__name__}")
+        merged = None
+        if type(fresh) is TensorDict and _fits(fresh, self._flags) and not _any(fresh, self._flags):
+            merged = _merged(start, fresh, flags.reshape(start.batch_size))
+        if merged is not None and self._is_reset_checked:
+            return merged
+        start._set_str("_reset", flags, validated=True, inplace=False, non_blocking=False)
+        theirs: TensorDictBase = env._reset_proc_data(start, fresh)
+        if merged is not None:
+            self._is_reset_checked = True
+            self._resets_fast = self._may_reset_fast = _is_equal(merged, theirs)
+        return theirs
 
     def _advanced(
         self, td: TensorDict, entries: dict[str, Any], following: TensorDict
@@ -143,6 +175,19 @@ def _is_plain(env: TorchRLEnv) -> bool:
         and not env.run_type_checks
         and type(env._step_mdp) is getattr(torchrl_utils, "_StepMDP", None)
         and env._step_mdp.keep_other
+    )
+
+
+def _is_reset_plainly(env: TorchRLEnv, flags: Shapes) -> bool:
+    """Whether ended rows are reset in the way that :class:`Stepper` knows."""
+    return (
+        has_methods_of(env, EnvBase, _REPLACED_IN_RESETS)
+        and (
+            has_methods_of(env, EnvBase, ["_reset_proc_data"])
+            or has_methods_of(env, TransformedEnv, ["_reset_proc_data"])
+        )
+        and list(env.reset_keys) == ["_reset"]
+        and not any(isinstance(shape, dict) for shape in flags.values())
     )
 
 
@@ -230,16 +275,79 @@ def _take(source: TensorDict, taken: Tree, to: TensorDict) -> bool:
     return True
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _any(td: TensorDict, flags: Shapes) -> bool:
+    """Whether one of the flags is True anywhere."""
+    return any(bool(td._get_str(name, None).any()) for name in flags)
+
+
+def _merged(start: TensorDict, fresh: TensorDict, is_reset: torch.Tensor) -> TensorDict | None:
+    """``start`` with the values of ``fresh`` in the rows that were reset.
+
+    Args:
+        start: what the next step begins with.
+        fresh: what the reset gave.
+        is_reset: bool ``[*batch_size]``.
+
+    Returns:
+        A new TensorDict. Entries that a reset does not give are 0 in rows that were reset, unless
+        all were. None where TorchRL must merge them.
+    """
+    is_whole = bool(is_reset if is_reset.numel() == 1 else is_reset.all())
+    merged, entries = start.empty(), dict(fresh.items())
+    entries.pop("_reset", None)
+    for name, value in start.items():
+        other = entries.pop(name, None)
+        made: Any
+        if type(value) is TensorDict:
+            if other is None:
+                other = value.empty()
+            if type(other) is not TensorDict or other.batch_size != value.batch_size:
+                return None
+            made = _merged(value, other, is_reset)
+            if made is None:
+                return None
+        elif not isinstance(value, torch.Tensor):
+            return None
+        elif is_whole:
+            made = value if other is None else other
+        else:
+            mask = is_reset.reshape(*is_reset.shape, *(1 for _ in value.shape[is_reset.ndim :]))
+            if other is None:
+                made = value.masked_fill(mask, 0)
+            elif not isinstance(other, torch.Tensor) or other.shape != value.shape:
+                return None
+            else:
+                made = torch.where(mask, other, value)
+        merged._set_str(name, made, validated=True, inplace=False, non_blocking=False)
+    if entries and not is_whole:
+        return None
+    for name, value in entries.items():
+        merged._set_str(name, value, validated=True, inplace=False, non_blocking=False)
+    return merged
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two TensorDicts have equal entries."""
+
+    def is_equal(value: Any, theirs: Any) -> bool:
+        is_tensor = isinstance(value, torch.Tensor) and isinstance(theirs, torch.Tensor)
+        return is_tensor and value.dtype is theirs.dtype and torch.equal(value, theirs)
+
+    return _is_same(one, other, is_equal)
+
+
+def _is_same(
+    one: Any, other: Any, compare: Callable[[Any, Any], bool] = operator.is_
+) -> bool:
     """Whether two TensorDicts have the same entries: the same tensors, not just equal ones."""
     if type(one) is not type(other):
         return False
     if not isinstance(one, TensorDictBase):
-        return one is other
+        return compare(one, other)
     return (
         one.batch_size == other.batch_size
         and one.device == other.device
         and one.names == other.names
         and set(one.keys()) == set(other.keys())
-        and all(_is_same(value, other.get(name)) for name, value in one.items())
+        and all(_is_same(value, other.get(name), compare) for name, value in one.items())
     )

@@ -151,15 +151,15 @@ _TORCHRL_KINDS = {
 }
 
 
-def _with_torchrl(function: str, seconds: float, **options: object) -> Values:
+def _with_torchrl(function: str, seconds: float, /, **options: object) -> Values:
     """Call a function of a module that can be imported only with torchrl."""
     module = importlib.import_module("distcollect.commands.bench.torchrl_envs")
     values: Values = getattr(module, function)(seconds, **options)
     return values
 
 
-def _torchrl_part(name: str, about: str, function: str, **options: object) -> Part:
-    return Part(name, about, partial(_with_torchrl, function, **options), needs=_TORCHRL)
+def _torchrl_part(part: str, about: str, function: str, /, **options: object) -> Part:
+    return Part(part, about, partial(_with_torchrl, function, **options), needs=_TORCHRL)
 
 
 _FIGURES = (
