@@ -50,11 +50,11 @@ def is_usual_gym_env(env: TorchRLEnv) -> bool:
     return (
         has_methods_of(env, GymWrapper, _KNOWN)
         and isinstance(vars(env).get("_env"), gym.Env)
-        and env.validated is not False
+        and getattr(env, "validated", False) is not False
         and not env._is_batched
         and not env.info_dict_reader
         and env.wrapper_frame_skip == 1
-        and bool(env._convert_actions_to_numpy)
+        and bool(getattr(env, "_convert_actions_to_numpy", False))
         and len(env.action_keys) == len(env.reward_keys) == 1
         and {*env.full_done_spec.keys()} == _FLAGS
         and env.device in (None, torch.device("cpu"))
@@ -85,7 +85,7 @@ class GymStep:
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         """One transition; see ``EnvBase._step``."""
         given = td.get(self._action_key)
-        if not self._is_checked:
+        if not self._is_checked and isinstance(given, torch.Tensor):
             self._is_fast = _is_equal(self._read_action(given), self._env.read_action(given))
         if not self._is_fast or not isinstance(given, torch.Tensor):
             stepped: TensorDictBase = self._env._step(td)

@@ -69,8 +69,8 @@ class Stepper:
         self._taken: Tree = mdp.keys_from_next
         self._expected = _shapes([env.full_reward_spec, env.full_done_spec])
         self._inner_step = GymStep(env) if is_usual_gym_env(env) else env._step
-        self._after_step = env._post_step_mdp_hooks
-        self._done_at_root = bool(env._simple_done)
+        self._after_step = getattr(env, "_post_step_mdp_hooks", None)
+        self._done_at_root = bool(getattr(env, "_simple_done", False))
         found = [self._device, self._batch_size, self._left_out, self._taken, self._expected]
         self._flags = _shapes([env.full_done_spec])
         self._resets_fast = self._may_reset_fast and _is_reset_plainly(env, self._flags)
@@ -83,45 +83,45 @@ class Stepper:
 
     def __call__(self, td: TensorDictBase) -> Stepped:
         """One transition, and a reset of the rows that ended; see ``step_and_maybe_reset``."""
-        env = self.env
-        if not self._plain:
-            stepped: Stepped = env.step_and_maybe_reset(td)
+        if (
+            not self._plain
+            or type(td) is not TensorDict
+            or td.batch_size != self._batch_size
+            or td._get_str("_step", None) is not None
+        ):
+            stepped: Stepped = self.env.step_and_maybe_reset(td)
             return stepped
         if td.device != self._device:
             td = td.to(self._device)
         entries = dict(td.items())
-        if "_step" in entries or td.batch_size != self._batch_size or type(td) is not TensorDict:
-            stepped = env.step_and_maybe_reset(td)
-            return stepped
         following = self._inner_step(td)
-        given = entries.get("next")
         is_known = type(following) is TensorDict and following.batch_size == self._batch_size
         if not is_known or not self._is_checked or not _fits(following, self._expected):
-            following = env._step_proc_data(following)
-        if given is not None:
+            following = self.env._step_proc_data(following)
+        if (given := entries.get("next")) is not None:
             _add(following, given)
         if is_known and following.device == td.device:
             td._set_str("next", following, validated=True, inplace=False, non_blocking=False)
         else:
             td.set("next", following)
-        start = self._advanced(td, entries, following) if is_known else None
-        if start is None:
-            start = env._step_mdp(td)
-        elif not self._is_checked:
-            start = self._checked(start, env._step_mdp(td))
+        start = self._start(td, entries, following) if is_known else self.env._step_mdp(td)
         if self._after_step is not None:
             td, start = self._after_step(td, start)
-        if not self._done_at_root:
-            return td, env.maybe_reset(start)
-        done = start._get_str("done", default=None)
-        if done is None or not (done if done.numel() == 1 else done.any()):
-            return td, start
-        if not self._resets_fast or type(start) is not TensorDict:
-            return td, env.maybe_reset(start)
-        return td, self._reset(start, done)
+        return td, self._maybe_reset(start)
+
+    def _maybe_reset(self, start: TensorDictBase) -> TensorDictBase:
+        """Reset the rows that ended; see ``EnvBase.maybe_reset``."""
+        if self._done_at_root:
+            done = start._get_str("done", default=None)
+            if done is None or not (done if done.numel() == 1 else done.any()):
+                return start
+            if self._resets_fast and type(start) is TensorDict:
+                return self._reset(start, done)
+        started: TensorDictBase = self.env.maybe_reset(start)
+        return started
 
     def _reset(self, start: TensorDict, done: torch.Tensor) -> TensorDictBase:
-        """Reset the rows that are done; see ``maybe_reset``."""
+        """Reset the rows that are done."""
         env, given = self.env, start.empty()
         flags = done.clone()
         given._set_str("_reset", flags, validated=True, inplace=False, non_blocking=False)
@@ -129,6 +129,10 @@ class Stepper:
         if fresh is given or not isinstance(fresh, TensorDictBase):
             raise RuntimeError(f"_reset() must return a new TensorDict, not {type(fresh).__name__}")
         merged = None
+        if self._flags.keys().isdisjoint(fresh.keys()):
+            for name, shape in self._flags.items():
+                assert isinstance(shape, torch.Size)
+                fresh.set(name, torch.zeros(shape, dtype=torch.bool, device=self._device))
         if type(fresh) is TensorDict and _fits(fresh, self._flags) and not _any(fresh, self._flags):
             merged = _merged(start, fresh, flags.reshape(start.batch_size))
         if merged is not None and self._is_reset_checked:
@@ -140,10 +144,10 @@ class Stepper:
             self._resets_fast = self._may_reset_fast = _is_equal(merged, theirs)
         return theirs
 
-    def _advanced(
+    def _start(
         self, td: TensorDict, entries: dict[str, Any], following: TensorDict
-    ) -> TensorDict | None:
-        """What the next step begins with; None where TorchRL must say it.
+    ) -> TensorDictBase:
+        """What the next step begins with, before ended rows are reset.
 
         Args:
             td: the frame.
@@ -151,18 +155,14 @@ class Stepper:
             following: what the frame has under "next".
         """
         start = td.empty()
-        if _copy(entries, self._left_out, start) and _take(following, self._taken, start):
+        is_made = _copy(entries, self._left_out, start) and _take(following, self._taken, start)
+        if is_made and self._is_checked:
             return start
-        return None
-
-    def _checked(self, start: TensorDictBase, theirs: TensorDictBase) -> TensorDictBase:
-        """What TorchRL makes of the step; if it is not ``start``, its own method is used from now.
-
-        ``theirs`` is that.
-        """
-        self._is_checked = True
-        if not _is_same(start, theirs):
-            self._is_fast = self._plain = False
+        theirs: TensorDictBase = self.env._step_mdp(td)
+        if is_made:
+            self._is_checked = True
+            if not _is_same(start, theirs):
+                self._is_fast = self._plain = False
         return theirs
 
 
@@ -298,32 +298,30 @@ def _merged(start: TensorDict, fresh: TensorDict, is_reset: torch.Tensor) -> Ten
     for name, value in start.items():
         other = entries.pop(name, None)
         made: Any
-        if type(value) is TensorDict:
-            if other is None:
-                other = value.empty()
-            if type(other) is not TensorDict or other.batch_size != value.batch_size:
-                return None
-            made = _merged(value, other, is_reset)
-            if made is None:
-                return None
-        elif not isinstance(value, torch.Tensor):
-            return None
-        elif is_whole:
-            made = value if other is None else other
+        if isinstance(value, torch.Tensor):
+            made = (value if other is None else other) if is_whole else _mix(value, other, is_reset)
+        elif type(value) is TensorDict and (other is None or type(other) is TensorDict):
+            other = value.empty() if other is None else other
+            is_alike = other.batch_size == value.batch_size
+            made = _merged(value, other, is_reset) if is_alike else None
         else:
-            mask = is_reset.reshape(*is_reset.shape, *(1 for _ in value.shape[is_reset.ndim :]))
-            if other is None:
-                made = value.masked_fill(mask, 0)
-            elif not isinstance(other, torch.Tensor) or other.shape != value.shape:
-                return None
-            else:
-                made = torch.where(mask, other, value)
+            made = None
+        if made is None:
+            return None
         merged._set_str(name, made, validated=True, inplace=False, non_blocking=False)
-    if entries and not is_whole:
-        return None
     for name, value in entries.items():
         merged._set_str(name, value, validated=True, inplace=False, non_blocking=False)
-    return merged
+    return merged if is_whole or not entries else None
+
+
+def _mix(value: torch.Tensor, other: Any, is_reset: torch.Tensor) -> torch.Tensor | None:
+    """``value``, in the rows that were reset ``other``; see :func:`_merged`."""
+    mask = is_reset.reshape(*is_reset.shape, *(1 for _ in value.shape[is_reset.ndim :]))
+    if other is None:
+        return value.masked_fill(mask, 0)
+    if not isinstance(other, torch.Tensor) or other.shape != value.shape:
+        return None
+    return torch.where(mask, other, value)
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -336,9 +334,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     return _is_same(one, other, is_equal)
 
 
-def _is_same(
-    one: Any, other: Any, compare: Callable[[Any, Any], bool] = operator.is_
-) -> bool:
+def _is_same(one: Any, other: Any, compare: Callable[[Any, Any], bool] = operator.is_) -> bool:
     """Whether two TensorDicts have the same entries: the same tensors, not just equal ones."""
     if type(one) is not type(other):
         return False

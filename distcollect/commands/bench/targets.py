@@ -134,10 +134,7 @@ TARGETS: tuple[Target, ...] = (
             "lstm",
         )
     ),
-    *(
-        _beside_torchrl(kind, 1.5)
-        for kind in ("cartpole-cheap", "pendulum-cheap", "batched-cheap")
-    ),
+    *(_beside_torchrl(kind, 1.5) for kind in ("cartpole-cheap", "pendulum-cheap", "batched-cheap")),
     _workers_beside_torchrl("frames/s", "frames_per_s"),
     _workers_beside_torchrl("frames per CPU second", "frames_per_cpu_s"),
     _over("cartpole-1", "sync-compiled", "bare", 1.3),

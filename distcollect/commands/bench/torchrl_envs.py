@@ -67,7 +67,7 @@ class Kind:
     num_frames: int = 256
 
 
-class Swarm(EnvBase):  # type: ignore[misc] - torchrl has no types
+class Swarm(EnvBase):  # type: ignore[misc]
     """16 copies of a simulation with three agents, whose entries are in a group of their own."""
 
     def __init__(self) -> None:
@@ -207,9 +207,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "batched": lambda: Kind(Swarm, swarm_policy, 128 * _BATCH),
     "gru": lambda: _remembering(GRUModule),
     "lstm": lambda: _remembering(LSTMModule),
-    "cartpole-cheap": lambda: Kind(
-        make_cartpole, lambda: Constant("action", torch.tensor([0, 1]))
-    ),
+    "cartpole-cheap": lambda: Kind(make_cartpole, lambda: Constant("action", torch.tensor([0, 1]))),
     "pendulum-cheap": lambda: Kind(make_pendulum, lambda: Constant("action", torch.zeros(1))),
     "batched-cheap": lambda: Kind(
         Swarm,
@@ -226,9 +224,7 @@ def run_beside_torchrl(seconds: float, *, name: str) -> Values:
     theirs = Collector(
         kind.make_env(), kind.make_policy(), frames_per_batch=kind.num_frames, total_frames=-1
     )
-    ours = SyncDataCollector(
-        kind.make_env(), kind.make_policy(), frames_per_batch=kind.num_frames
-    )
+    ours = SyncDataCollector(kind.make_env(), kind.make_policy(), frames_per_batch=kind.num_frames)
     batches = iter(theirs)
     (cpu, wall), pairs = ratios_of_pairs(
         lambda: next(batches), ours.next, seconds, clocks=(cpu_s, time.perf_counter)
@@ -241,7 +237,7 @@ def run_beside_torchrl(seconds: float, *, name: str) -> Values:
 def run_workers(seconds: float, *, torchrl: bool) -> Values:
     """Two workers over RPC with Pendulum-v1: RPCDataCollector, or TorchRL's RPCCollector."""
     kind = KINDS["pendulum"]()
-    options = {"frames_per_batch": kind.num_frames, "sync": False}
+    options: dict[str, Any] = {"frames_per_batch": kind.num_frames, "sync": False}
     collector: Any
     if torchrl:
         collector = importlib.import_module("torchrl.collectors.distributed").RPCCollector(
