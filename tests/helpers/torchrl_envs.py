@@ -45,7 +45,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # its own entries
     from torchrl.collectors import Collector
 
-__all__ = ["KINDS", "Agents", "Collector", "Counter", "GymEnv", "ParallelEnv", "policy_for"]
+__all__ = [
+    "KINDS",
+    "Agents",
+    "Collector",
+    "Counter",
+    "GymEnv",
+    "ParallelEnv",
+    "RewardScaling",
+    "TransformedEnv",
+    "policy_for",
+]
 
 
 class Counter(EnvBase):
