@@ -55,6 +55,8 @@ _READ_AT_IMPORT = (
     "PYTHON",
     "TORCH",
 )
+# Libraries that the zygote imports only if this process has imported them: they take long.
+_ALSO_PRELOADED = ("torchrl.envs",)
 _DEFAULTS = {
     # Threads of numpy's OpenBLAS start when it is loaded, and a process with threads isn't forked.
     "OPENBLAS_NUM_THREADS": "1",
@@ -62,16 +64,18 @@ _DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
-# First of all it is made sure that it ends with its parent: the imports take seconds.
+# First of all it is made sure that it ends with its parent: the imports take seconds. They make
+# objects that stay: searching these for garbage again and again would take a quarter of the time.
 _BOOT = """
-import ctypes, json, os, sys
+import ctypes, gc, json, os, sys
+gc.disable()
 boot = json.loads(sys.stdin.readline())
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
 if os.getppid() != boot["parent"]:
     os._exit(1)
 sys.path[:] = boot["sys_path"]
 from distcollect.worker.zygote import serve
-boot = serve(boot["fd"])
+boot = serve(boot["fd"], boot["modules"])
 from distcollect.worker.main import main
 main(boot)
 """
@@ -293,7 +297,8 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
         pass_fds=[fd],
     )
     assert process.stdin is not None
-    boot = {"fd": fd, "parent": os.getpid(), "sys_path": sys.path}
+    modules = [name for name in _ALSO_PRELOADED if name in sys.modules]
+    boot = {"fd": fd, "parent": os.getpid(), "sys_path": sys.path, "modules": modules}
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(boot).encode() + b"\n")
         process.stdin.close()
