@@ -441,7 +441,7 @@ class RPCDataCollector(DataCollectorBase):
             WorkerError: no worker could receive the weights.
         """
         self._check_open()
-        if isinstance(policy_or_weights, Mapping) and validation.is_by_worker(policy_or_weights):
+        if validation.is_by_worker(policy_or_weights):
             push = None
             for worker_id, weights in policy_or_weights.items():
                 push = self.update_policy_weights_(weights, worker_ids=worker_id, wait=wait)

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import gymnasium as gym
 import torch
@@ -205,9 +205,9 @@ def check_policy(policy: object, factory: object, *, several: bool) -> None:
             raise ArgumentTypeError(f"{name}={value!r}: must be {wanted}")
 
 
-def is_by_worker(weights: Mapping[Any, Any]) -> bool:
-    """Whether a dict has the weights of each of several workers, by worker_id."""
-    return bool(weights) and all(type(key) is int for key in weights)
+def is_by_worker(weights: object) -> TypeGuard[dict[int, Any]]:
+    """Whether it is a dict with the weights of each of several workers, by worker_id."""
+    return isinstance(weights, dict) and bool(weights) and all(type(key) is int for key in weights)
 
 
 def check_hooks(options: Any) -> None:

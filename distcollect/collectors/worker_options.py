@@ -95,8 +95,8 @@ class WorkerOptions(CollectorOptions):
     is_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         checks.positive("num_workers", self.num_workers, optional=True)
+        super().__post_init__()
         if self._cat_results != 0 and not self.sync:
             raise ArgumentError(
                 f"cat_results={self.cat_results!r} is for sync=True: without it a batch is one "

@@ -271,7 +271,10 @@ class Worker(WorkerService):
             wire_form=slab.wire_form,
         )
         if self._post_collect_hook is not None:
-            rollout = assemble(engine.layout, [Rollout(header, tensors)])
+            # Copied, as the hook may keep it, and this memory is written to again.
+            here = Rollout(header, slab.tensors(mapped=False))
+            padded = slab.num_frames < engine.layout.num_envs * slab.num_steps
+            rollout = assemble(engine.layout, [here], mask=padded).clone()
             with engine.counter.doing(Task.HOOK):
                 _call_users("post_collect_hook", self._post_collect_hook, rollout)
         self._slabs.filled(self._sequence, slab)

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import cloudpickle
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from helpers.envs import SamplingEnv
 from helpers.loopback_pool import loopback_collector
 from tensordict import TensorDict
@@ -17,6 +20,12 @@ from tensordict.nn import TensorDictModule as Mod
 from torch import nn
 
 import distcollect as dc
+from distcollect.engine.plan import WorkerPlan
+from distcollect.transport import peer_ids
+from distcollect.transport.protocol import CollectRequest
+from distcollect.worker.service import Worker
+
+T = 64
 
 
 class Policy(nn.Module):
@@ -144,6 +153,23 @@ def test_each_worker_has_a_policy_factory_and_weights_of_its_own() -> None:
         loopback_collector([SamplingEnv] * 3, policy_factory=[Policy] * 2, frames_per_batch=6)
 
 
+class Wide(SamplingEnv):
+    """Observations of 4 KB, whose entries count the steps."""
+
+    def __init__(self) -> None:
+        super().__init__(spaces.Box(0, 1e9, (1024,), np.float32))
+        self.count = 0
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        """Count on."""
+        return np.full(1024, self.count, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Count."""
+        self.count += 1
+        return np.full(1024, self.count, np.float32), 0.0, False, False, {}
+
+
 class Numbered(SamplingEnv):
     """An env with attributes to read."""
 
@@ -257,7 +283,9 @@ def test_the_next_seed_is_that_of_torchrl() -> None:
         assert collector.set_seed(5, static_seed=True) == 5
 
 
-def test_a_state_has_the_weights_of_each_worker() -> None:
+def test_a_state_has_the_weights_of_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The ids of later tests begin as if no state had been loaded.
+    monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
     pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
     from helpers import torchrl_envs as zoo  # noqa: PLC0415
 
@@ -291,3 +319,23 @@ def test_one_env_is_copied_to_all_workers() -> None:
     env = Counter()
     with loopback_collector([env] * 2, sync=True, frames_per_batch=8) as collector:
         assert collector.next().numel() == 8
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_hook_gets_a_copy_of_a_rollout(shared: bool) -> None:
+    """Also of one that lies in shared memory, or was preempted."""
+    worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
+    worker.receive_plan(cloudpickle.dumps(WorkerPlan(Wide, 1, post_collect_hook=called)))
+    worker._configure()
+    for sequence in range(4):
+        if sequence == 3:
+            worker.preempt(sequence)
+        worker._collect(CollectRequest(T, fresh=True, shared=shared))
+    assert worker._configured.envs.call("close", (), {}) == [None]
+    observations = [rollout["observation"][0] for rollout in CALLS]
+    assert [len(each) for each in observations] == [T] * 4
+    # The memory of the first was used again for the third.
+    steps = [each[:, 0].tolist() for each in observations[:3]]
+    assert steps == [[*range(T * n, T * (n + 1))] for n in range(3)]
+    assert not any(("collector", "mask") in rollout.keys(True) for rollout in CALLS[:3])
+    assert CALLS[3]["collector", "mask"].sum() == 1

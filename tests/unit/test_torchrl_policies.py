@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributions import LogNormal
 
 import distcollect as dc
+from distcollect.transport import peer_ids
 from distcollect.transport.protocol import Failure
 
 __all__ = ["zoo"]
@@ -287,7 +288,9 @@ def test_a_fake_batch(zoo: Any, batch_size: tuple[int, ...]) -> None:
         collector.fake_tensordict()
 
 
-def test_a_state_has_the_weights_of_the_policy(zoo: Any) -> None:
+def test_a_state_has_the_weights_of_the_policy(zoo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The ids of later tests begin as if no state had been loaded.
+    monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
     first, second = (
         Mod(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]) for _ in range(2)
     )
