@@ -91,6 +91,7 @@ def test_an_exploration_module(zoo: Any) -> None:
     from torchrl.modules import AdditiveGaussianModule  # noqa: PLC0415
 
     env = zoo.Counter()
+    torch.manual_seed(0)
     noise = AdditiveGaussianModule(spec=None)
     policy = Seq(Mod(lambda obs: 0 * obs[..., :1], ["observation"], ["action"]), noise)
     with dc.SyncDataCollector(env, policy, frames_per_batch=10) as collector:
