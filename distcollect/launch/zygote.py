@@ -55,14 +55,15 @@ _READ_AT_IMPORT = (
     "PYTHON",
     "TORCH",
 )
-# Libraries that the zygote imports only if this process has imported them: they take long.
-_ALSO_PRELOADED = ("torchrl.envs",)
 _DEFAULTS = {
     # Threads of numpy's OpenBLAS start when it is loaded, and a process with threads isn't forked.
     "OPENBLAS_NUM_THREADS": "1",
     # Torch's C++ side logs a warning for each peer whose process ends; that is reported anyhow.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+
+# The envs of a trainer that has imported these need them in each worker.
+_PRELOADED_IF_USED = ("torchrl.envs",)
 
 # First of all it is made sure that it ends with its parent: the imports take seconds. They make
 # objects that stay: searching these for garbage again and again would take a quarter of the time.
@@ -75,7 +76,7 @@ if os.getppid() != boot["parent"]:
     os._exit(1)
 sys.path[:] = boot["sys_path"]
 from distcollect.worker.zygote import serve
-boot = serve(boot["fd"], boot["modules"])
+boot = serve(boot["fd"], boot["imported"])
 from distcollect.worker.main import main
 main(boot)
 """
@@ -297,8 +298,8 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
         pass_fds=[fd],
     )
     assert process.stdin is not None
-    modules = [name for name in _ALSO_PRELOADED if name in sys.modules]
-    boot = {"fd": fd, "parent": os.getpid(), "sys_path": sys.path, "modules": modules}
+    imported = [name for name in _PRELOADED_IF_USED if name in sys.modules]
+    boot = {"fd": fd, "parent": os.getpid(), "sys_path": sys.path, "imported": imported}
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(boot).encode() + b"\n")
         process.stdin.close()

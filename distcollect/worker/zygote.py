@@ -68,18 +68,18 @@ class _Worker:
     pidfd: int
 
 
-def serve(fd: int, modules: Sequence[str] = ()) -> WorkerBoot:
+def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
     """Fork workers until the process that started this one ends or needs no more.
 
     Args:
         fd: descriptor of the socket by which they are requested.
-        modules: what workers will import, beside what all workers do.
+        imported: modules that the trainer has imported and its envs may need.
 
     Returns:
         In each worker, what it starts with. In the zygote it doesn't return.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in (*_PRELOADED, *modules):
+    for name in (*_PRELOADED, *imported):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a worker then doesn't write to the shared pages

@@ -24,6 +24,12 @@ from distcollect.transport.protocol import Failure
 __all__ = ["zoo"]
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trajectory ids begin at 0, whichever states other tests have loaded."""
+    monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
+
+
 class Recorder(TensorDictModuleBase):
     """A module without in_keys that remembers what it was called with."""
 
@@ -289,9 +295,7 @@ def test_a_fake_batch(zoo: Any, batch_size: tuple[int, ...]) -> None:
         collector.fake_tensordict()
 
 
-def test_a_state_has_the_weights_of_the_policy(zoo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The ids of later tests begin as if no state had been loaded.
-    monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
+def test_a_state_has_the_weights_of_the_policy(zoo: Any) -> None:
     first, second = (
         Mod(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]) for _ in range(2)
     )
