@@ -13,6 +13,7 @@
     ├── WorkerError (RuntimeError)        something failed on a worker: which one, and where
     │   ├── EnvError                      an env, or the callable that makes one, raised
     │   ├── PolicyError                   the policy raised, or its output doesn't fit
+    │   │   └── PolicySignatureError (TypeError)  it has a parameter that no observation is for
     │   ├── WorkerMismatch                its Python, torch or protocol version differs
     │   ├── WorkerLost                    its process ended, or its host went away
     │   └── RolloutGone                   what it kept for another trainer can't be had any more
@@ -93,6 +94,10 @@ class EnvError(WorkerError):
 
 class PolicyError(WorkerError):
     """The policy raised, or what it returned doesn't fit the action space."""
+
+
+class PolicySignatureError(PolicyError, TypeError):
+    """The policy has a parameter that no entry of the observation is for."""
 
 
 class WorkerMismatch(WorkerError):

@@ -7,14 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from tensordict import TensorDict
+from torch import nn
 
+from distcollect.collectors import validation
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.stream import BatchStream, CollectorState, Hooks
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.results import Evaluation, LagStats, Stats
+from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.trainer.publisher import Weights, WorkerIds
 from distcollect.transport.peer_ids import identity
@@ -102,20 +106,29 @@ class DataCollectorBase(BatchStream):
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """Called before each rollout, in the process that steps the envs."""
+        """Called before each rollout, in the process that steps the envs.
+
+        Assign a function, or None, to change it. With workers, what they have collected for the
+        next batches is given up then, as by :meth:`set_seed`.
+        """
         return self._hooks.pre_collect
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        validation.check_hook("pre_collect_hook", hook)
         self._set_hooks(Hooks(hook, self._hooks.post_collect))
 
     @property
     def post_collect_hook(self) -> Callable[[TensorDict], Any] | None:
-        """Called with each rollout, in the process that steps the envs."""
+        """Called with each rollout, in the process that steps the envs.
+
+        It is changed as :attr:`pre_collect_hook` is.
+        """
         return self._hooks.post_collect
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:
+        validation.check_hook("post_collect_hook", hook)
         self._set_hooks(Hooks(self._hooks.pre_collect, hook))
 
     def set_post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:
@@ -218,7 +231,8 @@ class DataCollectorBase(BatchStream):
             static_seed: all envs get the same seed, instead of one each.
 
         Returns:
-            A seed that none of the envs uses, for another collector.
+            A seed that none of the envs uses, for another collector; with TorchRL's envs the one
+            that TorchRL's collector returns.
 
         Raises:
             CollectorStateError: the collector was shut down.
@@ -322,9 +336,11 @@ class DataCollectorBase(BatchStream):
     def state_dict(self) -> dict[str, Any]:
         """Counts, versions, seeds and ids for :meth:`load_state_dict`, as plain numbers.
 
-        Weights and the envs' state are not included: save the weights with it.
+        Weights and the envs' state are not included: save the weights with it. With TorchRL's envs,
+        ``"policy_state_dict"`` has the weights of the policy in this process, as in the state of
+        TorchRL's collectors. They are the policy's own tensors: save or copy them at once.
         """
-        return {
+        state: dict[str, Any] = {
             "format": _STATE_FORMAT,
             "frames": self._progress.frames,
             "policy_version": self.policy_version,
@@ -332,13 +348,18 @@ class DataCollectorBase(BatchStream):
             "seed": self._seed,
             "resumes": self._progress.resumes,
         }
+        if isinstance(self.policy, nn.Module) and isinstance(self._layout, TreeLayout):
+            state["policy_state_dict"] = self.policy.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another collector ended; its class and number of workers may differ.
 
-        Frames and versions are counted from there, and no traj_id is used twice. The policy that
-        this collector was made with is taken to be that of the state's ``policy_version``: load its
-        weights before you make the collector, or send them afterwards. Unfinished trajectories are
+        Frames and versions are counted from there, and no traj_id is used twice. If the policy has
+        other weights than the state, it gets the state's, and so do the workers. Without weights in
+        the state, the policy that this collector was made with is taken to be that of the state's
+        ``policy_version``: load its weights before you make the collector, or send them afterwards.
+        Unfinished trajectories are
         not continued. If there was a seed, the envs get new seeds derived from it, so that they
         don't repeat earlier episodes.
 
@@ -347,7 +368,8 @@ class DataCollectorBase(BatchStream):
 
         Raises:
             CollectorStateError: this collector has delivered frames already.
-            ArgumentError: ``state`` is not from :meth:`state_dict`, or is behind this collector.
+            ArgumentError: ``state`` is not from :meth:`state_dict`, is behind this collector, or
+                has the weights of another policy.
             LaunchError: the run has used nearly all trajectory ids.
             DeadlineError, WorkerError: the workers did not accept the state.
         """
@@ -381,11 +403,25 @@ class DataCollectorBase(BatchStream):
                 self._progress, frames=frames, resumed_frames=frames, resumes=resumes
             )
 
+        self._load_policy(state.get("policy_state_dict"))
         # From here on, workers may be waited for. If that is interrupted, load the state again.
         self._resume(state["policy_version"], next_traj_id, frames, count)
         if new_seed is not None:
             self.set_seed(new_seed, static_seed)
             self._seed = seed, static_seed
+
+    def _load_policy(self, weights: Mapping[str, Any] | None) -> None:
+        """Give the policy, and the workers, these weights, if the policy has others."""
+        if weights is None or not isinstance(self.policy, nn.Module):
+            return
+        own = self.policy.state_dict()
+        if own.keys() == weights.keys() and all(_same(own[name], weights[name]) for name in own):
+            return
+        try:
+            self.policy.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ArgumentError(f"the state has the weights of another policy: {error}") from error
+        self.update_policy_weights_()
 
     @abstractmethod
     def _resume(
@@ -395,6 +431,12 @@ class DataCollectorBase(BatchStream):
 
         ``count`` counts them here; it is called together with what counts them elsewhere.
         """
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return bool(one == other)
+    return one.shape == other.shape and torch.equal(one, other.to(one.device))
 
 
 # TorchRL's name for it.

@@ -77,7 +77,7 @@ class BatchFormat:
             layout: the layout of each rollout.
         """
         if self.set_truncated:
-            _truncate_last(rows)
+            _truncate_last(rows, even_terminated=isinstance(layout, TreeLayout))
         if self.split_trajs or self.trajs_per_batch is not None:
             return rows
         if isinstance(layout, TreeLayout) and layout.is_loose:
@@ -295,7 +295,13 @@ def _named(batch: TensorDict) -> TensorDict:
     return batch
 
 
-def _truncate_last(rows: TensorDict) -> None:
+def _truncate_last(rows: TensorDict, *, even_terminated: bool) -> None:
+    """Mark the last frame of each row truncated and done.
+
+    Args:
+        rows: ``[n, T]``; changed in place.
+        even_terminated: also where the episode terminated there, as TorchRL has it.
+    """
     step = rows["next"]
     is_real = rows[TRAJ_IDS] >= 0
     last = is_real.sum(-1) - 1
@@ -310,7 +316,8 @@ def _truncate_last(rows: TensorDict) -> None:
     for parent in parents:
         flags = step if not parent else step[parent]
         terminated = flags.get("terminated", None)
-        flags["truncated"][at] |= True if terminated is None else ~terminated[at]
+        marks_all = even_terminated or terminated is None
+        flags["truncated"][at] |= True if marks_all else ~terminated[at]
         flags["done"][at] = True
 
 

@@ -37,6 +37,8 @@ class GenericOptions(SyncOptions):
         backend_options: further arguments for the collector that the backend selects.
         num_collectors: number of workers; None: one for each maker in a list, else one.
         sync: with workers, True: a batch is one rollout from each; False: from one of them.
+        worker_idx: without workers, the ``worker_id`` that env makers with a parameter named
+            ``context`` are given; None: 0.
     """
 
     _: KW_ONLY
@@ -44,6 +46,11 @@ class GenericOptions(SyncOptions):
     backend_options: Mapping[str, Any] | None = None
     num_collectors: int | None = None
     sync: bool | None = None
+    worker_idx: int | None = None
+
+    @property
+    def worker_id(self) -> int:
+        return self.worker_idx or 0
 
 
 class Collector(SyncDataCollector):
@@ -73,6 +80,13 @@ class Collector(SyncDataCollector):
             return _with_workers(backend, args, kwargs)
         _check_direct(kwargs)
         return super().__new__(cls)
+
+    _options: GenericOptions
+
+    @property
+    def worker_idx(self) -> int | None:
+        """``worker_idx`` as it was given."""
+        return self._options.worker_idx
 
     @takes(GenericOptions)
     def __init__(self, options: GenericOptions) -> None:

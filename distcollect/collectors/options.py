@@ -32,6 +32,8 @@ from distcollect.policy.base import Exploration
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 Env: TypeAlias = "gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]"
+Device: TypeAlias = "torch.device | str | Sequence[torch.device | str | None] | None"
+PolicyFactory: TypeAlias = Callable[[], Callable[..., Any]]
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
 
 
@@ -66,7 +68,7 @@ class CollectorOptions:
         traj_format: how ``trajs_per_batch`` delivers trajectories: "padded", or "cat": one after
             the other, ``[F]``, without padding.
         set_truncated: mark the last frame of each row of each rollout truncated and done,
-            unless the episode terminated there.
+            unless the episode terminated there; with TorchRL's envs in any case.
         pre_collect_hook: called without arguments before each rollout, in the process that steps
             the envs.
         post_collect_hook: called with each rollout, in the process that steps the envs: with the
@@ -78,8 +80,8 @@ class CollectorOptions:
             the next frame's, except at the end of an episode or row, where they are lost.
         replay_buffer: frames are added to it, ``[F]`` at a time, instead of being delivered to
             the loop over the collector.
-        exploration_type: "random" or "deterministic" (or TorchRL's ``ExplorationType``), for
-            policies with a distribution.
+        exploration_type: "random", "deterministic", "mode", "mean" or "median" (or TorchRL's
+            ``ExplorationType``), for policies with a distribution.
         info_keys: entries of ``info`` that the batch holds as if they were observations: a
             list of names, or ``{name: space}`` where the first reset and step don't show them.
         clip_actions: clip actions to the bounds of a Box space before the envs get them.
@@ -92,14 +94,14 @@ class CollectorOptions:
     create_env_fn: EnvMaker | Env | Sequence[Any]
     policy: Callable[..., Any] | None = None
     _: KW_ONLY
-    policy_factory: Callable[[], Callable[..., Any]] | None = None
+    policy_factory: PolicyFactory | Sequence[PolicyFactory] | None = None
     frames_per_batch: int
     total_frames: int = -1
     envs_per_worker: int = 1
-    device: torch.device | str | None = None
-    storing_device: torch.device | str | None = None
-    env_device: torch.device | str | None = None
-    policy_device: torch.device | str | None = None
+    device: Device = None
+    storing_device: Device = None
+    env_device: Device = None
+    policy_device: Device = None
     max_frames_per_traj: int | None = None
     init_random_frames: int | None = None
     reset_at_each_iter: bool = False
@@ -124,6 +126,7 @@ class CollectorOptions:
 
     # Rollouts of a single env have no row dimension in TorchRL's collectors for one host.
     squeeze: ClassVar[bool] = True
+    has_workers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without an env.
@@ -136,7 +139,7 @@ class CollectorOptions:
         validation.check_total_frames(self.total_frames, self.frames_per_batch)
         check_replay_buffer(self.replay_buffer)
         checks.positive("envs_per_worker", self.envs_per_worker)
-        validation.check_policy(self.policy, self.policy_factory)
+        validation.check_policy(self.policy, self.policy_factory, several=self.has_workers)
         validation.check_random_frames(self.init_random_frames)
         validation.check_hooks(self)
         checks.positive("max_frames_per_traj", self.max_frames_per_traj, optional=True)
@@ -206,13 +209,18 @@ class CollectorOptions:
         """How the engine steps the envs."""
         return StepOptions(self.max_frames_per_traj, self.reset_at_each_iter, self.clip_actions)
 
-    @property
-    def _factory(self) -> Callable[[], Any] | None:
-        """``policy_factory``, such that its policy begins with the weights of ``policy``."""
-        if self.policy_factory is None or not isinstance(self.policy, nn.Module):
-            return self.policy_factory
+    @cached_property
+    def factories(self) -> list[PolicyFactory]:
+        """``policy_factory`` as a list: one for all workers or one for each; empty for None.
+
+        With a ``policy`` too, what they make begins with its weights.
+        """
+        given: Any = self.policy_factory
+        factories = list(given) if isinstance(given, list | tuple) else [given] if given else []
+        if not isinstance(self.policy, nn.Module):
+            return factories
         weights = {name: value.cpu() for name, value in self.policy.state_dict().items()}
-        return partial(_with_weights, self.policy_factory, weights)
+        return [partial(_with_weights, factory, weights) for factory in factories]
 
     def plan(self, *, num_envs: int, traces: bool) -> WorkerPlan:
         """What the engine is built from, with the policy and the env makers as they were given.
@@ -224,8 +232,8 @@ class CollectorOptions:
         return WorkerPlan(
             create_env_fn=self.create_env_fn,
             num_envs=num_envs,
-            policy=self.policy if self.policy_factory is None else None,
-            policy_factory=self._factory,
+            policy=None if self.factories else self.policy,
+            policy_factory=self.factories[0] if self.factories else None,
             device=self.devices.policy,
             env_device=self.devices.env,
             exploration=self.exploration,
@@ -256,7 +264,7 @@ class SyncOptions(CollectorOptions):
         init_random_frames: this many frames at the start have random actions.
         reset_at_each_iter: start every batch with a reset of all envs.
         set_truncated: mark the last frame of each row truncated and done, unless the episode
-            terminated there.
+            terminated there; with TorchRL's envs in any case.
         faults: how often an env may raise; the timeouts concern workers only.
         trace: a file that records what the process does; see :class:`~distcollect.Monitor`.
     """
@@ -271,6 +279,11 @@ class SyncOptions(CollectorOptions):
         """What was given to make envs from, or as envs."""
         given = self.create_env_fn
         return given if isinstance(given, list) else [given]
+
+    @property
+    def worker_id(self) -> int:
+        """What env makers with a parameter named ``context`` are given as ``worker_id``."""
+        return 0
 
     @property
     def has_env_instances(self) -> bool:

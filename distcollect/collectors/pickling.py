@@ -64,8 +64,32 @@ def with_copied_envs(makers: Sequence[object]) -> list[object]:
     return made
 
 
-def pickled_plans(plan: WorkerPlan, makers: Sequence[object]) -> list[bytes]:
+def pickled_hooks(*hooks: object) -> bytes:
+    """Functions that workers call before and after a rollout, pickled.
+
+    Raises:
+        ArgumentError: one can't be pickled.
+    """
+    try:
+        return bytes(cloudpickle.dumps(hooks))
+    except Exception as error:
+        raise ArgumentError(
+            f"the hook can't be sent to workers ({type(error).__name__}: {error}): use a function "
+            "that refers to nothing that can't be pickled"
+        ) from error
+
+
+def pickled_plans(
+    plan: WorkerPlan,
+    makers: Sequence[object],
+    others: Sequence[Mapping[str, Any]] = (),
+) -> list[bytes]:
     """``plan`` with the env maker of each worker, pickled; one for each maker.
+
+    Args:
+        plan: what is the same for all workers.
+        makers: the env maker of each worker.
+        others: further fields of the plan that differ, for each worker; empty: none do.
 
     Lambdas, closures and what is defined in ``__main__`` or a notebook travel by value.
 
@@ -79,9 +103,12 @@ def pickled_plans(plan: WorkerPlan, makers: Sequence[object]) -> list[bytes]:
     registry = pickled_registry([maker for maker in makers if isinstance(maker, str)])
     plan = replace(plan, policy=policy, models=models, device=device, registry=registry)
     payloads: list[bytes] = []
-    for maker in makers:
-        is_same = bool(payloads) and maker is makers[0]
-        payloads.append(payloads[0] if is_same else _pickled(replace(plan, create_env_fn=maker)))
+    first: Mapping[str, Any] = {}
+    for index, maker in enumerate(makers):
+        own = {"create_env_fn": maker, **(others[index] if others else {})}
+        first = first or own
+        is_same = bool(payloads) and all(own[name] is first[name] for name in own)
+        payloads.append(payloads[0] if is_same else _pickled(replace(plan, **own)))
     return payloads
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 
+from distcollect.collectors import pickling, validation
 from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.closing import Closing
 from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stop
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import Collected, Hooks, Progress, timed
+from distcollect.collectors.worker_attributes import WorkerAttributes, one_for_each
 from distcollect.collectors.worker_options import RPCOptions, WorkerOptions
 from distcollect.common import checks
+from distcollect.common.seeding import next_seed
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.preemption import exit_if_requested
@@ -31,7 +34,7 @@ from distcollect.results import (
 )
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.tree_layout import AnyLayout
+from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 from distcollect.trainer.handover import RolloutReference
 from distcollect.trainer.policy_lag import count_lags
 from distcollect.trainer.publisher import Weights, WorkerIds
@@ -90,9 +93,69 @@ class RPCDataCollector(DataCollectorBase):
         return self.call(attr, worker_ids=first)[first][0]
 
     def _set_hooks(self, hooks: Hooks) -> None:
-        raise CollectorStateError(
-            "hooks run in the workers, which have them from the start: pass pre_collect_hook and "
-            "post_collect_hook to the collector"
+        self._check_open()
+        pickled = pickling.pickled_hooks(hooks.pre_collect, hooks.post_collect)
+        self._session.set_hooks(pickled, partial(super()._set_hooks, hooks))
+
+    def get_distant_attr(self, attr: str) -> list[Any]:
+        """An attribute of each worker, by TorchRL's names.
+
+        Args:
+            attr: "worker_idx"; "frames_per_batch", of one worker; with dots an attribute of its
+                envs, such as "env.specs", or of the collector's buffer: "replay_buffer.storage".
+
+        Raises:
+            ArgumentError: workers have nothing of this name.
+        """
+        return self.map_fn(attr)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[tuple[Any, ...]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method of each worker, by TorchRL's names; see also :meth:`call`.
+
+        Args:
+            method_name: as for :meth:`get_distant_attr`.
+            list_of_args: positional arguments, one tuple for each worker.
+            list_of_kwargs: keyword arguments, one dict for each worker.
+
+        Returns:
+            The result of each worker, in the order of worker_id; of several envs a list.
+
+        Raises:
+            ArgumentError: workers have nothing of this name, or a list has another length.
+            EnvError: an env has no such method, or it raised.
+        """
+        self._check_open()
+        workers = sorted(self._session.pool.worker_ids)
+        args = one_for_each("list_of_args", list_of_args, (), len(workers))
+        kwargs = one_for_each("list_of_kwargs", list_of_kwargs, {}, len(workers))
+        num_frames = self.frames_per_batch // self._options.rollouts_per_batch
+        return [
+            WorkerAttributes(
+                worker_id,
+                num_frames,
+                self.replay_buffer,
+                partial(self._call_one, worker_id),
+            ).apply(method_name, each, named)
+            for worker_id, each, named in zip(workers, args, kwargs, strict=True)
+        ]
+
+    def _call_one(self, worker_id: int, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self.call(method, *args, worker_ids=worker_id, **kwargs)[worker_id]
+
+    def fake_tensordict(self) -> TensorDict:
+        """Not possible with workers.
+
+        Raises:
+            NotImplementedError: always; says what to use instead.
+        """
+        raise NotImplementedError(
+            "fake_tensordict() is for collectors without workers: take a batch and fill it with "
+            "zeros, as in collector.next().zero_()"
         )
 
     def reset(self) -> None:
@@ -353,6 +416,7 @@ class RPCDataCollector(DataCollectorBase):
             policy_or_weights: a module, a TensorDict of parameters or a state dict; with
                 ``models``, a dict of these by name. None: the collector's own policy and models;
                 if the weight updater gets weights from a server, these are loaded into them first.
+                A dict by worker_id sends each worker its own, as one version after the other.
                 A copy is taken, so training may continue at once.
             worker_ids: the workers to send the weights to: an int, a list, a slice; a
                 ``torch.device`` or several, for workers whose policy is there; "all" or None for
@@ -377,6 +441,11 @@ class RPCDataCollector(DataCollectorBase):
             WorkerError: no worker could receive the weights.
         """
         self._check_open()
+        if validation.is_by_worker(policy_or_weights):
+            push = None
+            for worker_id, weights in policy_or_weights.items():
+                push = self.update_policy_weights_(weights, worker_ids=worker_id, wait=wait)
+            return push
         # A version that is sent to no worker would be unknown to workers that join later.
         self._session.workers.await_enough()
         with self._stats_recorder.publishing():
@@ -395,6 +464,10 @@ class RPCDataCollector(DataCollectorBase):
             self._seed = seed, static_seed
 
         self._session.seed(seed, static_seed=static_seed, note=note)
+        if isinstance(self._layout, TreeLayout):
+            # What TorchRL's collector returns, which seeds its envs one after the other.
+            num_envs = self._layout.num_envs * self._options.num_to_start
+            return seed if static_seed else next_seed(seed, num_envs)
         return unused
 
     def _call(
@@ -424,6 +497,21 @@ class RPCDataCollector(DataCollectorBase):
         """Results of the :class:`EvaluationWorkers`, in the order in which they came."""
         running = self._session.evaluators
         return [] if running is None else list(running.results)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every collector.
+
+        With TorchRL's envs there are also "worker0" and so on, as in the state of TorchRL's
+        collectors. They have ``"policy_version"`` and ``"policy_state_dict"`` of this collector.
+        """
+        state = super().state_dict()
+        if not isinstance(self._layout, TreeLayout):
+            return state
+        shared = {
+            name: state[name] for name in ("policy_version", "policy_state_dict") if name in state
+        }
+        workers = sorted(self._session.pool.worker_ids)
+        return {**state, **{f"worker{worker_id}": dict(shared) for worker_id in workers}}
 
     def _resume(
         self, version: int, first_traj_id: int, frames: int, count: Callable[[], None]

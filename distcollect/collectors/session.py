@@ -224,6 +224,10 @@ class Session:
         timeout_s = self._options.fault_limits.batch_timeout_s
         self.pool.seed(seed, static_seed=static_seed, timeout_s=timeout_s, note=note)
 
+    def set_hooks(self, hooks: bytes, note: Callable[[], None]) -> None:
+        """Have all workers call these hooks; see :meth:`.Pool.set_hooks`."""
+        self.pool.set_hooks(hooks, self._options.fault_limits.batch_timeout_s, note)
+
     def resume(
         self, version: int, first_traj_id: int, frames: int, note: Callable[[], None]
     ) -> None:

@@ -38,7 +38,7 @@ from distcollect.results import (
 )
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.slabs import new_slab
+from distcollect.rollout.slabs import AnySlab, new_slab
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 from distcollect.trainer.publisher import Weights, WorkerIds
 from distcollect.transport.peer_ids import identity
@@ -73,9 +73,12 @@ class SyncDataCollector(DataCollectorBase):
         self._version = 0
         self._traj_ids = identity().own_traj_ids()
         self._plan = options.plan(num_envs=options.num_envs, traces=traces).with_policy_made()
-        self._engine = build_engine(self._plan, traj_ids=self._traj_ids, shared=True)
+        worker_id = options.worker_id
+        self._engine = build_engine(
+            self._plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
+        )
         self._first_batch = 0  # of this engine
-        self._evaluator = build_evaluator(self._plan, shared=True)
+        self._evaluator = build_evaluator(self._plan, worker_id=worker_id, shared=True)
         try:
             num_envs = self._engine.layout.num_envs
             self._num_steps = validation.num_steps(
@@ -135,6 +138,28 @@ class SyncDataCollector(DataCollectorBase):
         method = self.get_distant_attr(method_name)
         return [method(*each, **named) for each, named in zip(args, kwargs, strict=True)]
 
+    def fake_tensordict(self) -> TensorDict:
+        """A batch of zeros, with the entries and the shape of the batches that it will deliver.
+
+        Raises:
+            CollectorStateError: with ``trajs_per_batch``, or with an env whose entries change their
+                shapes: there a batch has no fixed shape.
+        """
+        self._check_open()
+        layout, options = self._layout, self._options
+        is_loose = isinstance(layout, TreeLayout) and layout.is_loose
+        if is_loose or options.trajs_per_batch is not None:
+            raise CollectorStateError(
+                "fake_tensordict(): batches of this collector have no fixed shape: take a batch"
+            )
+        slab = new_slab(layout, self._num_steps)
+        slab.clear()
+        rollout = Rollout(self._header(slab), slab.local_tensors())
+        rows = assemble(layout, [rollout], compact=options.compact_obs).zero_()
+        return options.batch_format.processed(options.batch_format.shaped(rows, layout)).to(
+            options.devices.storing
+        )
+
     def reset(self) -> None:
         """Start the next batch with a reset of all envs.
 
@@ -172,14 +197,8 @@ class SyncDataCollector(DataCollectorBase):
             self._engine.collect(slab, random=self.frames < self._options.random_frames, fresh=True)
         except Stopped:
             raise CollectorStateError("the collector was shut down meanwhile") from None
-        header = Header(
-            worker_id=0,
-            incarnation=0,
-            sequence=progress.batches,
-            num_frames=slab.num_frames,
-            num_steps=slab.num_steps,
-            num_bytes=0,
-            policy_version=(self._version, self._version),
+        header = replace(
+            self._header(slab),
             env_faults=self._engine.counter.env_faults,
             faults=tuple(
                 EnvFault(0, 0, socket.gethostname(), time_s, message)
@@ -199,6 +218,17 @@ class SyncDataCollector(DataCollectorBase):
             device=self._options.devices.storing,
         )
         return Collected(rows, [header], LagStats(0, 0.0, 0))
+
+    def _header(self, slab: AnySlab) -> Header:
+        return Header(
+            worker_id=0,
+            incarnation=0,
+            sequence=self._progress.batches,
+            num_frames=slab.num_frames,
+            num_steps=slab.num_steps,
+            num_bytes=0,
+            policy_version=(self._version, self._version),
+        )
 
     def _stamp(self) -> object:
         return self._version, self._seed, self._background is None

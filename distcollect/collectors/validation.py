@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import gymnasium as gym
 import torch
@@ -189,18 +189,25 @@ def check_random_frames(value: object) -> None:
         raise ArgumentError(f"init_random_frames={value!r}: must be a whole number, 0 or more")
 
 
-def check_policy(policy: object, factory: object) -> None:
-    """Check ``policy`` and ``policy_factory``.
+def check_policy(policy: object, factory: object, *, several: bool) -> None:
+    """Check ``policy`` and ``policy_factory``; ``several``: a list of factories is allowed.
 
     Raises:
         ArgumentTypeError: one can't be called.
     """
+    factories = factory if several and isinstance(factory, list | tuple) and factory else [factory]
+    wanted = "a callable without parameters that makes the policy"
     for name, value, wanted in (
         ("policy", policy, "a module or function from observations to actions, or None: random"),
-        ("policy_factory", factory, "a callable without parameters that makes the policy"),
+        *(("policy_factory", each, wanted) for each in factories),
     ):
         if value is not None and not callable(value):
             raise ArgumentTypeError(f"{name}={value!r}: must be {wanted}")
+
+
+def is_by_worker(weights: object) -> TypeGuard[dict[int, Any]]:
+    """Whether it is a dict with the weights of each of several workers, by worker_id."""
+    return isinstance(weights, dict) and bool(weights) and all(type(key) is int for key in weights)
 
 
 def check_hooks(options: Any) -> None:
@@ -210,9 +217,17 @@ def check_hooks(options: Any) -> None:
         ArgumentTypeError: one can't be called.
     """
     for name in ("pre_collect_hook", "post_collect_hook", "init_fn"):
-        value = getattr(options, name, None)
-        if value is not None and not callable(value):
-            raise ArgumentTypeError(f"{name}={value!r}: must be a function")
+        check_hook(name, getattr(options, name, None))
+
+
+def check_hook(name: str, value: object) -> None:
+    """Check one function that is called before or after something.
+
+    Raises:
+        ArgumentTypeError: it can't be called.
+    """
+    if value is not None and not callable(value):
+        raise ArgumentTypeError(f"{name}={value!r}: must be a function")
 
 
 def check_traj_format(value: object, trajs_per_batch: int | None) -> None:
@@ -239,6 +254,37 @@ class Devices(NamedTuple):
     storing: torch.device | None
     env: torch.device | None
     policy: torch.device | None
+
+
+def worker_devices(
+    device: object, storing_device: object, env: object, policy: object, num_workers: int
+) -> list[Devices]:
+    """The devices of each worker, from single devices or lists of one for each worker.
+
+    Raises:
+        ArgumentError: as :func:`devices`; a list has another length; or batches would have to be
+            delivered on several devices.
+    """
+    given = {
+        "device": device, "storing_device": storing_device, "env_device": env,
+        "policy_device": policy,
+    }  # fmt: skip
+    for name, value in given.items():
+        if isinstance(value, list | tuple) and len(value) != num_workers:
+            raise ArgumentError(
+                f"{name}={value!r}: a list has one device for each worker, and there are "
+                f"{num_workers}"
+            )
+    found = [
+        devices(*(v[w] if isinstance(v, list | tuple) else v for v in given.values()))
+        for w in range(num_workers)
+    ]
+    if len({each.storing for each in found}) > 1:
+        raise ArgumentError(
+            f"storing_device={storing_device!r}, device={device!r}: the frames of all workers have "
+            "the same device in a batch: give one storing_device"
+        )
+    return found
 
 
 def devices(device: object, storing_device: object, env: object, policy: object) -> Devices:

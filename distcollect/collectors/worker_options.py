@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.options import CollectorOptions, EnvMaker
 from distcollect.collectors.torchrl_weights import made_updater
+from distcollect.collectors.validation import Devices
 from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Staleness, WeightSync
 from distcollect.engine.plan import StepOptions
@@ -34,13 +35,16 @@ class WorkerOptions(CollectorOptions):
             random actions. It always sees a leading dimension of envs. It is copied to the
             workers now; :meth:`update_policy_weights_` sends newer weights.
         policy_factory: called on each worker to make the policy. With a ``policy`` too, the
-            workers' policies begin with its weights, and it is the one to publish.
+            workers' policies begin with its weights, and it is the one to publish. A list has one
+            for each worker; their policies must have weights of the same names and shapes.
         init_fn: called on each worker before anything else is made there.
         frames_per_batch: frames in each batch; in sync mode a multiple of all envs of all
             workers, in async mode of one worker's envs.
         num_workers: number of workers; None: one for each maker in a list, else one for each core
             of this host.
         envs_per_worker: number of envs that each worker steps.
+        device: the default of the following three. A list, here and there, has one device for
+            each worker.
         policy_device: where the workers' policies compute; None: on the kind of device where the
             policy is now, so a policy on a GPU needs a GPU on each worker's host.
         models: further modules, by name, that are published with the policy as one version: an
@@ -86,12 +90,13 @@ class WorkerOptions(CollectorOptions):
     evaluation: EvaluationWorkers | None = None
     listen: str | None = field(default=None, init=False)
 
+    has_workers: ClassVar[bool] = True
     # Whether the workers are on this host, whatever the launch provides.
     is_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         checks.positive("num_workers", self.num_workers, optional=True)
+        super().__post_init__()
         if self._cat_results != 0 and not self.sync:
             raise ArgumentError(
                 f"cat_results={self.cat_results!r} is for sync=True: without it a batch is one "
@@ -111,6 +116,11 @@ class WorkerOptions(CollectorOptions):
             self.num_steps(self.envs_per_worker)
         # These check what they are made from.
         _ = self.num_collecting, self.updater, self.makers
+        if len(self.factories) not in (0, 1, self.num_to_start):
+            raise ArgumentError(
+                f"policy_factory has {len(self.factories)} entries for {self.num_to_start} "
+                "worker(s): a list has one for each worker"
+            )
 
     @property
     def _cat_results(self) -> int | str | None:
@@ -164,6 +174,18 @@ class WorkerOptions(CollectorOptions):
         """One env maker for each worker, by worker_id."""
         return validation.env_makers(self.create_env_fn, self.num_to_start)
 
+    @cached_property
+    def worker_devices(self) -> list[Devices]:
+        """The devices of each worker, by worker_id."""
+        return validation.worker_devices(
+            self.device, self.storing_device, self.env_device, self.policy_device, self.num_to_start
+        )
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The devices of the first worker; batches are delivered on one device for all."""
+        return self.worker_devices[0]
+
     @property
     def weight_options(self) -> WeightSync:
         """``weight_sync``, or its defaults."""
@@ -215,7 +237,21 @@ class WorkerOptions(CollectorOptions):
             pre_collect_hook=self.pre_collect_hook,
             post_collect_hook=self.post_collect_hook,
         )
-        return pickling.pickled_plans(plan, self.makers)
+        return pickling.pickled_plans(plan, self.makers, self._differing())
+
+    def _differing(self) -> list[dict[str, Any]]:
+        """The fields of each worker's plan that differ from worker to worker; empty if none do."""
+        differing: dict[str, list[Any]] = {}
+        if len(self.factories) > 1:
+            differing["policy_factory"] = self.factories
+        if any(isinstance(each, list | tuple) for each in (self.device, self.policy_device)):
+            differing["device"] = [devices.policy for devices in self.worker_devices]
+        if any(isinstance(each, list | tuple) for each in (self.device, self.env_device)):
+            differing["env_device"] = [devices.env for devices in self.worker_devices]
+        names = list(differing)
+        return [
+            dict(zip(names, each, strict=True)) for each in zip(*differing.values(), strict=True)
+        ]
 
 
 @dataclass(frozen=True, eq=False)

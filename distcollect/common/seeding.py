@@ -76,6 +76,14 @@ def process_seeds(
     return env_seeds, [policy_seed(seed, env, stream=stream + 1) for env in envs]
 
 
+def next_seed(seed: int, count: int) -> int:
+    """The seed that follows ``count`` seeds in TorchRL's chain, of which ``seed`` is the first."""
+    for _ in range(count):
+        drawn = np.random.default_rng(seed).bytes(8)
+        seed = int.from_bytes(drawn, "big") % (2**32 - 1)
+    return seed
+
+
 def shares(total: int, num: int) -> list[int]:
     """``total`` split into ``num`` whole numbers that differ by at most one."""
     each, rest = divmod(total, num)

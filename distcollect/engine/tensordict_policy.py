@@ -52,7 +52,7 @@ class TensorDictPolicy:
             env_device: the device that the user asked for the envs to be on.
 
         Raises:
-            PolicyError: the policy has a parameter that is no entry of the observation.
+            PolicySignatureError: the policy has a parameter that is no entry of the observation.
         """
         self.module: nn.Module | None = None
         if isinstance(policy, nn.Module):
@@ -165,7 +165,7 @@ class _Wrapped:
             return
         first, *further = output if isinstance(output, tuple) else (output,)
         if isinstance(first, Distribution):
-            chosen = first.sample() if self._exploration is Exploration.RANDOM else first.mode
+            chosen = self._exploration.choose(first)
             td.set("action_log_prob", first.log_prob(chosen))
             first = chosen
         if len(further) == 1 and isinstance(further[0], Mapping):

@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import mmap
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -138,14 +139,20 @@ class LocalProcesses:
         """Start a worker process.
 
         Args:
-            boot: what it reads first; its ``counters_fd`` and ``sys_path`` are filled in here.
+            boot: what it reads first; its ``counters_fd``, ``sys_path`` and ``authkey`` are filled
+                in here.
             env: environment variables to add to this process's own.
 
         Raises:
             OSError: the system can't start it.
         """
         counters = SharedStepCounter()
-        boot = replace(boot, counters_fd=counters.fd, sys_path=tuple(sys.path))
+        boot = replace(
+            boot,
+            counters_fd=counters.fd,
+            sys_path=tuple(sys.path),
+            authkey=multiprocessing.current_process().authkey.hex(),
+        )
         process = self._start(boot, env, counters)
         watch = ProgressWatch(boot.settings.step_timeout_s)
         running = _Running(process, counters, boot, env, watch)

@@ -65,9 +65,11 @@ _DEFAULTS = {
 # The envs of a trainer that has imported these need them in each worker.
 _PRELOADED_IF_USED = ("torchrl.envs",)
 
-# First of all it is made sure that it ends with its parent: the imports take seconds.
+# First of all it is made sure that it ends with its parent: the imports take seconds. They make
+# objects that stay: searching these for garbage again and again would take a quarter of the time.
 _BOOT = """
-import ctypes, json, os, sys
+import ctypes, gc, json, os, sys
+gc.disable()
 boot = json.loads(sys.stdin.readline())
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
 if os.getppid() != boot["parent"]:

@@ -258,6 +258,8 @@ class WorkerBoot(Message):
         num_threads: for torch to use.
         counters_fd: descriptor of its :class:`~distcollect.common.step_counter.SharedStepCounter`.
         sys_path: of the process that starts it.
+        authkey: of the same, in hexadecimal, as :mod:`multiprocessing` gives it to the processes
+            that it starts; "": it gets one of its own.
     """
 
     worker_id: int
@@ -268,6 +270,7 @@ class WorkerBoot(Message):
     num_threads: int = 1
     counters_fd: int = -1
     sys_path: tuple[str, ...] = ()
+    authkey: str = field(default="", repr=False)
 
 
 def to_frame(message: Message) -> Frame:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from tensordict.nn import InteractionType
 from torch import nn
+from torch.distributions import Distribution
 
 from distcollect.errors import ArgumentError
 from distcollect.policy.recurrent import PolicyState
@@ -18,15 +19,19 @@ from distcollect.rollout.spaces import Leaf
 
 
 class Exploration(str, enum.Enum):
-    """How actions are chosen where the policy returns a distribution.
+    """How actions are chosen where the policy has, or returns, a distribution.
 
     Attributes:
         RANDOM: draw them from the distribution.
-        DETERMINISTIC: take its mode.
+        DETERMINISTIC: take its mode. (A TensorDict policy has its own rule for some distributions.)
+        MODE, MEAN, MEDIAN: take this.
     """
 
     RANDOM = "random"
     DETERMINISTIC = "deterministic"
+    MODE = "mode"
+    MEAN = "mean"
+    MEDIAN = "median"
 
     @classmethod
     def of(cls, value: object) -> Exploration:
@@ -40,16 +45,32 @@ class Exploration(str, enum.Enum):
             return cls(name.lower())
         except ValueError:
             raise ArgumentError(
-                f"exploration_type={value!r}: use 'random' (draw from the policy's distribution) "
-                "or 'deterministic' (take its mode)"
+                f"exploration_type={value!r}: use 'random' (draw from the policy's distribution), "
+                "'deterministic' (take its mode), 'mode', 'mean' or 'median'"
             ) from None
 
     @property
     def interaction(self) -> InteractionType:
         """The same as the interaction type of TensorDict policies."""
-        return (
-            InteractionType.RANDOM if self is Exploration.RANDOM else InteractionType.DETERMINISTIC
-        )
+        return InteractionType(self.value)
+
+    def choose(self, distribution: Distribution) -> torch.Tensor:
+        """An action of a distribution.
+
+        Raises:
+            NotImplementedError: the distribution has no such value.
+        """
+        action: torch.Tensor
+        if self is Exploration.RANDOM:
+            action = distribution.sample()
+        elif self is Exploration.MEAN:
+            action = distribution.mean
+        elif self is Exploration.MEDIAN:
+            median = getattr(distribution, "median", None)
+            action = distribution.icdf(torch.tensor(0.5)) if median is None else median
+        else:
+            action = distribution.mode
+        return action
 
 
 # ``[n, *shape]`` for each leaf of the action, and for each of the extras, on the CPU.

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from distcollect.errors import PolicyError
+from distcollect.errors import PolicyError, PolicySignatureError
 from distcollect.rollout.spaces import Arrays, Key, nested
 
 Tensors = dict[Key, torch.Tensor]
@@ -84,7 +84,7 @@ def calling_convention(
     """A callable without arguments that calls ``policy`` with ``inputs`` as it expects them.
 
     Raises:
-        PolicyError: the policy has a parameter that is no entry of the observation.
+        PolicySignatureError: the policy has a parameter that is no entry of the observation.
     """
     if takes_tensordict(policy):
         make = inputs.tensordict()
@@ -122,7 +122,7 @@ def assign(
     the whole observation.
 
     Raises:
-        PolicyError: another parameter is not the name of an entry and has no default.
+        PolicySignatureError: another parameter is not the name of an entry and has no default.
     """
     positional: list[Any] = []
     named: dict[str, Any] = {}
@@ -139,8 +139,9 @@ def assign(
         elif (
             parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
         ):
-            raise PolicyError(
-                f"the policy's parameter {name!r} is no entry of the observation; its entries are: "
+            raise PolicySignatureError(
+                "Arguments to policy.forward are incompatible with entries in the observation: the "
+                f"policy's parameter {name!r} is no entry of it; its entries are: "
                 f"{', '.join(entries) or 'none'}"
             )
     return positional, named

@@ -203,7 +203,7 @@ class OutputReader:
         if self._exploration is Exploration.RANDOM:
             action = draw(distribution.sample, self.rng)
         else:
-            action = distribution.mode
+            action = self._exploration.choose(distribution)
         log_prob = distribution.log_prob(action)
         if log_prob.ndim > 1 and action.shape == self._shapes[0]:
             raise self._log_prob_error(distribution, log_prob)

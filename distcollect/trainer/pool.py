@@ -530,6 +530,20 @@ class Pool:
 
         self._call_all(WorkerService.resume, renumber, timeout_s, note)
 
+    def set_hooks(self, hooks: bytes, timeout_s: float, note: Callable[[], None]) -> None:
+        """Have every worker call these hooks from now on; rollouts from before are given up.
+
+        Args:
+            hooks: see :meth:`.WorkerService.set_hooks`.
+            timeout_s: for the workers to answer.
+            note: as for :meth:`seed`.
+
+        Raises:
+            DeadlineError: some did not in time; names them.
+            WorkerError: one of them could not unpickle the hooks.
+        """
+        self._call_all(WorkerService.set_hooks, lambda: lambda _: (hooks,), timeout_s, note)
+
     def _call_all(
         self,
         method: Callable[..., Any],

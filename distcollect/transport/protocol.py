@@ -25,6 +25,7 @@ from distcollect.errors import (
     DistCollectError,
     EnvError,
     PolicyError,
+    PolicySignatureError,
     SpaceError,
     WorkerError,
     WorkerLost,
@@ -287,5 +288,5 @@ _PLAIN_ERRORS: dict[str, type[DistCollectError]] = {
     kind.__name__: kind for kind in (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
 }
 _WORKER_ERRORS: dict[str, type[WorkerError]] = {
-    kind.__name__: kind for kind in (EnvError, PolicyError)
+    kind.__name__: kind for kind in (EnvError, PolicyError, PolicySignatureError)
 }

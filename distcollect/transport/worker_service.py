@@ -169,6 +169,13 @@ class WorkerService(Service, Protocol):
     def resume(self, request: ResumeRequest) -> Future[None]:
         """Continue the numbering of versions and trajectories of an earlier run."""
 
+    def set_hooks(self, hooks: bytes) -> Future[None]:
+        """Call these before and after each rollout from now on.
+
+        Args:
+            hooks: pickled, ``pre_collect_hook`` and ``post_collect_hook``, each may be None.
+        """
+
     # What users call.
 
     def call_envs(

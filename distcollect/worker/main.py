@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -61,6 +62,9 @@ def main(boot: WorkerBoot) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
+    if boot.authkey:
+        # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
+        multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)
     _name_worker_in_logs(boot.worker_id)
     counter = StepCounter.inherited(boot.counters_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

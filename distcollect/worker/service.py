@@ -150,6 +150,9 @@ class Worker(WorkerService):
     def resume(self, request: ResumeRequest) -> Future[None]:
         return self._submit(lambda: self._resume(request))
 
+    def set_hooks(self, hooks: bytes) -> Future[None]:
+        return self._submit(lambda: self._set_hooks(hooks))
+
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
     ) -> Future[list[Any]]:
@@ -268,7 +271,10 @@ class Worker(WorkerService):
             wire_form=slab.wire_form,
         )
         if self._post_collect_hook is not None:
-            rollout = assemble(engine.layout, [Rollout(header, tensors)])
+            # Copied, as the hook may keep it, and this memory is written to again.
+            here = Rollout(header, slab.tensors(mapped=False))
+            padded = slab.num_frames < engine.layout.num_envs * slab.num_steps
+            rollout = assemble(engine.layout, [here], mask=padded).clone()
             with engine.counter.doing(Task.HOOK):
                 _call_users("post_collect_hook", self._post_collect_hook, rollout)
         self._slabs.filled(self._sequence, slab)
@@ -308,6 +314,9 @@ class Worker(WorkerService):
         self._first_traj_id = request.first_traj_id
         with self._configured.counter.doing(Task.SET_UP):
             self._configured.use_traj_ids(self._new_traj_ids())
+
+    def _set_hooks(self, hooks: bytes) -> None:
+        self._pre_collect_hook, self._post_collect_hook = pickle.loads(hooks)
 
     def _new_traj_ids(self) -> Iterator[int]:
         return traj_ids_of(self._peer, self._first_traj_id)

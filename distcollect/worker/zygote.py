@@ -88,6 +88,7 @@ def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
         zygote.run()
     except _Forked as forked:
         fds = forked.fds
+    gc.enable()
     return _become_worker(fds)
 
 

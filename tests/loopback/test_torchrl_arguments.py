@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import cloudpickle
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from helpers.envs import SamplingEnv
 from helpers.loopback_pool import loopback_collector
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule as Mod
 from torch import nn
 
 import distcollect as dc
+from distcollect.engine.plan import WorkerPlan
+from distcollect.transport import peer_ids
+from distcollect.transport.protocol import CollectRequest
+from distcollect.worker.service import Worker
+
+T = 64
 
 
 class Policy(nn.Module):
@@ -61,14 +75,31 @@ def test_hooks_and_init_fn_are_called_in_the_workers() -> None:
         post_collect_hook=called,
     ) as collector:
         batches = list(collector)
-        with pytest.raises(dc.CollectorStateError, match="hooks run in the workers"):
-            collector.post_collect_hook = called
         with pytest.raises(dc.CollectorStateError, match="set_seed"):
             collector.reset()
     assert [call for call in CALLS if isinstance(call, str)] == ["started", "before", "before"]
     seen = [call for call in CALLS if isinstance(call, TensorDict)]
     for rollout, batch in zip(seen, batches, strict=True):
         assert torch.equal(rollout["observation"], batch["observation"])
+
+
+def test_hooks_can_be_set_later() -> None:
+    with loopback_collector(
+        SamplingEnv, num_workers=2, sync=True, frames_per_batch=4, pre_collect_hook=started
+    ) as collector:
+        collector.next()
+        assert CALLS == ["started"] * 2
+        CALLS.clear()
+        collector.pre_collect_hook, collector.post_collect_hook = None, called
+        collector.next()
+        assert collector.post_collect_hook is called
+        with pytest.raises(dc.ArgumentTypeError, match="pre_collect_hook=5: must be a function"):
+            collector.pre_collect_hook = 5  # type: ignore[assignment]
+        lock = threading.Lock()
+        with pytest.raises(dc.ArgumentError, match="hook can't be sent to workers"):
+            collector.pre_collect_hook = partial(called, lock)
+        assert collector.pre_collect_hook is None
+    assert [call.shape for call in CALLS] == [(1, 2)] * 2
 
 
 def fails(*_: Any) -> None:
@@ -95,6 +126,84 @@ def test_workers_begin_with_the_weights_of_the_policy_beside_the_factory() -> No
         policy.weight.data.fill_(5)
         collector.update_policy_weights_()
         assert (collector.next()["weight"] == 5).all()
+
+
+def factory(weight: float) -> Callable[[], Policy]:
+    return lambda: Policy(weight)
+
+
+def test_each_worker_has_a_policy_factory_and_weights_of_its_own() -> None:
+    with loopback_collector(
+        [SamplingEnv] * 3,
+        policy_factory=[factory(1.0), factory(2.0), factory(3.0)],
+        sync=True,
+        frames_per_batch=6,
+    ) as collector:
+
+        def weights() -> list[float]:
+            return collector.next()["weight"][:, 0].tolist()
+
+        assert weights() == [1, 2, 3]
+        collector.update_policy_weights_(
+            {0: Policy(10.0).state_dict(), 2: Policy(30.0).state_dict()}
+        )
+        assert weights() == [10, 2, 30]
+        assert collector.policy_version == 2
+    with pytest.raises(dc.ArgumentError, match="policy_factory has 2 entries for 3 worker"):
+        loopback_collector([SamplingEnv] * 3, policy_factory=[Policy] * 2, frames_per_batch=6)
+
+
+class Wide(SamplingEnv):
+    """Observations of 4 KB, whose entries count the steps."""
+
+    def __init__(self) -> None:
+        super().__init__(spaces.Box(0, 1e9, (1024,), np.float32))
+        self.count = 0
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        """Count on."""
+        return np.full(1024, self.count, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Count."""
+        self.count += 1
+        return np.full(1024, self.count, np.float32), 0.0, False, False, {}
+
+
+class Numbered(SamplingEnv):
+    """An env with attributes to read."""
+
+    size = 7
+
+    def plus(self, value: int, times: int = 1) -> int:
+        """Calculate something."""
+        return self.size + value * times
+
+
+class TestTorchRLsNamesOfWorkers:
+    def test_what_can_be_read_of_workers(self) -> None:
+        buffer = Buffer()
+        with loopback_collector(
+            Numbered, num_workers=2, sync=True, frames_per_batch=8, replay_buffer=buffer
+        ) as collector:
+            assert collector.get_distant_attr("worker_idx") == [0, 1]
+            assert collector.get_distant_attr("env.size") == [7, 7]
+            assert collector.get_distant_attr("frames_per_batch") == [4, 4]
+            assert collector.get_distant_attr("replay_buffer.shapes") == [[], []]
+            names = [("worker_idx",), ("env.size",)]
+            assert collector.map_fn("get_distant_attr", list_of_args=names) == [0, 7]
+            times = [{"times": 2}, {}]
+            assert collector.map_fn("env.plus", [(1,), (2,)], times) == [9, 9]
+
+    def test_errors(self) -> None:
+        with loopback_collector(Numbered, num_workers=2, frames_per_batch=4) as collector:
+            with pytest.raises(ValueError, match="Expected 2 argument entries in list_of_args"):
+                collector.map_fn("env.plus", [(1,)])
+            for name in ("policy", "env", "replay_buffer.size", "_frames"):
+                with pytest.raises(dc.ArgumentError, match=f"'{name}': workers step envs"):
+                    collector.get_distant_attr(name)
+            with pytest.raises(NotImplementedError, match="fake_tensordict"):
+                collector.fake_tensordict()
 
 
 def test_the_first_rollout_ends_the_others_with_a_threshold_of_zero() -> None:
@@ -162,6 +271,47 @@ def test_frames_of_torchrls_envs_are_rounded_up() -> None:
         assert len(collector) == 2
 
 
+def test_the_next_seed_is_that_of_torchrl() -> None:
+    utils = pytest.importorskip("torchrl._utils", reason="the torchrl extra is not installed")
+    from helpers.torchrl_envs import Counter  # noqa: PLC0415
+
+    with loopback_collector(Counter, num_workers=3, sync=True, frames_per_batch=6) as collector:
+        expected = 5
+        for _ in range(3):
+            expected = utils.seed_generator(expected)
+        assert collector.set_seed(5) == expected
+        assert collector.set_seed(5, static_seed=True) == 5
+
+
+def test_a_state_has_the_weights_of_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The ids of later tests begin as if no state had been loaded.
+    monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
+    pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
+    from helpers import torchrl_envs as zoo  # noqa: PLC0415
+
+    sizes = {"num_workers": 2, "sync": True, "frames_per_batch": 8}
+    policy = Mod(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    with loopback_collector(zoo.pendulum, policy, **sizes) as collector:
+        collector.update_policy_weights_()
+        state = copy.deepcopy(collector.state_dict())
+    for name in ("worker0", "worker1"):
+        assert state[name]["policy_version"] == 1
+        for key, value in policy.state_dict().items():
+            assert torch.equal(state[name]["policy_state_dict"][key], value)
+    other = copy.deepcopy(policy)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    with loopback_collector(zoo.pendulum, other, **sizes) as collector:
+        collector.load_state_dict(state)
+        batch = collector.next()
+    assert (batch["collector", "policy_version"] == 1).all()
+    for key, value in policy.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value)
+    with torch.no_grad():
+        expected = policy(batch.select("observation"))["action"]
+    assert torch.allclose(batch["action"], expected)
+
+
 def test_one_env_is_copied_to_all_workers() -> None:
     pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
     from helpers.torchrl_envs import Counter  # noqa: PLC0415
@@ -169,3 +319,23 @@ def test_one_env_is_copied_to_all_workers() -> None:
     env = Counter()
     with loopback_collector([env] * 2, sync=True, frames_per_batch=8) as collector:
         assert collector.next().numel() == 8
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_hook_gets_a_copy_of_a_rollout(shared: bool) -> None:
+    """Also of one that lies in shared memory, or was preempted."""
+    worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
+    worker.receive_plan(cloudpickle.dumps(WorkerPlan(Wide, 1, post_collect_hook=called)))
+    worker._configure()
+    for sequence in range(4):
+        if sequence == 3:
+            worker.preempt(sequence)
+        worker._collect(CollectRequest(T, fresh=True, shared=shared))
+    assert worker._configured.envs.call("close", (), {}) == [None]
+    observations = [rollout["observation"][0] for rollout in CALLS]
+    assert [len(each) for each in observations] == [T] * 4
+    # The memory of the first was used again for the third.
+    steps = [each[:, 0].tolist() for each in observations[:3]]
+    assert steps == [[*range(T * n, T * (n + 1))] for n in range(3)]
+    assert not any(("collector", "mask") in rollout.keys(True) for rollout in CALLS[:3])
+    assert CALLS[3]["collector", "mask"].sum() == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -46,6 +48,8 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
             "path": list(sys.path),
             "cores": os.sched_getaffinity(0),
             "torch_threads": torch.get_num_threads(),
+            "authkey": bytes(multiprocessing.current_process().authkey),
+            "collects_garbage": gc.isenabled(),
             "has_torchrl": "torchrl.envs" in sys.modules,
             "random": (random.random(), float(np.random.random()), float(torch.rand(()))),  # noqa: NPY002
             "memfds": sum("memfd:" in link for link in links),
@@ -84,6 +88,8 @@ def test_a_forked_worker_is_like_a_process_of_its_own(
         assert facts["group"] == facts["pid"]
         assert facts["folder"] == str(tmp_path)
         assert facts["variable"] == "when the collector was made"
+        assert facts["authkey"] == bytes(multiprocessing.current_process().authkey)
+        assert facts["collects_garbage"]
     for key in ("path", "cores", "torch_threads", "memfds", "sockets"):
         assert [facts[key] for facts in forked] == [facts[key] for facts in alone], key
     for first, second in zip(forked[0]["random"], forked[1]["random"], strict=True):

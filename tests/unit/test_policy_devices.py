@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from distcollect.collectors.pickling import home, pickled_plans
+from distcollect.collectors.worker_options import MultiSyncOptions
 from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import ArgumentError
 
@@ -57,3 +58,35 @@ def test_the_device_that_was_named_counts() -> None:
     plan = WorkerPlan("CartPole-v1", 1, policy=nn.Linear(4, 2), device=torch.device("cuda:3"))
     [payload] = pickled_plans(plan, ["CartPole-v1"])
     assert pickle.loads(payload).device == torch.device("cuda:3")
+
+
+class TestAListHasOneForEachWorker:
+    def test_devices_and_factories(self) -> None:
+        factories = [nn.Identity, nn.Flatten]
+        options = MultiSyncOptions(
+            ["CartPole-v1"] * 2,
+            policy_factory=factories,
+            frames_per_batch=4,
+            policy_device=["cpu", "meta"],
+            env_device=["meta", "cpu"],
+        )
+        plans = [pickle.loads(plan) for plan in options.pickled_plans(traces=False)]
+        assert [plan.device.type for plan in plans] == ["cpu", "meta"]
+        assert [plan.env_device.type for plan in plans] == ["meta", "cpu"]
+        assert [plan.policy_factory for plan in plans] == factories
+        assert options.devices.storing is None
+
+    def test_the_default_of_all_devices(self) -> None:
+        settings: dict[str, Any] = {"frames_per_batch": 4, "device": ["cpu", "meta"]}
+        options = MultiSyncOptions(["CartPole-v1"] * 2, storing_device="cpu", **settings)
+        plans = [pickle.loads(plan) for plan in options.pickled_plans(traces=False)]
+        assert [plan.device.type for plan in plans] == ["cpu", "meta"]
+        assert [plan.env_device.type for plan in plans] == ["cpu", "meta"]
+        with pytest.raises(ArgumentError, match="give one storing_device"):
+            MultiSyncOptions(["CartPole-v1"] * 2, **settings)
+
+    def test_another_number_of_devices(self) -> None:
+        with pytest.raises(ArgumentError, match="one device for each worker, and there are 3"):
+            MultiSyncOptions(
+                "CartPole-v1", num_workers=3, frames_per_batch=6, policy_device=["cpu"] * 2
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gymnasium as gym
@@ -14,9 +15,11 @@ from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictModuleBase
 from tensordict.nn import TensorDictSequential as Seq
 from torch import nn
+from torch.distributions import LogNormal
 
 import distcollect as dc
 from distcollect.transport import peer_ids
+from distcollect.transport.protocol import Failure
 
 __all__ = ["zoo"]
 
@@ -94,6 +97,7 @@ def test_an_exploration_module(zoo: Any) -> None:
     from torchrl.modules import AdditiveGaussianModule  # noqa: PLC0415
 
     env = zoo.Counter()
+    torch.manual_seed(0)
     noise = AdditiveGaussianModule(spec=None)
     policy = Seq(Mod(lambda obs: 0 * obs[..., :1], ["observation"], ["action"]), noise)
     with dc.SyncDataCollector(env, policy, frames_per_batch=10) as collector:
@@ -206,3 +210,103 @@ def test_an_action_that_its_dtype_cannot_hold() -> None:
         value = 200
         with pytest.raises(dc.PolicyError, match=r"200 in 'action'.*int8.*-128 to 127"):
             collector.next()
+
+
+def test_a_module_with_a_parameter_that_no_entry_is_for(zoo: Any) -> None:
+    class Other(nn.Module):
+        def forward(self, observation: torch.Tensor, speed: torch.Tensor) -> torch.Tensor:
+            return observation + speed
+
+    with pytest.raises(TypeError, match="are incompatible with entries in") as caught:
+        dc.SyncDataCollector(zoo.Counter(), Other(), frames_per_batch=4)
+    assert isinstance(caught.value, dc.PolicyError)
+    # It is the same error if a worker raises it.
+    assert isinstance(Failure.of(caught.value, 3).error(), dc.PolicySignatureError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("mean", math.exp(0.5)), ("MODE", math.exp(-1.0)), ("median", 1.0), ("deterministic", None)],
+)
+def test_what_is_taken_of_a_distribution(zoo: Any, kind: str, expected: float | None) -> None:
+    torchrl_utils = pytest.importorskip("torchrl.envs.utils")
+
+    def policy(observation: torch.Tensor) -> LogNormal:
+        return LogNormal(torch.zeros(1), torch.ones(1))
+
+    exploration = torchrl_utils.ExplorationType[kind.upper()]
+    with dc.SyncDataCollector(
+        zoo.Counter(), policy, frames_per_batch=4, exploration_type=exploration
+    ) as collector:
+        actions = collector.next()["action"]
+    wanted = math.exp(-1.0) if expected is None else expected
+    assert torch.allclose(actions, torch.tensor(wanted))
+
+
+def test_what_a_policy_of_torchrl_takes_of_its_distribution(zoo: Any) -> None:
+    torchrl_utils = pytest.importorskip("torchrl.envs.utils")
+    seen: list[Any] = []
+
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+        seen.append(torchrl_utils.exploration_type())
+        return tensordict.set("action", torch.zeros(1))
+
+    for name in ("RANDOM", "DETERMINISTIC", "MODE", "MEAN", "MEDIAN"):
+        wanted = torchrl_utils.ExplorationType[name]
+        with dc.SyncDataCollector(
+            zoo.Counter(), policy, frames_per_batch=2, exploration_type=wanted
+        ) as collector:
+            collector.next()
+        assert set(seen) == {wanted}
+        seen.clear()
+
+
+def test_the_last_frame_of_a_row_is_truncated_even_where_it_terminated(zoo: Any) -> None:
+    with dc.SyncDataCollector(
+        lambda: zoo.GymEnv("CartPole-v1"), None, frames_per_batch=1, set_truncated=True
+    ) as collector:
+        for _ in range(40):
+            last = collector.next()["next"]
+            assert last["truncated"].all()
+            assert last["done"].all()
+            if last["terminated"].any():
+                break
+        assert last["terminated"].any()
+
+
+@pytest.mark.parametrize("batch_size", [(), (3,)])
+def test_a_fake_batch(zoo: Any, batch_size: tuple[int, ...]) -> None:
+    with dc.SyncDataCollector(
+        zoo.Counter(batch_size=batch_size), frames_per_batch=12, track_policy_version=True
+    ) as collector:
+        fake, batch = collector.fake_tensordict(), collector.next()
+        assert fake.batch_size == batch.batch_size
+        assert fake.names == batch.names
+        for key, value in batch.items(include_nested=True, leaves_only=True):
+            assert fake[key].dtype == value.dtype
+            assert fake[key].shape == value.shape
+            assert not fake[key].any()
+        assert keys(fake) == keys(batch)
+        assert collector.frames == 12
+    with (
+        dc.SyncDataCollector(zoo.Counter(), frames_per_batch=4, trajs_per_batch=1) as collector,
+        pytest.raises(dc.CollectorStateError, match="no fixed shape"),
+    ):
+        collector.fake_tensordict()
+
+
+def test_a_state_has_the_weights_of_the_policy(zoo: Any) -> None:
+    first, second = (
+        Mod(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]) for _ in range(2)
+    )
+    with dc.SyncDataCollector(zoo.Counter(), first, frames_per_batch=4) as collector:
+        collector.update_policy_weights_()
+        state = collector.state_dict()
+    with dc.SyncDataCollector(zoo.Counter(), second, frames_per_batch=4) as collector:
+        collector.load_state_dict(state)
+        assert collector.policy_version == 1
+        other = {**state, "policy_state_dict": nn.Linear(5, 5).state_dict()}
+        with pytest.raises(dc.ArgumentError, match="the weights of another policy"):
+            collector.load_state_dict(other)
+    for name, value in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value)
