@@ -61,7 +61,7 @@ def main(boot: WorkerBoot) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    _name_worker_in_logs(boot.worker_id)
+    _name_worker_in_logs(boot.name)
     counter = StepCounter.inherited(boot.counters_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -118,10 +118,10 @@ def main(boot: WorkerBoot) -> None:
     os._exit(0)
 
 
-def _name_worker_in_logs(worker_id: int) -> None:
+def _name_worker_in_logs(name: str) -> None:
     """Log with time, worker and host, unless the user's code configures logging itself."""
     if logging.lastResort is not None:
-        where = f"worker {worker_id} on {socket.gethostname()}"
+        where = f"{name} on {socket.gethostname()}"
         logging.lastResort.setFormatter(logging.Formatter(f"%(asctime)s {where}: %(message)s"))
 
 
