@@ -158,7 +158,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 def _remedy(number: int | None) -> str:
     if number == errno.EADDRINUSE:
         return (
-            "another process does, perhaps of an earlier run, or another collector of this process: "
+            "another process does, perhaps of an earlier run, or another collector of this one: "
             "end it, or choose another port (listen=, DISTCOLLECT_LISTEN; under srun MASTER_PORT)"
         )
     if number == errno.EACCES:
