@@ -41,7 +41,13 @@ from distcollect.transport.protocol import (
     call_service,
     peer_is_gone,
 )
-from distcollect.transport.rpc_agents import INTERFACE, AgentPeer, join_agents, leave_agents
+from distcollect.transport.rpc_agents import (
+    INTERFACE,
+    PING,
+    AgentPeer,
+    join_agents,
+    leave_agents,
+)
 from distcollect.transport.worker_service import WorkerService
 
 # Torch declares no types for much of what is used here, private or not.
@@ -49,7 +55,6 @@ rpc: Any = torch.distributed.rpc
 
 # Copying less takes no longer than handing it to another thread.
 _COPIED_AT_ONCE_BYTES = 512 * 1024
-_PING = (torch.zeros(()), torch.zeros(()))
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +179,7 @@ class RpcTransport:
         An operator of torch's is answered without the peer's interpreter, whose lock an env may
         hold.
         """
-        return self._ask(peer, torch.add, *_PING)
+        return self._ask(peer, torch.add, *PING)
 
     def is_near(self, peer: int) -> bool:
         """See :class:`~distcollect.transport.protocol.Transport`."""
@@ -200,7 +205,7 @@ class RpcTransport:
         self._copier.close()
         all_came = self._pending.wait_for_all(grace_s)
         for known in peers.values():
-            self._agents.remove(known)
+            self._agents.remove(known, has_ended=False)
         leave_agents(self._agents, self._pending, gently=all_came)
         if self._service is not None:
             _service = None

@@ -12,6 +12,7 @@ it, and the last one that closes ends it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -39,11 +40,13 @@ CHANNELS = ["cma", "mpt_uv", "basic"]
 _TRANSPORTS = ["uv"]
 _NUM_THREADS = 4
 _MAX_NUMBER = 2**15 - 1
-# An agent never closes its connection to a peer that left in order: four files each.
+# An agent keeps connections to peers that were removed before they ended: four files each.
 _MAX_REMOVED = 64
 # The number of every process in its own agent. Torch refuses a second one in the same process.
 _OWN_NUMBER = 0
 _LEAVE_TIMEOUT_S = 2.0
+# What torch.add takes in a call that only shows whether there is an answer.
+PING = (torch.zeros(()), torch.zeros(()))
 _FOREVER = 0  # each wait for an answer has its own deadline, so an RPC needs none
 
 log = logging.getLogger(__name__)
@@ -175,14 +178,20 @@ class RpcAgents:
         peer.info = self._make_info(name, number)
         self._agent._update_group_membership(peer.info, [], {}, True)
 
-    def remove(self, peer: AgentPeer) -> None:
-        """Forget a peer; again it does nothing."""
+    def remove(self, peer: AgentPeer, *, has_ended: bool = True) -> None:
+        """Forget a peer; again it does nothing. ``has_ended``: its process has, or is ignored."""
         with self._lock:
-            if peer in self._peers:
-                self._peers.remove(peer)
-                self._num_removed += 1
-                if self._agent is not None:
-                    self._agent._update_group_membership(peer.info, [], {}, False)
+            if peer not in self._peers:
+                return
+            self._peers.remove(peer)
+            self._num_removed += 1
+            if self._agent is None:
+                return
+            if has_ended:
+                # Torch closes the sockets to a process that has ended when a call to it fails.
+                with contextlib.suppress(RuntimeError):
+                    rpc.rpc_async(peer.info, torch.add, PING, timeout=_FOREVER)
+            self._agent._update_group_membership(peer.info, [], {}, False)
 
     def call(
         self, peer: AgentPeer, function: Any, args: tuple[Any, ...]
