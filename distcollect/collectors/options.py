@@ -80,6 +80,8 @@ class CollectorOptions:
             the next frame's, except at the end of an episode or row, where they are lost.
         replay_buffer: frames are added to it, ``[F]`` at a time, instead of being delivered to
             the loop over the collector.
+        extend_buffer: True: an entry of the replay buffer is one frame. False: it is one step of
+            all envs of a worker, ``[n]``, where a worker has several.
         exploration_type: "random", "deterministic", "mode", "mean" or "median" (or TorchRL's
             ``ExplorationType``), for policies with a distribution.
         info_keys: entries of ``info`` that the batch holds as if they were observations: a
@@ -116,6 +118,7 @@ class CollectorOptions:
     track_traj_ids: bool = True
     compact_obs: bool = False
     replay_buffer: ReplayBuffer | None = None
+    extend_buffer: bool = True
     exploration_type: object = Exploration.RANDOM
     info_keys: InfoKeys = None
     clip_actions: bool = False
@@ -138,6 +141,7 @@ class CollectorOptions:
         checks.positive("frames_per_batch", self.frames_per_batch)
         validation.check_total_frames(self.total_frames, self.frames_per_batch)
         check_replay_buffer(self.replay_buffer)
+        validation.check_extends_by_step(self)
         checks.positive("envs_per_worker", self.envs_per_worker)
         validation.check_policy(self.policy, self.policy_factory, several=self.has_workers)
         validation.check_random_frames(self.init_random_frames)

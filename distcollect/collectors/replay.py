@@ -74,6 +74,8 @@ def parts_for(
     batch: TensorDict,
     buffer: ReplayBuffer,
     rollouts_of: Callable[[TensorDict], Sequence[TensorDict]] = lambda batch: [batch],
+    *,
+    by_step: bool = False,
 ) -> Sequence[TensorDict]:
     """What ``buffer`` is given one after the other: the frames of a batch, without padding.
 
@@ -82,9 +84,14 @@ def parts_for(
         buffer: where it is to be added.
         rollouts_of: the parts for a buffer with rows (TorchRL's storages with ``ndim`` above 1),
             which has one row for each env.
+        by_step: an entry of the buffer is one step of all envs of a worker, unless there is
+            padding.
     """
     if MASK in batch.keys(include_nested=True):
         return [batch[batch[MASK]]]
+    if by_step:
+        # Time comes first, as a buffer's entries are along the first dimension.
+        return [part.permute(-1, *range(part.ndim - 1)) for part in rollouts_of(batch)]
     if getattr(getattr(buffer, "storage", None), "ndim", 1) > 1:
         return rollouts_of(batch)
     return [batch.reshape(-1)]

@@ -58,7 +58,8 @@ class RPCDataCollector(DataCollectorBase):
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong; nothing was started.
-            CollectorStateError: another collector is open; nothing was started.
+            CollectorStateError: another open collector has the launch's workers; nothing was
+                started.
             EnvError, PolicyError: an env or the policy failed when a worker tried it.
             WorkerLost, WorkerMismatch, DeadlineError: a worker did not start, or did not join. In
                 all these cases nothing is left running.

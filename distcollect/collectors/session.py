@@ -61,7 +61,7 @@ class Session:
         Raises:
             DistCollectError: a worker did not start, or failed. Nothing is left running.
         """
-        # A collector that was dropped just now may still be closing.
+        # A collector that was dropped just now may still have the workers of the launch.
         forgotten_closings(options.fault_limits.stop_timeout_s + CLOSING_LIMIT_S)
         plans = options.pickled_plans(traces=traces)
         self._options = options

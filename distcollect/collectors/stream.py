@@ -382,7 +382,8 @@ class BatchStream(ABC):
         self._let_go(ready.then)
         if (buffer := self._options.replay_buffer) is None:
             return self._given(ready)
-        first, *others = parts_for(ready.batch, buffer, self._rollouts_of)
+        by_step = not self._options.extend_buffer and self._layout.num_envs > 1
+        first, *others = parts_for(ready.batch, buffer, self._rollouts_of, by_step=by_step)
         # The buffer has the batch from here on, whatever it does with it.
         buffer.extend(self._given(ready, first))
         for part in others:

@@ -24,10 +24,8 @@ from distcollect.errors import ArgumentError, ArgumentTypeError
 NO_EFFECT = frozenset(
     {
         "auto_register_policy_transforms",  # recurrent policies need none
-        "extend_buffer",  # a buffer always gets whole batches
         "local_init_rb",  # the trainer fills the buffer
         "no_cuda_sync",
-        "replay_buffer_chunk",
         "return_same_td",
         "tcp_port",  # the system chooses the ports
         "trajs_per_write",  # how many are written at a time changes no content
@@ -194,6 +192,11 @@ def _update_interval(value: Any, arguments: dict[str, Any]) -> None:
         arguments["update_at_each_batch"] = True
 
 
+def _replay_buffer_chunk(value: Any, arguments: dict[str, Any]) -> None:
+    if value is not None:
+        arguments["extend_buffer"] = value
+
+
 class _SetThreads:
     """Sets the number of threads that torch uses, then calls another function."""
 
@@ -293,6 +296,7 @@ TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "num_collectors": _num_collectors,
     "num_sub_threads": _num_sub_threads,
     "update_interval": _update_interval,
+    "replay_buffer_chunk": _replay_buffer_chunk,
     "collector_class": _collector_class,
     # The env makers are repeated before each gets its own arguments.
     "num_workers_per_collector": _num_workers_per_collector,

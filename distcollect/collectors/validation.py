@@ -230,6 +230,22 @@ def check_hook(name: str, value: object) -> None:
         raise ArgumentTypeError(f"{name}={value!r}: must be a function")
 
 
+def check_extends_by_step(options: Any) -> None:
+    """Check ``extend_buffer``.
+
+    Raises:
+        ArgumentError: it is False, and a batch is changed as a whole before it is added.
+    """
+    if options.extend_buffer or options.replay_buffer is None:
+        return
+    for name in ("postproc", "split_trajs", "trajs_per_batch"):
+        if getattr(options, name):
+            raise ArgumentError(
+                f"extend_buffer=False adds single steps to the replay buffer, and {name} needs "
+                "whole batches: leave out one of them"
+            )
+
+
 def check_traj_format(value: object, trajs_per_batch: int | None) -> None:
     """Check ``traj_format``.
 

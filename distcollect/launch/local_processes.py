@@ -125,7 +125,7 @@ class LocalProcesses:
 
     def __init__(self, events: ProcessEvents) -> None:
         """Report to ``events``."""
-        zygote.warm_up()
+        zygote.warm_up(self)
         self._events = events
         # Reentrant: garbage collection under it may finalize a collector, which ends its processes.
         self._lock = threading.RLock()
@@ -175,7 +175,7 @@ class LocalProcesses:
         try:
             return zygote.fork(boot, env, counters)
         except zygote.Unavailable as error:
-            log.debug("worker %d is started by itself: %s", boot.worker_id, error)
+            log.debug("%s is started by itself: %s", boot.name, error)
             return self._start_alone(boot, env, counters)
 
     def _start_alone(
@@ -234,13 +234,13 @@ class LocalProcesses:
         for reaper in reapers:
             reaper.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
-            remaining = dict(self._running)
-        for (worker_id, _), running in remaining.items():
-            log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
+            remaining = list(self._running.values())
+        for running in remaining:
+            log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
             self._kill(running)
         for reaper in reapers:
             reaper.join(_REAP_TIMEOUT_S)
-        zygote.end_if_unwanted()
+        zygote.end_if_unwanted(self)
 
     def _reap(self, running: _Running) -> None:
         boot, reason = running.boot, ""
@@ -259,9 +259,7 @@ class LocalProcesses:
         try:
             return running.process.wait()
         except zygote.Unavailable as error:
-            log.warning(
-                "worker %d starts by itself, which takes longer: %s", running.boot.worker_id, error
-            )
+            log.warning("%s starts by itself, which takes longer: %s", running.boot.name, error)
         with self._lock:
             if running.is_killed:
                 running.counters.close()
@@ -284,7 +282,7 @@ class LocalProcesses:
                     self._watch_progress(running, now)
                     self._watch_memory(running)
                 except Exception:  # the other processes, and later ones, need the watch
-                    log.exception("watching worker %d failed", running.boot.worker_id)
+                    log.exception("watching %s failed", running.boot.name)
 
     def _watch_progress(self, running: _Running, now: float) -> None:
         overdue = running.watch.overdue(running.counters.blocks(), now)
@@ -293,7 +291,7 @@ class LocalProcesses:
         if overdue and running.is_overdue:  # by now it has written its stack, if it can
             stack = running.counters.stack()
             running.reason = overdue + (f"; it was in {stack}" if stack else "")
-            log.warning("worker %d: %s; killing it", running.boot.worker_id, running.reason)
+            log.warning("%s: %s; killing it", running.boot.name, running.reason)
             self._kill(running)
         elif overdue and (pid := running.worker_pid) is not None:
             with contextlib.suppress(ProcessLookupError):

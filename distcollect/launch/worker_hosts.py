@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from distcollect.common import open_files
-from distcollect.errors import ArgumentError, DeadlineError, LaunchError
+from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError, LaunchError
 from distcollect.launch.cpu_placement import Host, choose, may_pin, num_cores
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import one_of_several
+from distcollect.net.interfaces import LOOPBACK
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -110,6 +111,7 @@ class WorkerHosts(JoinServerEvents):
         host, pin = Host.inspect(), may_pin(os.environ)
         self._placements = [choose(host, i, num_local, may_pin=pin) for i in range(num_local)]
         self._num_wanted = 0
+        self._is_in_use = False
         self._events = HostEvents()
         self._slots: dict[Connection, int] = {}  # of each supervisor, from its hello to its end
         self._supervisors: dict[int, Connection] = {}  # by slot, once they were welcomed
@@ -141,6 +143,21 @@ class WorkerHosts(JoinServerEvents):
                 "beside the trainer; launch more processes or ask for fewer workers"
             )
         return self._num_ranks if wanted is None else wanted
+
+    def claim(self) -> None:
+        """Serve no other collector until :meth:`detach`.
+
+        Raises:
+            CollectorStateError: a collector has them.
+        """
+        with self._lock:
+            if self._is_in_use:
+                raise CollectorStateError(
+                    "another collector is open, and has the workers of this launch; call its "
+                    "shutdown() first, or take a MultiSyncDataCollector or MultiaSyncDataCollector,"
+                    " which start workers of their own on this host"
+                )
+            self._is_in_use = True
 
     def attach(self, events: HostEvents, num_workers: int, timeout_s: float) -> None:
         """Serve one collector: report to ``events``. Wait until its slots can be used.
@@ -229,11 +246,12 @@ class WorkerHosts(JoinServerEvents):
             self._changed.wait_for(lambda: not reachable(), grace_s)
 
     def detach(self) -> None:
-        """The collector is closed; without a launch this ends the supervisors too."""
+        """The collector is closed, another one may come; without a launch the supervisors end."""
         self._events = HostEvents()
         self._local = None
         with self._lock:
             self._remote.clear()
+            self._is_in_use = False
         if self._num_ranks is None and not self.is_elastic:
             self._end_supervisors()
 
@@ -372,14 +390,15 @@ def _refuse_several() -> None:
 def open_hosts(
     num_workers: int | None, listen: str | None = None, *, local: bool = False
 ) -> WorkerHosts:
-    """The launch's hosts, or this host alone without a launch.
+    """The launch's hosts, or this host alone without a launch; for one collector until detached.
 
     Args:
         num_workers: local workers to start without a launch; None: one for each core.
         listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
-        local: use this host alone, even in a launch.
+        local: use this host alone, even in a launch; nobody else can join.
 
     Raises:
+        CollectorStateError: another collector has the launch's hosts.
         ArgumentError: ``listen`` is malformed, there is no token for processes that join, or this
             process may not open enough files for so many workers.
         LaunchError: see :func:`~distcollect.net.interfaces.listen`; or this process is one of
@@ -392,6 +411,7 @@ def open_hosts(
                 f"listen={listen!r}: under a launcher, workers join where its trainer listens; "
                 f"set {LISTEN} instead"
             )
+        _launched.claim()
         return _launched
     if _launched is None:
         _refuse_several()
@@ -401,7 +421,7 @@ def open_hosts(
             f"the workers of the run in {folder.path} are in separate jobs, and can only join a "
             "script that calls distcollect.run(main); or submit it without --worker-jobs"
         )
-    address, port = listen_address(listen)
+    address, port = (LOOPBACK, 0) if local else listen_address(listen)
     if port and read_token() is None:
         raise ArgumentError(
             f"to let workers join at {address}:{port}, put a secret into a file that only you can "

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from enum import Enum
@@ -318,15 +319,22 @@ def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 _zygote: Zygote | None = None
+_users: weakref.WeakSet[object] = weakref.WeakSet()
 _lock = threading.RLock()
 
 
-def warm_up() -> None:
+def warm_up(user: object = None) -> None:
     """Start this process's zygote, so that it imports while this process does other things.
+
+    Args:
+        user: keeps it until :func:`end_if_unwanted`; None: nobody does.
 
     Raises:
         ArgumentError: see :meth:`ZygoteUse.chosen`.
     """
+    if user is not None:
+        with _lock:
+            _users.add(user)
     if ZygoteUse.chosen() is not ZygoteUse.OFF:
         try:
             _current()
@@ -367,10 +375,13 @@ def pid() -> int | None:
     return None if zygote is None or zygote.is_gone else zygote.pid
 
 
-def end_if_unwanted() -> None:
-    """End this process's zygote if it is not to wait for another collector."""
+def end_if_unwanted(user: object) -> None:
+    """``user`` is done: end the zygote if nobody uses it and it is not to wait for a collector."""
     global _zygote  # noqa: PLW0603 - a process has one
     with _lock:
+        _users.discard(user)
+        if _users:
+            return
         if _zygote is not None and ZygoteUse.chosen() is not ZygoteUse.KEEP:
             _zygote.retire()
             _zygote = None
@@ -398,8 +409,8 @@ def _current() -> Zygote:
 
 def _forget() -> None:
     """In a forked child of this process: the zygote is its parent's."""
-    global _zygote, _lock
-    _zygote, _lock = None, threading.RLock()
+    global _zygote, _users, _lock
+    _zygote, _users, _lock = None, weakref.WeakSet(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget)

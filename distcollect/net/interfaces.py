@@ -158,8 +158,8 @@ def listen(address: str, port: int = 0) -> socket.socket:
 def _remedy(number: int | None) -> str:
     if number == errno.EADDRINUSE:
         return (
-            "another process does, perhaps of an earlier run: end it, or choose another port "
-            "(listen=, DISTCOLLECT_LISTEN; under srun MASTER_PORT)"
+            "another process does, perhaps of an earlier run, or another collector of this one: "
+            "end it, or choose another port (listen=, DISTCOLLECT_LISTEN; under srun MASTER_PORT)"
         )
     if number == errno.EACCES:
         return "choose a port above 1023"

@@ -44,7 +44,7 @@ from distcollect.net.framing import Frame, pack
 
 M = TypeVar("M")
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 def versions() -> dict[str, str]:
@@ -170,16 +170,24 @@ class WorkerSettings:
     """What the trainer decides about a worker process.
 
     Attributes:
+        collector: the number of its collector among those that are open in the trainer's process,
+            counted from 1.
         first_traj_id: the trajectory ids of this life of the run begin here.
         leave_timeout_s: how long it may take to leave.
         step_timeout_s: its watchdog ends it when no step is finished for so long; None: never.
         max_bytes: its watchdog reports more memory than this; None: never.
     """
 
+    collector: int = 1
     first_traj_id: int = 0
     leave_timeout_s: float = 0.0
     step_timeout_s: float | None = None
     max_bytes: int | None = None
+
+
+def worker_name(worker_id: int, collector: int) -> str:
+    """What to call a worker in the log; a collector that is open alone is not named."""
+    return f"worker {worker_id}" + (f" of collector {collector}" if collector > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -271,6 +279,11 @@ class WorkerBoot(Message):
     counters_fd: int = -1
     sys_path: tuple[str, ...] = ()
     authkey: str = field(default="", repr=False)
+
+    @property
+    def name(self) -> str:
+        """What to call it in the log."""
+        return worker_name(self.worker_id, self.settings.collector)
 
 
 def to_frame(message: Message) -> Frame:

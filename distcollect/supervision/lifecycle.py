@@ -36,6 +36,7 @@ from distcollect.net.messages import (
     SupervisorHello,
     WorkerHello,
     WorkerSettings,
+    worker_name,
 )
 from distcollect.results import WorkerState
 from distcollect.supervision.interfaces import MembershipObserver
@@ -74,6 +75,7 @@ class Lifecycle:
         *,
         num_first: int,
         post: Callable[[Callable[[], None]], None],
+        collector: int = 1,
     ) -> None:
         """Nothing is started before :meth:`check`.
 
@@ -85,6 +87,7 @@ class Lifecycle:
             status: shared with the user's thread.
             num_first: slots, from 0, whose first processes all have to become ready.
             post: has the supervision thread call a function.
+            collector: the number of its collector among those that are open in this process.
         """
         self._hosts = hosts
         self._transport = transport
@@ -93,6 +96,7 @@ class Lifecycle:
         self._status = status
         self._num_first = num_first
         self._post = post
+        self._collector = collector
         self._plan_sender = PlanSender(transport, post)
         self._membership = Membership(
             faults.silence_timeout_s,
@@ -159,6 +163,7 @@ class Lifecycle:
         # Torch's C++ side logs a warning for each peer whose process ends; that is reported anyhow.
         env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         settings = WorkerSettings(
+            collector=self._collector,
             first_traj_id=identity().first_traj_id,
             leave_timeout_s=self._faults.leave_timeout_s,
             step_timeout_s=self._faults.step_timeout_s,
@@ -218,7 +223,7 @@ class Lifecycle:
         with self._status.lock:
             self._status.probes.setdefault(process.worker_id, probe)
         if self._observer is not None:
-            log.info("worker %d is ready%s", process.worker_id, process.where)
+            log.info("%s is ready%s", self._name(process), process.where)
             self._observer.join(process.worker_id, process.incarnation, process.peer)
 
     def observe(self, observer: MembershipObserver) -> None:
@@ -285,9 +290,9 @@ class Lifecycle:
         if process is None or process.state is not ProcessState.READY or self._observer is None:
             return
         log.warning(
-            "worker %d takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is "
-            "replaced after its rollout",
-            process.worker_id,
+            "%s takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is replaced "
+            "after its rollout",
+            self._name(process),
             num_bytes / 1e9,
             self._faults.max_worker_bytes,
         )
@@ -391,11 +396,14 @@ class Lifecycle:
             self.fail(failure)
             return
         if left:
-            log.info("worker %d has left%s", worker_id, process.where)
+            log.info("%s has left%s", self._name(process), process.where)
         elif not process.is_retired:
-            outlook = self._outlook(worker_id)
-            log.warning("worker %d is lost: %s; %s", worker_id, message_of(failure), outlook)
+            why, outlook = message_of(failure), self._outlook(worker_id)
+            log.warning("%s is lost: %s; %s", self._name(process), why, outlook)
         self._check_remaining(worker_id, failure)
+
+    def _name(self, process: Process) -> str:
+        return worker_name(process.worker_id, self._collector)
 
     def _outlook(self, worker_id: int) -> str:
         delay_s = self._membership.delay(worker_id, time.monotonic())

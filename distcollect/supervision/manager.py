@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -30,7 +31,16 @@ log = logging.getLogger(__name__)
 # Hundreds of workers are pinged at hundreds of instants; handled together they cost less.
 _CHECK_PERIOD_S = 0.05
 
-_in_use = threading.Lock()
+_open_numbers: set[int] = set()  # of collectors
+_numbering = threading.Lock()
+
+
+def _number() -> int:
+    """The lowest number, from 1, that no open collector has."""
+    with _numbering:
+        number = next(i for i in itertools.count(1) if i not in _open_numbers)
+        _open_numbers.add(number)
+        return number
 
 
 class Workers:
@@ -63,20 +73,16 @@ class Workers:
 
         Raises:
             ArgumentError: the launch has fewer workers.
-            CollectorStateError: another collector is open.
+            CollectorStateError: another collector uses the workers of the launch.
             DistCollectError: some did not join, or failed. Nothing is left running then.
         """
-        if not _in_use.acquire(blocking=False):
-            raise CollectorStateError(
-                "another collector is open in this process; call its shutdown() first (or use "
-                "it in a with block)"
-            )
         self._faults = faults
         self._status = Status()
         self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="distcollect-workers", daemon=True)
+        self._number = _number()
         with contextlib.ExitStack() as on_error:
-            on_error.callback(_in_use.release)
+            on_error.callback(_open_numbers.discard, self._number)
             self._hosts = open_hosts(num_workers, listen, local=local)
             on_error.callback(self._hosts.detach)
             # Workers that join by themselves have no fixed number: none in particular has to come.
@@ -93,6 +99,7 @@ class Workers:
                 self._status,
                 num_first=count,
                 post=self._posted.put,
+                collector=self._number,
             )
             on_error.pop_all()
         events = PostedHostEvents(
@@ -275,9 +282,9 @@ class Workers:
             # All ends are reported by now; the thread accounts for them, and ends.
             self._end_thread,
             self.transport.close,  # again: an exception may have ended the first one early
-            # The hosts, and this process, can serve another collector now.
+            # The hosts can serve another collector now.
             self._hosts.detach,
-            _in_use.release,
+            partial(_open_numbers.discard, self._number),
             partial(self._status.enter, Phase.CLOSED),
         ]
         stack = contextlib.ExitStack()

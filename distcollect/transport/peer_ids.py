@@ -105,7 +105,10 @@ class Identity:
             first = self.first_traj_id + self.new_peer() * TRAJ_IDS_PER_PEER
 
     def resume(self, first_traj_id: int) -> int:
-        """Give out only trajectory ids from this one on.
+        """Begin another life of the run: give out only trajectory ids from this one on.
+
+        If processes have been started, the ids begin above theirs too: another collector of this
+        process may have such processes, which keep their ids.
 
         Returns:
             Where they begin: there, or later.
@@ -115,6 +118,8 @@ class Identity:
         """
         with self._lock:
             first = max(self.first_traj_id, first_traj_id)
+            if self.next_peer > self.trainer + self.num_trainers:
+                first = max(first, self.next_traj_id)
             num_blocks = self.next_peer if self.num_trainers == 1 else _PEERS_PER_LIFE
             if first + num_blocks * TRAJ_IDS_PER_PEER > _END_OF_TRAJ_IDS:
                 raise LaunchError(

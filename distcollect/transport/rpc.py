@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -40,7 +41,13 @@ from distcollect.transport.protocol import (
     call_service,
     peer_is_gone,
 )
-from distcollect.transport.rpc_agents import INTERFACE, PING, RpcAgents
+from distcollect.transport.rpc_agents import (
+    INTERFACE,
+    PING,
+    AgentPeer,
+    join_agents,
+    leave_agents,
+)
 from distcollect.transport.worker_service import WorkerService
 
 # Torch declares no types for much of what is used here, private or not.
@@ -76,7 +83,7 @@ class PeerAddress:
 
 
 class RpcTransport:
-    """This process's agent: calls peers, and answers them for a service.
+    """Calls peers, and answers them for a service; a process's transports share its agent.
 
     Raises:
         CollectorStateError: this process already runs an RPC agent that is not ours.
@@ -89,17 +96,22 @@ class RpcTransport:
 
         Args:
             address: this host's, on the interface to listen on.
-            service: answers calls from others; None: there are none.
+            service: answers calls from others; None: there are none. For one transport only.
         """
         global _service  # noqa: PLW0603 - see above
         self._pending = PendingAnswers()
-        self._agents = RpcAgents(address, self._pending)
-        _service = service
+        self._agents = join_agents(address, self._pending)
+        if service is not None:
+            _service = service
+        self._service = service
         self._addresses: dict[int, PeerAddress] = {}
+        self._peers: dict[int, AgentPeer] = {}
+        self._lock = threading.Lock()  # held while peers are added, and while it is closed
+        self._is_closed = False
         self._mapped: dict[int, dict[Segment, torch.Tensor]] = {}  # of peers on this host
         self._copier = SerialThread("distcollect-copy")
         self.endpoint: str = self._agents.endpoint
-        self._check_listens_on(address)
+        self._check_listens_on(self._agents.address)
 
     def _check_listens_on(self, address: str) -> None:
         got = ip_address_in(self.endpoint)
@@ -120,10 +132,11 @@ class RpcTransport:
 
         The peer can answer without being connected to this process.
         """
-        if peer in self._addresses:
-            return
-        self._agents.add(peer, address.endpoint)
-        self._addresses[peer] = address
+        with self._lock:
+            if peer in self._addresses or self._is_closed:
+                return
+            self._peers[peer] = self._agents.add(address.endpoint)
+            self._addresses[peer] = address
         if address.memory_sample is not None:
             try:
                 address.memory_sample.map()
@@ -175,18 +188,27 @@ class RpcTransport:
     def disconnect(self, peer: int) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         self._mapped.pop(peer, None)
-        if peer in self._addresses:
-            del self._addresses[peer]
-            self._agents.remove(peer)
+        with self._lock:
+            self._addresses.pop(peer, None)
+            known = self._peers.pop(peer, None)
+        if known is not None:
+            self._agents.remove(known)
         self._pending.fail(peer)
 
     def close(self, grace_s: float = 0) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         global _service  # noqa: PLW0603
-        peers, self._addresses = self._addresses, {}
+        with self._lock:
+            self._is_closed = True
+            self._addresses = {}
+            peers, self._peers = self._peers, {}
         self._copier.close()
-        self._agents.close(grace_s)
-        _service = None
+        all_came = self._pending.wait_for_all(grace_s)
+        for known in peers.values():
+            self._agents.remove(known, has_ended=False)
+        leave_agents(self._agents, self._pending, gently=all_came)
+        if self._service is not None:
+            _service = None
         for peer in peers:
             self._pending.fail(peer)
 
@@ -256,7 +278,8 @@ class RpcTransport:
                 self._pending.complete(answer, outcome)
 
         try:
-            self._agents.call(peer, function, args).add_done_callback(deliver)
+            known = self._peers[peer]
+            self._agents.call(known, function, args).add_done_callback(deliver)
         except (KeyError, RuntimeError) as error:
             self._pending.complete(answer, error=peer_is_gone(peer, error))
         return answer

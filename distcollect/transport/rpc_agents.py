@@ -2,21 +2,24 @@
 
 Torch sends a peer's number as a signed 16-bit integer, and an agent keeps the connection that it
 opened for a number, broken or not: a number can't name another process later. So each agent counts
-its peers from 1 on, and when the numbers are used up another agent takes its place and counts from
-1 again. Numbers mean nothing to other processes: two agents may know a process by different ones.
+its peers from 1 on, and when the numbers are used up, or too many connections are left over,
+another agent takes its place and counts from 1 again. Numbers mean nothing to other processes: two
+agents may know a process by different ones.
+
+Torch allows one agent in a process. So all transports of a process share it: the first one starts
+it, and the last one that closes ends it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +40,8 @@ CHANNELS = ["cma", "mpt_uv", "basic"]
 _TRANSPORTS = ["uv"]
 _NUM_THREADS = 4
 _MAX_NUMBER = 2**15 - 1
+# An agent keeps connections to peers that were removed before they ended: four files each.
+_MAX_REMOVED = 64
 # The number of every process in its own agent. Torch refuses a second one in the same process.
 _OWN_NUMBER = 0
 _LEAVE_TIMEOUT_S = 2.0
@@ -46,16 +51,18 @@ _FOREVER = 0  # each wait for an answer has its own deadline, so an RPC needs no
 
 log = logging.getLogger(__name__)
 
-_open: weakref.WeakSet[RpcAgents] = weakref.WeakSet()
 
+@dataclass(eq=False)
+class AgentPeer:
+    """A process that a transport of this one can call.
 
-def _in_child() -> None:
-    # A forked child has none of an agent's threads, for which its destructor would wait.
-    for agents in list(_open):
-        agents.keep()
+    Attributes:
+        endpoint: where its agent listens.
+        info: what torch knows of it, under its number in the agent that calls now.
+    """
 
-
-os.register_at_fork(after_in_child=_in_child)
+    endpoint: str
+    info: Any = None
 
 
 class RpcAgents:
@@ -63,39 +70,30 @@ class RpcAgents:
 
     Attributes:
         endpoint: where the first agent listens. Peers answer calls on the connection that the
-            calls come on, so nobody needs to know where the next agents listen.
+            calls come on, so nobody needs to know where the next agents listen. For the same
+            reason one interface is enough for transports whose peers are on different networks.
+        address: of the interface that they were to listen on.
     """
 
-    def __init__(self, address: str, pending: PendingAnswers) -> None:
-        """Start the first agent.
-
-        Args:
-            address: this host's, on the interface to listen on.
-            pending: the answers to the calls that are made here.
-
-        Raises:
-            CollectorStateError: this process already runs an RPC agent that is not ours.
-            LaunchError: this torch lacks a private symbol that is needed.
-        """
+    def __init__(self, address: str) -> None:
+        """Start the first agent; see :func:`join_agents`."""
         self._make_agent, self._make_info = _symbols()
         if rpc.api._is_current_rpc_agent_set():
             raise CollectorStateError(
-                "this process already runs torch.distributed.rpc (rpc.init_rpc was called, or "
-                "another collector is open); shut it down first: torch allows one agent a process"
+                "this process already runs torch.distributed.rpc (rpc.init_rpc was called); shut "
+                "it down first: torch allows one agent a process"
             )
-        self._address = address
-        self._pending = pending
+        self.address = address
         # While it is held, the agent that torch calls "current" is not replaced. Reentrant, as
         # garbage may be collected meanwhile, and a collector that nobody refers to is closed then.
         self._lock = threading.RLock()
-        self._infos: dict[int, Any] = {}  # what torch knows of each peer
-        self._endpoints: dict[int, str] = {}
+        self._users: list[PendingAnswers] = []  # of the transports: what their peers owe
+        self._peers: set[AgentPeer] = set()
         self._old: list[Any] = []  # agents that still wait for an answer
         self._agent: Any = None
         dist.autograd._init(_OWN_NUMBER)
         self._start_agent()
         self.endpoint: str = self._store.get(_address_key(_name(_OWN_NUMBER))).decode()
-        _open.add(self)
 
     def keep(self) -> None:
         """Never destroy the agents in this process, a forked child of the one that started them."""
@@ -103,7 +101,8 @@ class RpcAgents:
             keep_for_ever(native)
 
     def _start_agent(self) -> None:
-        self._numbers = itertools.count(_OWN_NUMBER + 1)
+        self._num_enrolled = 0
+        self._num_removed = 0
         self._store = dist.HashStore()
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_NUM_THREADS,
@@ -112,7 +111,7 @@ class RpcAgents:
             _channels=CHANNELS,
         )
         name = _name(_OWN_NUMBER)
-        with _listening_on(interface_of(self._address)):
+        with _listening_on(interface_of(self.address)):
             agent = self._make_agent(self._store, name, _OWN_NUMBER, None, options, {}, [])
             if self._agent is not None:
                 self._retire(self._agent)
@@ -123,7 +122,7 @@ class RpcAgents:
     def _retire(self, agent: Any) -> None:
         """End an agent when all calls that are open now are answered."""
         self._old.append(agent)
-        owed = self._pending.open
+        owed = [answer for pending in self._users for answer in pending.open]
         num_owed = len(owed) + 1
         lock = threading.Lock()
 
@@ -147,65 +146,87 @@ class RpcAgents:
             self._old.remove(agent)
         agent.shutdown()
 
-    def add(self, peer: int, endpoint: str) -> None:
-        """Make a peer callable.
+    def add(self, endpoint: str) -> AgentPeer:
+        """Make a process callable.
 
         Raises:
             LaunchError: there are as many peers as an agent can have.
         """
+        peer = AgentPeer(endpoint)
         with self._lock:
             if self._agent is None:
-                return  # closed
-            number = next(self._numbers)
-            if number > _MAX_NUMBER:
-                if len(self._infos) >= _MAX_NUMBER:
-                    raise LaunchError(
-                        f"{len(self._infos)} processes are connected to this one, and torch's RPC "
-                        "takes no more: use several trainers"
-                    )
-                log.info("all numbers of torch's RPC agent are used: another agent replaces it")
+                return peer  # closed
+            if len(self._peers) >= _MAX_NUMBER:
+                raise LaunchError(
+                    f"{len(self._peers)} processes are connected to this one, and torch's RPC "
+                    "takes no more: use several trainers"
+                )
+            if self._num_removed >= _MAX_REMOVED or self._num_enrolled >= _MAX_NUMBER:
+                log.debug("another agent of torch's RPC replaces the present one")
                 self._start_agent()
-                for present in self._infos:
-                    self._enroll(present, next(self._numbers))
-                number = next(self._numbers)
-            self._endpoints[peer] = endpoint
-            self._enroll(peer, number)
+                for present in self._peers:
+                    self._enroll(present)
+            self._enroll(peer)
+            self._peers.add(peer)
+        return peer
 
-    def _enroll(self, peer: int, number: int) -> None:
+    def _enroll(self, peer: AgentPeer) -> None:
+        self._num_enrolled += 1
+        number = _OWN_NUMBER + self._num_enrolled
         name = _name(number)
-        self._store.set(_address_key(name), self._endpoints[peer])
-        info = self._infos[peer] = self._make_info(name, number)
-        self._agent._update_group_membership(info, [], {}, True)
+        self._store.set(_address_key(name), peer.endpoint)
+        peer.info = self._make_info(name, number)
+        self._agent._update_group_membership(peer.info, [], {}, True)
 
-    def remove(self, peer: int) -> None:
-        """Forget a peer; nothing happens if it is not known."""
+    def remove(self, peer: AgentPeer, *, has_ended: bool = True) -> None:
+        """Forget a peer; again it does nothing. ``has_ended``: its process has, or is ignored."""
         with self._lock:
-            info = self._infos.pop(peer, None)
-            self._endpoints.pop(peer, None)
-            if info is not None and self._agent is not None:
+            if peer not in self._peers:
+                return
+            self._peers.remove(peer)
+            self._num_removed += 1
+            if self._agent is None:
+                return
+            if has_ended:
                 # Torch closes the sockets to a process that has ended when a call to it fails.
                 with contextlib.suppress(RuntimeError):
-                    rpc.rpc_async(info, torch.add, PING, timeout=_FOREVER)
-                self._agent._update_group_membership(info, [], {}, False)
+                    rpc.rpc_async(peer.info, torch.add, PING, timeout=_FOREVER)
+            self._agent._update_group_membership(peer.info, [], {}, False)
 
-    def call(self, peer: int, function: Any, args: tuple[Any, ...]) -> torch.futures.Future[Any]:
+    def call(
+        self, peer: AgentPeer, function: Any, args: tuple[Any, ...]
+    ) -> torch.futures.Future[Any]:
         """Call a function, or an operator of torch's, in a peer's process.
 
         Raises:
-            KeyError: the peer is not known.
             RuntimeError: it can't be called any more.
         """
         with self._lock:
+            if peer not in self._peers:
+                raise RuntimeError("it was removed")
             answer: torch.futures.Future[Any] = rpc.rpc_async(
-                self._infos[peer], function, args, timeout=_FOREVER
+                peer.info, function, args, timeout=_FOREVER
             )
         return answer
 
-    def close(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` for open answers, then end all agents; again it does nothing."""
-        if self._agent is None or not rpc.api._is_current_rpc_agent_set():
+    def use(self, pending: PendingAnswers) -> None:
+        """Stay open for one more transport; ``pending``: what its peers owe."""
+        with self._lock:
+            self._users.append(pending)
+
+    def leave(self, pending: PendingAnswers) -> bool:
+        """Be no longer needed by a transport; whether it was the last one."""
+        with self._lock:
+            if pending not in self._users:
+                return False
+            self._users.remove(pending)
+            return not self._users
+
+    def close(self, *, gently: bool) -> None:
+        """End all agents; ``gently``: no answer is owed."""
+        if not rpc.api._is_current_rpc_agent_set():
             return
-        if self._pending.wait_for_all(grace_s):
+        if gently:
             # Else the agent logs a warning for each peer that ends.
             _within(_LEAVE_TIMEOUT_S, self._agent.join, True)
         # Without the lock: what waits for an answer that fails now may call a peer.
@@ -222,6 +243,56 @@ class RpcAgents:
     def _take_old(self) -> Any:
         with self._lock:
             return self._old.pop() if self._old else None
+
+
+_shared: RpcAgents | None = None
+_sharing = threading.Lock()  # held while agents start and end
+
+
+def join_agents(address: str, pending: PendingAnswers) -> RpcAgents:
+    """This process's agents; the first transport starts them.
+
+    Args:
+        address: this host's, on the interface to listen on; it counts for the first transport.
+        pending: the answers to the calls of the transport.
+
+    Raises:
+        CollectorStateError: this process already runs an RPC agent that is not ours.
+        LaunchError: this torch lacks a private symbol that is needed.
+    """
+    global _shared  # noqa: PLW0603 - torch allows one agent in a process
+    with _sharing:
+        if _shared is None:
+            _shared = RpcAgents(address)
+        _shared.use(pending)
+        return _shared
+
+
+def leave_agents(agents: RpcAgents, pending: PendingAnswers, *, gently: bool) -> None:
+    """Be done with :func:`join_agents`: the last transport ends the agents; again does nothing.
+
+    Args:
+        agents: what was joined.
+        pending: what they were joined with.
+        gently: no answer is owed to the transport.
+    """
+    global _shared  # noqa: PLW0603 - see above
+    with _sharing:
+        if agents.leave(pending):
+            agents.close(gently=gently)
+            if _shared is agents:
+                _shared = None
+
+
+def _in_child() -> None:
+    global _shared, _sharing
+    if _shared is not None:
+        # A forked child has none of an agent's threads, for which its destructor would wait.
+        _shared.keep()
+    _shared, _sharing = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _within(timeout_s: float, function: Callable[..., Any], *args: Any) -> bool:

@@ -65,7 +65,7 @@ def main(boot: WorkerBoot) -> None:
     if boot.authkey:
         # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
         multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)
-    _name_worker_in_logs(boot.worker_id)
+    _name_worker_in_logs(boot.name)
     counter = StepCounter.inherited(boot.counters_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -122,10 +122,10 @@ def main(boot: WorkerBoot) -> None:
     os._exit(0)
 
 
-def _name_worker_in_logs(worker_id: int) -> None:
+def _name_worker_in_logs(name: str) -> None:
     """Log with time, worker and host, unless the user's code configures logging itself."""
     if logging.lastResort is not None:
-        where = f"worker {worker_id} on {socket.gethostname()}"
+        where = f"{name} on {socket.gethostname()}"
         logging.lastResort.setFormatter(logging.Formatter(f"%(asctime)s {where}: %(message)s"))
 
 

@@ -109,6 +109,17 @@ def listens_elsewhere() -> None:
         hosts.join_server.close()
 
 
+def wants_workers_that_another_collector_has() -> None:
+    hosts = WorkerHosts("127.0.0.1", "secret", num_ranks=3)
+    hosts.claim()
+    set_launched(hosts)
+    try:
+        rpc(num_workers=None)
+    finally:
+        set_launched(None)
+        hosts.join_server.close()
+
+
 LAUNCHES: list[Row] = [
     (lambda: detected(TORCHRUN, RANK=None), dc.LaunchError, "RANK is not set", "by torchrun"),
     (lambda: detected(TORCHRUN, MASTER_PORT=""), dc.LaunchError, "MASTER_PORT is not", "torchrun"),
@@ -155,6 +166,12 @@ LAUNCHES: list[Row] = [
     (waits_for_ranks, dc.DeadlineError, r"ranks \[1, 2\] .*0.1 s", "'distcollect doctor'"),
     (asks_for_more_than_there_are, ARGUMENT, "num_workers=5.* 3 worker rank", "launch more"),
     (listens_elsewhere, ARGUMENT, "listen='127.0.0.1:9999'", "set DISTCOLLECT_LISTEN"),
+    (
+        wants_workers_that_another_collector_has,
+        dc.CollectorStateError,
+        "another collector is open, and has the workers of this launch",
+        r"its shutdown\(\) first, or take a MultiSyncDataCollector",
+    ),
     (turned_away, dc.LaunchError, "doesn't have this run's token", "DISTCOLLECT_TOKEN_FILE"),
     (answered_by_a_web_server, dc.LaunchError, r"127.0.0.1:\d+ is no trainer", "check the address"),
     (

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from helpers.counting_envs import CountingMaker
 from helpers.envs import SamplingEnv
 from helpers.loopback_pool import loopback_collector
 from tensordict import TensorDict
@@ -256,6 +257,65 @@ def test_a_buffer_with_rows_gets_one_rollout_at_a_time(
     # Rollouts of single envs stay together: each worker is a row.
     assert len(buffer.shapes) == (1 if expected is None else 2)
     assert expected in (None, buffer.shapes)
+
+
+class FlatBuffer:
+    """A replay buffer whose entries are along the first dimension."""
+
+    def __init__(self) -> None:
+        self.added: list[TensorDict] = []
+
+    def extend(self, data: TensorDict) -> None:
+        self.added.append(data)
+
+
+@pytest.mark.parametrize("name", ["extend_buffer", "replay_buffer_chunk"])
+@pytest.mark.parametrize("cat_results", [0, "stack"])
+def test_a_buffer_gets_single_steps(name: str, cat_results: Any) -> None:
+    added = {}
+    for by_frame in (True, False):
+        buffer = FlatBuffer()
+        with loopback_collector(
+            CountingMaker(),
+            num_workers=2,
+            envs_per_worker=3,
+            sync=True,
+            frames_per_batch=24,
+            cat_results=cat_results,
+            replay_buffer=buffer,
+            **{name: by_frame},
+        ) as collector:
+            assert collector.next() is None
+        added[by_frame] = buffer.added
+    [frames] = added[True]
+    assert frames.shape == (24,)
+    assert [steps.shape for steps in added[False]] == [(4, 3), (4, 3)]
+    rows = torch.cat([steps["observation"].transpose(0, 1).flatten(0, 1) for steps in added[False]])
+    seen = slice(3)  # row, episode and step; the rest depends on the actions
+    assert torch.equal(rows[:, seen], frames["observation"][:, seen])
+
+
+def test_a_buffer_of_single_envs_gets_frames_either_way() -> None:
+    buffer = FlatBuffer()
+    with loopback_collector(
+        SamplingEnv,
+        num_workers=2,
+        sync=True,
+        frames_per_batch=8,
+        replay_buffer=buffer,
+        extend_buffer=False,
+    ) as collector:
+        collector.next()
+    assert [frames.shape for frames in buffer.added] == [(8,)]
+
+
+@pytest.mark.parametrize("what", [{"postproc": print}, {"split_trajs": True}])
+def test_single_steps_and_what_needs_whole_batches(what: dict[str, Any]) -> None:
+    [name] = what
+    with pytest.raises(dc.ArgumentError, match=f"extend_buffer=False .* {name} needs whole"):
+        dc.SyncDataCollector(
+            SamplingEnv, frames_per_batch=8, replay_buffer=FlatBuffer(), extend_buffer=False, **what
+        )
 
 
 def test_frames_of_torchrls_envs_are_rounded_up() -> None:

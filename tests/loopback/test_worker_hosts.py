@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from distcollect.common.process_exit import ProcessExit
-from distcollect.errors import LaunchError
+from distcollect.errors import CollectorStateError, LaunchError
 from distcollect.launch.rendezvous import listen_address
-from distcollect.launch.worker_hosts import WorkerHosts
+from distcollect.launch.worker_hosts import WorkerHosts, open_hosts, set_launched
 from distcollect.net.messages import (
     Exited,
     Kill,
@@ -80,3 +80,26 @@ def test_where_to_listen_by_argument_or_by_variable(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DISTCOLLECT_LISTEN", "10.0.0.5:29600")
     assert listen_address() == ("10.0.0.5", 29600)
     assert listen_address("10.0.0.6:29601") == ("10.0.0.6", 29601)
+
+
+def test_a_launch_serves_one_collector_and_then_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside it, others have local workers, also where a port is named for the launch."""
+    launched = WorkerHosts("127.0.0.1", "a token", num_ranks=2)
+    monkeypatch.setenv("DISTCOLLECT_LISTEN", f"127.0.0.1:{launched.join_server.port}")
+    set_launched(launched)
+    try:
+        for _ in range(2):
+            assert open_hosts(None) is launched
+            with pytest.raises(CollectorStateError, match="has the workers of this launch"):
+                open_hosts(None)
+            local = open_hosts(1, local=True)
+            other = open_hosts(1, local=True)
+            assert len({h.join_server.port for h in (launched, local, other)}) == 3
+            local.detach()
+            other.detach()
+            launched.detach()
+    finally:
+        set_launched(None)
+        launched.join_server.close()

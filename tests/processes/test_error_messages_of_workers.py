@@ -19,7 +19,7 @@ from gymnasium import spaces
 from helpers.bad_calls import ARGUMENTS, RUNNING, raising_maker, raising_policy
 from helpers.bad_launches import LAUNCHES
 from helpers.command_line import folders, modules, status_of
-from helpers.error_rows import ARGUMENT, KIND, STATE, Row, check, rpc, said
+from helpers.error_rows import ARGUMENT, KIND, Row, check, rpc, said
 from helpers.marked import Marked
 from helpers.paths import ROOT
 from helpers.policies import GreedyPolicy
@@ -110,7 +110,6 @@ def test_of_workers(marked: Marked) -> None:
     with rpc(create_env_fn=Moody, **{**one, **factory}) as collector:
         pid = collector.call("set_mood", "fine")[0][0]
         rows: list[Row] = [
-            (rpc, STATE, "another collector is open", r"shutdown\(\)"),
             (
                 lambda: collector.update_policy_weights_(weights),
                 dc.WeightsError,

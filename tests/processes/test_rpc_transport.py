@@ -121,15 +121,65 @@ def test_a_frozen_peer_does_not_hold_up_close(rpc_world: Rpc) -> None:
     assert not closing.is_alive()
 
 
-def test_one_agent_at_a_time_but_one_after_the_other() -> None:
-    for _ in range(2):
-        world = Rpc()
-        try:
-            with pytest.raises(dc.CollectorStateError, match="shut it down first"):
+def test_transports_share_an_agent_and_close_in_any_order() -> None:
+    """A peer may even be known to both; what it owes to one is no matter of the other."""
+    first, second = RpcTransport(address="127.0.0.1"), RpcTransport(address="127.0.0.1")
+    world = Rpc()
+    try:
+        address = world.transport.address_of(world.peer)
+        assert address is not None
+        for transport in (first, second):
+            transport.connect(world.peer, address)
+        owed = {t: t.call(world.peer, Service.later, "key") for t in (first, world.transport)}
+        lost = second.call(world.peer, Service.later, "never")
+        second.close()
+        with pytest.raises(dc.WorkerLost):
+            lost.result(SOON_S)
+        assert not any(answer.done() for answer in owed.values())
+        second.connect(world.peer, address)
+        with pytest.raises(dc.WorkerLost):
+            second.call(world.peer, Service.echo).result(SOON_S)
+        first.disconnect(world.peer)
+        with pytest.raises(dc.WorkerLost):
+            owed[first].result(SOON_S)
+        first.close()
+        world.transport.call(world.peer, Service.release, "key", 1).result(SOON_S)
+        assert owed[world.transport].result(SOON_S) == 1
+        assert rpc_agents._shared is not None
+    finally:
+        world.close()
+    assert rpc_agents._shared is None
+
+
+def test_an_agent_of_somebody_else_is_refused() -> None:
+    theirs = rpc_agents.RpcAgents("127.0.0.1")
+    try:
+        for _ in range(2):
+            with pytest.raises(dc.CollectorStateError, match=r"was called\); shut it down first"):
                 RpcTransport(address="127.0.0.1")
-            assert world.transport.call(world.peer, Service.echo, 5).result(SOON_S) == (5,)
-        finally:
-            world.close()
+    finally:
+        theirs.close(gently=True)
+    RpcTransport(address="127.0.0.1").close()
+
+
+def num_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_connections_to_peers_that_left_in_order_do_not_add_up(
+    rpc_world: Rpc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, peer = rpc_world.transport, rpc_world.peer
+    monkeypatch.setattr(rpc_agents, "_MAX_REMOVED", 4)
+    address = transport.address_of(peer)
+    assert address is not None
+    before = num_files()
+    for further in range(40_000, 40_025):  # as if each were another process
+        transport.connect(further, address)
+        transport.call(further, Service.echo).result(SOON_S)
+        transport.disconnect(further)
+    eventually(lambda: num_files() <= before + 5 * 4)
+    assert transport.call(peer, Service.echo, 5).result(SOON_S) == (5,)
 
 
 def test_peers_come_and_go_without_end(rpc_world: Rpc, monkeypatch: pytest.MonkeyPatch) -> None:

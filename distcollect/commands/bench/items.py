@@ -193,7 +193,25 @@ _FIGURES = (
     Item(
         "replay",
         "start() fills a replay buffer",
-        (Part("cartpole-16", "CartPole-v1, 16 envs, 1 worker", replay.run_replay, needs=_TORCHRL),),
+        (
+            Part(
+                "cartpole-16", "CartPole-v1, 16 envs, 1 worker", replay.run_replay, needs=_TORCHRL
+            ),
+            *(
+                Part(
+                    f"{name}-{who}",
+                    f"{workload.about}, 2 workers, {about}",
+                    partial(run, name=name),
+                    needs=_TORCHRL,
+                )
+                for name, workload in replay.FILLED.items()
+                for who, about, run in (
+                    ("trainer", "filled by the trainer's thread", replay.run_by_trainer),
+                    ("alone", "each fills a buffer of its own", replay.run_by_themselves),
+                    ("torchrl", "torchrl MultiAsyncCollector", replay.run_by_torchrl),
+                )
+            ),
+        ),
     ),
     Item(
         "alternating",

@@ -115,6 +115,17 @@ def make_torchrl_multi(workload: Workload, num_workers: int, frames_per_batch: i
     )
 
 
+def make_torchrl_filling(workload: Workload, num_workers: int, replay_buffer: Any) -> Any:
+    """An endless ``MultiAsyncCollector`` whose workers write to ``replay_buffer``."""
+    return importlib.import_module("torchrl.collectors").MultiAsyncCollector(
+        [_TorchRLMaker(workload)] * num_workers,
+        _torchrl_policy(workload),
+        frames_per_batch=workload.rollout_frames,
+        total_frames=_ENDLESS,
+        replay_buffer=replay_buffer,
+    )
+
+
 def make_torchrl_rpc(workload: Workload) -> Any:
     """An endless asynchronous ``RPCCollector(launcher="mp")`` with two workers."""
     return importlib.import_module("torchrl.collectors.distributed").RPCCollector(

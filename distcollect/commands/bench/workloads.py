@@ -27,6 +27,7 @@ Chosen: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 _HIDDEN = 64
 _EPISODE = 100  # frames in an episode of the envs below
 _SIDE = 1024  # side of the big observation: 1 MiB
+_SMALLER_SIDE = 256  # 64 KiB
 _PIXELS = 64  # of the big observation, which its policy uses
 
 
@@ -150,10 +151,11 @@ class SlowEnv(gym.Env[Any, Any]):
 
 
 class BigEnv(gym.Env[Any, Any]):
-    """Writes a new 1 MiB image (uint8 ``[1024, 1024]``) for each step; 100 frames an episode."""
+    """Writes a new image (uint8 ``[side, side]``) for each step; 100 frames an episode."""
 
-    def __init__(self) -> None:
-        self.observation_space = spaces.Box(0, 255, (_SIDE, _SIDE), np.uint8)
+    def __init__(self, side: int) -> None:
+        self._shape = (side, side)
+        self.observation_space = spaces.Box(0, 255, self._shape, np.uint8)
         self.action_space = spaces.Discrete(2)
         self._frames = 0
 
@@ -162,11 +164,11 @@ class BigEnv(gym.Env[Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._frames = 0
-        return np.full((_SIDE, _SIDE), 0, np.uint8), {}
+        return np.full(self._shape, 0, np.uint8), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._frames += 1
-        image = np.full((_SIDE, _SIDE), self._frames, np.uint8)
+        image = np.full(self._shape, self._frames, np.uint8)
         return image, 1.0, self._frames == _EPISODE, False, {}
 
 
@@ -209,7 +211,12 @@ def make_cheetah() -> Env:
 
 def make_big() -> Env:
     """An env with observations of 1 MiB."""
-    return BigEnv()
+    return BigEnv(_SIDE)
+
+
+def make_pixels() -> Env:
+    """An env with observations of 64 KiB."""
+    return BigEnv(_SMALLER_SIDE)
 
 
 def small_policy() -> nn.Module:
@@ -245,6 +252,9 @@ def corner_policy() -> nn.Module:
 
 _CARTPOLE = (make_cartpole, small_policy)
 _MLP = "CartPole-v1, 64x64 MLP"
+
+# For replay buffers only.
+PIXELS = Workload("pixels", "64 KiB uint8 observations", make_pixels, corner_policy, 1, 64)
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
