@@ -257,7 +257,7 @@ class AsyncScheduler(Scheduler):
 
     def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:
         super().__init__(plan, slots, versions)
-        self._has_begun = False
+        self._num_begun = 0  # batches that the user has asked for
         self._num_waiting = 0  # rollouts that arrived and were not delivered
         self._idle = SlotQueue(by_last_request)
         self._deliverable = RequestQueue(_by_arrival, _is_here_and_oldest)
@@ -272,14 +272,17 @@ class AsyncScheduler(Scheduler):
         return bool(slot.num_requests) or slot.is_up_to_date
 
     def begin(self) -> None:
-        self._has_begun = True
+        self._num_begun += 1
 
     def _may_request(self) -> bool:
         """Whether a further rollout may be requested, from whichever worker."""
         num_able = self._slots.num_able
         num_ahead = self._slots.num_collecting + self._num_waiting
-        has_room = num_ahead < num_able + min(num_able, _READY_AHEAD)
-        return self._has_begun and has_room and not self._has_asked_for_all()
+        # Many users publish once they have the first batch: no more is collected before than is
+        # needed to keep all workers busy.
+        ready_ahead = min(num_able, _READY_AHEAD) if self._num_begun > 1 else 0
+        has_room = num_ahead < num_able + ready_ahead
+        return bool(self._num_begun) and has_room and not self._has_asked_for_all()
 
     def next_slot(self) -> WorkerSlot | None:
         return self._idle.first() if self._may_request() else None

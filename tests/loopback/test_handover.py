@@ -161,15 +161,16 @@ def test_frames_handed_over_are_of_the_total() -> None:
 
 
 def test_what_next_has_fetched_travels_along_if_there_is_no_other() -> None:
-    with make(total_frames=8 * STEPS) as collector:
-        collector.next(SOON_S)  # and two more are delivered here
-        settled(collector, lambda total: total.stepped == 6 * STEPS)
+    with make(total_frames=10 * STEPS) as collector:
+        for _ in range(2):
+            collector.next(SOON_S)
+        settled(collector, lambda total: total.stepped == 8 * STEPS)  # two more are here
         kinds = [collector.hand_over(SOON_S) for _ in range(3)]
         # While it has two rollouts to deliver, a single worker collects no other.
         assert [reference.tensors is None for reference in kinds] == [False, True, False]
         for reference in kinds:
             assert collector.take_over(reference, SOON_S).shape == (2, STEPS)
-        settled(collector, lambda total: total.delivered == 8 * STEPS)
+        settled(collector, lambda total: total.delivered == 10 * STEPS)
 
 
 def test_the_lag_and_the_shape_are_the_takers() -> None:

@@ -160,6 +160,7 @@ def test_a_slab_is_not_written_to_while_it_is_read() -> None:
     """Also if the next rollout arrives earlier, or is given up."""
     pool, transport, _ = make(sync=False, num_workers=3)
     ask(pool)
+    ask(pool)
     first = transport.answer(0)
     second = transport.answer(0)
     assert transport.open_requests(0) == 0, "both slabs are in use"
@@ -219,6 +220,7 @@ def test_several_stale_rollouts_are_given_up_at_once() -> None:
     pool, transport, _ = make(
         sync=False, num_workers=3, staleness=Staleness(max_policy_lag=0, mode="drop")
     )
+    ask(pool)
     ask(pool)
     offers = [transport.answer(worker_id) for worker_id in (0, 1, 2, 0, 1)]
     assert [offer.fetched is not None for offer in offers] == [True, True, *[False] * 3]
