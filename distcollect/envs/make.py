@@ -17,6 +17,7 @@ from gymnasium.envs.registration import find_highest_version, parse_env_id
 from gymnasium.vector import VectorEnv
 
 from distcollect.envs.base import Env, Envs, InfoKeys, Maker, describe, name_of
+from distcollect.envs.envpool import EnvPoolBatch, is_envpool
 from distcollect.envs.pettingzoo import PettingZooEnv
 from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
@@ -180,6 +181,8 @@ def _batch(
         from distcollect.envs.torchrl import TorchRLEnvs  # noqa: PLC0415 - see is_torchrl_env
 
         return TorchRLEnvs(envs, makers)
+    if is_envpool(envs[0]):
+        return EnvPoolBatch(envs[0], info_keys, makers[0])
     if isinstance(envs[0], VectorEnv):
         return VectorBatch(envs[0], info_keys, makers[0])
     _check_alike(envs)
