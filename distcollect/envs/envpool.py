@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +13,11 @@ from gymnasium.vector import AutoresetMode
 from distcollect.envs.base import AnyVectorEnv, InfoKeys, KeyPath, Step
 from distcollect.envs.fitting import write
 from distcollect.envs.vector import VectorBatch
+from distcollect.envs.vector_ids import VectorMaker
 from distcollect.errors import ArgumentError
 from distcollect.rollout.spaces import Arrays
+
+log = logging.getLogger(__name__)
 
 # Arrays up to this size are copied as a whole: that is faster than to select rows.
 _SMALL_BYTES = 1 << 16
@@ -68,6 +72,20 @@ class EnvPoolBatch(VectorBatch):
             self._native_dtype = pool.spec.action_array_spec["action"].dtype
             self._action_at = inputs.index("action")
         self._ids = np.arange(self.num_envs, dtype=np.int32)
+
+    def _reset_all(self, seeds: Sequence[int] | None) -> None:
+        # EnvPool takes seeds only when it is made.
+        if seeds is not None and isinstance(self._maker, VectorMaker):
+            self._env.close()
+            self._env = self._maker(seeds)
+        elif seeds is not None:
+            log.warning(
+                "%s: EnvPool can't be given another seed once it was made, so the seed has no "
+                "effect on these envs; pass an env id such as 'envpool:Pong-v5', or seed the env "
+                "where you make it",
+                self._name(),
+            )
+        super()._reset_all(None)
 
     def _can_reset_some(self, env: AnyVectorEnv, mode: AutoresetMode) -> bool:
         return True
