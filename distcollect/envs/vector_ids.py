@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcollect.errors import ArgumentError
+
+_FILTERING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class EnvPoolMaker(VectorMaker):
         pool = self._module("envpool", "envpool")
         # Otherwise EnvPool gives every worker the same seed.
         seed = [*seeds] if seeds is not None else int.from_bytes(os.urandom(3), "little")
-        with warnings.catch_warnings():
+        # The filters of warnings belong to the process, not to a thread.
+        with _FILTERING, warnings.catch_warnings():
             # Of Gymnasium, on the bounds of spaces that EnvPool declares.
             warnings.filterwarnings("ignore", ".*precision lowered by casting")
             env = pool.make_gymnasium(
