@@ -117,6 +117,8 @@ class TensorDictEngine(EngineBase):
         with self._policy.exploring():
             if self._reset_due or self.options.reset_at_each_iter:
                 self._reset()
+            else:
+                self.envs.refresh()
             slab.clear()
             num_steps = self._fill(slab, random=random)
             self._write(slab, num_steps, rest=True)
@@ -144,6 +146,7 @@ class TensorDictEngine(EngineBase):
                 if swaps:
                     self.swap_weights()
                 slab.policy_version[:, step:] = weights.version
+                envs.refresh()
             timed = step >= due
             if timed:
                 begin = clock_ns()

@@ -22,6 +22,7 @@ from torchrl.envs import (
 )
 
 from distcollect.envs.base import Envs, EnvState, called, describe
+from distcollect.envs.torchrl_stepping import Stepper
 from distcollect.errors import ArgumentError, EnvError, SpaceError
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
@@ -64,6 +65,7 @@ class TorchRLEnvs(Envs):
         self.members = list(envs)
         self._makers = list(makers)
         self._states = [EnvState.OPEN] * len(envs)
+        self._steppers: list[Stepper] = []
         self._max_frames: int | None = None
         self._adapters: list[Callable[[TorchRLEnv], TorchRLEnv]] = []
         single = envs[0].batch_size
@@ -111,12 +113,21 @@ class TorchRLEnvs(Envs):
                 )
         self.adapt(lambda env: TransformedEnv(env, StepCounter(max_steps=max_frames)))
 
+    def refresh(self) -> None:
+        """Prepare for steps; to be called when the user may have changed the envs."""
+        if [stepper.env for stepper in self._steppers] == self.members:
+            for stepper in self._steppers:
+                stepper.refresh()
+        else:
+            self._steppers = [Stepper(env) for env in self.members]
+
     def reset(self) -> TensorDictBase:
         """Start a new episode in every row.
 
         Raises:
             EnvError: an env raised.
         """
+        self.refresh()
         return _joined([self._reset(row) for row in range(len(self.members))])
 
     def step(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -131,19 +142,18 @@ class TorchRLEnvs(Envs):
         Raises:
             EnvError: an env raised; it is marked as failed.
         """
-        members = self.members
-        if len(members) == 1:
+        steppers = self._steppers
+        if len(steppers) == 1:
             self.num_stepped = 0
             try:
-                done: tuple[TensorDictBase, TensorDictBase] = members[0].step_and_maybe_reset(td)
+                return steppers[0](td)
             except Exception as error:
                 self.num_stepped = self.num_envs * _was_stepped(td)
                 raise self._failed(0, _call_of(td), error) from error
-            return done
         frames, starts = [], []
         for row, part in enumerate(td.unbind(0)):
             try:
-                frame, start = members[row].step_and_maybe_reset(part)
+                frame, start = steppers[row](part)
             except Exception as error:
                 self.num_stepped = row + _was_stepped(part)
                 raise self._failed(row, _call_of(part), error) from error

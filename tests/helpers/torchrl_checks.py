@@ -36,7 +36,18 @@ KIND_NAMES = [
     "binary",
     "agents",
     "serial of agents",
+    "batched agents",
+    "transformed agents",
+    "its own step",
+    "its own start",
+    "its own reset",
+    "other shapes",
     "gym one-hot",
+    "gym fast encoding",
+    "gym other types",
+    "gym info",
+    "gym dict",
+    "gym own readers",
     "gym discrete",
 ]
 

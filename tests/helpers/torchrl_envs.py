@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
@@ -37,13 +38,24 @@ from torchrl.envs import (
     StepCounter,
     ToTensorImage,
     TransformedEnv,
+    default_info_dict_reader,
 )
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # its own entries
     from torchrl.collectors import Collector
 
-__all__ = ["KINDS", "Agents", "Collector", "Counter", "GymEnv", "ParallelEnv", "policy_for"]
+__all__ = [
+    "KINDS",
+    "Agents",
+    "Collector",
+    "Counter",
+    "GymEnv",
+    "ParallelEnv",
+    "RewardScaling",
+    "TransformedEnv",
+    "policy_for",
+]
 
 
 class Counter(EnvBase):
@@ -156,6 +168,70 @@ class Agents(EnvBase):
         pass
 
 
+class BatchedAgents(EnvBase):
+    """Three rows of two agents; rows end at different steps, and share an entry that is reset."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=(3,))
+        agents = partial(Composite, shape=(3, 2))
+        self.observation_spec = Composite(
+            agents=agents(observation=Unbounded((3, 2, 3))), clock=Unbounded((3, 1)), shape=(3,)
+        )
+        self.action_spec = Composite(agents=agents(action=Bounded(-1, 1, (3, 2, 1))), shape=(3,))
+        self.reward_spec = Composite(agents=agents(reward=Unbounded((3, 2, 1))), shape=(3,))
+        flag = Categorical(2, (3, 1), dtype=torch.bool)
+        self.full_done_spec = Composite(done=flag, terminated=flag.clone(), shape=(3,))
+        self._clock = torch.zeros(3, 1)
+
+    def _observe(self) -> dict[str, Any]:
+        seen = self._clock.unsqueeze(-1) + torch.arange(6.0).reshape(2, 3)
+        return {"agents": TensorDict({"observation": seen}, (3, 2)), "clock": self._clock}
+
+    def _reset(self, tensordict: Any, **kwargs: Any) -> TensorDict:
+        is_reset = True if tensordict is None else tensordict.get("_reset", True)
+        self._clock = torch.where(torch.as_tensor(is_reset), 0.0, self._clock)
+        return TensorDict(self._observe(), (3,))
+
+    def _step(self, tensordict: Any) -> TensorDict:
+        self._clock = self._clock + 1
+        entries = self._observe()
+        entries["agents"]["reward"] = tensordict["agents", "action"] + self._clock.unsqueeze(-1)
+        over = self._clock >= torch.tensor([[2.0], [3.0], [3.0]])
+        return TensorDict({**entries, "done": over, "terminated": over.clone()}, (3,))
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+class _OwnStep(Counter):
+    def step(self, tensordict: Any) -> Any:
+        tensordict = super().step(tensordict)
+        tensordict["next", "reward"] = tensordict["next", "reward"] * 2
+        return tensordict
+
+
+class _OwnStart(Counter):
+    """What a step begins with is not what the step before ended with."""
+
+    def maybe_reset(self, tensordict: Any) -> Any:
+        tensordict = super().maybe_reset(tensordict)
+        return tensordict.set("observation", tensordict["observation"] + 0.5)
+
+
+class _OwnReset(Counter):
+    def reset(self, tensordict: Any = None, **kwargs: Any) -> Any:
+        tensordict = super().reset(tensordict, **kwargs)
+        return tensordict.set("observation", tensordict["observation"] + 0.5)
+
+
+class _KeepsReward(Counter):
+    """A flag without its last dimension, and a reward with one more."""
+
+    def _step(self, tensordict: Any) -> TensorDict:
+        given = super()._step(tensordict)
+        return given.update({"reward": given["reward"][..., None], "done": given["done"][..., 0]})
+
+
 class _AlwaysAlike(gym.Wrapper[Any, Any, Any, Any]):
     """All episodes begin in the same state."""
 
@@ -176,6 +252,62 @@ def _transformed(env: EnvBase) -> TransformedEnv:
             RewardScaling(0.0, 10.0, in_keys=["reward"], out_keys=["scaled_reward"]),
         ),
     )
+
+
+class _OtherTypes(gym.Wrapper[Any, Any, Any, Any]):
+    """NumPy's flags, a whole number as the reward, and an observation whose memory is reused."""
+
+    _seen = np.zeros(4)
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, _info = self.env.step(action)
+        self._seen = observation.astype(np.float64)[::-1]
+        return (
+            self._seen,
+            action,
+            np.bool_(terminated),
+            np.bool_(truncated),
+            {"pole": np.float64(action)},
+        )
+
+
+class _Twice(gym.Wrapper[Any, Any, Any, Any]):
+    """The observation is a dict."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        parts = {"observation": env.observation_space, "other": env.observation_space}
+        self.observation_space = gym.spaces.Dict(parts)
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = self.env.reset(**kwargs)
+        return {"observation": observation, "other": 2 * observation}, info
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = self.env.step(action)
+        return {"observation": observation, "other": 2 * observation}, *rest
+
+
+class _OwnReaders(GymWrapper):
+    def read_obs(self, observations: Any) -> Any:
+        return super().read_obs(observations + 1)
+
+    def read_reward(self, reward: Any) -> Any:
+        return super().read_reward(reward) * 3
+
+
+def _wrapped(
+    wrapper: Callable[[Any], Any], wraps: Callable[..., GymWrapper] = GymWrapper
+) -> EnvBase:
+    return wraps(wrapper(_AlwaysAlike(gym.make("CartPole-v1"))))
+
+
+def _fast_encoding() -> EnvBase:
+    env = _gym()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "is an experimental feature"
+        env.fast_encoding()
+    return env
 
 
 def _gym(**kwargs: Any) -> EnvBase:
@@ -205,7 +337,20 @@ KINDS: dict[str, Any] = {
     "binary": lambda: Counter(action=Binary(4, (4,))),
     "agents": Agents,
     "serial of agents": lambda: SerialEnv(2, Agents),
+    "batched agents": BatchedAgents,
+    "transformed agents": lambda: TransformedEnv(BatchedAgents(), StepCounter()),
+    "its own step": partial(_OwnStep, batch_size=(5,)),
+    "its own start": partial(_OwnStart, batch_size=(5,)),
+    "its own reset": partial(_OwnReset, batch_size=(5,)),
+    "other shapes": partial(_KeepsReward, batch_size=(5,)),
     "gym one-hot": _gym,
+    "gym fast encoding": _fast_encoding,
+    "gym other types": partial(_wrapped, _OtherTypes),
+    "gym info": lambda: _wrapped(_OtherTypes).set_info_dict_reader(
+        default_info_dict_reader(["pole"])
+    ),
+    "gym dict": partial(_wrapped, _Twice),
+    "gym own readers": partial(_wrapped, lambda env: env, _OwnReaders),
     "gym discrete": lambda: _gym(categorical_action_encoding=True),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,18 +37,29 @@ def ratio_of_pairs(
     seconds: float,
     clock: Callable[[], float],
 ) -> tuple[float, float]:
-    """The duration of ``one`` over that of ``other``, by ``clock``.
+    """The same as :func:`ratios_of_pairs`, by one clock."""
+    [ratio], pairs = ratios_of_pairs(one, other, seconds, [clock])
+    return ratio, pairs
+
+
+def ratios_of_pairs(
+    one: Callable[[], object],
+    other: Callable[[], object],
+    seconds: float,
+    clocks: Sequence[Callable[[], float]],
+) -> tuple[list[float], float]:
+    """The duration of ``one`` over that of ``other``, by each clock.
 
     Returns:
-        The median over pairs, and the number of pairs. The first quarter is a warm-up and is left
-        out.
+        For each clock the median over pairs, and the number of pairs. The first quarter is a
+        warm-up and is left out.
     """
-    ratios: list[float] = []
+    ratios: list[list[float]] = []
 
-    def timed(work: Callable[[], object]) -> float:
-        begin = clock()
+    def timed(work: Callable[[], object]) -> list[float]:
+        begin = [clock() for clock in clocks]
         work()
-        return clock() - begin
+        return [clock() - since for clock, since in zip(clocks, begin, strict=True)]
 
     end = time.monotonic() + 1.4 * seconds
     while time.monotonic() < end or len(ratios) < _FEWEST_PAIRS:
@@ -56,6 +67,6 @@ def ratio_of_pairs(
             above, below = timed(one), timed(other)
         else:
             below, above = timed(other), timed(one)
-        ratios.append(above / below)
+        ratios.append([x / y for x, y in zip(above, below, strict=True)])
     del ratios[: len(ratios) // 4]
-    return statistics.median(ratios), float(len(ratios))
+    return [statistics.median(column) for column in zip(*ratios, strict=True)], float(len(ratios))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -135,6 +136,33 @@ _SEVERAL_LEAVES = 4
 _TORCHRL = ("torchrl",)
 _CARTPOLES = ("cartpole-1", "cartpole-16", "cartpole-64")
 
+# What each is, is in torchrl_envs.py.
+_TORCHRL_KINDS = {
+    "cartpole": "GymEnv, CartPole-v1",
+    "pendulum": "GymEnv, Pendulum-v1",
+    "serial": "SerialEnv, 4 times Pendulum-v1",
+    "parallel": "ParallelEnv, 2 times Pendulum-v1",
+    "transformed": "TransformedEnv, Pendulum-v1 with 5 transforms",
+    "batched": "batch [16], 3 agents, nested keys",
+    "gru": "Pendulum-v1, GRUModule and its primer",
+    "lstm": "Pendulum-v1, LSTMModule and its primer",
+    "cartpole-cheap": "CartPole-v1, a policy that costs nothing",
+    "pendulum-cheap": "Pendulum-v1, a policy that costs nothing",
+    "batched-cheap": "batch [16], 3 agents, a policy that costs nothing",
+}
+
+
+def _with_torchrl(function: str, seconds: float, /, **options: object) -> Values:
+    """Call a function of a module that can be imported only with torchrl."""
+    module = importlib.import_module("distcollect.commands.bench.torchrl_envs")
+    values: Values = getattr(module, function)(seconds, **options)
+    return values
+
+
+def _torchrl_part(part: str, about: str, function: str, /, **options: object) -> Part:
+    return Part(part, about, partial(_with_torchrl, function, **options), needs=_TORCHRL)
+
+
 _FIGURES = (
     Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
     Item(
@@ -181,6 +209,24 @@ _FIGURES = (
         tuple(
             Part(name, each.about, partial(native.run_beside_loop, name=name), needs=each.needs)
             for name, each in native.NATIVE.items()
+        ),
+    ),
+    Item(
+        "torchrl",
+        "TorchRL envs: ours / TorchRL's, in turns within one process; two workers, one after the "
+        "other",
+        (
+            *(
+                _torchrl_part(name, about, "run_beside_torchrl", name=name)
+                for name, about in _TORCHRL_KINDS.items()
+            ),
+            _torchrl_part("rpc-x2", "RPCDataCollector, 2 workers", "run_workers", torchrl=False),
+            _torchrl_part(
+                "torchrl-rpc-x2",
+                'torchrl RPCCollector(launcher="mp"), 2 workers',
+                "run_workers",
+                torchrl=True,
+            ),
         ),
     ),
     Item(

@@ -75,6 +75,16 @@ def _beside_native(name: str, bound: float) -> Target:
     return Target(f"sync / bare, {name}", ("native", name, "speed_ratio"), (), bound)
 
 
+def _beside_torchrl(kind: str, bound: float) -> Target:
+    what = f"frames per CPU second, ours / torchrl's, {kind}"
+    return Target(what, ("torchrl", kind, "cpu_ratio"), (), bound)
+
+
+def _workers_beside_torchrl(what: str, value: str) -> Target:
+    above, below = ("torchrl", "rpc-x2", value), ("torchrl", "torchrl-rpc-x2", value)
+    return Target(f"{what}, ours / torchrl's, Pendulum, 2 workers", above, (below,), 2)
+
+
 def _scaling(num_workers: int, bound: float) -> Target:
     what = f"{num_workers} sleeping workers / {num_workers} x one"
     one = _rate("scaling", "1")
@@ -122,6 +132,22 @@ TARGETS: tuple[Target, ...] = (
     _over("cartpole-16", "rpc-async-x2", "torchrl-rpc-x2", 5),
     _over("cartpole-1", "sync", "torchrl", 3.5),
     _over("cartpole-16", "sync", "torchrl", 3),
+    *(
+        _beside_torchrl(kind, 1)
+        for kind in (
+            "cartpole",
+            "pendulum",
+            "serial",
+            "parallel",
+            "transformed",
+            "batched",
+            "gru",
+            "lstm",
+        )
+    ),
+    *(_beside_torchrl(kind, 1.5) for kind in ("cartpole-cheap", "pendulum-cheap", "batched-cheap")),
+    _workers_beside_torchrl("frames/s", "frames_per_s"),
+    _workers_beside_torchrl("frames per CPU second", "frames_per_cpu_s"),
     _over("cartpole-1", "sync-compiled", "bare", 1.3),
     _scaling(8, 0.95),
     _scaling(24, 0.90),
