@@ -15,7 +15,7 @@ from torch import nn
 from distcollect.collectors import pickling
 from distcollect.collectors.users_code import users_stack_level
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
-from distcollect.envs.make import check_env_id, is_env
+from distcollect.envs.make import check_env_id, is_env, make_by_id, space_of
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.launch.worker_hosts import current
 from distcollect.rollout.spaces import leaves_of
@@ -104,7 +104,7 @@ def check_env_maker(maker: object, *, instances: bool) -> None:
     if isinstance(maker, str):
         check_env_id(maker)
         try:
-            env = gym.make(maker)
+            env = make_by_id(maker)
         except Exception as error:
             raise ArgumentError(
                 f"the env {maker!r} can't be made here ({type(error).__name__}: {error}): install "
@@ -112,8 +112,8 @@ def check_env_maker(maker: object, *, instances: bool) -> None:
                 "it"
             ) from error
         try:
-            leaves_of(env.observation_space, "observation")
-            leaves_of(env.action_space, "action")
+            for role in ("observation", "action"):
+                leaves_of(space_of(env, role), role)
         finally:
             env.close()
     elif is_env(maker):

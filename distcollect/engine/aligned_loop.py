@@ -10,7 +10,7 @@ import numpy as np
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import STEPPED
 from distcollect.engine.rollout_loop import RolloutLoop
-from distcollect.envs.base import Faulted, Step
+from distcollect.envs.base import MANY_ROWS, Faulted, Step
 from distcollect.policy.base import Policy
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
@@ -96,13 +96,22 @@ class AlignedLoop(RolloutLoop):
         pass  # every rollout contains all frames that were stepped for it
 
     def _end_trajectories(self, slab: Slab, step: int, result: Step) -> None:
-        for row in result.ended:
-            slab.terminated[row, step] = result.terminated[row]
-            slab.truncated[row, step] = result.truncated[row]
-            slab.add_final(row, step, self.final)
-            slab.traj_ids[row, step + 1 :] = self.trajectories.new_id(row)
-            self.trajectories.lengths[row] = 0
-        self.trajectories.reset_policy_state(result.ended)
+        rows, trajectories = result.ended, self.trajectories
+        if len(rows) < MANY_ROWS:
+            for row in rows:
+                slab.terminated[row, step] = result.terminated[row]
+                slab.truncated[row, step] = result.truncated[row]
+                slab.add_final(row, step, self.final)
+                slab.traj_ids[row, step + 1 :] = trajectories.new_id(row)
+                trajectories.lengths[row] = 0
+        else:
+            slab.terminated[:, step] = result.terminated
+            slab.truncated[:, step] = result.truncated
+            at = np.array(rows)
+            slab.add_finals(at, step, {key: array[at] for key, array in self.final.items()})
+            slab.traj_ids[at, step + 1 :] = trajectories.new_ids(at)[:, None]
+            trajectories.lengths[at] = 0
+        trajectories.reset_policy_state(rows)
 
     def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
         """Replace the envs that raised, until every row has made its transition of this step."""

@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from distcollect.rollout.layout import FAULTED, TRAJ_IDS, Layout
+from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
-# A frame's row, and its place in that row of the buffer.
-_Place = tuple[int, int]
+
+class Strip:
+    """Steps of n rows as they are made, fillers among them: at most T.
+
+    Attributes:
+        frames: ``{key: [T, n, *shape]}`` of all leaves; the next five are parts of it.
+        reward: float32.
+        terminated: bool; written only where a trajectory ends, as ``truncated`` is.
+        truncated: bool.
+        traj_ids: int64.
+        policy_version: int64.
+        real: bool ``[T, n]``, False where a step is a filler.
+        num_steps: how many steps there are.
+        finals: the carried leaves after frames that end a trajectory: their step, their rows, and
+            ``[number of rows, *shape]`` of each leaf.
+    """
+
+    def __init__(self, layout: Layout, num_steps: int) -> None:
+        """Allocate room for ``num_steps`` steps."""
+        self.frames: Arrays = {
+            leaf.key: leaf.zeros(num_steps, layout.num_envs) for leaf in layout.per_frame
+        }
+        self.reward = self.frames["reward",]
+        self.terminated = self.frames["terminated",]
+        self.truncated = self.frames["truncated",]
+        self.traj_ids = self.frames[TRAJ_IDS]
+        self.policy_version = self.frames[POLICY_VERSION]
+        self.real = np.ones((num_steps, layout.num_envs), bool)
+        self.num_steps = 0
+        self.finals: list[tuple[int, np.ndarray, Arrays]] = []
+        self._carried = [leaf.key for leaf in layout.carried]
+
+    def begin(self, policy_version: int) -> None:
+        """Begin with the first step; frames have this version until another one is written."""
+        self.num_steps = 0
+        self.finals.clear()
+        self.real.fill(True)
+        self.terminated.fill(False)
+        self.truncated.fill(False)
+        self.policy_version.fill(policy_version)
+
+    def add_finals(self, rows: np.ndarray, step: int, final: Arrays) -> None:
+        """Keep the carried leaves after the last frames of the episodes that ended in ``rows``."""
+        self.finals.append((step, rows, {key: array[rows] for key, array in final.items()}))
+
+    def starts_of_next(self) -> Arrays:
+        """``[n, *shape]`` of the carried leaves as they were before the step after the last."""
+        return {key: self.frames[key][self.num_steps] for key in self._carried}
 
 
 class RaggedBuffer:
@@ -20,66 +64,74 @@ class RaggedBuffer:
     Attributes:
         num_steps: T.
         position: int64 ``[n]``, frames that each row has.
+        strip: steps that are not among these frames yet.
     """
 
     def __init__(self, layout: Layout, num_steps: int) -> None:
         """Allocate room for ``2 * num_steps`` frames of each row."""
         self.num_steps = num_steps
         self.position = np.zeros(layout.num_envs, np.int64)
+        self.strip = Strip(layout, num_steps)
         self._frames: Arrays = {
             leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps) for leaf in layout.per_frame
         }
         # The carried leaves after each row's last frame.
         self._after: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
-        # The carried leaves after frames that end a trajectory.
-        self._final: dict[_Place, Arrays] = {}
-        # The carried leaves after a frame whose successor found no room, by the place that the
-        # successor would have had.
-        self._cut_off: dict[_Place, Arrays] = {}
+        # The carried leaves after frames that end a trajectory: the frames' rows and columns.
+        self._finals: list[tuple[np.ndarray, np.ndarray, Arrays]] = []
+        # The carried leaves after a frame whose successor found no room, by the row and the column
+        # that the successor would have had.
+        self._cut_off: dict[tuple[int, int], Arrays] = {}
 
     def drop(self) -> int:
         """Drop all frames; how many there were."""
         dropped = int(self.position.sum())
         self.position.fill(0)
-        self._final.clear()
+        self._finals.clear()
         self._cut_off.clear()
         return dropped
 
-    def write(
-        self,
-        real: np.ndarray,
-        values: Arrays,
-        current: Arrays,
-        final: Arrays,
-        ended: Sequence[int],
-    ) -> list[int]:
-        """Append a frame to each row in ``real``; returns the rows that had no room for it.
+    def take_strip(self, current: Arrays) -> tuple[np.ndarray, int]:
+        """Append the frames of the strip to the rows' frames.
 
         Args:
-            real: bool ``[n]``.
-            values: ``[n, *shape]`` of all leaves of the frame.
-            current: ``[n, *shape]`` of the carried leaves after the frame.
-            final: the same for the rows in ``ended``, as they were before the reset.
-            ended: the rows whose episodes ended with the frame.
+            current: ``[n, *shape]`` of the carried leaves after the last step.
+
+        Returns:
+            The rows that had no room for all of their frames, and the number of frames without
+            room.
         """
-        room = self.position < 2 * self.num_steps
-        overflow = [int(row) for row in np.flatnonzero(real & ~room)]
-        for row in overflow:
-            after_row = {key: after[row].copy() for key, after in self._after.items()}
-            self._cut_off.setdefault((row, 2 * self.num_steps), after_row)
-        rows = np.flatnonzero(real & room)
-        columns = self.position[rows]
+        strip, num_steps = self.strip, self.strip.num_steps
+        if not num_steps:
+            return np.zeros(0, np.int64), 0
+        room = 2 * self.num_steps
+        real = strip.real[:num_steps]
+        # [steps, n]: the column of each frame; fillers have that of the frame after them.
+        columns = self.position + real.cumsum(0) - real
+        fits = real & (columns < room)
+        steps, rows = fits.nonzero()
+        at = columns[steps, rows]
         for key, frames in self._frames.items():
-            frames[rows, columns] = values[key][rows]
+            frames[rows, at] = strip.frames[key][steps, rows]
+        for step, of_rows, final in strip.finals:
+            kept = columns[step, of_rows] < room
+            self._finals.append(
+                (
+                    of_rows[kept],
+                    columns[step, of_rows[kept]],
+                    {key: array[kept] for key, array in final.items()},
+                )
+            )
         for key, after in self._after.items():
-            after[rows] = current[key][rows]
-        for row in ended:
-            if room[row]:
-                self._final[row, int(self.position[row])] = {
-                    key: array[row].copy()[None] for key, array in final.items()
-                }
-        self.position[rows] += 1
-        return overflow
+            after[:] = current[key]
+        without_room = real & ~fits
+        overflow: np.ndarray = without_room.any(0).nonzero()[0]
+        for row in overflow.tolist():
+            first = int(without_room[:, row].argmax())
+            after_row = {key: strip.frames[key][first, row].copy() for key in self._after}
+            self._cut_off.setdefault((row, room), after_row)
+        self.position = self.position + fits.sum(0)
+        return overflow, int(without_room.sum())
 
     def cut_short(self, row: int, traj_id: int, after: Arrays) -> None:
         """End a trajectory early: mark its last frame truncated and faulted.
@@ -95,34 +147,38 @@ class RaggedBuffer:
         if last >= 0 and self._frames[TRAJ_IDS][row, last] == traj_id:
             self._frames["truncated",][row, last] = True
             self._frames[FAULTED][row, last] = True
-            self._final[row, last] = {key: array[row].copy()[None] for key, array in after.items()}
+            final = {key: array[row][None].copy() for key, array in after.items()}
+            self._finals.append((np.array([row]), np.array([last]), final))
 
     def emit(self, slab: Slab) -> None:
         """Move the first T frames of each row to ``slab``; where a row has fewer, add padding."""
         steps = self.num_steps
         lengths = np.minimum(self.position, steps)
         longer = self.position > steps
+        surplus = int(self.position.max()) - steps
         for key, tail in slab.tail.items():
             tail[:] = self._after[key]
             tail[longer] = self._frames[key][longer, steps]
-            for (row, column), after in self._cut_off.items():
+            for (row, column), cut_off in self._cut_off.items():
                 if column == steps:
-                    tail[row] = after[key]
+                    tail[row] = cut_off[key]
         self._cut_off = {
-            (row, column - steps): after
-            for (row, column), after in self._cut_off.items()
+            (row, column - steps): cut_off
+            for (row, column), cut_off in self._cut_off.items()
             if column > steps
         }
         for key, frames in self._frames.items():
             slab.frames[key][:] = frames[:, :steps]
-            frames[:, :steps] = frames[:, steps:]
-        kept: dict[_Place, Arrays] = {}
-        for (row, column), final in sorted(self._final.items()):
-            if column < steps:
-                slab.add_final(row, column, final, source_row=0)
-            else:
-                kept[row, column - steps] = final
-        self._final = kept
-        self.position -= lengths
+            if surplus > 0:
+                frames[:, :surplus] = frames[:, steps : steps + surplus]
+        later: list[tuple[np.ndarray, np.ndarray, Arrays]] = []
+        for rows, columns, final in self._finals:
+            now = columns < steps
+            slab.add_finals(rows[now], columns[now], {key: x[now] for key, x in final.items()})
+            if not now.all():
+                of_later = {key: x[~now] for key, x in final.items()}
+                later.append((rows[~now], columns[~now] - steps, of_later))
+        self._finals = later
+        self.position = self.position - lengths
         if (lengths < steps).any():
             slab.pad(lengths, self._after)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distcollect.common.clock import clock_ns
-from distcollect.engine.ragged_buffer import RaggedBuffer
+from distcollect.common.step_counter import STEPPED
+from distcollect.engine.ragged_buffer import RaggedBuffer, Strip
 from distcollect.engine.rollout_loop import RolloutLoop
 from distcollect.envs.base import Faulted, Step
 from distcollect.policy.base import Policy
-from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
@@ -20,7 +20,8 @@ from distcollect.rollout.spaces import Arrays
 class RaggedLoop(RolloutLoop):
     """Fills rollouts of vector envs that reset a row one step after its end.
 
-    That step is a filler, no frame, so rows make their frames at different steps. It goes on until
+    That step is a filler, no frame, so rows make their frames at different steps. All steps are
+    written as they come. Then the fillers are taken out, for all rows at once. It goes on until
     every row has T frames; what faster rows have beyond that is the surplus, which waits in a
     buffer for the next rollout.
     """
@@ -32,45 +33,101 @@ class RaggedLoop(RolloutLoop):
         return super().surplus if self._buffer is None else self._buffer.position.copy()
 
     def fill(self, slab: Slab, policy: Policy, *, fresh: bool) -> None:
-        envs, weights, trajectories = self.envs, self.weights, self.trajectories
         buffer = self._buffer_for(slab.num_steps, fresh=fresh)
-        swaps = self.options.swap_within_rollouts
-        while buffer.position.min() < slab.num_steps:
-            if (self.interrupts.pending or (weights.pending and swaps)) and self.between_steps():
-                break
-            starts = {key: array.copy() for key, array in self.current.items()}
-            begin = clock_ns()
-            chosen, written = policy()
-            action = {
-                leaf.key: tensor.numpy()
-                for leaf, tensor in zip(self.layout.action, chosen, strict=True)
-            }
-            clipped = dict(action)
-            self.clip(clipped)
-            middle = clock_ns()
-            try:
-                result = envs.step(clipped)
-            except Faulted as faulted:
-                self._recover(buffer, starts, faulted)
-                continue
-            self.step_timer.timed(begin, middle, clock_ns(), 1)
-            if result.ended and self.recovery.streaks:
-                self.recovery.episodes_ended(result.ended)
-            real = np.ones(envs.num_envs, bool) if result.real is None else result.real
-            self.counter.add(int(real.sum()))
-            values: Arrays = {**starts, **action, **envs.outcomes}
-            for index, leaf in enumerate(self.layout.extras):
-                # A random policy writes none.
-                values[leaf.key] = written[index].numpy() if written else leaf.zeros(envs.num_envs)
-            values.update(self._bookkeeping(result))
-            overflow = buffer.write(real, values, self.current, self.final, result.ended)
-            self.counter.lose("row_skew", len(overflow))
-            # A frame that found no room leaves a gap, which no trajectory may span.
-            for row in {*result.ended, *overflow}:
-                trajectories.new_id(row)
-            # A filler step does not belong to the episode that follows it.
-            trajectories.reset_policy_state([*result.ended, *np.flatnonzero(~real)])
+        goes_on = True
+        # After as many steps the slowest row has T frames, unless it makes fillers.
+        while goes_on and (missing := slab.num_steps - int(buffer.position.min())) > 0:
+            goes_on = self._fill_strip(buffer, policy, missing)
+        self.step_timer.due += slab.num_steps  # it counts from the rollout's begin
         buffer.emit(slab)
+
+    def _fill_strip(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
+        self, buffer: RaggedBuffer, policy: Policy, num_steps: int
+    ) -> bool:
+        """Make some steps, and append their frames to the buffer; False: the rollout ends here."""
+        envs, weights, interrupts = self.envs, self.weights, self.interrupts
+        current, trajectories, strip = self.current, self.trajectories, buffer.strip
+        swaps, clips = self.options.swap_within_rollouts, self.options.clip_actions
+        frames = strip.frames
+        starts = [(frames[leaf.key], current[leaf.key]) for leaf in self.layout.carried]
+        actions = [(leaf.key, frames[leaf.key]) for leaf in self.layout.action]
+        extras = [frames[leaf.key] for leaf in self.layout.extras]
+        outcomes = [(frames[leaf.key], envs.outcomes[leaf.key]) for leaf in self.layout.outcomes]
+        rewards, cells, num_envs = strip.reward, self.counter.cells, envs.num_envs
+        step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
+        strip.begin(weights.version)
+        goes_on, faulted = True, None
+        action: Arrays = {}
+        for step in range(num_steps):
+            if interrupts.pending or (weights.pending and swaps):
+                if self.between_steps():
+                    goes_on = False
+                    break
+                strip.policy_version[step:] = weights.version
+            timed = step >= due
+            for column, array in starts:
+                column[step] = array
+            if timed:
+                begin = clock_ns()
+            chosen, written = policy()
+            for (key, column), tensor in zip(actions, chosen, strict=True):
+                value = tensor.numpy()
+                column[step] = value
+                action[key] = value if value.dtype == column.dtype else column[step]
+            if written:
+                for column, tensor in zip(extras, written, strict=True):
+                    column[step] = tensor.numpy()
+            else:  # a random policy writes none
+                for column in extras:
+                    column[step] = 0
+            if clips:
+                self.clip(action)
+            if timed:
+                middle = clock_ns()
+            try:
+                result = envs.step(action)
+            except Faulted as error:
+                faulted = error
+                break
+            if timed:
+                step_timer.timed(begin, middle, clock_ns(), step_timer.stride)
+                due = step_timer.due = step + step_timer.stride
+            real, ended = result.real, result.ended
+            strip.num_steps = step + 1
+            strip.traj_ids[step] = trajectories.ids
+            rewards[step] = result.reward
+            for column, array in outcomes:
+                column[step] = array
+            if real is None:
+                cells[STEPPED] += num_envs
+            else:
+                strip.real[step] = real
+                cells[STEPPED] += int(np.count_nonzero(real))
+            if ended or real is not None:
+                self._end_trajectories(strip, step, result)
+        # The next strip of this rollout begins at its own step 0.
+        step_timer.due = max(0, due - strip.num_steps)
+        overflow, num_lost = buffer.take_strip(current)
+        self.counter.lose("row_skew", num_lost)
+        # A frame that found no room leaves a gap, which no trajectory may span.
+        trajectories.new_ids(overflow)
+        if faulted is not None:
+            self._recover(buffer, faulted)
+        return goes_on
+
+    def _end_trajectories(self, strip: Strip, step: int, result: Step) -> None:
+        rows, trajectories = result.ended, self.trajectories
+        if rows:
+            if self.recovery.streaks:
+                self.recovery.episodes_ended(rows)
+            strip.terminated[step] = result.terminated
+            strip.truncated[step] = result.truncated
+            at = np.array(rows)
+            strip.add_finals(at, step, self.final)
+            trajectories.new_ids(at)
+        # A filler step does not belong to the episode that follows it.
+        fillers = [] if result.real is None else np.flatnonzero(~result.real).tolist()
+        trajectories.reset_policy_state([*rows, *fillers])
 
     def abandon(self) -> None:
         if self._buffer is not None:
@@ -84,26 +141,15 @@ class RaggedLoop(RolloutLoop):
         buffer = self._buffer
         if buffer is not None and (fresh or buffer.num_steps != num_steps):
             # A trajectory can't span the gap that dropped frames leave.
-            for row in np.flatnonzero(buffer.position).tolist():
-                self.trajectories.new_id(row)
+            self.trajectories.new_ids(np.flatnonzero(buffer.position))
             self.drop_surplus()
         if buffer is None or buffer.num_steps != num_steps:
             buffer = self._buffer = RaggedBuffer(self.layout, num_steps)
         return buffer
 
-    def _bookkeeping(self, result: Step) -> Arrays:
-        num_envs = self.envs.num_envs
-        return {
-            ("reward",): result.reward,
-            ("terminated",): result.terminated,
-            ("truncated",): result.truncated,
-            TRAJ_IDS: self.trajectories.ids,
-            POLICY_VERSION: np.full(num_envs, self.weights.version),
-            FAULTED: np.zeros(num_envs, bool),
-        }
-
-    def _recover(self, buffer: RaggedBuffer, starts: Arrays, faulted: Faulted) -> None:
+    def _recover(self, buffer: RaggedBuffer, faulted: Faulted) -> None:
         """Replace a vector env that raised: no row made a transition."""
+        starts = buffer.strip.starts_of_next()
         for fault in faulted.faults:
             self.recovery.rebuild(fault)
         for row in faulted.not_stepped:

@@ -62,6 +62,12 @@ class Trajectories:
         self.ids[row] = traj_id
         return traj_id
 
+    def new_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Give the trajectory of each of these rows the next id, and return the ids."""
+        traj_ids = np.fromiter(self._new_ids, np.int64, len(rows))
+        self.ids[rows] = traj_ids
+        return traj_ids
+
     def begin_all(self) -> None:
         """Begin an episode, and thus a trajectory, in every row."""
         self.lengths.fill(0)

@@ -34,6 +34,10 @@ InfoKeys: TypeAlias = Sequence[str] | Mapping[str, Space | None]
 KeyPath: TypeAlias = tuple[str | int, ...]
 
 
+# One array operation is faster than a loop over at least this many rows.
+MANY_ROWS = 5
+
+
 class Step(NamedTuple):
     """The result of one step of n envs. The next step overwrites it.
 
@@ -281,9 +285,7 @@ class EnvBatch(Envs):
                 ended.extend(cut_rows)
                 ended.sort()
         if to_reset:
-            for obs, final in self._obs_and_final:
-                for row in to_reset:
-                    final[row] = obs[row]
+            self._keep_final(to_reset)
             self._reset_rows(to_reset)
         if self._faults:
             raise self._faulted()
@@ -300,6 +302,15 @@ class EnvBatch(Envs):
     @abstractmethod
     def _name(self, row: int = 0) -> str:
         """The name of a row's env in messages."""
+
+    def _keep_final(self, rows: list[int]) -> None:
+        """Copy the last observations of ``rows`` to ``final``, before they are reset."""
+        for obs, final in self._obs_and_final:
+            if len(rows) < MANY_ROWS:
+                for row in rows:
+                    final[row] = obs[row]
+            else:
+                final[rows] = obs[rows]
 
     def _cut_where_stepped(self, cut: np.ndarray) -> np.ndarray:
         """``cut`` without the rows that made no transition."""
@@ -376,6 +387,14 @@ class EnvBatch(Envs):
     def _when(self) -> str:
         """For messages: the number of the last step, counted over all episodes."""
         return f" (step {self._num_steps:,})"
+
+    def _as_env_error(self, error: Exception, call: str, row: int = 0) -> EnvError:
+        """The EnvError for an exception while a row was stepped or reset."""
+        try:
+            with self._naming_env(call, row):
+                raise error
+        except EnvError as env_error:
+            return env_error
 
     @contextlib.contextmanager
     def _naming_env(self, call: str, row: int = 0) -> Iterator[None]:

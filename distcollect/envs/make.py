@@ -17,9 +17,11 @@ from gymnasium.envs.registration import find_highest_version, parse_env_id
 from gymnasium.vector import VectorEnv
 
 from distcollect.envs.base import Env, Envs, InfoKeys, Maker, describe, name_of
+from distcollect.envs.envpool import EnvPoolBatch, is_envpool
 from distcollect.envs.pettingzoo import PettingZooEnv
 from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
+from distcollect.envs.vector_ids import VectorMaker, vector_maker
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
 from distcollect.rollout.spaces import leaves_of
 
@@ -46,6 +48,10 @@ def check_env_id(env_id: str) -> None:
 
     It makes no env, but imports the module of a "module:id".
     """
+    vector = vector_maker(env_id)
+    if vector is not None:
+        vector.check()
+        return
     module, colon, name = env_id.rpartition(":")
     if colon:
         _import_for(env_id, module)
@@ -59,6 +65,18 @@ def check_env_id(env_id: str) -> None:
             f"no env {env_id!r}: {str(err).rstrip('.')}. If a module has to be imported to "
             "register the env, write 'module:id'"
         ) from err
+
+
+def make_by_id(env_id: str) -> Any:
+    """Make the env of an id; with a single row if the id is one of a vector env."""
+    vector = vector_maker(env_id)
+    return gym.make(env_id) if vector is None else vector()
+
+
+def space_of(env: Any, role: str) -> Any:
+    """The "observation" or "action" space of a single env, also if ``env`` is a vector env."""
+    single = getattr(env, f"single_{role}_space", None)
+    return getattr(env, f"{role}_space") if single is None else single
 
 
 def _import_for(env_id: str, module: str) -> None:
@@ -86,9 +104,10 @@ def make_envs(
     """Make the envs of one worker.
 
     Args:
-        create_env: an env id; a callable that returns an env, a vector env, a TorchRL env or a
-            parallel env of PettingZoo (a parameter named ``context`` gets an
-            :class:`EnvContext`); an env; or a list of these, one single env each.
+        create_env: an env id, of Gymnasium or of :mod:`.vector_ids`; a callable that returns an
+            env, a vector env, a TorchRL env or a parallel env of PettingZoo (a parameter named
+            ``context`` gets an :class:`EnvContext`); an env; or a list of these, one single env
+            each.
         num_envs: how many envs. A vector env, or a TorchRL env with a batch size, must have this
             many rows; if ``num_envs`` is 1 it may have any number.
         info_keys: entries of ``info`` that frames carry: names, or a mapping from names to spaces
@@ -103,6 +122,10 @@ def make_envs(
         SpaceError: no batch can carry the space, or the envs' spaces differ.
         EnvError: a callable raised or returned something that is no env, or an env raised.
     """
+    vector = vector_maker(create_env, num_envs)
+    if vector is not None:
+        vector.check()
+        create_env = vector
     listed = isinstance(create_env, list | tuple)
     makers = (
         list(cast("Sequence[Maker]", create_env))
@@ -180,6 +203,8 @@ def _batch(
         from distcollect.envs.torchrl import TorchRLEnvs  # noqa: PLC0415 - see is_torchrl_env
 
         return TorchRLEnvs(envs, makers)
+    if is_envpool(envs[0]):
+        return EnvPoolBatch(envs[0], info_keys, makers[0])
     if isinstance(envs[0], VectorEnv):
         return VectorBatch(envs[0], info_keys, makers[0])
     _check_alike(envs)
@@ -192,6 +217,8 @@ def _remaker(
     """What makes the env of a row again; None if the user passed an env object."""
     if is_env(maker):
         return None
+    if isinstance(maker, VectorMaker):
+        return maker
     return partial(_make, maker, row, context, device)
 
 
@@ -209,6 +236,8 @@ def _call_maker(maker: Maker, row: int, context: EnvContext) -> Any:
         name = f"gymnasium.make({maker!r})"
     elif callable(maker):
         name = f"{getattr(maker, '__qualname__', type(maker).__name__)}()"
+        if isinstance(maker, VectorMaker):
+            name = maker.env_id
     else:
         raise ArgumentTypeError(
             "create_env_fn must be an env id, a callable, an env, a vector env, or a list of "
@@ -216,7 +245,7 @@ def _call_maker(maker: Maker, row: int, context: EnvContext) -> Any:
         )
     try:
         if isinstance(maker, str):
-            env: Any = gym.make(maker)
+            env: Any = make_by_id(maker)
         else:
             env = maker(context=context) if _takes_context(maker) else maker()
     except Exception as err:

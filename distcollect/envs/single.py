@@ -213,14 +213,6 @@ class SingleEnvBatch(EnvBatch):
             with contextlib.suppress(Exception):
                 self._envs[row].close()
 
-    def _as_env_error(self, error: Exception, call: str, row: int) -> EnvError:
-        """The EnvError for an exception while a row was stepped or reset."""
-        try:
-            with self._naming_env(call, row):
-                raise error
-        except EnvError as env_error:
-            return env_error
-
     def _checked_step(self, row: int) -> Callable[[Any], Any]:
         """A row's step function that checks its first result, then replaces itself by ``step``."""
         step = self._envs[row].step

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 
@@ -64,14 +66,21 @@ class VectorBatch(EnvBatch):
         # NEXT_STEP is what Gymnasium assumes where an env has no entry.
         mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._forgets_resets = mode is AutoresetMode.NEXT_STEP and _forgets_resets(env)
-        takes_mask = not self._forgets_resets and _can_reset_some(env, mode)
+        takes_mask = not self._forgets_resets and self._can_reset_some(env, mode)
         self._resets_in_step = mode is AutoresetMode.SAME_STEP
         self._has_fillers = mode is AutoresetMode.NEXT_STEP and not takes_mask
         self.supports_partial_reset = takes_mask
         self._resetting = resetting  # rows whose next step is a filler
+        # Key and dtype of the only leaf of an action; None if an action is a tree.
+        is_tree = isinstance(self.action_space, spaces.Dict | spaces.Tuple)
+        self._only_action = None if is_tree else self._action_parts[0][:2]
         self._all_rows = np.ones(self.num_envs, bool)
         self._real = np.ones(self.num_envs, bool)
         self._result_with_fillers = self._result._replace(real=self._real)
+
+    def _can_reset_some(self, env: AnyVectorEnv, mode: AutoresetMode) -> bool:
+        """Whether single rows of ``env`` can be reset at any time."""
+        return _can_reset_some(env, mode)
 
     @property
     def user_envs(self) -> Sequence[Any]:
@@ -105,8 +114,7 @@ class VectorBatch(EnvBatch):
     def _reset_all(self, seeds: Sequence[int] | None) -> None:
         seed: Any = None
         if seeds is not None:
-            per_row = isinstance(self._env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
-            seed = [int(each) for each in seeds] if per_row else int(seeds[0])
+            seed = _seed_for(self._env, seeds)
         with self._naming_env("reset"):
             value, infos = self._env.reset(seed=seed)
             self._put(value, "reset", slice(None))
@@ -119,6 +127,8 @@ class VectorBatch(EnvBatch):
             return self._advance_all(action)
         except EnvError as error:
             self._add_fault(error, stepped=False)
+        except Exception as error:  # noqa: BLE001 - it becomes an EnvError
+            self._add_fault(self._as_env_error(error, "step"), stepped=False)
         result = self._result
         result.ended.clear()
         result.terminated.fill(False)
@@ -127,35 +137,50 @@ class VectorBatch(EnvBatch):
 
     def _advance_all(self, action: Arrays) -> Step:
         result = self._result
-        # A copy, as an env may keep its action, but the engine reuses the memory.
-        parts = (action[key].astype(dtype) for key, dtype, _ in self._action_parts)
-        with self._naming_env("step"):
-            value, *scalars, infos = self._env.step(unflatten(self.action_space, parts))
-            self._put(value, "step", slice(None))
-            for name, array, given in zip(_SCALARS, result[:3], scalars, strict=True):
-                try:
-                    write(array, given)
-                except MisfitError as misfit:
-                    raise EnvError(
-                        f"{self._name()}: step() returned {name} {misfit}, expected "
-                        f"{list(array.shape)} and {array.dtype}{self._when}"
-                    ) from misfit
-            if self._has_fillers and self._resetting.any():
-                result = self._result_with_fillers
-                np.logical_not(self._resetting, out=self._real)
-                for array in result[:3]:
-                    array[self._resetting] = 0
-                self._resetting.fill(False)
-            over = result.terminated | result.truncated
-            result.ended[:] = np.flatnonzero(over).tolist()
-            if self._resets_in_step and result.ended:
-                self._put_final(infos, over)
+        value, *scalars, infos = self._env.step(self._action_for_env(action))
+        for leaf, path in self._obs_paths:
+            part = self._part_at(value, leaf, path, "step") if path else value
+            self._write(self.obs[leaf.key], part, leaf, "step")
+        self._take_scalars(scalars)
+        if self._has_fillers and self._resetting.any():
+            result = self._result_with_fillers
+            np.logical_not(self._resetting, out=self._real)
+            for array in result[:3]:
+                array[self._resetting] = 0
+            self._resetting.fill(False)
+        over = result.terminated | result.truncated
+        result.ended[:] = over.nonzero()[0].tolist()
+        if self._resets_in_step and result.ended:
+            self._put_final(infos, over)
+        if self._info_paths:
             self._put_infos(self.obs, infos, self._all_rows)
             if self._resets_in_step and EPISODE in infos:
                 for leaf, path in self._info_paths:
                     if path[0] == EPISODE:
                         self.obs[leaf.key][over] = self._missing[leaf.key]
         return result
+
+    def _take_scalars(self, scalars: Sequence[Any]) -> None:
+        """Write rewards, terminations and truncations of all rows."""
+        for name, array, given in zip(_SCALARS, self._result[:3], scalars, strict=True):
+            try:
+                write(array, given)
+            except MisfitError as misfit:
+                raise EnvError(
+                    f"{self._name()}: step() returned {name} {misfit}, expected "
+                    f"{list(array.shape)} and {array.dtype}{self._when}"
+                ) from misfit
+
+    def _action_for_env(self, action: Arrays) -> Any:
+        """The actions of all rows as the env takes them.
+
+        They are a copy, as an env may keep its action, but the engine reuses the memory.
+        """
+        if self._only_action is not None:
+            key, dtype = self._only_action
+            return action[key].astype(dtype)
+        parts = (action[key].astype(dtype) for key, dtype, _ in self._action_parts)
+        return unflatten(self.action_space, parts)
 
     def _reset_rows(self, rows: list[int]) -> None:
         mask = np.zeros(self.num_envs, bool)
@@ -165,11 +190,15 @@ class VectorBatch(EnvBatch):
             return
         try:
             with self._naming_env("reset"):
-                value, infos = self._env.reset(options=_ResetMask(mask))
-                self._put(value, "reset", rows)
-                self._put_infos(self.obs, infos, mask)
+                self._reset_some(rows, mask)
         except EnvError as error:
             self._add_fault(error, stepped=True)
+
+    def _reset_some(self, rows: list[int], mask: np.ndarray) -> None:
+        """Reset ``rows``, which are True in ``mask``, and write these rows of ``obs``."""
+        value, infos = self._env.reset(options=_ResetMask(mask))
+        self._put(value, "reset", rows)
+        self._put_infos(self.obs, infos, mask)
 
     def _put(self, value: Any, call: str, rows: Any) -> None:
         for leaf, path in self._obs_paths:
@@ -274,6 +303,9 @@ class _ResetMask(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key == "reset_mask" or super().__contains__(key)
 
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._mask if key == "reset_mask" else super().get(key, default)
+
     def pop(self, key: str, *default: Any) -> Any:
         value = super().pop(key, *(default or (None,)))
         return self._mask if key == "reset_mask" else value
@@ -287,7 +319,7 @@ def _can_reset_some(env: AnyVectorEnv, mode: AutoresetMode) -> bool:
     if mode is AutoresetMode.DISABLED:
         return True  # this mode has no other way to reset
     bare = env.unwrapped
-    if not isinstance(bare, SyncVectorEnv | AsyncVectorEnv):
+    if not isinstance(bare, SyncVectorEnv | AsyncVectorEnv) and not _is_ale(bare):
         return False
     wrapper = env
     while isinstance(wrapper, VectorWrapper):
@@ -295,6 +327,22 @@ def _can_reset_some(env: AnyVectorEnv, mode: AutoresetMode) -> bool:
             return False
         wrapper = wrapper.env
     return True
+
+
+def _is_ale(bare: AnyVectorEnv) -> bool:
+    """Whether ``bare`` is a vector env of ALE, which takes a reset mask."""
+    module = sys.modules.get("ale_py.vector_env")
+    return module is not None and isinstance(bare, module.AtariVectorEnv)
+
+
+def _seed_for(env: AnyVectorEnv, seeds: Sequence[int]) -> Any:
+    """The seeds in the form that the env takes; an env with a single generator uses the first."""
+    bare = env.unwrapped
+    if isinstance(bare, SyncVectorEnv | AsyncVectorEnv):
+        return [int(each) for each in seeds]
+    if _is_ale(bare):
+        return np.array(seeds, np.int64)
+    return int(seeds[0])
 
 
 def _forgets_resets(env: AnyVectorEnv) -> bool:

@@ -95,13 +95,32 @@ class Slab:
         """
         count = len(self._final_at)
         source = row if source_row is None else source_row
-        if count == self._final_room:
-            self._final_room *= 2
-            for key, kept in self._final.items():
-                self._final[key] = np.concatenate([kept, np.zeros_like(kept)])
+        self._make_room(count + 1)
         for key, kept in self._final.items():
             kept[count] = final[key][source]
         self._final_at.append(row * self.num_steps + step)
+
+    def add_finals(self, rows: np.ndarray, steps: int | np.ndarray, final: Arrays) -> None:
+        """The same for several rows at once.
+
+        Args:
+            rows: m rows, each at most once for the same step.
+            steps: the last step of all of them, or of each.
+            final: ``{key: [m, *shape]}`` of the carried leaves after these steps.
+        """
+        begin = len(self._final_at)
+        end = begin + len(rows)
+        self._make_room(end)
+        for key, kept in self._final.items():
+            kept[begin:end] = final[key]
+        self._final_at += (rows * self.num_steps + steps).tolist()
+
+    def _make_room(self, count: int) -> None:
+        """Make room for as many final observations."""
+        while count > self._final_room:
+            self._final_room *= 2
+            for key, kept in self._final.items():
+                self._final[key] = np.concatenate([kept, np.zeros_like(kept)])
 
     def pad(self, lengths: np.ndarray, after: Arrays) -> None:
         """Turn all frames after the first ``lengths`` of each row into padding.

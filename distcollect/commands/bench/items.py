@@ -14,6 +14,7 @@ from distcollect.commands.bench import (
     faults,
     fetch,
     figures,
+    native,
     replay,
     start,
     weights,
@@ -218,6 +219,14 @@ _FIGURES = (
         "SyncDataCollector and the bare loop, in turns within one process",
         tuple(
             Part(name, name, partial(alternating.run_beside_bare, name=name)) for name in _CARTPOLES
+        ),
+    ),
+    Item(
+        "native",
+        "SyncDataCollector and a bare loop over the same vector env, in turns within one process",
+        tuple(
+            Part(name, each.about, partial(native.run_beside_loop, name=name), needs=each.needs)
+            for name, each in native.NATIVE.items()
         ),
     ),
     Item(

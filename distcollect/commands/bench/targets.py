@@ -71,6 +71,10 @@ def _beside_bare(workload: str, bound: float) -> Target:
     return Target(f"sync / bare, {workload}", ("alternating", workload, "speed_ratio"), (), bound)
 
 
+def _beside_native(name: str, bound: float) -> Target:
+    return Target(f"sync / bare, {name}", ("native", name, "speed_ratio"), (), bound)
+
+
 def _beside_torchrl(kind: str, bound: float) -> Target:
     what = f"frames per CPU second, ours / torchrl's, {kind}"
     return Target(what, ("torchrl", kind, "cpu_ratio"), (), bound)
@@ -111,6 +115,13 @@ TARGETS: tuple[Target, ...] = (
     _beside_bare("cartpole-16", 0.90),
     _beside_bare("cartpole-64", 0.90),
     _beside_bare("cartpole-1", 0.75),
+    _beside_native("envpool-cartpole-16", 0.90),
+    _beside_native("envpool-cartpole-256", 0.90),
+    _beside_native("envpool-cartpole-1024", 0.90),
+    _beside_native("envpool-pong", 0.97),
+    _beside_native("envpool-cheetah", 0.95),
+    _beside_native("envpool-ant", 0.95),
+    _beside_native("ale-pong", 0.97),
     _over("cartpole-16", "rpc-async-x2", "bare-x2", 0.85),
     _over("cartpole-16", "async", "bare", 0.85),
     _over("cartpole-16", "multi-async-x2", "bare-x2", 0.85),

@@ -224,8 +224,8 @@ def small_policy() -> nn.Module:
     return CategoricalPolicy(mlp(4, 2))
 
 
-def cnn_policy() -> nn.Module:
-    """A small CNN for uint8 images 84x84x4 and 4 actions."""
+def cnn_policy(num_actions: int = 4) -> nn.Module:
+    """A small CNN for uint8 images 84x84x4."""
     body = nn.Sequential(
         Bytes(),
         nn.Conv2d(4, 16, 8, stride=4),
@@ -235,7 +235,7 @@ def cnn_policy() -> nn.Module:
         nn.Flatten(),
         nn.Linear(2592, 256),
         nn.ReLU(),
-        nn.Linear(256, 4),
+        nn.Linear(256, num_actions),
     )
     return CategoricalPolicy(body)
 

@@ -6,15 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-import gymnasium as gym
-
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.commands.collect.policy_file import NamedPolicy, import_from_here, named_policy
 from distcollect.commands.collect.saved import SavedFrames, frame_bytes
 from distcollect.commands.main import INTERRUPTED
 from distcollect.common.checks import positive
 from distcollect.config import Monitor
-from distcollect.envs.make import check_env_id
+from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError
 from distcollect.launch.run import run as launch
 from distcollect.results import Stats
@@ -116,7 +114,7 @@ def _collect(given: argparse.Namespace) -> int:
 def _frame_bytes(env_id: str) -> int:
     check_env_id(env_id)
     try:
-        env = gym.make(env_id)
+        env = make_by_id(env_id)
     except Exception as error:
         raise ArgumentError(
             f"--env {env_id} can't be made here ({type(error).__name__}: {error}): install what it "

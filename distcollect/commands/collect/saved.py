@@ -21,6 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from distcollect.common.files import replacing
+from distcollect.envs.make import space_of
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.rollout.spaces import leaves_of
 
@@ -39,8 +40,8 @@ def frame_bytes(env: gym.Env[Any, Any]) -> int:
     Raises:
         SpaceError: the env has a space that is not supported.
     """
-    observation = leaves_of(env.observation_space, "observation")
-    leaves = [*observation, *observation, *leaves_of(env.action_space, "action")]
+    observation = leaves_of(space_of(env, "observation"), "observation")
+    leaves = [*observation, *observation, *leaves_of(space_of(env, "action"), "action")]
     # Reward; done, terminated and truncated before and after; faulted; three ids.
     bookkeeping = 4 + 6 + 1 + 3 * 8
     return bookkeeping + sum(
