@@ -88,7 +88,13 @@ class Session:
         self.layout: Layout = probe.layout
         self.has_weights = bool(probe.weights.entries)
         self.updater.attach(
-            UpdaterContext(workers.address, timeout_s, workers.gpus, workers.transport.is_near)
+            UpdaterContext(
+                workers.address,
+                timeout_s,
+                workers.gpus,
+                workers.transport.is_near,
+                workers.transport.host_of,
+            )
         )
         sender = WeightSender(
             workers.transport,
