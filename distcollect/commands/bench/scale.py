@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -129,7 +129,7 @@ class _Run:
         self, num_workers: int, *, sync: bool, staleness: Staleness | None = None, **plan: Any
     ) -> None:
         self.is_sync = sync
-        self.simulation: Any = _Simulation()
+        self.simulation = cast("Any", _Simulation())
         self.layout = WeightLayout.of(nn.Linear(64, 64))
         self.sender = WeightSender(
             self.simulation, self.layout, _Updater(), options=WeightSync(), timeout_s=_LIMIT_S
