@@ -92,7 +92,13 @@ class Session:
         self._num_steps = options.num_steps(num_envs, rounds_up=probe.is_torchrl)
         self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch
         self.updater.attach(
-            UpdaterContext(workers.address, timeout_s, workers.gpus, workers.transport.is_near)
+            UpdaterContext(
+                workers.address,
+                timeout_s,
+                workers.gpus,
+                workers.transport.is_near,
+                workers.transport.host_of,
+            )
         )
         sender = WeightSender(
             workers.transport,

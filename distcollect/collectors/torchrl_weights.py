@@ -71,6 +71,10 @@ class HookedUpdater(WeightUpdaterBase):
     def together(self) -> bool:  # type: ignore[override]
         return self._mover.together
 
+    @property
+    def relays(self) -> Mapping[int, int]:  # type: ignore[override]
+        return self._mover.relays
+
     # What is sent, to which workers.
 
     def _get_server_weights(self) -> Any:

@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -29,12 +30,14 @@ class Segment:
         fd: its descriptor in that process.
         name: of the anonymous file; unlike a pid it is never used again.
         num_bytes: its size.
+        host: where it can be mapped, see :func:`host_of_memory`.
     """
 
     pid: int
     fd: int
     name: str
     num_bytes: int
+    host: str
 
     def map(self) -> torch.Tensor:
         """The memory, uint8 ``[num_bytes]``; it stays mapped while the tensor lives.
@@ -89,7 +92,18 @@ def allocate(num_bytes: int) -> tuple[torch.Tensor, Segment]:
     # The descriptor stays open, as other processes open the memory through it.
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
-    return _mapped(fd, num_bytes), Segment(os.getpid(), fd, name, num_bytes)
+    return _mapped(fd, num_bytes), Segment(os.getpid(), fd, name, num_bytes, host_of_memory())
+
+
+@cache
+def host_of_memory() -> str:
+    """A name that is equal for processes that can map each other's memory.
+
+    They have one kernel, one user, and see each other's pids: containers on one machine may not.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    pids = Path("/proc/self/ns/pid").readlink()
+    return f"{boot} {pids} {os.getuid()}"
 
 
 def _mapped(fd: int, num_bytes: int) -> torch.Tensor:

@@ -252,7 +252,8 @@ class AsyncScheduler(Scheduler):
 
     They begin when the user asks for the first batch: what they collected before would be given up
     if the user set a seed. With W workers, at most W + min(W, 2) rollouts are being collected or
-    wait for delivery: else frames would get older than that while the trainer is slow.
+    wait for delivery: else frames would get older than that while the trainer is slow. Before the
+    user asks for the second batch, at most W.
     """
 
     def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:

@@ -25,12 +25,14 @@ class LoopbackTransport:
 
     Attributes:
         bytes_fetched: size of all rollouts that were fetched.
+        hosts: maps peers to what :meth:`host_of` answers.
     """
 
     def __init__(self) -> None:
         self._services: dict[int, Service] = {}
         self._pending = PendingAnswers()
         self.bytes_fetched = 0
+        self.hosts: dict[int, str] = {}
 
     def connect(self, peer: int, address: Service) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
@@ -102,6 +104,10 @@ class LoopbackTransport:
     def is_near(self, peer: int) -> bool:
         """See :class:`~distcollect.transport.protocol.Transport`: no worker counts as near."""
         return False
+
+    def host_of(self, peer: int) -> str | None:
+        """See :class:`~distcollect.transport.protocol.Transport`."""
+        return self.hosts.get(peer)
 
     def disconnect(self, peer: int) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""

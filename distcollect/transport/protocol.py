@@ -144,6 +144,9 @@ class Transport(Protocol):
     def is_near(self, peer: int) -> bool:
         """Whether ``peer`` is on this host, so that each process can map the other's memory."""
 
+    def host_of(self, peer: int) -> str | None:
+        """Equal for peers that can map each other's memory; None: ``peer`` shares none."""
+
     def disconnect(self, peer: int) -> None:
         """Forget a peer; calls that it has not answered fail. Does nothing if it is not known."""
 

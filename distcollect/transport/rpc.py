@@ -185,6 +185,12 @@ class RpcTransport:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         return peer in self._mapped
 
+    def host_of(self, peer: int) -> str | None:
+        """See :class:`~distcollect.transport.protocol.Transport`."""
+        address = self._addresses.get(peer)
+        sample = None if address is None else address.memory_sample
+        return None if sample is None else sample.host
+
     def disconnect(self, peer: int) -> None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         self._mapped.pop(peer, None)

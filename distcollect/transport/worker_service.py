@@ -72,14 +72,19 @@ class WeightSource(ABC):
 
     on_gpu: bool = False  # whether it writes to a GPU's memory directly
 
-    def join(self, receiver_state: dict[str, Any]) -> None:  # noqa: B027 - optional
+    def join(self, receiver_state: dict[str, Any]) -> WeightSource | None:
         """Join the other receivers, without waiting for any; only if they receive together.
 
         Called before :meth:`receive`, and before the sender begins to send.
 
         Args:
             receiver_state: see :meth:`receive`.
+
+        Returns:
+            If this receiver relays the payload: where others on its host find it, once
+            :meth:`receive` has returned and until this is called again.
         """
+        return None
 
     @abstractmethod
     def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
@@ -191,8 +196,11 @@ class WorkerService(Service, Protocol):
 
     # Weights.
 
-    def prepare_to_receive(self, source: WeightSource | None = None) -> None:
-        """Join the group that ``source`` names; None: only answer, as a sign of life."""
+    def prepare_to_receive(self, source: WeightSource | None = None) -> WeightSource | None:
+        """Join the group that ``source`` names; None: only answer, as a sign of life.
+
+        A relay answers where others find the payload, see :meth:`WeightSource.join`.
+        """
 
     def receive_weights(self, push: Push) -> Future[int]:
         """Receive a version; completes with it once it is there and whole."""

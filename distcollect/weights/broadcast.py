@@ -21,6 +21,7 @@ from distcollect.net.interfaces import interface_of, listen
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.updaters import (
     SharedMemoryUpdater,
+    SharedPayload,
     UpdaterContext,
     WeightUpdaterBase,
     gpu_of,
@@ -214,7 +215,7 @@ class BroadcastSource(WeightSource):
         """``timeout_s`` as torch takes it."""
         return timedelta(seconds=self.timeout_s)
 
-    def join(self, receiver_state: dict[str, Any]) -> None:
+    def join(self, receiver_state: dict[str, Any]) -> WeightSource | None:
         if "store" not in receiver_state:
             host, port = self.store
             receiver_state["store"] = dist.TCPStore(
@@ -223,9 +224,38 @@ class BroadcastSource(WeightSource):
             receiver_state["groups"] = Groups()
         receiver_state["groups"].keep_only(self.kept)
         receiver_state["groups"].join(self, receiver_state["store"], receiver_state["address"])
+        return None
 
     def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
         receiver_state["groups"].broadcast(self, target)
+
+
+@dataclass(frozen=True)
+class RelaySource(WeightSource):
+    """A broadcast to a relay: it receives into memory that other receivers on its host map.
+
+    Attributes:
+        broadcast: where the relay receives.
+        num_bytes: the payload's size.
+    """
+
+    broadcast: BroadcastSource
+    num_bytes: int
+
+    def join(self, receiver_state: dict[str, Any]) -> WeightSource:
+        self.broadcast.join(receiver_state)
+        shared: SharedPayload = receiver_state.setdefault("shared", SharedPayload())
+        receiver_state["relayed"], place = shared.reserve(self.num_bytes)
+        return place
+
+    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
+        memory = receiver_state["relayed"]
+        try:
+            self.broadcast.receive(memory, receiver_state)
+        except RuntimeError:
+            receiver_state["shared"].close()  # the broadcast may go on writing to it
+            raise
+        target.copy_(memory)
 
 
 class BroadcastUpdater(WeightUpdaterBase):
@@ -270,7 +300,7 @@ class BroadcastUpdater(WeightUpdaterBase):
 
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
-    ) -> Mapping[int, WeightSource]:
+    ) -> Mapping[int, BroadcastSource]:
         on_gpu = self._backend_for(payload.device, list(peers)) == "nccl"
         members = (on_gpu, *peers.values())
         existing = self._groups.names
@@ -322,7 +352,8 @@ class BroadcastUpdater(WeightUpdaterBase):
 class AutoUpdater(WeightUpdaterBase):
     """The default: workers on the trainer's host map its memory, the others get one broadcast.
 
-    Workers whose policy is on a GPU get the broadcast, on any host.
+    Of several workers on another host one is in the broadcast, and the others map its memory.
+    Workers whose policy is on a GPU are all in the broadcast, on any host.
     """
 
     def __init__(self) -> None:
@@ -338,11 +369,26 @@ class AutoUpdater(WeightUpdaterBase):
     ) -> Mapping[int, WeightSource]:
         near = {w: peer for w, peer in peers.items() if self._is_near(payload, w, peer)}
         far = {w: peer for w, peer in peers.items() if w not in near}
+        self.relays = self._relays(far)
+        far = {w: peer for w, peer in far.items() if w not in self.relays}
         self.together = bool(far)
         sources = dict(self._near.sources(payload, near)) if near else {}
         if far:
-            sources.update(self._far.sources(payload, far))
+            broadcasts = self._far.sources(payload, far)
+            sources.update(broadcasts)
+            for relay in {*self.relays.values()}:
+                sources[relay] = RelaySource(broadcasts[relay], len(payload))
         return sources
+
+    def _relays(self, peers: Mapping[int, int]) -> Mapping[int, int]:
+        """The relay of each receiver that has one: the first receiver on its host."""
+        first: dict[str, int] = {}
+        relays = {}
+        for worker_id, peer in peers.items():
+            host = None if self._context.gpus[worker_id] else self._context.host_of(peer)
+            if host is not None and first.setdefault(host, worker_id) != worker_id:
+                relays[worker_id] = first[host]
+        return relays
 
     def _is_near(self, payload: torch.Tensor, worker_id: int, peer: int) -> bool:
         on_gpu = payload.is_cuda or self._context.gpus[worker_id]

@@ -38,10 +38,9 @@ class WeightReceiver:
         self._lock = threading.Lock()  # of that, and of the version's number
         self._thread = SerialThread("distcollect-weights")
 
-    def prepare(self, source: WeightSource | None = None) -> None:
-        """Join the group that ``source`` names, if any."""
-        if source is not None:
-            source.join(self._state)
+    def prepare(self, source: WeightSource | None = None) -> WeightSource | None:
+        """Join the group that ``source`` names, if any; see :meth:`.WeightSource.join`."""
+        return None if source is None else source.join(self._state)
 
     def cancel(self) -> None:
         """Wait no longer for what is being received: the sender broke it off."""

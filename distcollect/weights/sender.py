@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from distcollect.errors import DistCollectError, WeightsTimeout, WorkerError, Wo
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, checksum
 from distcollect.telemetry.trace import PushTimes
 from distcollect.transport.protocol import Transport
-from distcollect.transport.worker_service import Push, WorkerService
+from distcollect.transport.worker_service import Push, WeightSource, WorkerService
 from distcollect.weights.push_handle import PushHandle, PushRecord
 from distcollect.weights.slots import PlannedPush, Publication, WeightSlots
 from distcollect.weights.transfer import Answers, Transfer
@@ -196,34 +197,43 @@ class WeightSender:
                     self._slots.send_again(push.receivers)
 
     def _send(self, push: PlannedPush) -> None:
-        publication, receivers = push.publication, push.receivers
+        publication = push.publication
         begin_ns = clock_ns()
         payload = self._payload(push)
-        sources = self._updater.sources(payload.data, receivers)
+        sources = self._updater.sources(payload.data, push.receivers)
+        together, relays = self._updater.together, self._updater.relays
+        if left_out := push.receivers.keys() - sources.keys() - relays.keys():
+            raise WorkerError(f"{self._updater!r} has no source for workers {sorted(left_out)}")
+        first = push.only(sources)
         preparing: Answers = {}
-        if self._updater.together:
-            preparing = self._call(push, WorkerService.prepare_to_receive, sources)
-        sum_ = checksum(payload.data)
-        if not self._all_ready(push, preparing):
+        if together:
+            preparing = self._call(first, WorkerService.prepare_to_receive, sources)
+        message = partial(
+            Push,
+            publication.version,
+            encoding=payload.encoding,
+            num_bytes=payload.data.nbytes,
+            checksum=checksum(payload.data),
+            base=payload.base,
+            epoch=publication.epoch,
+        )
+        if not self._all_ready(first, preparing):
             return  # those that are ready come again, as a group without the others
         ready_ns = clock_ns()
-        messages = {
-            worker_id: Push(
-                publication.version,
-                source,
-                payload.encoding,
-                payload.data.nbytes,
-                sum_,
-                payload.base,
-                publication.epoch,
-            )
-            for worker_id, source in sources.items()
-        }
-        answers = self._call(push, WorkerService.receive_weights, messages)
-        transfer = Transfer(self._transport, self._updater, push, answers, self._patience_s)
+        transfer = self._transfer(first, sources, message, together=together)
         self._send_payload(transfer, payload.data)
         sent_ns = clock_ns()
-        late = self._late(transfer)
+        self._finish(transfer, ready_ns)
+        # Those of a relay that failed come again, with another relay.
+        places = {
+            worker_id: preparing[relay].result()
+            for worker_id, relay in relays.items()
+            if relay in transfer.succeeded
+        }
+        if places:
+            begin_relayed_ns = clock_ns()
+            relayed = self._transfer(push.only(places), places, message, together=False)
+            self._finish(relayed, begin_relayed_ns)
         end_ns = clock_ns()
         publication.record.num_bytes = payload.data.nbytes
         publication.record.timings.update(
@@ -235,11 +245,32 @@ class WeightSender:
         self.on_pushed(PushTimes(publication.version, begin_ns, ready_ns, sent_ns, end_ns))
         if self._options.changes_only:
             self._last = publication
+
+    def _transfer(
+        self,
+        push: PlannedPush,
+        sources: Mapping[int, WeightSource],
+        message: Callable[..., Push],
+        *,
+        together: bool,
+    ) -> Transfer:
+        """Have each worker receive from its source."""
+        messages = {worker_id: message(source=source) for worker_id, source in sources.items()}
+        answers = self._call(push, WorkerService.receive_weights, messages)
+        return Transfer(
+            self._transport, self._updater, push, answers, self._patience_s, together=together
+        )
+
+    def _finish(self, transfer: Transfer, begin_ns: int) -> None:
+        """Wait for the acknowledgements, and note what became of each receiver."""
+        late = self._late(transfer)
         # The connection with a receiver that failed may be in any state.
-        for worker_id, answer in answers.items():
+        for worker_id, answer in transfer.answers.items():
             if worker_id in late or answer.exception() is not None:
-                self._updater.forget(receivers[worker_id])
-        self._conclude(push, answers, late, (end_ns - ready_ns) / 1e9)
+                self._updater.forget(transfer.push.receivers[worker_id])
+            else:
+                transfer.succeeded.add(worker_id)
+        self._conclude(transfer, late, (clock_ns() - begin_ns) / 1e9)
 
     def _payload(self, push: PlannedPush) -> _Payload:
         flat = push.publication.flat
@@ -280,7 +311,7 @@ class WeightSender:
 
     def _send_payload(self, transfer: Transfer, data: torch.Tensor) -> None:
         """Send; if a receiver fails or falls silent, this ends, and the others are told."""
-        if self._updater.together:
+        if transfer.together:
             transfer.break_off_at_errors()
             self._watch_thread.submit(transfer.watch)
         try:
@@ -305,21 +336,20 @@ class WeightSender:
             for worker_id in slow
         }
         late += missing(signs, limit_s)
-        if late and self._updater.together:
+        if late and transfer.together:
             transfer.break_off()  # the others may wait for what a late one was to pass on
         still_receiving = {w: answers[w] for w in slow if w not in late}
         late += missing(still_receiving, self._timeout_s - limit_s)
-        if self._updater.together:
+        if transfer.together:
             transfer.end(late)
         return late
 
-    def _conclude(
-        self, push: PlannedPush, answers: Answers, late: Sequence[int], waited_s: float
-    ) -> None:
+    def _conclude(self, transfer: Transfer, late: Sequence[int], waited_s: float) -> None:
+        push, answers = transfer.push, transfer.answers
         errors = {w: answer.exception() for w, answer in answers.items() if w not in late}
         # In a group, one that dies or falls silent is the reason for the others' errors.
         has_culprit = any(isinstance(error, WorkerLost) for error in errors.values()) or (
-            self._updater.together and bool(late)
+            transfer.together and bool(late)
         )
         for worker_id, answer in answers.items():
             error = errors.get(worker_id)

@@ -89,6 +89,10 @@ class PlannedPush:
     publication: Publication
     receivers: Mapping[int, int]
 
+    def only(self, worker_ids: Iterable[int]) -> PlannedPush:
+        """The part of it that goes to these workers."""
+        return PlannedPush(self.publication, {w: self.receivers[w] for w in worker_ids})
+
 
 @dataclass(eq=False)
 class _Slot:

@@ -22,8 +22,10 @@ class Transfer:
     Attributes:
         push: what is sent to whom.
         answers: of the receivers.
+        together: whether it only works if all receivers take part.
         is_sent: set when the trainer's part is over.
         silent: receivers that gave no sign of life before that.
+        succeeded: receivers that have acknowledged, once all is over.
     """
 
     def __init__(
@@ -33,12 +35,16 @@ class Transfer:
         push: PlannedPush,
         answers: Answers,
         patience_s: float,
+        *,
+        together: bool,
     ) -> None:
         """A receiver that doesn't answer for ``patience_s``, and then no ping either, is silent."""
         self.push = push
         self.answers = answers
+        self.together = together
         self.is_sent = threading.Event()
         self.silent: set[int] = set()
+        self.succeeded: set[int] = set()
         self._transport = transport
         self._updater = updater
         self._patience_s = patience_s

@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ class UpdaterContext:
         timeout_s: for each wait.
         gpus: worker_id to a name of the GPU that has its policy, "" for the CPU.
         is_near: whether a peer is on the trainer's host, and can map its memory.
+        host_of: equal for peers that can map each other's memory; None: it shares none.
     """
 
     address: str
     timeout_s: float
     gpus: Mapping[int, str]
     is_near: Callable[[int], bool] = lambda _: False
+    host_of: Callable[[int], str | None] = lambda _: None
 
 
 class WeightUpdaterBase(ABC):
@@ -48,9 +51,13 @@ class WeightUpdaterBase(ABC):
         together: whether a push only works if all of its receivers take part, as in a broadcast.
             Then each is asked first whether it is ready. If one doesn't answer, :meth:`send` is not
             called; :meth:`sources` is called again for the others.
+        relays: of the push for which :meth:`sources` was called last, maps the worker_id of each
+            receiver that gets the payload from another one, its relay, to that one's worker_id.
+            The relay's source says where, see :meth:`WeightSource.join`. Only with ``together``.
     """
 
     together: bool = False
+    relays: Mapping[int, int] = MappingProxyType({})
 
     def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - optional
         """Take the arguments of the collector's ``init_updater``."""
@@ -102,7 +109,7 @@ class WeightUpdaterBase(ABC):
             peers: ``{worker_id: peer}`` of the receivers; each process has another peer.
 
         Returns:
-            ``{worker_id: source}`` for each of them.
+            ``{worker_id: source}`` for each of them that is not in ``relays``.
         """
 
     def send(self, payload: torch.Tensor) -> None:  # noqa: B027 - optional
@@ -161,28 +168,22 @@ class SharedMemorySource(WeightSource):
         target.copy_(self.payload.within(mapped[segment]))
 
 
-class SharedMemoryUpdater(WeightUpdaterBase):
-    """Puts the weights into memory that workers on the trainer's host map: one copy for each."""
+class SharedPayload:
+    """Memory for payloads that other processes on this host map; larger if one needs more."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._segment: Segment | None = None
-        self._closed = False
-        self._lock = threading.Lock()  # close() may be called during a push
+        self._lock = threading.Lock()  # close() may be called while it is used
 
-    def sources(
-        self, payload: torch.Tensor, peers: Mapping[int, int]
-    ) -> Mapping[int, WeightSource]:
+    def reserve(self, num_bytes: int) -> tuple[torch.Tensor, SharedMemorySource]:
+        """Memory for a payload, uint8 ``[num_bytes]``, and where the others find it."""
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the updater was closed")
-            if self._segment is None or len(self._memory) < len(payload):
+            if self._segment is None or len(self._memory) < num_bytes:
                 self._give_back()
-                self._memory, self._segment = allocate(len(payload))
-            place = SharedTensor(self._segment, 0, tuple(payload.shape), payload.dtype)
-            memory = self._memory
-        memory[: len(payload)].copy_(payload)
-        return dict.fromkeys(peers, SharedMemorySource(place))
+                self._memory, self._segment = allocate(num_bytes)
+            place = SharedTensor(self._segment, 0, (num_bytes,), torch.uint8)
+            return self._memory[:num_bytes], SharedMemorySource(place)
 
     def _give_back(self) -> None:
         if self._segment is not None:
@@ -192,6 +193,28 @@ class SharedMemoryUpdater(WeightUpdaterBase):
             self._memory = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
+        """Give the memory back; who has mapped it keeps it."""
         with self._lock:
-            self._closed = True
             self._give_back()
+
+
+class SharedMemoryUpdater(WeightUpdaterBase):
+    """Puts the weights into memory that workers on the trainer's host map: one copy for each."""
+
+    def __init__(self) -> None:
+        self._shared = SharedPayload()
+        self._closed = False
+
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
+        memory, place = self._shared.reserve(len(payload))
+        if self._closed:
+            self._shared.close()
+            raise RuntimeError("the updater was closed")
+        memory.copy_(payload)
+        return dict.fromkeys(peers, place)
+
+    def close(self) -> None:
+        self._closed = True
+        self._shared.close()

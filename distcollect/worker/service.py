@@ -164,8 +164,8 @@ class Worker(WorkerService):
     def evaluate(self, request: EvaluationRequest) -> Future[Evaluation]:
         return self._submit(lambda: self._evaluate(request))
 
-    def prepare_to_receive(self, source: WeightSource | None = None) -> None:
-        self._configured_receiver.prepare(source)
+    def prepare_to_receive(self, source: WeightSource | None = None) -> WeightSource | None:
+        return self._configured_receiver.prepare(source)
 
     def receive_weights(self, push: Push) -> Future[int]:
         return self._configured_receiver.receive(push)

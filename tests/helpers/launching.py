@@ -13,6 +13,7 @@ SCRIPT = SCRIPTS / "collect_launched.py"
 TRAINERS = SCRIPTS / "train_together.py"
 MENDED = SCRIPTS / "lose_a_worker.py"
 PUSHED = SCRIPTS / "push_to_hosts.py"
+PUSHED_ONCE = SCRIPTS / "push_once_per_host.py"
 
 
 def finish(processes, timeout_s=110):

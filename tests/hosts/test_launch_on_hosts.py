@@ -13,6 +13,7 @@ import pytest
 from helpers.launching import (
     MENDED,
     PUSHED,
+    PUSHED_ONCE,
     SCRIPT,
     TRAINERS,
     finish,
@@ -117,6 +118,31 @@ def test_a_host_that_vanishes_while_it_receives_weights_leaves_the_others_in_one
         raise
     outputs = finish(ranks)
     assert "done" in outputs[0].splitlines()
+
+
+@needs_hosts
+@pytest.mark.timeout(400)  # twelve ranks start, which takes long on a busy machine
+def test_weights_travel_once_to_each_host(on_host):
+    """To four workers there; also if the one that passes them on dies while it does."""
+    host = [TESTBED / "netns_host.sh", "1", "rate"]
+    subprocess.run([*host, "100mbit"], check=True, timeout=20)
+    try:
+        ranks = [
+            start(
+                on_host(1 + rank // 4, sys.executable, PUSHED_ONCE),
+                **slurm_variables(rank, NUM_HOSTS, 4),
+            )
+            for rank in range(4 * NUM_HOSTS)
+        ]
+        outputs = finish(ranks, timeout_s=300)
+    finally:
+        subprocess.run([*host, "off"], check=True, timeout=20)
+    told = json.loads(next(line for line in outputs[0].splitlines() if line.startswith("{")))
+    assert 1 < told["copies"] < 1.05
+    assert told["acknowledged"] == [*range(11)]
+    assert told["copies_with_a_death"] < 2.6, "one attempt more, and one for the replacement"
+    # The process that replaces the relay may have it as well.
+    assert {*range(11)} - {3} <= {*told["acknowledged_with_a_death"]}
 
 
 def tell(process):

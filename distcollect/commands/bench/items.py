@@ -16,6 +16,7 @@ from distcollect.commands.bench import (
     figures,
     native,
     replay,
+    scale,
     start,
     weights,
 )
@@ -92,6 +93,11 @@ def _scaling(num_workers: int) -> Part:
         partial(figures.run_scaling, num_workers=num_workers),
         limit_s=_LIMIT_S + 10 * num_workers,
     )
+
+
+def _bookkeeping(mode: str, num_workers: int) -> Part:
+    run = partial(scale.run_rollouts, mode=mode, num_workers=num_workers)
+    return Part(f"{mode}-{num_workers}", f"{mode}, {num_workers} workers", run)
 
 
 def _channel(name: str) -> Part:
@@ -300,6 +306,21 @@ _FIGURES = (
             Part("replacement", "one of two workers killed", start.run_replacement),
             Part("memory", "8 more idle workers", partial(start.run_memory, use="keep")),
             Part("memory-alone", "the same, not forked", partial(start.run_memory, use="off")),
+        ),
+    ),
+    Item(
+        "scale",
+        "the trainer's bookkeeping for simulated workers",
+        (
+            *(_bookkeeping(mode, w) for mode in scale.MODES for w in (10, 1_000, 10_000)),
+            Part("joins", "1,000 workers join", partial(scale.run_joins, num_workers=1_000)),
+            Part("pushes", "to halves of 1,000", partial(scale.run_pushes, num_workers=1_000)),
+            Part(
+                "soak",
+                "10,000 workers, each replaced 20 times",
+                partial(scale.run_soak, num_workers=10_000, num_replacements=20),
+                limit_s=600,
+            ),
         ),
     ),
     Item(

@@ -109,6 +109,11 @@ def _starts(*parts: str) -> tuple[Source, ...]:
     return tuple(("start", part, "first_s") for part in parts)
 
 
+def _bookkeeping(mode: str) -> Target:
+    cost = tuple(("scale", f"{mode}-{w}", "us_per_rollout") for w in (10_000, 10))
+    return _at_most(f"bookkeeping of a rollout, 10,000 workers / 10, {mode}", 1.5, *cost)
+
+
 _RAW_WAYS = ("rpc-cma", "rpc-mpt_uv", "rpc-basic", "gloo", "shared")
 
 TARGETS: tuple[Target, ...] = (
@@ -211,6 +216,13 @@ TARGETS: tuple[Target, ...] = (
         ("start", "replacement", "replaced_s"),
     ),
     _at_most("MB for one more idle worker", 60, ("start", "memory", "mb_per_worker")),
+    *(_bookkeeping(mode) for mode in ("sync", "async", "paced", "in turn", "replacement")),
+    _at_most(
+        "ms of bookkeeping for a sync batch of 1,000 workers",
+        20,
+        ("scale", "sync-1000", "ms_per_batch"),
+    ),
+    _at_most("seconds of bookkeeping for 1,000 joins", 2, ("scale", "joins", "joined_s")),
     _at_most("MB that the trainer keeps for each kill", 0.1, ("churn", "kills", "mb_per_kill")),
     _at_most("threads that remain after 200 kills", 0, ("churn", "kills", "threads")),
     _at_most("open files that remain after 200 kills", 0, ("churn", "kills", "descriptors")),

@@ -1,0 +1,265 @@
+"""What the trainer's bookkeeping costs for each rollout, with 10 to 10,000 simulated workers.
+
+The pool, its ledger, the sender of weights and the planning of processes are the real ones. The
+workers are simulated in this process, answer at once, and move no data. So the CPU time of the
+process is that of the bookkeeping, and some of the simulation's.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from distcollect.commands.bench.contenders import Values
+from distcollect.config import Staleness, WeightSync
+from distcollect.policy.weight_layout import WeightLayout
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import Tensors
+from distcollect.supervision.membership import Membership, Start
+from distcollect.trainer.pool import Pool
+from distcollect.trainer.worker_slots import BatchPlan
+from distcollect.transport.protocol import CollectRequest
+from distcollect.transport.worker_service import WeightSource, WorkerService
+from distcollect.weights.sender import WeightSender
+from distcollect.weights.updaters import InlineSource, WeightUpdaterBase
+
+_LIMIT_S = 120.0
+_NUM_STEPS = 4
+# How many rollouts are measured: enough for the cost of a batch not to depend on chance.
+_NUM_ROLLOUTS = 20_000
+
+
+def _done(value: Any) -> Future[Any]:
+    answer: Future[Any] = Future()
+    answer.set_result(value)
+    return answer
+
+
+@dataclass
+class _Offer:
+    """A simulated rollout, without data."""
+
+    header: Header
+
+    def fetch(self) -> Future[Tensors]:
+        return _done([])
+
+    def decline(self) -> None: ...
+
+
+class _Simulation:
+    """Transport and workers: whatever is requested is answered by one thread, in order."""
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[int, CollectRequest, Future[Any]]] = deque()
+        self._there_are_more = threading.Semaphore(0)
+        self._num_rollouts: dict[int, int] = {}
+        self.workers: dict[int, tuple[int, int]] = {}  # worker_id and incarnation, by peer
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._open.append((-1, CollectRequest(0), Future()))
+        self._there_are_more.release()
+        self._thread.join(_LIMIT_S)
+
+    def _answer(self) -> None:
+        while True:
+            self._there_are_more.acquire()
+            peer, request, answer = self._open.popleft()
+            if peer < 0:
+                return
+            sequence = self._num_rollouts.get(peer, 0)
+            self._num_rollouts[peer] = sequence + 1
+            version = request.version
+            frames = _NUM_STEPS
+            stepped = frames * (sequence + 1)
+            header = Header(
+                *self.workers[peer], sequence, frames, frames, 0, (version, version), stepped
+            )
+            answer.set_result(_Offer(header))
+
+    # The transport.
+
+    def collect(self, peer: int, request: CollectRequest) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self._open.append((peer, request, answer))
+        self._there_are_more.release()
+        return answer
+
+    def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
+        return _done(args[0].version if method is WorkerService.receive_weights else None)
+
+    def ping(self, peer: int) -> Future[Any]:
+        return _done(None)
+
+    # What the pool reports.
+
+    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None: ...
+
+    def drained(self, worker_id: int, incarnation: int) -> None: ...
+
+
+class _Updater(WeightUpdaterBase):
+    """Moves nothing."""
+
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
+        return dict.fromkeys(peers, InlineSource(payload))
+
+
+class _Run:
+    """A pool with simulated workers."""
+
+    def __init__(
+        self, num_workers: int, *, sync: bool, staleness: Staleness | None = None, **plan: Any
+    ) -> None:
+        self.is_sync = sync
+        self.simulation = cast("Any", _Simulation())
+        self.layout = WeightLayout.of(nn.Linear(64, 64))
+        self.sender = WeightSender(
+            self.simulation, self.layout, _Updater(), options=WeightSync(), timeout_s=_LIMIT_S
+        )
+        self.pool = Pool(
+            self.simulation,
+            self.sender,
+            BatchPlan(sync, num_workers if sync else 1, 1, _NUM_STEPS, **plan),
+            failure_sink=self.simulation,
+            staleness=staleness,
+        )
+        self._peers = itertools.count(1)
+        for worker_id in range(num_workers):
+            self.join(worker_id, 0)
+
+    def join(self, worker_id: int, incarnation: int) -> None:
+        peer = next(self._peers)
+        self.simulation.workers[peer] = worker_id, incarnation
+        self.pool.join(worker_id, incarnation, peer)
+
+    def collect(self, num_batches: int) -> None:
+        """Get batches as a collector does."""
+        number = 0
+        for _ in range(num_batches):
+            delivery = self.pool.deliver(_LIMIT_S, number)
+            number = delivery.number
+            headers = [rollout.header for rollout in delivery.rollouts]
+            lags = [(header.worker_id, [(0, header.num_frames)]) for header in headers]
+            self.pool.delivered(number, lags, {})
+            del delivery
+        self.pool.claim(number)
+
+    def close(self) -> None:
+        self.pool.close()
+        self.simulation.close()
+
+
+MODES: dict[str, Callable[[int], _Run]] = {
+    "sync": lambda w: _Run(w, sync=True),
+    "async": lambda w: _Run(w, sync=False),
+    "paced": lambda w: _Run(w, sync=False, staleness=Staleness(4, "pace")),
+    "in turn": lambda w: _Run(w, sync=False, in_turn=True),
+    "replacement": lambda w: _Run(w, sync=True, waits_for_missing=True),
+}
+
+
+def run_rollouts(_seconds: float, *, mode: str, num_workers: int) -> Values:
+    """Bookkeeping of rollouts: CPU microseconds "us_per_rollout" and milliseconds "ms_per_batch".
+
+    Args:
+        mode: "sync", "async", "paced", "in turn", or "replacement": sync, where the share of a
+            worker that is gone waits for its replacement, which comes after each batch.
+        num_workers: W.
+    """
+    run = MODES[mode](num_workers)
+    per_batch = num_workers if run.is_sync else 1
+    num_batches = max(2, _NUM_ROLLOUTS // per_batch)
+    run.collect(max(1, num_batches // 10))
+    begin = time.process_time()
+    if mode == "replacement":
+        _collect_with_replacements(run, num_batches)
+    else:
+        run.collect(num_batches)
+    used_s = time.process_time() - begin
+    run.close()
+    return {
+        "us_per_rollout": used_s / num_batches / per_batch * 1e6,
+        "ms_per_batch": used_s / num_batches * 1e3,
+    }
+
+
+def _collect_with_replacements(run: _Run, num_batches: int) -> None:
+    for number in range(num_batches):
+        run.pool.lose(0, number, replaced=True)
+        run.pool.account(0, number, "worker_lost", None)
+        timer = threading.Timer(0.001, run.join, (0, number + 1))
+        timer.start()
+        run.collect(1)
+        timer.join()
+
+
+def run_joins(_seconds: float, *, num_workers: int) -> Values:
+    """Plan the start of W processes, and have them join: CPU seconds "joined_s"."""
+    run = _Run(0, sync=False)
+    membership = Membership(60.0, 60.0, 10)
+    begin = time.process_time()
+    for worker_id in range(num_workers):
+        membership.open(worker_id, 0.0)
+    for command in membership.tick(0.0):
+        assert isinstance(command, Start)
+        membership.ready(command.worker_id, command.incarnation, 0.0)
+        run.join(command.worker_id, command.incarnation)
+    used_s = time.process_time() - begin
+    assert run.pool.worker_ids == tuple(range(num_workers))
+    run.close()
+    return {"joined_s": used_s}
+
+
+def run_pushes(_seconds: float, *, num_workers: int) -> Values:
+    """100 pushes to random halves of W workers: CPU milliseconds "ms_per_push"."""
+    run = _Run(num_workers, sync=False)
+    rng = np.random.default_rng(0)
+    newest = dict.fromkeys(range(num_workers), 0)
+    begin = time.process_time()
+    for version in range(1, 101):
+        half = np.sort(rng.choice(num_workers, num_workers // 2, replace=False)).tolist()
+        newest.update(dict.fromkeys(half, version))
+        run.pool.push(run.layout.empty(), half).wait(_LIMIT_S)
+    used_s = time.process_time() - begin
+    assert run.pool.acknowledged == newest
+    run.close()
+    return {"ms_per_push": used_s * 10}
+
+
+def run_soak(_seconds: float, *, num_workers: int, num_replacements: int) -> Values:
+    """Replace each of W workers many times: "us_per_replacement", and "grown_mb" of memory."""
+    run = _Run(num_workers, sync=False)
+    sizes = []
+    begin = time.process_time()
+    for incarnation in range(num_replacements):
+        for worker_id in range(num_workers):
+            run.pool.lose(worker_id, incarnation, replaced=True)
+            run.pool.account(worker_id, incarnation, "worker_lost", 0)
+            run.join(worker_id, incarnation + 1)
+        run.collect(10)
+        gc.collect()
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1e6)
+    used_s = time.process_time() - begin
+    run.close()
+    return {
+        "us_per_replacement": used_s / num_workers / num_replacements * 1e6,
+        "grown_mb": sizes[-1] - sizes[len(sizes) // 2],
+    }

@@ -1,0 +1,149 @@
+"""Weights travel once for each host: one worker relays them to the others there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+from helpers.publishing import Telling, told
+
+import distcollect as dc
+from distcollect.weights import broadcast, updaters
+
+# Of each worker; the last two share no memory.
+HOSTS = ("a", "b", "a", "b", "a", None, None)
+
+
+class Received:
+    """Counts what receivers take, by the kind of their source."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.before: Callable[[str], None] = lambda _: None
+        self.kinds: list[str] = []
+        self._lock = threading.Lock()
+        for kind in (broadcast.BroadcastSource, updaters.SharedMemorySource):
+            monkeypatch.setattr(kind, "receive", self._counted(kind.__name__, kind.receive))
+
+    def _counted(self, kind: str, receive: Callable[..., None]) -> Callable[..., None]:
+        def counted(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
+            with self._lock:
+                self.kinds.append(kind)
+            self.before(kind)
+            receive(source, target, state)
+
+        return counted
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> Received:
+    return Received(monkeypatch)
+
+
+@pytest.fixture
+def collector() -> Iterator[dc.RPCDataCollector]:
+    with loopback_collector(
+        "CartPole-v1", Telling(), frames_per_batch=14, num_workers=len(HOSTS), sync=True
+    ) as collector:
+        workers: Any = collector._session.workers
+        assert isinstance(workers, LoopbackWorkers)
+        workers.transport.hosts = {
+            workers.peers[worker_id]: host for worker_id, host in enumerate(HOSTS) if host
+        }
+        yield collector
+
+
+def versions_told(collector: dc.RPCDataCollector) -> list[float]:
+    batch = collector.next()
+    return [told(batch, row)["wide"] for row in range(len(HOSTS))]
+
+
+def test_one_of_each_host_is_in_the_broadcast(
+    collector: dc.RPCDataCollector, received: Received
+) -> None:
+    for version in (1, 2, 3):
+        received.kinds.clear()
+        handle = collector.update_policy_weights_(Telling(version))
+        assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), version)
+        assert sorted(received.kinds) == ["BroadcastSource"] * 4 + ["SharedMemorySource"] * 3
+        assert versions_told(collector) == [version] * len(HOSTS)
+
+
+def test_a_worker_that_is_alone_on_its_host_needs_no_relay(
+    collector: dc.RPCDataCollector, received: Received
+) -> None:
+    collector.update_policy_weights_(Telling(1), worker_ids=[2, 3])
+    assert received.kinds == ["BroadcastSource"] * 2
+    collector.update_policy_weights_(Telling(2), worker_ids=[2, 4])
+    assert sorted(received.kinds[2:]) == ["BroadcastSource", "SharedMemorySource"]
+    assert versions_told(collector) == [0, 0, 2, 1, 2, 0, 0]
+
+
+def test_another_one_takes_over_from_a_relay_that_fails(
+    collector: dc.RPCDataCollector, received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([True])
+
+    receive = broadcast.RelaySource.receive
+
+    def fail_once(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
+        receive(source, target, state)
+        if next(failures, False):
+            raise RuntimeError("the relay failed")
+
+    monkeypatch.setattr(broadcast.RelaySource, "receive", fail_once)
+    handle = collector.update_policy_weights_(Telling(1))
+    assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
+    assert versions_told(collector) == [1] * len(HOSTS)
+
+
+def test_who_can_t_map_the_relay_s_memory_gets_a_broadcast(
+    collector: dc.RPCDataCollector, received: Received
+) -> None:
+    def refuse(kind: str) -> None:
+        if kind == "SharedMemorySource":
+            raise PermissionError("/proc/1/fd/1")
+
+    received.before = refuse
+    handle = collector.update_policy_weights_(Telling(1))
+    assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
+    assert versions_told(collector) == [1] * len(HOSTS)
+
+
+def test_what_is_damaged_in_the_relay_s_memory_is_not_used(
+    collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = updaters.SharedMemorySource.receive
+    damages = iter([True, True])
+
+    def damaged(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
+        receive(source, target, state)
+        if next(damages, False):
+            target[len(target) // 2] ^= 1
+
+    monkeypatch.setattr(updaters.SharedMemorySource, "receive", damaged)
+    handle = collector.update_policy_weights_(Telling(1))
+    assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
+    assert versions_told(collector) == [1] * len(HOSTS)
+
+
+def test_payloads_of_different_sizes(received: Received) -> None:
+    """Only what has changed travels, after all of it."""
+    with loopback_collector(
+        "CartPole-v1",
+        Telling(),
+        frames_per_batch=4,
+        num_workers=2,
+        sync=True,
+        weight_sync=dc.WeightSync(changes_only=True),
+    ) as collector:
+        workers: Any = collector._session.workers
+        workers.transport.hosts = dict.fromkeys(workers.peers.values(), "a")
+        for version in (1, 2, 3):
+            collector.update_policy_weights_(Telling(version))
+            batch = collector.next()
+            assert [told(batch, row)["wide"] for row in range(2)] == [version] * 2
+        assert received.kinds.count("SharedMemorySource") == 3
