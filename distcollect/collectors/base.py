@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.stream import BatchStream, CollectorState, Hooks
+from distcollect.collectors.torchrl_compat import make_known_to_torchrl
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
@@ -55,6 +56,7 @@ class DataCollectorBase(BatchStream):
     def __init__(self, options: CollectorOptions) -> None:
         """Build the collector, see :class:`~distcollect.collectors.stream.BatchStream`."""
         self._seed: tuple[int, bool] | None = None
+        make_known_to_torchrl(DataCollectorBase)
         super().__init__(options)
 
     @property

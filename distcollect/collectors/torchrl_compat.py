@@ -8,6 +8,7 @@ Weight-sync schemes are in :mod:`.torchrl_weights`.
 from __future__ import annotations
 
 import difflib
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Set
 from functools import partial
@@ -92,6 +93,17 @@ def translated(
             arguments[name] = None
     _read_numbers(arguments)
     return arguments
+
+
+def make_known_to_torchrl(kind: type) -> None:
+    """Let ``isinstance`` take objects of class ``kind`` for TorchRL's collectors.
+
+    TorchRL's trainers refuse a collector that is not a ``torchrl.collectors.BaseCollector``.
+    """
+    # Importing torchrl has side effects, and trainers import this module before they are used.
+    module = sys.modules.get("torchrl.collectors")
+    if module is not None and hasattr(module, "BaseCollector"):
+        module.BaseCollector.register(kind)
 
 
 def _check_without_effect(name: str, value: Any, own_names: Set[str]) -> None:
