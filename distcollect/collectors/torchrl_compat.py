@@ -20,6 +20,7 @@ from distcollect.collectors.torchrl_weights import check_updater_in_process, tak
 from distcollect.collectors.users_code import users_stack_level
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.launch.worker_hosts import current
 
 # Accepted, and ignored: the comment says why nothing is lost.
 NO_EFFECT = frozenset(
@@ -52,7 +53,6 @@ REFUSED: dict[str, str] = {
     "interruptor": "use preemptive_threshold or batch_deadline_s",
     "ray_init_config": "there is no Ray here: start the ranks by torchrun or SLURM",
     "remote_configs": "there is no Ray here: start the ranks by torchrun or SLURM",
-    "slurm_kwargs": "start the ranks by SLURM and call distcollect.run(main)",
     "worker_idx": "worker_ids are given out by the collector",
 }
 
@@ -275,9 +275,21 @@ def _reset_when_done(value: Any, _: dict[str, Any]) -> None:
 
 def _launcher(value: Any, _: dict[str, Any]) -> None:
     if value not in (None, "mp"):
+        _check_launched(f"launcher={value!r}")
+
+
+def _slurm_kwargs(value: Any, _: dict[str, Any]) -> None:
+    if value:
+        _check_launched(f"slurm_kwargs={value!r}")
+
+
+def _check_launched(argument: str) -> None:
+    """Refuse an argument that asks for processes, unless this process has a launch with workers."""
+    if current() is None:
         raise ArgumentError(
-            f"launcher={value!r}: a collector starts local workers ('mp'), or uses the ranks of "
-            "its launch: start those by torchrun or SLURM, with distcollect.run(main)"
+            f"{argument}: a collector starts local workers ('mp'), or uses the ranks of its "
+            "launch: start those by torchrun or SLURM, with `-m distcollect run SCRIPT`, or with "
+            "distcollect.run(main) in the script"
         )
 
 
@@ -301,6 +313,7 @@ TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "update_after_each_batch": _update_after_each_batch,
     "reset_when_done": _reset_when_done,
     "launcher": _launcher,
+    "slurm_kwargs": _slurm_kwargs,
     "backend": _backend,
     "num_collectors": _num_collectors,
     "num_sub_threads": _num_sub_threads,

@@ -14,7 +14,7 @@ class Script:
         path: in the checkout.
         args: its arguments.
         edits: patterns and replacements, which make its budget small where no argument does, or
-            replace what is not installed.
+            replace what is not installed; in the script and in its configurations.
         collector: for a script of TorchRL's ``Trainer``, which names its collector in its
             configuration: the class of this package to name there.
         long: arguments that give it a budget of a minute or more, which take precedence.
@@ -42,14 +42,19 @@ _ATARI = (
 )  # fmt: skip
 _OFF_POLICY_TRAINER = (
     "collector.total_frames=400", "collector.frames_per_batch=50",
-    "trainer.optim_steps_per_batch=2", "replay_buffer.batch_size=16", "logger=csv",
-    "logger.exp_name=x",
+    "trainer.optim_steps_per_batch=2", "replay_buffer.batch_size=16",
 )  # fmt: skip
 _ON_POLICY_TRAINER = (
     "collector.total_frames=400", "trainer.total_frames=400", "collector.frames_per_batch=100",
-    "replay_buffer.batch_size=20", "logger=csv", "logger.exp_name=x",
+    "replay_buffer.batch_size=20",
 )  # fmt: skip
-_CHEETAH = "training_env.create_env_fn.base_env.env_name=HalfCheetah-v5"
+# The logger that needs no account, which TorchRL's configurations have arguments of another for.
+_CSV = (
+    (r"^  (offline|project): .*\n", ""),
+    (r"logger@logger: wandb", "logger@logger: csv"),
+    (r"HalfCheetah-v4", "HalfCheetah-v5"),
+    (r"\bmps\b", "cpu"),
+)
 _VMAS = (
     "collector.frames_per_batch=200", "collector.n_iters=3", "train.num_epochs=2",
     "train.minibatch_size=50", "logger.backend=", "env.max_steps=20", "eval.evaluation_episodes=2",
@@ -77,6 +82,8 @@ _DISTRIBUTED = (
 SCRIPTS = {
     "ppo_mujoco": Script(
         "sota-implementations/ppo/ppo_mujoco.py", (*_ON_POLICY, "loss.ppo_epochs=2"),
+        long=("env.env_name=InvertedPendulum-v5", "collector.total_frames=10240",
+              "collector.frames_per_batch=1024", "loss.mini_batch_size=64", "loss.ppo_epochs=5"),
     ),
     "ppo_atari": Script(
         "sota-implementations/ppo/ppo_atari.py",
@@ -94,17 +101,21 @@ SCRIPTS = {
     "rnd_mujoco": Script(
         "sota-implementations/rnd/rnd_mujoco.py", (*_ON_POLICY, "loss.ppo_epochs=2")
     ),
-    "sac": Script("sota-implementations/sac/sac.py", _PENDULUM),
-    "td3": Script("sota-implementations/td3/td3.py", _PENDULUM),
+    "sac": Script(
+        "sota-implementations/sac/sac.py", _PENDULUM,
+        long=("collector.total_frames=4000", "collector.init_random_frames=500",
+              "collector.frames_per_batch=100", "optim.batch_size=64", "replay_buffer.size=4000",
+              "optim.utd_ratio=0.25"),
+    ),
+    "td3": Script(
+        "sota-implementations/td3/td3.py", _PENDULUM,
+        long=("collector.total_frames=4000", "collector.init_random_frames=500",
+              "collector.frames_per_batch=100", "optim.batch_size=64", "replay_buffer.size=4000",
+              "optim.utd_ratio=0.25"),
+    ),
     "ddpg": Script("sota-implementations/ddpg/ddpg.py", _PENDULUM),
     "tqc": Script("sota-implementations/tqc/tqc.py", _PENDULUM),
     "crossq": Script("sota-implementations/crossq/crossq.py", _PENDULUM),
-    "redq": Script(
-        "sota-implementations/redq/redq.py",
-        ("num_workers=1", "collector.total_frames=96", "collector.init_random_frames=32",
-         "collector.frames_per_batch=16", "collector.env_per_collector=2", "buffer.batch_size=10",
-         "optim.steps_per_batch=1", "buffer.size=120", "env.name=Pendulum-v1", "logger.backend="),
-    ),
     "discrete_sac": Script(
         "sota-implementations/discrete_sac/discrete_sac.py",
         (*_OFF_POLICY, "env.library=gymnasium"),
@@ -114,6 +125,9 @@ SCRIPTS = {
         ("collector.total_frames=400", "collector.init_random_frames=100",
          "collector.frames_per_batch=50", "buffer.batch_size=10", "loss.num_updates=2",
          "buffer.buffer_size=200", "logger.backend="),
+        long=("collector.total_frames=20000", "collector.init_random_frames=1000",
+              "collector.frames_per_batch=500", "buffer.batch_size=64", "loss.num_updates=40",
+              "buffer.buffer_size=10000", "collector.annealing_frames=10000"),
     ),
     "dqn_atari": Script(
         "sota-implementations/dqn/dqn_atari.py",
@@ -139,7 +153,11 @@ SCRIPTS = {
         ("collector.total_frames=96", "optim.batch_size=10", "collector.frames_per_batch=16",
          "env.train_num_envs=2", "logger.backend="),
     ),
-    "multiagent mappo_ippo": Script("sota-implementations/multiagent/mappo_ippo.py", _VMAS),
+    "multiagent mappo_ippo": Script(
+        "sota-implementations/multiagent/mappo_ippo.py", _VMAS,
+        long=("collector.frames_per_batch=6000", "collector.n_iters=10", "train.num_epochs=5",
+              "train.minibatch_size=1000", "env.max_steps=100"),
+    ),
     "multiagent maddpg_iddpg": Script("sota-implementations/multiagent/maddpg_iddpg.py", _VMAS),
     "multiagent iql": Script("sota-implementations/multiagent/iql.py", _VMAS),
     "multiagent qmix_vdn": Script("sota-implementations/multiagent/qmix_vdn.py", _VMAS),
@@ -155,51 +173,53 @@ SCRIPTS = {
     ),
     "ppo_trainer": Script(
         "sota-implementations/ppo_trainer/train.py", _ON_POLICY_TRAINER,
-        collector="MultiAsyncCollector",
+        edits=_CSV, collector="MultiAsyncCollector",
     ),
     "a2c_trainer": Script(
         "sota-implementations/a2c_trainer/train.py", _ON_POLICY_TRAINER,
-        collector="MultiAsyncCollector",
+        edits=_CSV, collector="MultiAsyncCollector",
     ),
     "reinforce_trainer": Script(
         "sota-implementations/reinforce_trainer/train.py", _ON_POLICY_TRAINER,
-        collector="MultiAsyncCollector",
+        edits=_CSV, collector="MultiAsyncCollector",
     ),
     "sac_trainer": Script(
         "sota-implementations/sac_trainer/train.py",
-        (*_OFF_POLICY_TRAINER, _CHEETAH, "training_env.num_workers=2", "collector.num_workers=2",
+        (*_OFF_POLICY_TRAINER, "training_env.num_workers=2", "collector.num_workers=2",
          "collector.init_random_frames=100"),
-        collector="MultiAsyncCollector",
+        edits=_CSV, collector="MultiAsyncCollector",
     ),
-    "sac_trainer async": Script(
+    "sac_trainer, async": Script(
         "sota-implementations/sac_trainer/train.py",
-        ("--config-name=config_async", *_OFF_POLICY_TRAINER, _CHEETAH,
+        ("--config-name=config_async", *_OFF_POLICY_TRAINER,
          "training_env.num_workers=2", "collector.num_workers=2",
          "collector.init_random_frames=100"),
-        collector="MultiAsyncCollector",
+        edits=_CSV, collector="MultiAsyncCollector",
     ),
     "td3_trainer": Script(
-        "sota-implementations/td3_trainer/train.py", (*_OFF_POLICY_TRAINER, _CHEETAH),
-        collector="Collector",
+        "sota-implementations/td3_trainer/train.py", _OFF_POLICY_TRAINER,
+        edits=_CSV, collector="Collector",
     ),
     "ddpg_trainer": Script(
-        "sota-implementations/ddpg_trainer/train.py", _OFF_POLICY_TRAINER, collector="Collector",
+        "sota-implementations/ddpg_trainer/train.py", _OFF_POLICY_TRAINER, edits=_CSV,
+        collector="Collector",
     ),
     "dqn_trainer": Script(
         "sota-implementations/dqn_trainer/train.py",
-        (*_OFF_POLICY_TRAINER, "collector.init_random_frames=100"), collector="Collector",
+        (*_OFF_POLICY_TRAINER, "collector.init_random_frames=100"), edits=_CSV,
+        collector="Collector",
     ),
     "cql_trainer": Script(
-        "sota-implementations/cql_trainer/train.py", (*_OFF_POLICY_TRAINER, _CHEETAH),
-        collector="Collector",
+        "sota-implementations/cql_trainer/train.py", _OFF_POLICY_TRAINER,
+        edits=_CSV, collector="Collector",
     ),
     "iql_trainer": Script(
-        "sota-implementations/iql_trainer/train.py", (*_OFF_POLICY_TRAINER, _CHEETAH),
-        collector="Collector",
+        "sota-implementations/iql_trainer/train.py", _OFF_POLICY_TRAINER,
+        edits=_CSV, collector="Collector",
     ),
-    "multiagent_trainer mappo": Script(
+    "multiagent_trainer, mappo": Script(
         "sota-implementations/multiagent_trainer/train.py",
-        ("--config-name=mappo",), collector="Collector",
+        ("--config-name=mappo",), edits=_CSV, collector="Collector",
     ),
     "tutorial coding_ppo": Script(
         "tutorials/sphinx-tutorials/coding_ppo.py",
@@ -223,7 +243,6 @@ SCRIPTS = {
         edits=(*_SMALL, (r"(stop_after|init_rand_steps|optim_steps)( *)= *[\d_]+", r"\1 = 5")),
     ),
     "tutorial torchrl_demo": Script("tutorials/sphinx-tutorials/torchrl_demo.py"),
-    "tutorial rb_tutorial": Script("tutorials/sphinx-tutorials/rb_tutorial.py"),
     "tutorial evaluator": Script("tutorials/sphinx-tutorials/evaluator.py"),
     "tutorial collector_trajectory_assembly": Script(
         "tutorials/sphinx-tutorials/collector_trajectory_assembly.py"
@@ -241,15 +260,15 @@ SCRIPTS = {
     "single_machine rpc": Script(
         "examples/distributed/collectors/single_machine/rpc.py", _DISTRIBUTED, _GYMNASIUM
     ),
-    "single_machine rpc sync": Script(
+    "single_machine rpc, sync": Script(
         "examples/distributed/collectors/single_machine/rpc.py", (*_DISTRIBUTED, "--sync"),
         _GYMNASIUM,
     ),
     "single_machine generic": Script(
         "examples/distributed/collectors/single_machine/generic.py",
-        (*_DISTRIBUTED, "--backend=gloo"), _GYMNASIUM,
+        (*_DISTRIBUTED, "--backend=gloo", "--worker_parallelism=env"), _GYMNASIUM,
     ),
-    "single_machine generic sync": Script(
+    "single_machine generic, sync": Script(
         "examples/distributed/collectors/single_machine/generic.py",
         (*_DISTRIBUTED, "--backend=gloo", "--sync", "--worker_parallelism=env"), _GYMNASIUM,
     ),

@@ -1,67 +1,122 @@
-"""Runs TorchRL's own training scripts, with tiny budgets, with the collectors of this package.
+"""Runs TorchRL's own training scripts, with small budgets, with the collectors of this package.
 
 ::
 
-    pip install hydra-core tqdm matplotlib psutil tensorboard "gymnasium[mujoco]"
-    python tests/torchrl/scripts.py /tmp/rl                 # all, with ours
-    python tests/torchrl/scripts.py /tmp/rl sac dqn         # those whose names contain one of these
-    python tests/torchrl/scripts.py /tmp/rl --theirs        # with TorchRL's collectors
+    pip install hydra-core tqdm matplotlib psutil tensorboard "gymnasium[mujoco,atari]" \\
+        torchvision pettingzoo[mpe] vmas
+    python tests/torchrl/scripts.py /tmp/rl                   # all, with ours
+    python tests/torchrl/scripts.py /tmp/rl sac dqn           # names that contain one of these
+    python tests/torchrl/scripts.py /tmp/rl --theirs          # with TorchRL's collectors
+    python tests/torchrl/scripts.py /tmp/rl --compare 2       # longer, alternately with both
 
 The argument is a checkout of pytorch/rl. The folder of each script is copied, and in the copy each
 import of a collector from ``torchrl.collectors`` becomes one from ``distcollect``, as in
-``yardstick.py``. Budgets are made small by arguments of the script, or where it has none in its
-text. The result is a table in Markdown.
+``yardstick.py``. The scripts of TorchRL's ``Trainer`` import no collector, but name its class in
+their configuration, and so there the name is changed. Budgets are made small by arguments of the
+script, or where it has none in its text (``script_list.py``). The result is a table in Markdown.
+
+``--compare`` runs each script that has a longer budget so many times with each of the two. It
+shows frames per second, and per second of CPU time of the script's process, from the first batch to
+the last, training included; and the mean return of the last 50 episodes.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from script_list import SCRIPTS, Script
 from yardstick import our_names, plain_environment, swapped
 
-LIMIT_S = 240
+LIMIT_S = 600
+LONG_LIMIT_S = 1800
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of a script gave.
+
+    Attributes:
+        succeeded: whether it ended without an error.
+        seconds: how long it ran.
+        last: the last line that it printed; if there is one, the last error.
+        figures: what ``count_frames.py`` counted.
+    """
+
+    succeeded: bool
+    seconds: float
+    last: str
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def run(
-    script: Script, checkout: Path, ours: frozenset[str], log: Path | None = None
-) -> tuple[bool, float, str]:
-    """Run a script; returns whether it succeeded, its seconds, and its last line."""
+    script: Script,
+    checkout: Path,
+    ours: frozenset[str],
+    *,
+    long: bool = False,
+    log: Path | None = None,
+) -> Outcome:
+    """Run a script, with the collectors whose names are in ``ours`` from this package."""
     with tempfile.TemporaryDirectory(prefix="scripts-") as name:
-        folder = Path(name) / "copy"
-        main = copy_script(script, checkout, folder, ours)
-        named = f"collector._target_=distcollect.{script.collector}"
-        arguments = [*script.args, *([named] if ours and script.collector else [])]
+        main = copy_script(script, checkout, Path(name) / "copy", ours)
+        counted = Path(name) / "figures.json"
+        arguments = [*script.args, *(script.long if long else ())]
+        if ours and script.collector:
+            arguments.append(f"collector._target_=distcollect.{script.collector}")
+        environment = plain_environment(
+            MPLBACKEND="Agg",
+            WANDB_MODE="disabled",
+            FRAMES_FILE=str(counted),
+            FRAMES_OF="distcollect" if ours else "torchrl",
+        )
         begin = time.monotonic()
-        with subprocess.Popen(
-            [sys.executable, main.name, *arguments],
-            cwd=folder,
-            env=plain_environment(MPLBACKEND="Agg", WANDB_MODE="disabled"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=LIMIT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                output = process.communicate()[0] + f"\nnot done after {LIMIT_S} s"
+        returncode, output = _execute(
+            [main.name, *arguments], main.parent, environment, LONG_LIMIT_S if long else LIMIT_S
+        )
         seconds = time.monotonic() - begin
+        figures = json.loads(counted.read_text()) if counted.exists() else {}
     if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(output)
     lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|exceptions\.\w+)\b", line)]
-    return process.returncode == 0, seconds, (errors or lines or [""])[-1]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return Outcome(returncode == 0, seconds, (errors or lines or [""])[-1], figures)
+
+
+def _execute(
+    arguments: Sequence[str], folder: Path, environment: dict[str, str], limit_s: float
+) -> tuple[int, str]:
+    """Run Python; returns the exit status and what it printed. What it started ends with it."""
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output = process.communicate()[0] + f"\nnot done after {limit_s:g} s"
+    return process.returncode, output
 
 
 def copy_script(script: Script, checkout: Path, folder: Path, ours: frozenset[str]) -> Path:
@@ -71,11 +126,84 @@ def copy_script(script: Script, checkout: Path, folder: Path, ours: frozenset[st
     for path in folder.rglob("*.py"):
         path.write_text(swapped(path.read_text(), ours))
     main = folder / source.name
-    text = main.read_text()
-    for pattern, replacement in script.edits:
-        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
-    main.write_text(text)
+    for path in (main, *folder.rglob("*.yaml")):
+        text = path.read_text()
+        for pattern, replacement in script.edits:
+            text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+        path.write_text(text)
+    main.write_text(_counting(main.read_text()))
     return main
+
+
+def _counting(source: str) -> str:
+    """Python code that imports ``count_frames`` first."""
+    first = next(node for node in ast.parse(source).body if not _must_be_first(node))
+    lines = source.splitlines(keepends=True)
+    lines.insert(first.lineno - 1, "import count_frames  # noqa\n")
+    return "".join(lines)
+
+
+def _must_be_first(node: ast.stmt) -> bool:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_text or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+
+
+def show_whether_they_run(given: argparse.Namespace, scripts: dict[str, Script]) -> None:
+    """Print a row for each script: whether it runs, and its last line if it doesn't."""
+    ours = frozenset() if given.theirs else our_names()
+    print("| script | runs | otherwise |\n|---|---|---|", flush=True)
+    for name, script in scripts.items():
+        outcome = run(script, given.checkout, ours, log=_log(given, name))
+        note = "" if outcome.succeeded else outcome.last[:200].replace("|", "/")
+        runs = "yes" if outcome.succeeded else "no"
+        print(f"| {_shown(name, script)} | {runs} | {note} |", flush=True)
+
+
+def _shown(name: str, script: Script) -> str:
+    """The path of a script, with what its name says beyond that."""
+    path = script.path.removeprefix("tutorials/sphinx-tutorials/")
+    *_, variant = name.rpartition(", ")
+    return f"`{path}`" + (f", {variant}" if ", " in name else "")
+
+
+def _log(given: argparse.Namespace, name: str) -> Path | None:
+    return None if given.logs is None else given.logs / f"{name.replace(' ', '-')}.txt"
+
+
+def compare(given: argparse.Namespace, scripts: dict[str, Script]) -> None:
+    """Print a row for each script that has a longer budget: our figures beside TorchRL's."""
+    print("| script | frames | frames/s | frames per CPU second | return | return, TorchRL |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for name, script in scripts.items():
+        if not script.long:
+            continue
+        seen: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for turn in range(2 * given.compare):
+            is_ours = turn % 4 in (0, 3)
+            names = our_names() if is_ours else frozenset()
+            outcome = run(script, given.checkout, names, long=True, log=_log(given, name))
+            if not outcome.succeeded or not outcome.figures.get("frames"):
+                print(f"| {_shown(name, script)} | {outcome.last[:200]} |", flush=True)
+                break
+            seen[is_ours].append(outcome.figures)
+        else:
+            row = (
+                _shown(name, script),
+                str(seen[True][0]["frames"]),
+                f"{_rate(seen[True], 'seconds') / _rate(seen[False], 'seconds'):.2f}",
+                f"{_rate(seen[True], 'cpu_seconds') / _rate(seen[False], 'cpu_seconds'):.2f}",
+                ", ".join(_number(figures["return"]) for figures in seen[True]),
+                ", ".join(_number(figures["return"]) for figures in seen[False]),
+            )
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _rate(runs: Sequence[dict[str, Any]], unit: str) -> float:
+    return statistics.median(figures["frames"] / figures[unit] for figures in runs)
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3g}"
 
 
 def main() -> None:
@@ -86,20 +214,15 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="a checkout of pytorch/rl")
     parser.add_argument("name", nargs="*", help="only scripts whose names contain one of these")
     parser.add_argument("--theirs", action="store_true", help="with TorchRL's own collectors")
+    parser.add_argument("--compare", type=int, metavar="N", help="N longer runs with each")
     parser.add_argument("--logs", type=Path, help="a folder for what the scripts print")
     given = parser.parse_args()
-    if given.logs is not None:
-        given.logs.mkdir(parents=True, exist_ok=True)
-    ours = frozenset() if given.theirs else our_names()
-    print("| script | runs | seconds | |\n|---|---|---|---|", flush=True)
-    for name, script in SCRIPTS.items():
-        if given.name and not any(part in name for part in given.name):
-            continue
-        log = given.logs / f"{name.replace(' ', '-')}.txt" if given.logs is not None else None
-        succeeded, seconds, last = run(script, given.checkout, ours, log)
-        note = "" if succeeded else last[:200].replace("|", "/")
-        runs = "yes" if succeeded else "no"
-        print(f"| {name} | {runs} | {seconds:.0f} | {note} |", flush=True)
+    scripts = {
+        name: script
+        for name, script in SCRIPTS.items()
+        if not given.name or any(part in name for part in given.name)
+    }
+    (compare if given.compare else show_whether_they_run)(given, scripts)
 
 
 if __name__ == "__main__":
