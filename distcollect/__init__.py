@@ -18,6 +18,10 @@ from distcollect.version import __version__
 if TYPE_CHECKING:
     from distcollect.collectors.base import BaseCollector, DataCollectorBase
     from distcollect.collectors.checkpoint import Checkpoint
+    from distcollect.collectors.distributed import (
+        DistributedSyncCollector,
+        DistributedSyncDataCollector,
+    )
     from distcollect.collectors.generic import Collector, MultiCollector
     from distcollect.collectors.local import (
         AsyncCollector,
@@ -102,6 +106,8 @@ __all__ = [
     "DistCollectError",
     "DistributedCollector",
     "DistributedDataCollector",
+    "DistributedSyncCollector",
+    "DistributedSyncDataCollector",
     "EnvContext",
     "EnvError",
     "EnvFault",
@@ -176,6 +182,8 @@ _MODULES = {
     "DistCollectError": "distcollect.errors",
     "DistributedCollector": "distcollect.collectors.rpc",
     "DistributedDataCollector": "distcollect.collectors.rpc",
+    "DistributedSyncCollector": "distcollect.collectors.distributed",
+    "DistributedSyncDataCollector": "distcollect.collectors.distributed",
     "EnvContext": "distcollect.envs.make",
     "EnvError": "distcollect.errors",
     "EnvFault": "distcollect.results",

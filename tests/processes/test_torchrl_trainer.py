@@ -30,9 +30,7 @@ def training() -> Any:
 )
 def test_trains(training: Any, kind: Any, settings: dict[str, Any]) -> None:
     policy = training.make_policy()
-    collector = kind(
-        training.make_env, policy, frames_per_batch=20, total_frames=80, **settings
-    )
+    collector = kind(training.make_env, policy, frames_per_batch=20, total_frames=80, **settings)
     # Trainers that are made from a configuration ask for this.
     assert isinstance(collector, training.BaseCollector)
     before = {name: value.clone() for name, value in policy.state_dict().items()}

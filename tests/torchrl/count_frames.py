@@ -53,7 +53,7 @@ class Count:
         for key in following.keys(include_nested=True, leaves_only=True):
             if done is not None and (key if isinstance(key, str) else key[-1]) in _RETURNS:
                 ended = following[key][done[..., 0]]
-                self.returns.extend(ended.reshape(len(ended), -1).float().mean(-1).tolist())
+                self.returns.extend(episode.float().mean().item() for episode in ended)
 
     def write(self, path: Path) -> None:
         """Write the figures to a file."""

@@ -206,6 +206,10 @@ def _number(value: float | None) -> str:
     return "?" if value is None else f"{value:.3g}"
 
 
+def _means(given: str, name: str) -> bool:
+    return given == name if given in SCRIPTS else given in name
+
+
 def main() -> None:
     """Run the scripts, and print the table."""
     parser = argparse.ArgumentParser(
@@ -220,7 +224,7 @@ def main() -> None:
     scripts = {
         name: script
         for name, script in SCRIPTS.items()
-        if not given.name or any(part in name for part in given.name)
+        if not given.name or any(_means(part, name) for part in given.name)
     }
     (compare if given.compare else show_whether_they_run)(given, scripts)
 
