@@ -6,6 +6,7 @@ import multiprocessing.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -31,14 +32,32 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("short")
 
+# Of several test processes (-n), none is left at the end with one long file.
+_LONGEST_FIRST = ("slurm", "hosts", "processes", "examples", "loopback", "unit")
+
 _started: list[str] = []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the name of its folder."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Have pytest-xdist, if it is installed, hand out the files in the order below."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with the name of its folder; leave out slow ones unless they are asked for."""
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        item.add_marker(getattr(pytest.mark, folder))
+        item.add_marker(getattr(pytest.mark, _folder(item.path)))
+    if hasattr(config, "workerinput"):  # one of several test processes
+        items.sort(key=lambda item: _LONGEST_FIRST.index(_folder(item.path)))
+    if "slow" not in config.option.markexpr and not any("::" in arg for arg in config.args):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+def _folder(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0]
 
 
 def _audit(event: str, args: tuple[object, ...]) -> None:
@@ -73,7 +92,7 @@ def _one_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests in unit/ and loopback/ start no process."""
     before = len(_started)
     yield
-    folder = request.path.relative_to(TESTS).parts[0]
+    folder = _folder(request.path)
     if folder in ("unit", "loopback"):
         assert _started[before:] == [], f"move this test out of {folder}/: it starts a process"
 

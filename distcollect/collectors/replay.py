@@ -327,42 +327,49 @@ class Background:
 
     Attributes:
         error: the error that ended it; None: none did.
+        was_started: whether :meth:`begin` returned.
     """
 
     def __init__(self, collect: Callable[[], bool], limit: RateLimited | None) -> None:
-        """Start the thread.
+        """Prepare the thread; :meth:`begin` starts it.
 
         Args:
             collect: collects one batch; returns False if there are no more.
             limit: the buffer, if it limits when a batch may be added.
         """
         self.error: BaseException | None = None
+        self.was_started = False
         self._collect = collect
         self._limit = limit
         self._turn = _Turn()
         self._stop_requested = False
         self._changed = Bell()  # the thread waits for it
-        if limit is not None:
-            limit.begin()
         self._thread = threading.Thread(target=self._run, name="distcollect-collect", daemon=True)
         self._only_one = threading.Lock()  # starts the thread
         self._begun: Answer[None] = Answer()
         self._ended: Answer[None] = Answer()
 
     def begin(self) -> None:
-        """Start the thread; does nothing if it was started."""
+        """Start the thread, and wait until it runs.
+
+        If an exception such as Ctrl-C breaks that off, the thread may start nevertheless. Call it
+        again then: it never starts two threads.
+
+        Raises:
+            DeadlineError: the thread did not start in time.
+        """
         # Thread.start() waits for a condition, which an exception such as Ctrl-C's may break.
         _thread.start_new_thread(self._start, ())
-        self._begun.arrives(_START_TIMEOUT_S)
+        if not self._begun.arrives(_START_TIMEOUT_S):
+            raise DeadlineError(
+                f"the thread that collects did not start within {_START_TIMEOUT_S:g} s: call "
+                "start() again"
+            )
+        self.was_started = True
 
     def _start(self) -> None:
         if self._only_one.acquire(blocking=False):
             self._thread.start()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the thread was started."""
-        return self._begun.done
 
     @property
     def is_alive(self) -> bool:
@@ -370,6 +377,8 @@ class Background:
         return self._begun.done and not self._ended.done
 
     def _run(self) -> None:
+        if self._limit is not None:
+            self._limit.begin()
         self._begun.set(None)
         try:
             while self._collects_one():

@@ -453,10 +453,12 @@ class BatchStream(ABC):
 
         The policy that collects is a copy; :meth:`update_policy_weights_` sends it new weights. Use
         :meth:`async_shutdown` to end. If collection fails, the next call to the collector raises
-        the reason, and so does ``sample()`` of a :class:`~distcollect.RateLimited` buffer.
+        the reason, and so does ``sample()`` of a :class:`~distcollect.RateLimited` buffer. A call
+        that an exception broke off, such as Ctrl-C, is completed by the next one.
 
         Raises:
             CollectorStateError: there is no ``replay_buffer``, or it was started already.
+            DeadlineError: the thread that collects did not start in time.
         """
         self._check_open()
         buffer = self._options.replay_buffer
@@ -464,11 +466,16 @@ class BatchStream(ABC):
             raise CollectorStateError(
                 "start() needs a replay_buffer to fill: pass replay_buffer= to the collector"
             )
-        if self._is_filling:
+        if self._background is None:
+            self._use(self._made_background(buffer))
+        elif self._background.was_started:
             raise CollectorStateError(
                 "the collector was started already: end that by async_shutdown(), or use pause()"
             )
-        self._before_start()
+        assert self._background is not None
+        self._background.begin()
+
+    def _made_background(self, buffer: ReplayBuffer) -> Background:
         # Weakly, as the workers must end when the user drops the collector.
         fill = weakref.WeakMethod(self._fill)
 
@@ -476,12 +483,11 @@ class BatchStream(ABC):
             found = fill()
             return found is not None and found()
 
-        limit = buffer if isinstance(buffer, RateLimited) else None
-        self._background = Background(collect, limit)
-        self._background.begin()
+        return Background(collect, buffer if isinstance(buffer, RateLimited) else None)
 
-    def _before_start(self) -> None:  # noqa: B027 - most have nothing to do
-        """Make sure that collecting on another thread is safe."""
+    def _use(self, background: Background) -> None:
+        """Collect only on this thread from now on, which was not started yet."""
+        self._background = background
 
     def _fill(self) -> bool:
         """Add one batch to the replay buffer; False if ``total_frames`` are collected."""
@@ -554,16 +560,12 @@ class BatchStream(ABC):
         if self._state is CollectorState.SHUT_DOWN:
             raise CollectorStateError("the collector was shut down: make a new one")
 
-    @property
-    def _is_filling(self) -> bool:
-        return self._background is not None and self._background.has_begun
-
     def _check_delivers(self) -> None:
         self._check_open()
-        if self._is_filling:
+        if self._background is not None:
             raise CollectorStateError(
                 "the collector fills its replay buffer in the background since start(): sample "
-                "from that, or end it by async_shutdown()"
+                "from that, or end it by async_shutdown(). If start() was interrupted, repeat it"
             )
 
     @property

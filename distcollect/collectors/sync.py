@@ -16,10 +16,12 @@ from tensordict import TensorDict
 from distcollect.collectors import validation
 from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.options import SyncOptions
+from distcollect.collectors.replay import Background
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import JOIN_TIMEOUT_S, Collected
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, checked_seed, env_seed, policy_seed
+from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
 from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
@@ -250,14 +252,18 @@ class SyncDataCollector(DataCollectorBase):
             weights.layout.pack(weights.layout.select(own), buffer)
             weights.commit(buffer, self._version)
 
-    def _before_start(self) -> None:
+    def _use(self, background: Background) -> None:
+        # The new engine resets the envs. If an exception breaks this off, the old one goes on.
+        self._engine.settle("given_up", is_broken=True)
         policy, models = copy.deepcopy((self._plan.policy, dict(self._plan.models)))
         plan = replace(self._plan, policy=policy, models=models)
         engine = build_engine_for(self._engine.envs, plan, traj_ids=self._traj_ids)
         engine.weights.version = self._version
-        self._engine, self._first_batch = engine, self._progress.batches
-        if self._seed is not None and not self._progress.batches:
-            self.set_seed(*self._seed)
+        num_batches = self._progress.batches
+        if self._seed is not None and not num_batches:
+            self._seed_engine(engine, *self._seed)
+        # At once: what is done elsewhere depends on whether there is a background.
+        self._engine, self._first_batch, self._background = engine, num_batches, background
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs, the policy's randomness, and torch's global generator.
@@ -277,16 +283,18 @@ class SyncDataCollector(DataCollectorBase):
         self._check_open()
         if self._background is not None:
             raise CollectorStateError("set_seed() must come before start()")
-        num_envs = self._engine.layout.num_envs
-        env_seeds = [env_seed(seed, 0 if static_seed else row) for row in range(num_envs)]
-        policy_seeds = [policy_seed(seed, row) for row in range(num_envs)]
+        unused = env_seed(seed, self._engine.layout.num_envs, stream=Stream.NEXT_COLLECTOR)
         self._seed = seed, static_seed
-        if isinstance(self._layout, TreeLayout):
+        self._seed_engine(self._engine, seed, static_seed)
+        return unused if self._engine.next_seed is None else self._engine.next_seed
+
+    @staticmethod
+    def _seed_engine(engine: EngineBase, seed: int, static_seed: bool) -> None:
+        rows = range(engine.layout.num_envs)
+        env_seeds = [env_seed(seed, 0 if static_seed else row) for row in rows]
+        if isinstance(engine.layout, TreeLayout):
             env_seeds[0] = checked_seed(seed)
-        self._engine.seed(env_seeds, policy_seeds)
-        if self._engine.next_seed is not None:
-            return self._engine.next_seed
-        return env_seed(seed, num_envs, stream=Stream.NEXT_COLLECTOR)
+        engine.seed(env_seeds, [policy_seed(seed, row) for row in rows])
 
     def _call(
         self,

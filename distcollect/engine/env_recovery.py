@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from distcollect.common.backoff import backoff_s
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.common.step_counter import StepCounter
+from distcollect.common.threads import Answer
 from distcollect.engine.interrupts import Stopped
 from distcollect.envs.base import Envs, Fault
 from distcollect.errors import EnvError
@@ -46,7 +46,8 @@ class EnvRecovery:
         self._max_faults = max_faults
         self._seeds: Sequence[int] | None = None
         self._num_rebuilt = [0] * envs.num_envs  # by row, since the last seed()
-        self._stopped = threading.Event()
+        # No Event: an exception within its set(), in the user's thread, may leave its lock taken.
+        self._stopped: Answer[None] = Answer()
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Derive the seeds of new envs from ``seeds``, one for each row."""
@@ -55,7 +56,7 @@ class EnvRecovery:
 
     def stop(self) -> None:
         """Make the running or next :meth:`rebuild` raise :class:`Stopped`. From any thread."""
-        self._stopped.set()
+        self._stopped.set(None)
 
     def episodes_ended(self, rows: Iterable[int]) -> None:
         """Whole episodes ended in ``rows``, so the envs of these rows work."""
@@ -79,7 +80,7 @@ class EnvRecovery:
             if num_faults > self._max_faults or not self._envs.can_rebuild(fault.rows[0]):
                 raise _final_error(error, num_faults - 1)
             log.warning("%s; replaced by a new env, %d in a row", error.message, num_faults)
-            if self._stopped.wait(_delay_s(num_faults)):
+            if self._stopped.arrives(_delay_s(num_faults)):
                 raise Stopped
             try:
                 self._envs.rebuild(fault.rows, self._new_seeds(fault.rows))

@@ -62,6 +62,9 @@ _DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
+# The envs of a trainer that has imported these need them in each worker.
+_PRELOADED_IF_USED = ("torchrl.envs",)
+
 # First of all it is made sure that it ends with its parent: the imports take seconds.
 _BOOT = """
 import ctypes, json, os, sys
@@ -71,7 +74,7 @@ if os.getppid() != boot["parent"]:
     os._exit(1)
 sys.path[:] = boot["sys_path"]
 from distcollect.worker.zygote import serve
-boot = serve(boot["fd"])
+boot = serve(boot["fd"], boot["imported"])
 from distcollect.worker.main import main
 main(boot)
 """
@@ -293,7 +296,8 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
         pass_fds=[fd],
     )
     assert process.stdin is not None
-    boot = {"fd": fd, "parent": os.getpid(), "sys_path": sys.path}
+    imported = [name for name in _PRELOADED_IF_USED if name in sys.modules]
+    boot = {"fd": fd, "parent": os.getpid(), "sys_path": sys.path, "imported": imported}
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(boot).encode() + b"\n")
         process.stdin.close()

@@ -21,7 +21,7 @@ class Outbox:
         self._lock = threading.RLock()
         self._is_sending = False
         self._unsent = bytearray()
-        self._closed = False
+        self._ended = False
 
     @property
     def num_unsent(self) -> int:
@@ -35,9 +35,11 @@ class Outbox:
             Whether the peer still has to take something, and :meth:`flush` is to be called.
 
         Raises:
-            OSError: the peer is gone, or would have to take more than ``max_unsent`` bytes later.
+            OSError: the connection has ended, or the peer would have to take more than
+                ``max_unsent`` bytes later. To be followed by :meth:`end` or :meth:`close`.
         """
         with self._lock:
+            self._check_open()
             self._unsent += data
             self._send_now()
             if len(self._unsent) > self._max_unsent:
@@ -51,12 +53,15 @@ class Outbox:
             OSError: the peer is gone.
         """
         with self._lock:
+            self._check_open()
             self._send_now()
             return bool(self._unsent)
 
+    def _check_open(self) -> None:
+        if self._ended:
+            raise OSError("the connection has ended")
+
     def _send_now(self) -> None:
-        if self._closed:
-            raise OSError("the connection is closed")
         if self._is_sending:  # a call within the loop below: that sends this too
             return
         self._is_sending = True
@@ -70,8 +75,12 @@ class Outbox:
             self._is_sending = False
 
     def end(self) -> None:
-        """End the connection both ways; the socket stays open until :meth:`close`."""
+        """End the connection both ways; what is unsent is dropped.
+
+        The socket stays open until :meth:`close`.
+        """
         with self._lock, contextlib.suppress(OSError):  # closed already
+            self._drop_unsent()
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def end_sending(self) -> None:
@@ -82,6 +91,9 @@ class Outbox:
     def close(self) -> None:
         """Close the socket; what is unsent is dropped."""
         with self._lock:  # no other thread may be sending: the descriptor can be reused at once
-            self._closed = True
-            self._unsent.clear()
+            self._drop_unsent()
             self._sock.close()
+
+    def _drop_unsent(self) -> None:
+        self._ended = True
+        self._unsent.clear()

@@ -40,7 +40,7 @@ from distcollect.transport.protocol import (
     call_service,
     peer_is_gone,
 )
-from distcollect.transport.rpc_agents import INTERFACE, RpcAgents
+from distcollect.transport.rpc_agents import INTERFACE, PING, RpcAgents
 from distcollect.transport.worker_service import WorkerService
 
 # Torch declares no types for much of what is used here, private or not.
@@ -48,7 +48,6 @@ rpc: Any = torch.distributed.rpc
 
 # Copying less takes no longer than handing it to another thread.
 _COPIED_AT_ONCE_BYTES = 512 * 1024
-_PING = (torch.zeros(()), torch.zeros(()))
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +166,7 @@ class RpcTransport:
         An operator of torch's is answered without the peer's interpreter, whose lock an env may
         hold.
         """
-        return self._ask(peer, torch.add, *_PING)
+        return self._ask(peer, torch.add, *PING)
 
     def is_near(self, peer: int) -> bool:
         """See :class:`~distcollect.transport.protocol.Transport`."""

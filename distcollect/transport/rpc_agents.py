@@ -8,6 +8,7 @@ its peers from 1 on, and when the numbers are used up another agent takes its pl
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -39,6 +40,8 @@ _MAX_NUMBER = 2**15 - 1
 # The number of every process in its own agent. Torch refuses a second one in the same process.
 _OWN_NUMBER = 0
 _LEAVE_TIMEOUT_S = 2.0
+# What torch.add takes in a call that only shows whether there is an answer.
+PING = (torch.zeros(()), torch.zeros(()))
 _FOREVER = 0  # each wait for an answer has its own deadline, so an RPC needs none
 
 log = logging.getLogger(__name__)
@@ -180,6 +183,9 @@ class RpcAgents:
             info = self._infos.pop(peer, None)
             self._endpoints.pop(peer, None)
             if info is not None and self._agent is not None:
+                # Torch closes the sockets to a process that has ended when a call to it fails.
+                with contextlib.suppress(RuntimeError):
+                    rpc.rpc_async(info, torch.add, PING, timeout=_FOREVER)
                 self._agent._update_group_membership(info, [], {}, False)
 
     def call(self, peer: int, function: Any, args: tuple[Any, ...]) -> torch.futures.Future[Any]:

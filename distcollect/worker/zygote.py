@@ -18,6 +18,7 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,18 @@ class _Worker:
     pidfd: int
 
 
-def serve(fd: int) -> WorkerBoot:
+def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
     """Fork workers until the process that started this one ends or needs no more.
 
     Args:
         fd: descriptor of the socket by which they are requested.
+        imported: modules that the trainer has imported and its envs may need.
 
     Returns:
         In each worker, what it starts with. In the zygote it doesn't return.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in _PRELOADED:
+    for name in (*_PRELOADED, *imported):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a worker then doesn't write to the shared pages

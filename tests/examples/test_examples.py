@@ -31,7 +31,7 @@ def impala() -> ModuleType:
 
 
 def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_python(LAUNCH / f"{name}.py", *arguments, timeout_s=100)
+    return run_python(LAUNCH / f"{name}.py", *arguments, timeout_s=250)
 
 
 def rows_of(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, Any]]:

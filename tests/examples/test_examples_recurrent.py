@@ -19,7 +19,7 @@ import distcollect as dc
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-pytestmark = pytest.mark.timeout(240)  # on a busy machine
+pytestmark = pytest.mark.timeout(600)  # on a busy machine
 
 
 @pytest.fixture(scope="module")

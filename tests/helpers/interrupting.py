@@ -82,7 +82,7 @@ def _without_signals(code: CodeType) -> frozenset[int]:
 
     - before it calls ``__exit__`` at the end of a ``with`` block: with a lock that is one call in
       C, after which the lock is free;
-    - between an assignment to an attribute and a return of a variable that follows it.
+    - between an assignment to an attribute and a return of a variable or constant that follows it.
     """
     if code not in _known:
         found = list(dis.get_instructions(code))
@@ -100,7 +100,7 @@ def _returns_at_once(found: Sequence[dis.Instruction]) -> bool:
     return (
         before == "STORE_ATTR"
         and len(rest) == 2
-        and rest[0].startswith("LOAD_FAST")
+        and rest[0].startswith(("LOAD_FAST", "LOAD_CONST"))
         and rest[1] == "RETURN_VALUE"
     )
 
@@ -115,13 +115,15 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def interrupted_at(at: int, call: Callable[[], object]) -> tuple[bool, LineTracer]:
-    """Call ``call`` and raise KeyboardInterrupt at its ``at``-th line.
+def interrupted_at(
+    at: int, call: Callable[[], object], *, under: str = _PACKAGE
+) -> tuple[bool, LineTracer]:
+    """Call ``call`` and raise KeyboardInterrupt at its ``at``-th line; ``under``: see LineTracer.
 
     Returns:
         Whether it was interrupted, and the tracer. If not, the call has fewer lines.
     """
-    tracer = LineTracer(at, interrupt)
+    tracer = LineTracer(at, interrupt, under=under)
     try:
         with tracer.tracing():
             call()

@@ -22,7 +22,7 @@ from distcollect.net.messages import Hello, Message, WorkerHello, WorkerWelcome
 from distcollect.net.peer import Connection
 from distcollect.net.server import JoinServer, JoinServerEvents
 
-SOON_S = 5
+SOON_S = 60  # for what takes a moment, except on a machine that is very busy
 TOKEN = "a token"
 WELCOME = WorkerWelcome(peer=1, trainer_peer=0, trainer_endpoint="")
 SCRIPT = SCRIPTS / "hold_control_connection.py"

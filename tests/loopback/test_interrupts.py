@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -19,6 +22,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
+from distcollect.collectors import replay
 
 # Of a call with more lines, so many are tried, unless all are to be.
 SAMPLE = None if os.environ.get(ALL_LINES) else 12
@@ -222,12 +226,19 @@ class Buffer:
     """A replay buffer that keeps all."""
 
     def __init__(self) -> None:
+        self.batches: list[TensorDict] = []
         self.frames: list[int] = []
 
     def extend(self, data: TensorDict) -> None:
+        self.batches.append(data)
         self.frames += (
             1000 * data["collector", "worker_id"] + data["next", "observation"][:, 0]
         ).tolist()
+
+    def check(self) -> None:
+        """It has each frame once; frames may be added meanwhile."""
+        frames = [*self.frames]
+        assert len({*frames}) == len(frames), frames
 
 
 def test_a_batch_that_fails_on_its_way_is_not_delivered() -> None:
@@ -261,7 +272,7 @@ def test_a_replay_buffer_gets_each_frame_once() -> None:
         for at in lines_of(collector.next):
             interrupted_at(at, collector.next)
             collector.next()
-            assert len({*buffer.frames}) == len(buffer.frames)
+            buffer.check()
             assert collector.ledger.total.delivered == len(buffer.frames)
 
 
@@ -281,20 +292,120 @@ def test_trajectories_lose_no_part() -> None:
         assert collector.abandoned_frames == 0
 
 
+def filling(in_process: bool, policy: Policy | None = None) -> tuple[Any, Buffer]:
+    """A collector, and the buffer that it fills after ``start()``."""
+    buffer = Buffer()
+    kwargs: dict[str, Any] = {"frames_per_batch": 3, "replay_buffer": buffer}
+    if in_process:
+        return dc.SyncDataCollector(Counting, policy, **kwargs), buffer
+    return loopback_collector(Counting, policy, sync=False, num_workers=1, **kwargs), buffer
+
+
+def grows(buffer: Buffer, about: Callable[[], object] = lambda: None) -> None:
+    count = len(buffer.frames)
+    eventually(lambda: len(buffer.frames) > count, about=about)
+
+
+@contextlib.contextmanager
+def no_other_thread() -> Iterator[None]:
+    """Within, this thread goes on until it waits for something: no other one interrupts it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_an_interrupted_start_and_another_start_one_thread() -> None:
+    """Also while the thread that the first call created does not run yet."""
+
+    def num_threads() -> int:
+        return [thread.name for thread in threading.enumerate()].count("distcollect-collect")
+
+    before = num_threads()
+    at, more = 1, True
+    while more:
+        collector, buffer = filling(in_process=False)
+        with collector:
+            with no_other_thread():
+                more, tracer = interrupted_at(at, collector.start, under=replay.__file__)
+                if not collector.is_running:
+                    collector.start()
+            for _ in range(2):
+                grows(buffer)
+            assert num_threads() == before + 1, tracer.where
+            buffer.check()
+            collector.async_shutdown(timeout=60)
+        eventually(lambda: num_threads() == before)
+        at += 1
+
+
+def test_after_an_interrupted_start_no_thread_collects_beside_the_user() -> None:
+    """Either the collector is as before the call, or it can only collect in the background."""
+    counts = Counter[str]()
+
+    def interrupt_at(at: int) -> bool:
+        policy = Policy()
+        collector, buffer = filling(in_process=True, policy=policy)
+
+        def publish() -> None:
+            with torch.no_grad():
+                policy.value.fill_(collector.policy_version + 1)
+            collector.update_policy_weights_(policy)
+
+        with collector:
+            publish()
+            collector.next()
+            more, tracer = interrupted_at(at, collector.start)
+            publish()
+            try:
+                collector.next()
+                counts["as before"] += 1
+                collector.next()
+                assert not collector.is_running
+            except dc.CollectorStateError:
+                counts["in the background"] += 1
+                if more and not collector.is_running:
+                    collector.start()
+            if collector.is_running:
+                grows(buffer)
+        buffer.check()
+        for batch in buffer.batches:
+            assert torch.equal(batch["told"].long(), batch["collector", "policy_version"])
+        trajectories = Counter(
+            traj_id
+            for batch in buffer.batches
+            for traj_id in batch["collector", "traj_ids"].tolist()
+        )
+        assert max(trajectories.values()) <= 7, f"a reset in a trajectory, {tracer.where}"
+        return more
+
+    collector, _ = filling(in_process=True, policy=Policy())
+    with collector:
+        lines = lines_of(collector.start)
+    for at in lines:
+        interrupt_at(at)
+    assert len(counts) == 2
+
+
+def test_an_interrupted_stop_of_the_engine_can_be_repeated() -> None:
+    at, more = 1, True
+    while more:
+        with dc.SyncDataCollector(Counting, None, frames_per_batch=3) as collector:
+            stop = collector._engine.stop
+            more, tracer = interrupted_at(at, stop)
+            again = threading.Thread(target=stop, daemon=True)
+            again.start()
+            again.join(60)
+            assert not again.is_alive(), f"it hangs after an interrupt at {tracer.where}"
+        at += 1
+
+
 @pytest.mark.parametrize("in_process", [True, False])
 @pytest.mark.parametrize("operation", ["start", "pause", "async_shutdown", "shutdown"])
 def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) -> None:
     """And ends, by the same call once more."""
-
-    def make() -> tuple[Any, Buffer]:
-        buffer = Buffer()
-        if in_process:
-            return dc.SyncDataCollector(
-                Counting, None, frames_per_batch=3, replay_buffer=buffer
-            ), buffer
-        return loopback_collector(
-            Counting, None, sync=False, num_workers=1, frames_per_batch=3, replay_buffer=buffer
-        ), buffer
 
     def pause(collector: Any) -> None:
         with collector.pause(60):
@@ -307,12 +418,8 @@ def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) 
         "shutdown": lambda collector: collector.shutdown(),
     }[operation]
 
-    def grows(buffer: Buffer) -> None:
-        count = len(buffer.frames)
-        eventually(lambda: len(buffer.frames) > count)
-
     def interrupt_at(at: int) -> bool:
-        collector, buffer = make()
+        collector, buffer = filling(in_process)
         try:
             if operation != "start":
                 collector.start()
@@ -322,11 +429,11 @@ def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) 
             if operation == "start" and more and not collector.is_running:
                 collector.start()
             if operation in ("start", "pause"):
-                grows(buffer)
+                grows(buffer, lambda: tracer.where)
             else:
                 call(collector)
                 eventually(lambda: not collector.is_running, about=lambda: tracer.where)
-            assert len({*buffer.frames}) == len(buffer.frames)
+            buffer.check()
             return more
         finally:
             collector.shutdown()

@@ -26,31 +26,37 @@ PLAN = Plan(sync=False, num_workers=1, num_envs=2, num_steps=30)
 END_S = 300
 
 
-def run(*arguments: str) -> None:
+def run(seconds: int, *arguments: str) -> None:
+    duration = ("--seconds", str(seconds))
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments, "--workers", "2", "--every", "2"],
+        [sys.executable, str(SCRIPT), *duration, *arguments, "--workers", "2", "--every", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=END_S,
+        timeout=seconds + END_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout
     assert "all checks held; seed" in done.stdout
 
 
-@pytest.mark.timeout(END_S + 20)
-def test_workers_in_trouble() -> None:
-    run("--seconds", "40", "--round", "20")
+LENGTHS_S = [40, pytest.param(1800, marks=pytest.mark.slow)]
 
 
-@pytest.mark.timeout(END_S + 20)
+@pytest.mark.timeout(1800 + END_S + 20)
+@pytest.mark.parametrize("seconds", LENGTHS_S)
+def test_workers_in_trouble(seconds: int) -> None:
+    run(seconds, "--round", "20")
+
+
+@pytest.mark.timeout(1800 + END_S + 20)
+@pytest.mark.parametrize("seconds", LENGTHS_S)
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip"),
     reason="makes network namespaces: needs root and iproute2",
 )
-def test_hosts_in_trouble() -> None:
-    run("--seconds", "40", "--async", "--hosts")
+def test_hosts_in_trouble(seconds: int) -> None:
+    run(seconds, "--async", "--hosts")
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
             "path": list(sys.path),
             "cores": os.sched_getaffinity(0),
             "torch_threads": torch.get_num_threads(),
+            "has_torchrl": "torchrl.envs" in sys.modules,
             "random": (random.random(), float(np.random.random()), float(torch.rand(()))),  # noqa: NPY002
             "memfds": sum("memfd:" in link for link in links),
             "sockets": sum(link.startswith("socket:") for link in links),
@@ -112,6 +113,17 @@ def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
             assert collector.next().numel() == 32
         assert {facts["started_by"] for facts in processes(collector)} == {zygote.pid()}
     assert marked.gone(), marked.left()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchrl's
+def test_torchrl_is_imported_once_if_the_trainer_has_it() -> None:
+    pytest.importorskip("torchrl.envs")
+    zygote.close()
+    with collect() as collector:
+        collector.next()
+        for facts in processes(collector):
+            assert facts["started_by"] == zygote.pid()
+            assert facts["has_torchrl"]
 
 
 @pytest.mark.parametrize(("use", "is_kept"), [("keep", True), ("collector", False)])

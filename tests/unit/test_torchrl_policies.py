@@ -16,8 +16,15 @@ from tensordict.nn import TensorDictSequential as Seq
 from torch import nn
 
 import distcollect as dc
+from distcollect.transport import peer_ids
 
 __all__ = ["zoo"]
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trajectory ids begin at 0, whichever states other tests have loaded."""
+    monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
 
 
 class Recorder(TensorDictModuleBase):

@@ -1,0 +1,133 @@
+"""Many workers at once, and many one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from helpers.envs import ProcessIdEnv
+from helpers.marked import Marked
+from helpers.waiting import eventually
+
+import distcollect as dc
+from distcollect.launch import zygote
+
+T = 16
+START_S = 600
+WAIT_S = 120
+NUM_TOGETHER = 4
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+def smaps(pid: int | str, name: str) -> int:
+    """A size of a process's memory in bytes; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
+
+
+@pytest.mark.parametrize("num_workers", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_many_at_once(marked: Marked, num_workers: int) -> None:
+    begin = time.monotonic()
+    with dc.MultiSyncDataCollector(
+        [ProcessIdEnv] * num_workers,
+        None,
+        frames_per_batch=T * num_workers,
+        faults=dc.Faults(start_timeout_s=START_S, batch_timeout_s=START_S),
+    ) as collector:
+        for _ in range(3):
+            batch = collector.next()
+            assert batch.numel() == T * num_workers
+            workers = batch["collector", "worker_id"].flatten().unique()
+            assert workers.tolist() == list(range(num_workers))
+            assert len(batch["observation"].unique()) == num_workers  # of processes
+        started_s = time.monotonic() - begin
+        marked.note()
+        proportional = sum(smaps(pid, "Pss") for pid in marked.pids())
+        print(f"{num_workers} workers: {started_s:.1f} s, {proportional / 2**20:.0f} MiB (PSS)")
+    assert collector.ledger.total.lost == {}
+    assert marked.gone(WAIT_S), marked.left()
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process and its zygote hold, as numbers; the files of this one without memory."""
+
+    threads: int
+    files: int
+    files_of_zygote: int
+    processes: int
+
+    @classmethod
+    def now(cls, marked: Marked) -> Holdings:
+        return cls(
+            threading.active_count(),
+            sum(not link.startswith("/memfd:") for link in links_of("self")),
+            len(links_of(zygote.pid())),
+            len(marked.pids()),
+        )
+
+
+def links_of(pid: int | str | None) -> list[str]:
+    """What a process has open."""
+    links = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # of the folder itself, which is closed by now
+            links.append(str(fd.readlink()))
+    return links
+
+
+# A kill may leave a few bytes; memory that is allocated once counts too.
+@pytest.mark.parametrize(
+    ("num_kills", "most_mib"),
+    [(8, 32), pytest.param(200, 64, marks=pytest.mark.slow)],
+)
+def test_many_replacements_leave_nothing(marked: Marked, num_kills: int, most_mib: int) -> None:
+    faults = dc.Faults(max_restarts=num_kills, restart_pause_s=0.05)
+    pids: dict[int, int] = {}
+
+    with dc.RPCDataCollector(
+        ProcessIdEnv, frames_per_batch=T, num_workers=NUM_TOGETHER, faults=faults
+    ) as collector:
+
+        def until_replaced(killed: set[int]) -> None:
+            deadline = time.monotonic() + WAIT_S
+            while len(pids) < NUM_TOGETHER or killed & {*pids.values()}:
+                assert time.monotonic() < deadline, (collector.worker_states, killed, pids)
+                batch = collector.next()
+                worker_id = int(batch["collector", "worker_id"][0, 0])
+                pids[worker_id] = int(batch["observation"][0, -1, 0])
+
+        def replace_all() -> None:
+            killed = {*pids.values()}
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            until_replaced(killed)
+
+        until_replaced(set())
+        replace_all()  # makes what is made once and used again
+        marked.note()
+        before, used = Holdings.now(marked), smaps("self", "Private_Dirty")
+        for _ in range(num_kills // NUM_TOGETHER):
+            replace_all()
+        eventually(
+            lambda: Holdings.now(marked) == before,
+            WAIT_S,
+            lambda: (before, Holdings.now(marked)),
+        )
+        # Counters and slabs of the workers, and of the last ones whose rollouts were not taken yet.
+        assert sum(link.startswith("/memfd:") for link in links_of("self")) <= 8 * NUM_TOGETHER
+        grown = smaps("self", "Private_Dirty") - used
+        print(f"{num_kills} kills: {grown / 2**20:+.1f} MiB")
+        assert grown < most_mib * 2**20
+        marked.note()
+    assert marked.gone(WAIT_S), marked.left()
