@@ -53,8 +53,12 @@ def test_trains_while_the_buffer_is_filled_in_the_background(training: Any, kind
         total_frames=-1,
         replay_buffer=training.make_buffer(),
     )
-    trainer = training.make_trainer(collector, policy, 100, async_collection=True)
+    trainer = training.make_trainer(collector, policy, 10**9, async_collection=True)
+    # A run that ends after a number of frames may end before its first training step.
+    trainer.register_op(
+        "post_steps", lambda: collector.policy_version >= 3 and trainer.request_stop()
+    )
     trainer.train()
-    assert collector.replay_buffer.write_count >= 100
     assert collector.closed
-    assert collector.policy_version >= 1
+    assert collector.policy_version >= 3
+    assert collector.replay_buffer.write_count >= 20
