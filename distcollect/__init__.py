@@ -18,6 +18,10 @@ from distcollect.version import __version__
 if TYPE_CHECKING:
     from distcollect.collectors.base import BaseCollector, DataCollectorBase
     from distcollect.collectors.checkpoint import Checkpoint
+    from distcollect.collectors.distributed import (
+        DistributedSyncCollector,
+        DistributedSyncDataCollector,
+    )
     from distcollect.collectors.generic import Collector, MultiCollector
     from distcollect.collectors.local import (
         AsyncCollector,
@@ -103,6 +107,8 @@ __all__ = [
     "DistCollectError",
     "DistributedCollector",
     "DistributedDataCollector",
+    "DistributedSyncCollector",
+    "DistributedSyncDataCollector",
     "EnvContext",
     "EnvError",
     "EnvFault",
@@ -178,6 +184,8 @@ _MODULES = {
     "DistCollectError": "distcollect.errors",
     "DistributedCollector": "distcollect.collectors.rpc",
     "DistributedDataCollector": "distcollect.collectors.rpc",
+    "DistributedSyncCollector": "distcollect.collectors.distributed",
+    "DistributedSyncDataCollector": "distcollect.collectors.distributed",
     "EnvContext": "distcollect.envs.make",
     "EnvError": "distcollect.errors",
     "EnvFault": "distcollect.results",

@@ -14,6 +14,7 @@ from torch import nn
 from distcollect.collectors import validation
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.stream import BatchStream, CollectorState, Hooks
+from distcollect.collectors.torchrl_compat import make_known_to_torchrl
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
@@ -59,6 +60,7 @@ class DataCollectorBase(BatchStream):
     def __init__(self, options: CollectorOptions) -> None:
         """Build the collector, see :class:`~distcollect.collectors.stream.BatchStream`."""
         self._seed: tuple[int, bool] | None = None
+        make_known_to_torchrl(DataCollectorBase)
         super().__init__(options)
 
     @property

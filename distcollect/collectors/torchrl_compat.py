@@ -8,6 +8,7 @@ Weight-sync schemes are in :mod:`.torchrl_weights`.
 from __future__ import annotations
 
 import difflib
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Set
 from functools import partial
@@ -19,6 +20,7 @@ from distcollect.collectors.torchrl_weights import check_updater_in_process, tak
 from distcollect.collectors.users_code import users_stack_level
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.launch.worker_hosts import current
 
 # Accepted, and ignored: the comment says why nothing is lost.
 NO_EFFECT = frozenset(
@@ -49,7 +51,6 @@ REFUSED: dict[str, str] = {
     "interruptor": "use preemptive_threshold or batch_deadline_s",
     "ray_init_config": "there is no Ray here: start the ranks by torchrun or SLURM",
     "remote_configs": "there is no Ray here: start the ranks by torchrun or SLURM",
-    "slurm_kwargs": "start the ranks by SLURM and call distcollect.run(main)",
     "worker_idx": "worker_ids are given out by the collector",
 }
 
@@ -90,6 +91,17 @@ def translated(
             arguments[name] = None
     _read_numbers(arguments)
     return arguments
+
+
+def make_known_to_torchrl(kind: type) -> None:
+    """Let ``isinstance`` take objects of class ``kind`` for TorchRL's collectors.
+
+    TorchRL's trainers refuse a collector that is not a ``torchrl.collectors.BaseCollector``.
+    """
+    # Importing torchrl has side effects, and trainers import this module before they are used.
+    module = sys.modules.get("torchrl.collectors")
+    if module is not None and hasattr(module, "BaseCollector"):
+        module.BaseCollector.register(kind)
 
 
 def _check_without_effect(name: str, value: Any, own_names: Set[str]) -> None:
@@ -266,9 +278,21 @@ def _reset_when_done(value: Any, _: dict[str, Any]) -> None:
 
 def _launcher(value: Any, _: dict[str, Any]) -> None:
     if value not in (None, "mp"):
+        _check_launched(f"launcher={value!r}")
+
+
+def _slurm_kwargs(value: Any, _: dict[str, Any]) -> None:
+    if value:
+        _check_launched(f"slurm_kwargs={value!r}")
+
+
+def _check_launched(argument: str) -> None:
+    """Refuse an argument that asks for processes, unless this process has a launch with workers."""
+    if current() is None:
         raise ArgumentError(
-            f"launcher={value!r}: a collector starts local workers ('mp'), or uses the ranks of "
-            "its launch: start those by torchrun or SLURM, with distcollect.run(main)"
+            f"{argument}: a collector starts local workers ('mp'), or uses the ranks of its "
+            "launch: start those by torchrun or SLURM, with `-m distcollect run SCRIPT`, or with "
+            "distcollect.run(main) in the script"
         )
 
 
@@ -292,6 +316,7 @@ TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "update_after_each_batch": _update_after_each_batch,
     "reset_when_done": _reset_when_done,
     "launcher": _launcher,
+    "slurm_kwargs": _slurm_kwargs,
     "backend": _backend,
     "num_collectors": _num_collectors,
     "num_sub_threads": _num_sub_threads,

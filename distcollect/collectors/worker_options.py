@@ -329,3 +329,16 @@ class RPCOptions(WorkerOptions):
 
     squeeze: ClassVar[bool] = False
     is_local: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, eq=False)
+class DistributedSyncOptions(RPCOptions):
+    """Arguments of :class:`~distcollect.DistributedSyncDataCollector`.
+
+    Attributes:
+        num_workers: number of workers; None: all that the launch provides; without a launch, one
+            for each maker in a list, else one for each core of this host.
+    """
+
+    _: KW_ONLY
+    sync: bool = field(default=True, init=False)

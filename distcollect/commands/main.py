@@ -26,6 +26,10 @@ _COMMANDS = {
     ),
     "doctor": ("distcollect.commands.doctor.command", "find out why hosts don't connect"),
     "report": ("distcollect.commands.report.command", "make an HTML page about a run"),
+    "run": (
+        "distcollect.commands.run_script",
+        "run a script that does not call distcollect.run, under torchrun or srun",
+    ),
     "status": ("distcollect.commands.slurm.status", "show the jobs of a run on a SLURM cluster"),
     "submit": ("distcollect.commands.slurm.submit", "submit a training script to a SLURM cluster"),
     "top": ("distcollect.commands.top", "show the state of a run, from its run_dir"),

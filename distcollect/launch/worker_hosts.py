@@ -381,9 +381,9 @@ def _refuse_several() -> None:
     if by := one_of_several():
         raise LaunchError(
             f"{by}, and each of these processes would train on its own with workers of its own. "
-            "Put the script into a function, and call distcollect.run(main) in each of them: then "
-            f"one trains and the others are its workers. If each is meant to train on its own, "
-            f"set {EACH_RANK}=1"
+            "Put the script into a function, and call distcollect.run(main) in each of them, or "
+            "start `-m distcollect run SCRIPT` instead of the script: then one trains and the "
+            f"others are its workers. If each is meant to train on its own, set {EACH_RANK}=1"
         )
 
 

@@ -66,6 +66,34 @@ def test_submitits_local_executor(tmp_path, monkeypatch):
         assert seen["listening"] == ["127.0.0.1"]
 
 
+_PLAIN_SCRIPT = """
+import sys
+import gymnasium
+import distcollect as dc
+
+def make():
+    return gymnasium.make("CartPole-v1")
+
+if __name__ == "__main__":
+    collector = dc.RPCDataCollector(
+        [make] * 2, frames_per_batch=int(sys.argv[1]), total_frames=80, sync=True,
+        launcher="submitit", slurm_kwargs={"timeout_min": 1},
+    )
+    shapes = [tuple(batch.shape) for batch in collector]
+    collector.shutdown()
+    print(sys.argv[0], shapes, flush=True)
+    exit()
+"""
+
+
+def test_a_script_that_knows_no_launch(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text(_PLAIN_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    [output] = finish([start([*command, "-m", "distcollect", "run", script, "40"])])
+    assert f"{script} [(2, 20), (2, 20)]" in output.splitlines()
+
+
 def test_torchrun_never_sees_a_worker_die():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     [output] = finish([start([*command, "--nproc-per-node=3", MENDED, "kill"])])

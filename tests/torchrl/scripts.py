@@ -1,165 +1,213 @@
-"""Runs TorchRL's own training scripts, with tiny budgets, with the collectors of this package.
+"""Runs TorchRL's own training scripts, with small budgets, with the collectors of this package.
 
 ::
 
-    pip install hydra-core tqdm matplotlib psutil tensorboard "gymnasium[mujoco]"
-    python tests/torchrl/scripts.py /tmp/rl                 # all, with ours
-    python tests/torchrl/scripts.py /tmp/rl sac dqn         # those whose names contain one of these
-    python tests/torchrl/scripts.py /tmp/rl --theirs        # with TorchRL's collectors
+    pip install hydra-core tqdm matplotlib psutil tensorboard "gymnasium[mujoco,atari]" \\
+        torchvision pettingzoo[mpe] vmas
+    python tests/torchrl/scripts.py /tmp/rl                   # all, with ours
+    python tests/torchrl/scripts.py /tmp/rl sac dqn           # names that contain one of these
+    python tests/torchrl/scripts.py /tmp/rl --theirs          # with TorchRL's collectors
+    python tests/torchrl/scripts.py /tmp/rl --compare 2       # longer, alternately with both
 
 The argument is a checkout of pytorch/rl. The folder of each script is copied, and in the copy each
 import of a collector from ``torchrl.collectors`` becomes one from ``distcollect``, as in
-``yardstick.py``. Budgets are made small by arguments of the script, or where it has none in its
-text. The result is a table in Markdown.
+``yardstick.py``. The scripts of TorchRL's ``Trainer`` import no collector, but name its class in
+their configuration, and so there the name is changed. Budgets are made small by arguments of the
+script, or where it has none in its text (``script_list.py``). The result is a table in Markdown.
+
+``--compare`` runs each script that has a longer budget so many times with each of the two. It
+shows frames per second, and per second of CPU time of the script's process, from the first batch to
+the last, training included; and the mean return of the last 50 episodes.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import json
+import os
 import re
 import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from script_list import SCRIPTS, Script
 from yardstick import our_names, plain_environment, swapped
 
-LIMIT_S = 240
+LIMIT_S = 600
+LONG_LIMIT_S = 1800
 
 
 @dataclass(frozen=True)
-class Script:
-    """A script of TorchRL's.
+class Outcome:
+    """What a run of a script gave.
 
     Attributes:
-        path: in the checkout.
-        args: its arguments.
-        edits: patterns and replacements, which make its budget small where no argument does.
+        succeeded: whether it ended without an error.
+        seconds: how long it ran.
+        last: the last line that it printed; if there is one, the last error.
+        figures: what ``count_frames.py`` counted.
     """
 
-    path: str
-    args: Sequence[str] = ()
-    edits: Sequence[tuple[str, str]] = ()
+    succeeded: bool
+    seconds: float
+    last: str
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
-_OFF_POLICY = (
-    "collector.total_frames=96", "collector.init_random_frames=32", "optim.batch_size=10",
-    "collector.frames_per_batch=16", "replay_buffer.size=120", "logger.backend=",
-)  # fmt: skip
-_PENDULUM = (*_OFF_POLICY, "env.name=Pendulum-v1")
-_ON_POLICY = (
-    "collector.total_frames=80", "collector.frames_per_batch=40", "loss.mini_batch_size=10",
-    "env.env_name=HalfCheetah-v5", "logger.backend=", "logger.test_interval=100000",
-)  # fmt: skip
-_SMALL = (
-    (r"^(\s*)total_frames = [\d_]+.*$", r"\1total_frames = 800"),
-    (r"^(\s*)frames_per_batch = [\d_]+.*$", r"\1frames_per_batch = 100"),
-    (r"^(\s*)init_random_frames = [\d_]+.*$", r"\1init_random_frames = 100"),
-    (r"^(\s*)(sub_batch_size|batch_size) = [\d_]+.*$", r"\1\2 = 16"),
-    (r"^(\s*)num_epochs = [\d_]+.*$", r"\1num_epochs = 2"),
-    (r"total_frames=[\d_]+", "total_frames=800"),
-)
-
-SCRIPTS = {
-    "sac": Script("sota-implementations/sac/sac.py", _PENDULUM),
-    "td3": Script("sota-implementations/td3/td3.py", _PENDULUM),
-    "ddpg": Script("sota-implementations/ddpg/ddpg.py", _PENDULUM),
-    "tqc": Script("sota-implementations/tqc/tqc.py", _PENDULUM),
-    "crossq": Script("sota-implementations/crossq/crossq.py", _PENDULUM),
-    "discrete_sac": Script(
-        "sota-implementations/discrete_sac/discrete_sac.py",
-        (*_OFF_POLICY, "env.library=gymnasium"),
-    ),
-    "redq": Script(
-        "sota-implementations/redq/redq.py",
-        ("num_workers=1", "collector.total_frames=96", "collector.init_random_frames=32",
-         "collector.frames_per_batch=16", "collector.env_per_collector=2", "buffer.batch_size=10",
-         "optim.steps_per_batch=1", "buffer.size=120", "env.name=Pendulum-v1", "logger.backend="),
-    ),
-    "dqn_cartpole": Script(
-        "sota-implementations/dqn/dqn_cartpole.py",
-        ("collector.total_frames=400", "collector.init_random_frames=100",
-         "collector.frames_per_batch=50", "buffer.batch_size=10", "loss.num_updates=2",
-         "buffer.buffer_size=200", "logger.backend="),
-    ),
-    "ppo_mujoco": Script(
-        "sota-implementations/ppo/ppo_mujoco.py", (*_ON_POLICY, "loss.ppo_epochs=2")
-    ),
-    "a2c_mujoco": Script("sota-implementations/a2c/a2c_mujoco.py", _ON_POLICY),
-    "rnd_mujoco": Script(
-        "sota-implementations/rnd/rnd_mujoco.py", (*_ON_POLICY, "loss.ppo_epochs=2")
-    ),
-    "discrete_cql_online": Script(
-        "sota-implementations/cql/discrete_cql_online.py",
-        (*_OFF_POLICY, "collector.env_per_collector=2"),
-    ),
-    "iql_online": Script(
-        "sota-implementations/iql/iql_online.py",
-        ("collector.total_frames=96", "optim.batch_size=10", "collector.frames_per_batch=16",
-         "env.train_num_envs=2", "env.name=Pendulum-v1", "logger.backend="),
-    ),
-    "discrete_iql": Script(
-        "sota-implementations/iql/discrete_iql.py",
-        ("collector.total_frames=96", "optim.batch_size=10", "collector.frames_per_batch=16",
-         "env.train_num_envs=2", "logger.backend="),
-    ),
-    "tutorial coding_ppo": Script(
-        "tutorials/sphinx-tutorials/coding_ppo.py",
-        edits=(*_SMALL, (r"InvertedDoublePendulum-v\d", "InvertedDoublePendulum-v5")),
-    ),
-    "tutorial coding_ddpg": Script("tutorials/sphinx-tutorials/coding_ddpg.py", edits=_SMALL),
-    "tutorial coding_dqn": Script("tutorials/sphinx-tutorials/coding_dqn.py", edits=_SMALL),
-    "tutorial dqn_with_rnn": Script("tutorials/sphinx-tutorials/dqn_with_rnn.py", edits=_SMALL),
-    "tutorial getting-started-3": Script("tutorials/sphinx-tutorials/getting-started-3.py"),
-    "tutorial getting-started-5": Script(
-        "tutorials/sphinx-tutorials/getting-started-5.py",
-        edits=(*_SMALL, (r"(stop_after|init_rand_steps|optim_steps)( *)= *[\d_]+", r"\1 = 5")),
-    ),
-    "tutorial collector_trajectory_assembly": Script(
-        "tutorials/sphinx-tutorials/collector_trajectory_assembly.py"
-    ),
-    "tutorial memory_efficient_rl": Script(
-        "tutorials/sphinx-tutorials/memory_efficient_rl.py", edits=_SMALL
-    ),
-    "example multi_weight_updates": Script("examples/collectors/multi_weight_updates.py"),
-    "example weight_sync_collectors": Script("examples/collectors/weight_sync_collectors.py"),
-}  # fmt: skip
-
-
-def run(script: Script, checkout: Path, ours: frozenset[str]) -> tuple[bool, float, str]:
-    """Run a script; returns whether it succeeded, its seconds, and its last line."""
+def run(
+    script: Script,
+    checkout: Path,
+    ours: frozenset[str],
+    *,
+    long: bool = False,
+    log: Path | None = None,
+) -> Outcome:
+    """Run a script, with the collectors whose names are in ``ours`` from this package."""
     with tempfile.TemporaryDirectory(prefix="scripts-") as name:
-        folder = Path(name) / "copy"
-        source = checkout / script.path
-        shutil.copytree(source.parent, folder, ignore=shutil.ignore_patterns("media", "*.gif"))
-        for path in folder.glob("*.py"):
-            path.write_text(swapped(path.read_text(), ours))
-        main = folder / source.name
-        text = main.read_text()
+        main = copy_script(script, checkout, Path(name) / "copy", ours)
+        counted = Path(name) / "figures.json"
+        arguments = [*script.args, *(script.long if long else ())]
+        if ours and script.collector:
+            arguments.append(f"collector._target_=distcollect.{script.collector}")
+        environment = plain_environment(
+            MPLBACKEND="Agg",
+            WANDB_MODE="disabled",
+            FRAMES_FILE=str(counted),
+            FRAMES_OF="distcollect" if ours else "torchrl",
+        )
+        begin = time.monotonic()
+        returncode, output = _execute(
+            [main.name, *arguments], main.parent, environment, LONG_LIMIT_S if long else LIMIT_S
+        )
+        seconds = time.monotonic() - begin
+        figures = json.loads(counted.read_text()) if counted.exists() else {}
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(output)
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return Outcome(returncode == 0, seconds, (errors or lines or [""])[-1], figures)
+
+
+def _execute(
+    arguments: Sequence[str], folder: Path, environment: dict[str, str], limit_s: float
+) -> tuple[int, str]:
+    """Run Python; returns the exit status and what it printed. What it started ends with it."""
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output = process.communicate()[0] + f"\nnot done after {limit_s:g} s"
+    return process.returncode, output
+
+
+def copy_script(script: Script, checkout: Path, folder: Path, ours: frozenset[str]) -> Path:
+    """Copy the folder of a script, with the imports of ``ours`` swapped; returns the script."""
+    source = checkout / script.path
+    shutil.copytree(source.parent, folder, ignore=shutil.ignore_patterns("media", "*.gif"))
+    for path in folder.rglob("*.py"):
+        path.write_text(swapped(path.read_text(), ours))
+    main = folder / source.name
+    for path in (main, *folder.rglob("*.yaml")):
+        text = path.read_text()
         for pattern, replacement in script.edits:
             text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
-        main.write_text(text)
-        begin = time.monotonic()
-        try:
-            result = subprocess.run(
-                [sys.executable, main.name, *script.args],
-                cwd=folder,
-                env=plain_environment(MPLBACKEND="Agg", WANDB_MODE="disabled"),
-                check=False,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
+        path.write_text(text)
+    main.write_text(_counting(main.read_text()))
+    return main
+
+
+def _counting(source: str) -> str:
+    """Python code that imports ``count_frames`` first."""
+    first = next(node for node in ast.parse(source).body if not _must_be_first(node))
+    lines = source.splitlines(keepends=True)
+    lines.insert(first.lineno - 1, "import count_frames  # noqa\n")
+    return "".join(lines)
+
+
+def _must_be_first(node: ast.stmt) -> bool:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_text or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+
+
+def show_whether_they_run(given: argparse.Namespace, scripts: dict[str, Script]) -> None:
+    """Print a row for each script: whether it runs, and its last line if it doesn't."""
+    ours = frozenset() if given.theirs else our_names()
+    print("| script | runs | otherwise |\n|---|---|---|", flush=True)
+    for name, script in scripts.items():
+        outcome = run(script, given.checkout, ours, log=_log(given, name))
+        note = "" if outcome.succeeded else outcome.last[:200].replace("|", "/")
+        runs = "yes" if outcome.succeeded else "no"
+        print(f"| {_shown(name, script)} | {runs} | {note} |", flush=True)
+
+
+def _shown(name: str, script: Script) -> str:
+    """The path of a script, with what its name says beyond that."""
+    path = script.path.removeprefix("tutorials/sphinx-tutorials/")
+    *_, variant = name.rpartition(", ")
+    return f"`{path}`" + (f", {variant}" if ", " in name else "")
+
+
+def _log(given: argparse.Namespace, name: str) -> Path | None:
+    return None if given.logs is None else given.logs / f"{name.replace(' ', '-')}.txt"
+
+
+def compare(given: argparse.Namespace, scripts: dict[str, Script]) -> None:
+    """Print a row for each script that has a longer budget: our figures beside TorchRL's."""
+    print("| script | frames | frames/s | frames per CPU second | return | return, TorchRL |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for name, script in scripts.items():
+        if not script.long:
+            continue
+        seen: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for turn in range(2 * given.compare):
+            is_ours = turn % 4 in (0, 3)
+            names = our_names() if is_ours else frozenset()
+            outcome = run(script, given.checkout, names, long=True, log=_log(given, name))
+            if not outcome.succeeded or not outcome.figures.get("frames"):
+                print(f"| {_shown(name, script)} | {outcome.last[:200]} |", flush=True)
+                break
+            seen[is_ours].append(outcome.figures)
+        else:
+            row = (
+                _shown(name, script),
+                str(seen[True][0]["frames"]),
+                f"{_rate(seen[True], 'seconds') / _rate(seen[False], 'seconds'):.2f}",
+                f"{_rate(seen[True], 'cpu_seconds') / _rate(seen[False], 'cpu_seconds'):.2f}",
+                ", ".join(_number(figures["return"]) for figures in seen[True]),
+                ", ".join(_number(figures["return"]) for figures in seen[False]),
             )
-        except subprocess.TimeoutExpired:
-            return False, float(LIMIT_S), f"not done after {LIMIT_S} s"
-        output = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
-        errors = [line for line in output if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        last = (errors or output or [""])[-1]
-        return result.returncode == 0, time.monotonic() - begin, last
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _rate(runs: Sequence[dict[str, Any]], unit: str) -> float:
+    return statistics.median(figures["frames"] / figures[unit] for figures in runs)
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3g}"
+
+
+def _means(given: str, name: str) -> bool:
+    return given == name if given in SCRIPTS else given in name
 
 
 def main() -> None:
@@ -170,16 +218,15 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="a checkout of pytorch/rl")
     parser.add_argument("name", nargs="*", help="only scripts whose names contain one of these")
     parser.add_argument("--theirs", action="store_true", help="with TorchRL's own collectors")
+    parser.add_argument("--compare", type=int, metavar="N", help="N longer runs with each")
+    parser.add_argument("--logs", type=Path, help="a folder for what the scripts print")
     given = parser.parse_args()
-    ours = frozenset() if given.theirs else our_names()
-    print("| script | runs | seconds | |\n|---|---|---|---|", flush=True)
-    for name, script in SCRIPTS.items():
-        if given.name and not any(part in name for part in given.name):
-            continue
-        succeeded, seconds, last = run(script, given.checkout, ours)
-        note = "" if succeeded else last[:200].replace("|", "/")
-        runs = "yes" if succeeded else "no"
-        print(f"| `{script.path}` | {runs} | {seconds:.0f} | {note} |", flush=True)
+    scripts = {
+        name: script
+        for name, script in SCRIPTS.items()
+        if not given.name or any(_means(part, name) for part in given.name)
+    }
+    (compare if given.compare else show_whether_they_run)(given, scripts)
 
 
 if __name__ == "__main__":

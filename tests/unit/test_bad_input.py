@@ -90,6 +90,7 @@ class Unsendable(nn.Module):
             r"'frames_per_bach' \(did you mean 'frames_per_batch'.*there are: batch_d",
         ),
         ({"launcher": "submitit"}, ValueError, "launcher='submitit'.*torchrun or SLURM"),
+        ({"slurm_kwargs": {"time": 1}}, ValueError, "slurm_kwargs=.*-m distcollect run SCRIPT"),
         ({"reset_when_done": False}, ValueError, "envs are always reset"),
         ({"backend": "mpi"}, ValueError, "backend='mpi': use 'gloo' or 'nccl'"),
     ],

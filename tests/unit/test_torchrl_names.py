@@ -29,10 +29,18 @@ def make(**settings: Any) -> dc.SyncDataCollector:
         ("RPCCollector", "RPCDataCollector"),
         ("DistributedCollector", "RPCDataCollector"),
         ("DistributedDataCollector", "RPCDataCollector"),
+        ("DistributedSyncCollector", "DistributedSyncDataCollector"),
     ],
 )
 def test_both_generations_of_names(newer: str, older: str) -> None:
     assert getattr(dc, newer) is getattr(dc, older)
+
+
+def test_a_distributed_sync_collector_is_sync() -> None:
+    with pytest.raises(dc.ArgumentError, match="DistributedSyncDataCollector has no sync"):
+        dc.DistributedSyncCollector(SamplingEnv, frames_per_batch=8, sync=False)
+    parameters = inspect.signature(dc.RPCDataCollector).parameters.keys()
+    assert inspect.signature(dc.DistributedSyncCollector).parameters.keys() == parameters - {"sync"}
 
 
 class TestCollector:
