@@ -32,24 +32,13 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("short")
 
-# Of several test processes (-n), none is left at the end with one long file.
-_LONGEST_FIRST = ("slurm", "hosts", "processes", "examples", "loopback", "unit")
-
 _started: list[str] = []
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Have pytest-xdist, if it is installed, hand out the files in the order below."""
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with the name of its folder; leave out slow ones unless they are asked for."""
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item.path)))
-    if hasattr(config, "workerinput"):  # one of several test processes
-        items.sort(key=lambda item: _LONGEST_FIRST.index(_folder(item.path)))
     if "slow" not in config.option.markexpr and not any("::" in arg for arg in config.args):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
