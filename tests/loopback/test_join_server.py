@@ -29,6 +29,7 @@ from distcollect.launch.supervisor import join
 from distcollect.net.framing import Frame, pack
 from distcollect.net.handshake import Opening
 from distcollect.net.messages import (
+    PROTOCOL,
     Exited,
     Goodbye,
     Kill,
@@ -157,7 +158,7 @@ def test_an_older_process_is_told_the_versions(
     client._sock.sendall(pack(OLD_HELLO))
     answer = client.receive()
     assert isinstance(answer, Refused)
-    assert "its protocol is 2, the trainer's is 3; install the same" in answer.reason
+    assert f"its protocol is 2, the trainer's is {PROTOCOL}; install the same" in answer.reason
     assert "its protocol is 2" in events.next("refused")
 
 
