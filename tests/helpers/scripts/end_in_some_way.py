@@ -37,7 +37,7 @@ class Env(gym.Env):
 
     def step(self, action):
         self.steps += 1
-        if self.steps == 40 and KIND in {"hang", "gil"}:
+        if self.steps == 24 and KIND in {"hang", "gil"}:
             os.write(1, b"stuck\n")  # in one write, since the trainer prints too
             if KIND == "hang":
                 time.sleep(1000)
