@@ -8,7 +8,6 @@ in each step, :mod:`.ragged_loop` for vector envs with filler steps. TorchRL env
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -143,13 +142,7 @@ class Engine(EngineBase):
         if random:
             for array in slab.extras.values():
                 array.fill(0)
-        context = policy.exploring()
-        with contextlib.ExitStack() as again:
-            # Left twice, as an exception may break off the first time: the thread may be the
-            # user's, whose gradients must not stay disabled.
-            again.callback(context.__exit__, None, None, None)
-            with context:
-                self._loop.fill(slab, policy, fresh=fresh)
+        policy.exploring().call(self._loop.fill, slab, policy, fresh=fresh)
         if not self._warned_of_rewards and np.isinf(slab.reward).any():
             self._warned_of_rewards = True
             log.warning(

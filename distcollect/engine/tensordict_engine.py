@@ -86,8 +86,7 @@ class TensorDictEngine(EngineBase):
         self._trajectories = Trajectories(envs.num_envs, traj_ids, None)
         self._collector = TensorDict()
         self._frames: list[TensorDictBase] = []  # not written to the slab yet
-        with policy.exploring():
-            self._td = self._started(envs.reset())
+        self._td = policy.exploring().call(lambda: self._started(envs.reset()))
         self.layout = tree_layout(envs, self._td, policy.try_out(self._td))
         self._done_keys = [_short(key) for key in self.layout.done]
 
@@ -114,16 +113,18 @@ class TensorDictEngine(EngineBase):
         return 0
 
     def _collect(self, slab: FrameSlab, *, random: bool, fresh: bool) -> None:
-        with self._policy.exploring():
-            if self._reset_due or self.options.reset_at_each_iter:
-                self._reset()
-            else:
-                self.envs.refresh()
-            slab.clear()
-            num_steps = self._fill(slab, random=random)
-            self._write(slab, num_steps, rest=True)
-            slab.finish(num_steps)
+        self._policy.exploring().call(self._collect_within, slab, random=random)
         self.step_timer.collected(slab)
+
+    def _collect_within(self, slab: FrameSlab, *, random: bool) -> None:
+        if self._reset_due or self.options.reset_at_each_iter:
+            self._reset()
+        else:
+            self.envs.refresh()
+        slab.clear()
+        num_steps = self._fill(slab, random=random)
+        self._write(slab, num_steps, rest=True)
+        slab.finish(num_steps)
 
     def _fill(  # noqa: C901 - calls would cost more than what they do
         self, slab: FrameSlab, *, random: bool

@@ -6,7 +6,6 @@ This module imports torchrl, and is imported only where TorchRL envs are stepped
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torchrl.modules.utils import get_env_transforms_from_module
 from distcollect.envs.base import describe
 from distcollect.envs.torchrl import TorchRLEnvs
 from distcollect.errors import PolicyError
-from distcollect.policy.base import Exploration
+from distcollect.policy.base import Contexts, Exploration
 from distcollect.policy.calling import assign, floating_dtype, parameters_of, takes_tensordict
 
 Call = Callable[[TensorDictBase], Any]
@@ -76,9 +75,9 @@ class TensorDictPolicy:
             self._call = _Wrapped(policy, envs, self.module, exploration)
         self._written: list[Any] | None = None  # known after the first call
 
-    def exploring(self) -> AbstractContextManager[Any]:
-        """The context in which envs and policy are called: no gradients, the exploration type."""
-        return _Context(self._exploration)
+    def exploring(self) -> Contexts:
+        """The contexts in which envs and policy are called: no gradients, the exploration type."""
+        return Contexts(torch.no_grad(), set_interaction_type(self._exploration.interaction))
 
     def __call__(self, td: TensorDictBase) -> None:
         """Write the outputs into ``td``.
@@ -129,8 +128,8 @@ class TensorDictPolicy:
             The copy, with the outputs.
         """
         copied = td.clone()
-        with torch.random.fork_rng(devices=[]), self.exploring():
-            self(copied)
+        with torch.random.fork_rng(devices=[]):
+            self.exploring().call(self, copied)
         return copied
 
 
@@ -185,21 +184,6 @@ class _Wrapped:
         if is_other and value.is_floating_point() and value.dtype is not self._dtype:
             return value.to(self._dtype)
         return value
-
-
-class _Context:
-    """No gradients and an interaction type; entered once for each rollout."""
-
-    def __init__(self, exploration: Exploration) -> None:
-        self._contexts = (torch.no_grad(), set_interaction_type(exploration.interaction))
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*exc)
 
 
 def _write(td: TensorDictBase, entries: Iterable[tuple[Any, Any]]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from tensordict.nn import InteractionType
@@ -16,6 +17,9 @@ from torch.distributions import Distribution
 from distcollect.errors import ArgumentError
 from distcollect.policy.recurrent import PolicyState
 from distcollect.rollout.spaces import Leaf
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Exploration(str, enum.Enum):
@@ -113,14 +117,13 @@ class Policy(ABC):
     def seed(self, seeds: Sequence[int]) -> None:
         """From now on draw for env i from a stream of its own, seeded with ``seeds[i]``."""
 
-    def exploring(self) -> AbstractContextManager[Any]:
-        """The context in which the calls of a rollout are made. It may be left more than once."""
+    def exploring(self) -> Contexts:
+        """The contexts in which the calls of a rollout are made."""
         return Contexts(torch.no_grad())
 
     def try_out(self) -> None:
         """Call the policy for the first time, to learn which extras it returns."""
-        with self.exploring():
-            self()
+        self.exploring().call(self)
 
 
 class Contexts:
@@ -133,6 +136,17 @@ class Contexts:
     def __enter__(self) -> None:
         for context in self._contexts:
             self._entered.append((context.__enter__(), context))
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function within them; what it returns.
+
+        They are left twice, as an exception such as Ctrl-C may break off the first time: the thread
+        may be the user's, whose gradients must not stay disabled.
+        """
+        with contextlib.ExitStack() as again:
+            again.callback(self.__exit__, None, None, None)
+            with self:
+                return function(*args, **kwargs)
 
     def __exit__(self, *exc: Any) -> None:
         while self._entered:

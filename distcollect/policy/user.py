@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import gymnasium as gym
@@ -76,7 +75,7 @@ class UserPolicy(Policy):
     def seed(self, seeds: Sequence[int]) -> None:
         self._rng = self._outputs.rng = PerEnvRng(seeds)
 
-    def exploring(self) -> AbstractContextManager[Any]:
+    def exploring(self) -> Contexts:
         """Compute no gradients, and set the exploration type of TensorDict policies."""
         without_gradients = torch.no_grad() if self._needs_autograd else torch.inference_mode()
         return Contexts(without_gradients, set_interaction_type(self._exploration.interaction))

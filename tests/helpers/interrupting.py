@@ -42,7 +42,7 @@ class LineTracer:
         self._at = at
         self._act = act
         self._under = under
-        self._traced: dict[CodeType, bool] = {}
+        self._is_ours: dict[CodeType, bool] = {}
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -54,12 +54,17 @@ class LineTracer:
             sys.settrace(before)
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
-        code = frame.f_code
-        traced = self._traced.get(code)
-        if traced is None:
-            name = code.co_filename
-            traced = self._traced[code] = name.startswith(self._under) or name in _LIBRARY
-        return self._line if traced else None
+        # Others call the library too. What an exception in torch's own code does is up to torch.
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code.co_filename in _LIBRARY:
+            caller = caller.f_back
+        if caller is None:
+            return None
+        code = caller.f_code
+        is_ours = self._is_ours.get(code)
+        if is_ours is None:
+            is_ours = self._is_ours[code] = code.co_filename.startswith(self._under)
+        return self._line if is_ours else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and frame.f_lasti not in _without_signals(frame.f_code):

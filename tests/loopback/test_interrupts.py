@@ -425,6 +425,7 @@ def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) 
                 collector.start()
                 grows(buffer)
             more, tracer = interrupted_at(at, lambda: call(collector))
+            assert torch.is_grad_enabled(), tracer.where
             num_interrupted[operation] += more
             if operation == "start" and more and not collector.is_running:
                 collector.start()
