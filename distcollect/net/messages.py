@@ -25,6 +25,7 @@ message, an unknown, missing or wrongly typed field is refused. A started worker
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import sys
@@ -34,7 +35,6 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import tensordict
 import torch
 
 from distcollect.common.process_exit import ProcessExit
@@ -53,7 +53,8 @@ def versions() -> dict[str, str]:
         "protocol": str(PROTOCOL),
         "python": "{}.{}".format(*sys.version_info[:2]),
         "torch": _minor(torch.__version__),
-        "tensordict": _minor(tensordict.__version__),
+        # Not imported for this: that takes a second, and a supervisor needs nothing else of it.
+        "tensordict": _minor(importlib.metadata.version("tensordict")),
     }
 
 
