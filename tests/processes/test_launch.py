@@ -37,9 +37,9 @@ def test_torchrun_on_one_host():
 
 @needs_ss
 def test_slurm_variables_on_one_host():
-    ranks = [start([sys.executable, SCRIPT], **slurm_variables(rank, 1, 3)) for rank in range(3)]
+    ranks = [start([sys.executable, SCRIPT], **slurm_variables(rank, 1, 2)) for rank in range(2)]
     for seen in report(finish(ranks)[0]):
-        assert seen["workers"] == [0, 1]
+        assert seen["workers"] == [0]
         assert seen["listening"] == ["127.0.0.1"]
 
 
@@ -48,7 +48,7 @@ def test_slurm_variables_on_one_host():
 def test_submitits_local_executor(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     executor = submitit.LocalExecutor(folder=tmp_path)
-    executor.update_parameters(tasks_per_node=3, timeout_min=4)
+    executor.update_parameters(tasks_per_node=2, timeout_min=4)
     script = str(SCRIPT)
 
     def run_script():
@@ -59,10 +59,10 @@ def test_submitits_local_executor(tmp_path, monkeypatch):
         job.results()
     finally:
         job.cancel()
-    trainer, *others = [job.task(rank).stdout() for rank in range(3)]
-    assert not any('[{"shape"' in output for output in others), others
+    trainer, worker = [job.task(rank).stdout() for rank in range(2)]
+    assert '[{"shape"' not in worker, worker
     for seen in report(trainer):
-        assert seen["workers"] == [0, 1]
+        assert seen["workers"] == [0]
         assert seen["listening"] == ["127.0.0.1"]
 
 

@@ -377,9 +377,10 @@ class Simulation:
         assert len({len(row) for row in rows}) == 1, f"not aligned: {self.about}"
 
 
+@pytest.mark.parametrize("num_events", [500, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("seed", "num_slots"), [(0, 1), (1, 2), (2, 7), (3, 30)])
-def test_random_deaths(seed: int, num_slots: int) -> None:
-    run = Simulation(seed, num_slots).run(4_000 // num_slots + 1_000)
+def test_random_deaths(seed: int, num_slots: int, num_events: int) -> None:
+    run = Simulation(seed, num_slots).run(num_events + 4 * num_events // num_slots)
     assert sum(run.at_most) > 0
     dead = sum(process.key[1] for process in run.running)
     assert dead > 20
