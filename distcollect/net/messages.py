@@ -46,6 +46,9 @@ M = TypeVar("M")
 
 PROTOCOL = 4
 
+# Importing it takes a second, and a supervisor needs nothing of it but its version.
+_TENSORDICT = importlib.metadata.version("tensordict")
+
 
 def versions() -> dict[str, str]:
     """What has to match for objects and messages to travel between two processes."""
@@ -53,8 +56,7 @@ def versions() -> dict[str, str]:
         "protocol": str(PROTOCOL),
         "python": "{}.{}".format(*sys.version_info[:2]),
         "torch": _minor(torch.__version__),
-        # Not imported for this: that takes a second, and a supervisor needs nothing else of it.
-        "tensordict": _minor(importlib.metadata.version("tensordict")),
+        "tensordict": _minor(_TENSORDICT),
     }
 
 
