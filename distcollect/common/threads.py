@@ -1,4 +1,4 @@
-"""Threads that start once or do one job after the other, and waiting for answers so that Ctrl-C works."""
+"""Threads that start once or do one job after the other; waiting that Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
