@@ -212,6 +212,29 @@ def test_help_is_enough() -> None:
             assert not text.startswith("See :"), name
 
 
+def test_the_reference_has_all_public_names() -> None:
+    text = PAGES["reference.md"].read_text()
+    described = re.findall(r"^::: distcollect\.(\w+)$", text, re.MULTILINE)
+    others = re.findall(r"^\| `(\w+)` \| \[`(\w+)`\]\[distcollect\.(\w+)\] \|$", text, re.MULTILINE)
+    names = [*described, *(name for name, _, _ in others), "__version__"]
+    assert sorted(names) == sorted(dc.__all__)
+    for name, written, linked in others:
+        assert getattr(dc, name) is getattr(dc, written)
+        assert written == linked
+
+
+def test_the_site_has_all_pages() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert sorted(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == sorted(
+        PAGES.keys() - {"README.md"}
+    )
+
+
+def test_the_home_page_has_all_pages() -> None:
+    linked = set(re.findall(r"\]\((\w+\.md)", PAGES["index.md"].read_text()))
+    assert linked == PAGES.keys() - {"README.md", "index.md"}
+
+
 def section(title: str) -> str:
     """The text of a section of migrating.md."""
     found = re.search(

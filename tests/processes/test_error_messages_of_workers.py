@@ -1,4 +1,4 @@
-"""Messages about workers, and about commands that start processes; the table of errors in the docs."""
+"""Messages about workers and of commands that start processes; the table of errors in the docs."""
 
 from __future__ import annotations
 
