@@ -80,7 +80,7 @@ def _guard(worker: int, parent: int) -> NoReturn:
 
 
 def _wait(worker: int, parent: int) -> int | None:
-    """Wait until the worker has ended, or end it, and end the rest; its status, None if it lives."""
+    """Wait until the worker has ended or is to be ended, end the rest; its status, if it ends."""
     while True:
         if os.getppid() != parent:
             return _kill_all(worker)

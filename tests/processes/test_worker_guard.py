@@ -32,8 +32,10 @@ os.kill(os.getpid(), signal.SIGSEGV)
 def test_a_kill_does_not_hide_how_a_worker_ended() -> None:
     seen, connection = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", worker_guard.__file__, str(os.getpid())]
-        + [sys.executable, "-c", CRASH, str(connection)],
+        [
+            *[sys.executable, "-I", "-S", worker_guard.__file__, str(os.getpid())],
+            *[sys.executable, "-c", CRASH, str(connection)],
+        ],
         pass_fds=[connection],
         start_new_session=True,
     )
