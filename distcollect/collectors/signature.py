@@ -39,7 +39,7 @@ def takes(
         parameters = [this, *signature.parameters.values()]
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         # Tools that unwrap functions, such as mkdocstrings, would show `init` with its `options`.
-        del wrapper.__wrapped__  # type: ignore[attr-defined]
+        del wrapper.__wrapped__
         wrapper.__doc__ = _with_arguments(init.__doc__ or "", _texts(kind), signature)
         return wrapper
 
