@@ -22,6 +22,7 @@ import pytest
 import torch.utils.data
 from helpers.marked import Marked
 from helpers.paths import ROOT
+from helpers.programs import run_python
 
 import distcollect as dc
 from distcollect.collectors.torchrl_compat import NO_EFFECT, REFUSED, WARNED, translated
@@ -53,8 +54,14 @@ SHORTER = {
     "num_workers=16": "num_workers=4",
     "num_workers=8": "num_workers=2",
     "time.sleep(0.005)": "time.sleep(0.001)",
+    "frames_per_batch=256": "frames_per_batch=64",
+    "time.sleep(0.1)": "time.sleep(0.01)",
 }
-NEEDS = dict.fromkeys(("envs.md", "migrating.md", "training.md"), "torchrl")
+NEEDS = {
+    **dict.fromkeys(("envs.md", "migrating.md", "sequences.md", "training.md"), "torchrl"),
+    "multi_agent.md": "mpe2",
+    "sweeps.md": "hydra",
+}
 
 
 @pytest.fixture
@@ -113,8 +120,13 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks(page)])
 @pytest.mark.usefixtures("_usual_settings")
 def test_its_code_runs(
-    name: str, marked: Marked, logged: dict[str, set[str]], tmp_path: Path
+    name: str,
+    marked: Marked,
+    logged: dict[str, set[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     namespace: dict[str, Any] = {"__name__": "page"}  # main() is called below
@@ -125,7 +137,14 @@ def test_its_code_runs(
         code = block
         for written, run in instead.items():
             code = code.replace(written, run)
-        exec(compile(code, str(PAGES[name]), "exec"), namespace)
+        if "@hydra.main" in code:  # it finds its configuration beside the script
+            script = tmp_path / "train.py"
+            script.write_text(code)
+            done = run_python(script, timeout_s=250)
+            assert done.returncode == 0, done.stderr
+            continue
+        # Without the __future__ imports of this module.
+        exec(compile(code, str(PAGES[name]), "exec", dont_inherit=True), namespace)
         if "main" in namespace:
             namespace.pop("main")()
     preemption.stop_watching()  # the signals that a Checkpoint handles
