@@ -1,6 +1,6 @@
 """The zygote: a process that has imported what workers need, and forks each of them.
 
-A fork takes milliseconds and shares the memory of all that was imported; importing torch anew takes
+A fork takes milliseconds and shares the memory of all that was imported; importing torch takes
 seconds of CPU and 150 MB in each worker. The process has a single thread and never computes
 anything, so nothing is lost by forking: no lock is held, no pool of threads has started, no GPU is
 in use. :class:`distcollect.launch.zygote.Zygote` is its other end.
