@@ -146,12 +146,12 @@ def await_line(process, wanted):
 
 
 @needs_hosts
-def test_two_trainers_on_two_hosts(on_host):
-    """Both trainers are on one host, and their workers on the other."""
-    options = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+def test_two_trainers_on_three_hosts(on_host):
+    options = ["-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=2"]
     options += ["--rdzv-backend=c10d", "--rdzv-endpoint=node1:29512", "--rdzv-id=trainers"]
+    hosts = range(1, NUM_HOSTS + 1)
     command = [sys.executable, *options, TRAINERS]
-    outputs = finish([start(on_host(host, *command)) for host in (1, 2)])
+    outputs = finish([start(on_host(host, *command)) for host in hosts])
     [output] = [output for output in outputs if '{"trainers"' in output]
     workers = json.loads(output[output.index('{"trainers"') :].splitlines()[0])["trainers"]
-    assert [count for count, _ in workers] == [1, 1]
+    assert [count for count, _ in workers] == [2, 2]
