@@ -228,6 +228,19 @@ _FIGURES = (
         ),
     ),
     Item(
+        "seeded",
+        "SyncDataCollector with a seed and without, in turns within one process",
+        tuple(
+            Part(
+                name,
+                name,
+                partial(alternating.run_seeded, name=name),
+                needs=WORKLOADS[name].needs,
+            )
+            for name in (*_CARTPOLES, "mujoco")
+        ),
+    ),
+    Item(
         "native",
         "SyncDataCollector and a bare loop over the same vector env, in turns within one process",
         tuple(

@@ -120,6 +120,13 @@ TARGETS: tuple[Target, ...] = (
     _beside_bare("cartpole-16", 0.90),
     _beside_bare("cartpole-64", 0.90),
     _beside_bare("cartpole-1", 0.75),
+    Target(
+        "seeded / unseeded, time, cartpole-16",
+        ("seeded", "cartpole-16", "time_ratio"),
+        (),
+        1.1,
+        at_least=False,
+    ),
     _beside_native("envpool-cartpole-16", 0.90),
     _beside_native("envpool-cartpole-256", 0.90),
     _beside_native("envpool-cartpole-1024", 0.90),
