@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
+from distcollect.commands.bench.uneven_pool import UnevenPool
 from distcollect.engine.build import build_engine
 from distcollect.engine.plan import StepOptions, WorkerPlan
 from distcollect.policy.live_weights import LiveWeights
@@ -91,6 +92,10 @@ class Collected:
         batch = assemble(self.engine.layout, [Rollout(header, tensors)], mask=is_padded)
         self.batches.append(batch)
         return batch
+
+    def collect_often(self, times: int, steps: int = 5, **kwargs: Any) -> None:
+        for _ in range(times):
+            self.collect(steps, **kwargs)
 
     def lost(self) -> int:
         """How many frames are in no batch and do not wait for the next one."""
@@ -267,17 +272,14 @@ def test_an_exception_anywhere_leaves_it_usable() -> None:
     for name in ("_settle_sent", "_take", "_write_obs", "reset_rows", "send"):
         usual, calls = getattr(envs, name), count()
 
-        def broken_off(
-            *args: Any, usual: Any = usual, calls: Any = calls, **kwargs: Any
-        ) -> None:
+        def broken_off(*args: Any, usual: Any = usual, calls: Any = calls, **kwargs: Any) -> None:
             if next(calls) == 2:
                 raise BrokenOff
             return usual(*args, **kwargs)
 
         setattr(envs, name, broken_off)
         with pytest.raises(BrokenOff):
-            for _ in range(100):
-                collected.collect(5)
+            collected.collect_often(100)
         setattr(envs, name, usual)
         for _ in range(3):
             collected.collect(5)
@@ -315,6 +317,35 @@ def test_another_batch_size_the_second_time_is_refused() -> None:
         collected.collect(3)
 
 
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize("slowest", [1.5, 6, 100])
+def test_rows_of_different_speeds(slowest: float, batch_size: int, fresh: bool) -> None:
+    """The fast ones wait for the slow ones, and lose frames only if too few rows may wait."""
+    pool, clock = make_pool(batch_size=batch_size), Clock()
+    rng = np.random.default_rng(0)
+    speeds = [1, 1.2, slowest, 1.1, slowest]
+    UnevenPool(pool, lambda row: speeds[row] * rng.random(), clock=clock, sleep=clock.sleep)
+    collected = Collected(pool)
+    collected.collect_often(12, steps=10, fresh=fresh)
+    collected.check()
+    if not fresh and slowest < 2 and batch_size < 4:
+        assert not collected.lost()
+
+
 def test_in_a_collector() -> None:
     with dc.SyncDataCollector(
         make_pool, choose, frames_per_batch=N * 8, info_keys=["elapsed_step"]
@@ -336,5 +367,5 @@ def test_random_actions_and_a_seed() -> None:
 
 def test_reproducible_is_refused() -> None:
     options = StepOptions(exact_version=True)
-    with pytest.raises(dc.ArgumentError, match="reproducible=True does not work .* 2 of its 5"):
+    with pytest.raises(dc.ArgumentError, match=r"reproducible=True does not work .* 2 of its 5"):
         Collected(make_pool(), options=options)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from distcollect import BroadcastUpdater
+from distcollect import BroadcastUpdater, SyncDataCollector
 from distcollect.commands.bench import (
     alternating,
     counting,
@@ -246,6 +246,41 @@ _FIGURES = (
         tuple(
             Part(name, each.about, partial(native.run_beside_loop, name=name), needs=each.needs)
             for name, each in native.NATIVE.items()
+        ),
+    ),
+    Item(
+        "native-x2",
+        "two workers with a vector env each, and two bare loops side by side",
+        tuple(
+            Part(
+                f"{name}-{who}",
+                f"{native.NATIVE[name].about}, {about}",
+                partial(run, name=name),
+                f"{name}-loops",
+                needs=native.NATIVE[name].needs,
+            )
+            for name in ("envpool-cartpole-256", "envpool-pong")
+            for who, about, run in (
+                ("workers", "MultiaSyncDataCollector", native.run_workers),
+                ("loops", "bare loops", native.run_loops),
+            )
+        ),
+    ),
+    Item(
+        "native-async",
+        "EnvPool's CartPole, 16 envs, a step takes 5 ms on average, exponentially distributed",
+        tuple(
+            Part(name, about, run, "loop", needs=("envpool",))
+            for name, about, run in (
+                ("loop", "bare loop, 4 envs at a time", native.run_uneven_loop),
+                ("async", "aSyncDataCollector, the same", native.run_uneven),
+                ("sync", "the same, all envs at once", partial(native.run_uneven, at_once=True)),
+                (
+                    "on-policy",
+                    "SyncDataCollector, 4 envs at a time",
+                    partial(native.run_uneven, kind=SyncDataCollector),
+                ),
+            )
         ),
     ),
     Item(

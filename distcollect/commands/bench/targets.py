@@ -134,6 +134,12 @@ TARGETS: tuple[Target, ...] = (
     _beside_native("envpool-cheetah", 0.95),
     _beside_native("envpool-ant", 0.95),
     _beside_native("ale-pong", 0.97),
+    *(
+        _over("native-x2", f"{name}-workers", f"{name}-loops", 0.90)
+        for name in ("envpool-cartpole-256", "envpool-pong")
+    ),
+    _over("native-async", "async", "sync", 1.3),
+    _over("native-async", "async", "loop", 0.95),
     _over("cartpole-16", "rpc-async-x2", "bare-x2", 0.85),
     _over("cartpole-16", "async", "bare", 0.85),
     _over("cartpole-16", "multi-async-x2", "bare-x2", 0.85),
