@@ -169,6 +169,26 @@ def _torchrl_part(part: str, about: str, function: str, /, **options: object) ->
     return Part(part, about, partial(_with_torchrl, function, **options), needs=_TORCHRL)
 
 
+# Functions of torchrl_async.py.
+_ASYNC_COLLECTORS = {
+    "ours": ("MultiaSyncDataCollector", "run_ours"),
+    "multi": ("torchrl MultiAsyncCollector", "run_multi"),
+    "batched": ("torchrl AsyncBatchedCollector, envs in threads", "run_batched_in_threads"),
+    "batched-processes": ("the same, envs in processes", "run_batched_in_processes"),
+}
+
+
+def _torchrl_async(name: str, regime: str) -> Part:
+    about, function = _ASYNC_COLLECTORS[name]
+
+    def run(seconds: float) -> Values:
+        module = importlib.import_module("distcollect.commands.bench.torchrl_async")
+        values: Values = getattr(module, function)(seconds, regime=regime)
+        return values
+
+    return Part(f"{regime}-{name}", f"{about}, {regime}", run, needs=_TORCHRL)
+
+
 _FIGURES = (
     Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
     Item(
@@ -299,6 +319,15 @@ _FIGURES = (
                 "run_workers",
                 torchrl=True,
             ),
+        ),
+    ),
+    Item(
+        "torchrl-async",
+        "TorchRL's workload for its asynchronous collectors: 8 envs, 1 ms of sleep a step, CNN",
+        tuple(
+            _torchrl_async(name, regime)
+            for regime in ("uniform", "slow-reset")
+            for name in _ASYNC_COLLECTORS
         ),
     ),
     Item(

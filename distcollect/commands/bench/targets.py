@@ -138,6 +138,18 @@ TARGETS: tuple[Target, ...] = (
         _over("native-x2", f"{name}-workers", f"{name}-loops", 0.90)
         for name in ("envpool-cartpole-256", "envpool-pong")
     ),
+    *(
+        Target(
+            f"ours / the best of torchrl's asynchronous collectors, {regime}",
+            _rate("torchrl-async", f"{regime}-ours"),
+            tuple(
+                _rate("torchrl-async", f"{regime}-{name}")
+                for name in ("multi", "batched", "batched-processes")
+            ),
+            1.2,
+        )
+        for regime in ("uniform", "slow-reset")
+    ),
     _over("native-async", "async", "sync", 1.3),
     _over("native-async", "async", "loop", 0.95),
     _over("cartpole-16", "rpc-async-x2", "bare-x2", 0.85),
