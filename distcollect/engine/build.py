@@ -82,7 +82,7 @@ def build_engine_for(
         return build_tensordict_engine(envs, plan, traj_ids=traj_ids, counter=counter)
     policy: Policy
     if plan.policy is None:
-        policy = RandomPolicy(envs.action_space, envs.num_envs)
+        policy = RandomPolicy(envs.action_space, envs.num_ready)
     else:
         policy = UserPolicy(
             plan.policy,

@@ -1,15 +1,15 @@
 """Steps envs with a policy and writes every frame in place, by way of arrays.
 
 :class:`Engine` takes requests, resets the envs and swaps weights between rollouts. The steps
-themselves are made by one of two loops: :mod:`.aligned_loop` where every row makes one transition
-in each step, :mod:`.ragged_loop` for vector envs with filler steps. TorchRL envs are stepped by
-:mod:`.tensordict_engine`.
+themselves are made by one of three loops: :mod:`.aligned_loop` where every row makes one transition
+in each step, :mod:`.ragged_loop` for vector envs with filler steps, :mod:`.async_loop` for those
+that give the results of some rows at a time. TorchRL envs are stepped by :mod:`.tensordict_engine`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,11 +17,13 @@ import torch
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.aligned_loop import AlignedLoop
+from distcollect.engine.async_loop import AsyncLoop
 from distcollect.engine.base import EngineBase
 from distcollect.engine.plan import StepOptions
 from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
 from distcollect.envs.base import EnvBatch, Faulted
+from distcollect.envs.envpool_async import AsyncPoolBatch
 from distcollect.errors import ArgumentError
 from distcollect.policy.base import Policy
 from distcollect.policy.live_weights import LiveWeights
@@ -78,15 +80,16 @@ class Engine(EngineBase):
             step_timer=step_timer,
         )
         self._policy = policy
-        self._random_policy = RandomPolicy(envs.action_space, envs.num_envs, policy.state)
+        self._random_policy = RandomPolicy(envs.action_space, envs.num_ready, policy.state)
         self._seeds: Sequence[int] | None = None  # of the next reset
         self._warned_of_rewards = False
         self._reset_envs_first()
         self._try_policy()
         self.layout = _layout(envs, policy)
-        self._trajectories = Trajectories(envs.num_envs, traj_ids, policy.state)
-        loop_type = AlignedLoop if envs.supports_partial_reset else RaggedLoop
-        self._loop: RolloutLoop = loop_type(
+        # The policy's state has a row for each of the n envs; the asynchronous loop's has not.
+        state = None if isinstance(envs, AsyncPoolBatch) else policy.state
+        self._trajectories = Trajectories(envs.num_envs, traj_ids, state)
+        self._loop: RolloutLoop = _loop_type(envs)(
             envs=envs,
             weights=weights,
             policy_state=policy.state,
@@ -102,9 +105,10 @@ class Engine(EngineBase):
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._seeds = list(env_seeds)
         self._env_recovery.seed(self._seeds)
-        self._random_policy.seed(self._seeds)
+        num_ready = self.envs.num_ready
+        self._random_policy.seed(self._seeds[:num_ready])
         always_random = isinstance(self._policy, RandomPolicy)
-        self._policy.seed(env_seeds if always_random else policy_seeds)
+        self._policy.seed((env_seeds if always_random else policy_seeds)[:num_ready])
         torch.manual_seed(policy_seeds[0])
         self._reset_due = True
 
@@ -165,6 +169,12 @@ class Engine(EngineBase):
         self._trajectories.begin_all()
 
 
+def _loop_type(envs: EnvBatch) -> Callable[..., RolloutLoop]:
+    if isinstance(envs, AsyncPoolBatch):
+        return AsyncLoop
+    return AlignedLoop if envs.supports_partial_reset else RaggedLoop
+
+
 def _layout(envs: EnvBatch, policy: Policy) -> Layout:
     """The leaves of the frames, once the policy was called."""
     carried = envs.leaves if policy.state is None else (*envs.leaves, *policy.state.leaves)
@@ -179,6 +189,12 @@ def _check_options(options: StepOptions, envs: EnvBatch) -> None:
         raise ArgumentError(
             f"{wanted} does not work with this native vector env: it cannot reset single rows, as "
             "it takes no reset mask. Pass a maker of single envs and envs_per_worker instead"
+        )
+    if options.exact_version and isinstance(envs, AsyncPoolBatch):
+        raise ArgumentError(
+            f"reproducible=True does not work with an EnvPool env that gives the results of "
+            f"{envs.num_ready} of its {envs.num_envs} envs at a time: which come first depends on "
+            "time. Leave out reproducible, or batch_size where the env is made"
         )
     if options.clip_actions:
         action_bounds(envs)

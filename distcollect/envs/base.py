@@ -175,6 +175,8 @@ class EnvBatch(Envs):
 
     Attributes:
         num_envs: n.
+        num_ready: for how many envs at a time actions are chosen, which is the number of rows of
+            ``obs`` and ``final``: n, except in :mod:`.envpool_async`.
         observation_space: of a single env.
         action_space: of a single env.
         leaves: leaves that a frame has at its start and at its end: those of the observation,
@@ -221,8 +223,6 @@ class EnvBatch(Envs):
         self.action_leaves = leaves_of(action_space, "action")
         self.outcome_leaves = outcome_leaves
         self.outcomes: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in outcome_leaves}
-        self.obs: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
-        self.final: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
         self._obs_paths = with_key_paths(observed, observation_space)
         self._info_paths = with_key_paths(info, info_space)
         self._missing = {leaf.key: missing_value(leaf) for leaf in info}
@@ -230,11 +230,18 @@ class EnvBatch(Envs):
             (leaf.key, part.dtype, isinstance(part, spaces.Box) and not part.shape)
             for leaf, (_, part) in zip(self.action_leaves, leaf_spaces(action_space), strict=True)
         ]
-        self._obs_and_final = [(self.obs[leaf.key], self.final[leaf.key]) for leaf in self.leaves]
-        reward = np.zeros(num_envs, np.float32)
-        self._result = Step(reward, np.zeros(num_envs, bool), np.zeros(num_envs, bool), [], None)
+        self._allocate(num_envs)
         self._faults: list[Fault] = []  # of the running call
         self._num_steps = 0
+
+    def _allocate(self, num_rows: int) -> None:
+        """Allocate the arrays of what a step returns, for so many rows."""
+        self.num_ready = num_rows
+        self.obs: Arrays = {leaf.key: leaf.zeros(num_rows) for leaf in self.leaves}
+        self.final: Arrays = {leaf.key: leaf.zeros(num_rows) for leaf in self.leaves}
+        self._obs_and_final = [(self.obs[leaf.key], self.final[leaf.key]) for leaf in self.leaves]
+        reward = np.zeros(num_rows, np.float32)
+        self._result = Step(reward, np.zeros(num_rows, bool), np.zeros(num_rows, bool), [], None)
 
     @abstractmethod
     def reset(self, seeds: Sequence[int] | None = None) -> None:

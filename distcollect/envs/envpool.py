@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from distcollect.envs.base import AnyVectorEnv, InfoKeys, KeyPath, Step
+from distcollect.envs.base import AnyVectorEnv, Faulted, InfoKeys, KeyPath, Step
 from distcollect.envs.fitting import write
 from distcollect.envs.vector import VectorBatch
 from distcollect.envs.vector_ids import VectorMaker
@@ -48,9 +48,9 @@ class EnvPoolBatch(VectorBatch):
         """Bring ``env`` into the form of an :class:`~distcollect.envs.base.EnvBatch`.
 
         Raises:
-            ArgumentError: the env has several players, or steps only some of its rows at a time.
+            ArgumentError: the env has several players.
         """
-        _check_pool(env)
+        _check_players(env)
         super().__init__(env, info_keys, maker)
         self._find_places(env)
 
@@ -79,13 +79,16 @@ class EnvPoolBatch(VectorBatch):
             self._env.close()
             self._env = self._maker(seeds)
         elif seeds is not None:
-            log.warning(
-                "%s: EnvPool can't be given another seed once it was made, so the seed has no "
-                "effect on these envs; pass an env id such as 'envpool:Pong-v5', or seed the env "
-                "where you make it",
-                self._name(),
-            )
+            self._warn_of_seeds()
         super()._reset_all(None)
+
+    def _warn_of_seeds(self) -> None:
+        log.warning(
+            "%s: EnvPool can't be given another seed once it was made, so the seed has no effect "
+            "on these envs; pass an env id such as 'envpool:Pong-v5', or seed the env where you "
+            "make it",
+            self._name(),
+        )
 
     def _can_reset_some(self, env: AnyVectorEnv, mode: AutoresetMode) -> bool:
         return True
@@ -99,13 +102,18 @@ class EnvPoolBatch(VectorBatch):
         try:
             ended = self._step_pool(action, cut)
         except Exception as error:
-            for array in (result.terminated, result.truncated):
-                array.fill(False)
-            result.ended.clear()
-            self._add_fault(self._as_env_error(error, "step"), stepped=False)
-            raise self._faulted() from error
+            raise self._faulted_by(error, "step") from error
         result.ended[:] = ended.tolist()
         return result
+
+    def _faulted_by(self, error: Exception, call: str) -> Faulted:
+        """What to raise after EnvPool raised ``error``: no row made a transition."""
+        result = self._result
+        for array in (result.terminated, result.truncated):
+            array.fill(False)
+        result.ended.clear()
+        self._add_fault(self._as_env_error(error, call), stepped=False)
+        return self._faulted()
 
     def _step_pool(self, action: Arrays, cut: np.ndarray | None) -> np.ndarray:
         """Step all rows, and reset those whose episode ended; returns these rows."""
@@ -148,14 +156,9 @@ class EnvPoolBatch(VectorBatch):
         return ended
 
 
-def _check_pool(pool: Any) -> None:
+def _check_players(pool: Any) -> None:
     if pool.config["max_num_players"] > 1:
         raise ArgumentError(f"{pool}: an env with several players can't be collected from")
-    if pool.is_async:
-        raise ArgumentError(
-            f"{pool}: it steps {pool.config['batch_size']} of its {pool.config['num_envs']} envs "
-            "at a time, but a collector steps all of them: leave out batch_size"
-        )
 
 
 def _at(tree: Any, path: KeyPath) -> int:

@@ -18,6 +18,7 @@ from gymnasium.vector import VectorEnv
 
 from distcollect.envs.base import Env, Envs, InfoKeys, Maker, describe, name_of
 from distcollect.envs.envpool import EnvPoolBatch, is_envpool
+from distcollect.envs.envpool_async import AsyncPoolBatch
 from distcollect.envs.pettingzoo import PettingZooEnv
 from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
@@ -204,7 +205,8 @@ def _batch(
 
         return TorchRLEnvs(envs, makers)
     if is_envpool(envs[0]):
-        return EnvPoolBatch(envs[0], info_keys, makers[0])
+        kind = AsyncPoolBatch if envs[0].is_async else EnvPoolBatch
+        return kind(envs[0], info_keys, makers[0])
     if isinstance(envs[0], VectorEnv):
         return VectorBatch(envs[0], info_keys, makers[0])
     _check_alike(envs)

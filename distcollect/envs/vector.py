@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -51,13 +52,8 @@ class VectorBatch(EnvBatch):
         """
         resetting = np.zeros(env.num_envs, bool)
 
-        def examples() -> Iterator[Mapping[str, Any]]:
-            yield first_of_each(env.reset()[1])
-            _, _, terminated, truncated, infos = env.step(env.action_space.sample())
-            np.logical_or(terminated, truncated, out=resetting)
-            yield first_of_each(infos)
-
         observation_space = env.single_observation_space
+        examples = partial(self._examples, env, resetting)
         info_space = space_of_info(info_keys, observation_space, examples, str(env))
         super().__init__(env.num_envs, observation_space, env.single_action_space, info_space)
         self._env = env
@@ -77,6 +73,13 @@ class VectorBatch(EnvBatch):
         self._all_rows = np.ones(self.num_envs, bool)
         self._real = np.ones(self.num_envs, bool)
         self._result_with_fillers = self._result._replace(real=self._real)
+
+    def _examples(self, env: Any, resetting: np.ndarray) -> Iterator[Mapping[str, Any]]:
+        """Examples of ``info``; marks the rows in ``resetting`` whose next step is a filler."""
+        yield first_of_each(env.reset()[1])
+        _, _, terminated, truncated, infos = env.step(env.action_space.sample())
+        np.logical_or(terminated, truncated, out=resetting)
+        yield first_of_each(infos)
 
     def _can_reset_some(self, env: AnyVectorEnv, mode: AutoresetMode) -> bool:
         """Whether single rows of ``env`` can be reset at any time."""

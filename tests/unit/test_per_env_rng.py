@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.counting_envs import CountingEnv
 from helpers.per_env_rng import categorical
 from tensordict import TensorDict
 from torch import distributions as d
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import distcollect as dc
@@ -77,7 +79,7 @@ def frames(draw: Draw, rows: list[int], num_frames: int = 3, **modes: bool) -> t
     with torch.inference_mode(**modes), torch.no_grad():
         for _ in range(num_frames):
             noise.next_frame()
-            with noise:
+            with noise.drawing():
                 drawn += [draw(PARAMETERS[rows]), draw(PARAMETERS[rows])]
     return torch.stack(drawn).unflatten(0, (num_frames, 2)).clone()
 
@@ -102,7 +104,7 @@ def test_as_torch_would_draw(name: str) -> None:
     parameters = torch.tensor([0.2, 0.3, 0.5]).expand(20_000, 3)
     torch.manual_seed(0)
     expected = DRAWS[name](parameters)
-    with PerEnvRng([3, 4]):
+    with PerEnvRng([3, 4]).drawing():
         drawn = DRAWS[name](parameters)
     assert drawn.shape == expected.shape
     assert drawn.dtype == expected.dtype
@@ -117,7 +119,7 @@ def test_as_torch_would_draw(name: str) -> None:
 
 
 def test_ends_of_ranges() -> None:
-    with PerEnvRng([1]):
+    with PerEnvRng([1]).drawing():
         assert torch.rand(1, 100_000, dtype=torch.float16).max() < 1
         assert torch.rand(1, 100_000, dtype=torch.bfloat16).max() < 1
         assert torch.empty(1, 100_000).exponential_().min() > 0
@@ -129,7 +131,7 @@ def test_ends_of_ranges() -> None:
 
 
 def test_what_torch_refuses_is_refused() -> None:
-    with PerEnvRng([1]):
+    with PerEnvRng([1]).drawing():
         with pytest.raises(RuntimeError, match="probability tensor"):
             torch.multinomial(torch.tensor([[1.0, -1.0]]), 1)
         with pytest.raises(RuntimeError, match="std"):
@@ -146,7 +148,7 @@ def test_what_has_no_rows_comes_from_torch() -> None:
     torch.manual_seed(1)
     expected = draw()
     torch.manual_seed(1)
-    with PerEnvRng([1, 2]):
+    with PerEnvRng([1, 2]).drawing():
         drawn = draw()
     assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=True))
 
@@ -158,13 +160,13 @@ def test_frames_of_some_rows() -> None:
     for noise in (usual, mended):
         noise.next_frame()
         if noise is mended:
-            with noise:
+            with noise.drawing():
                 torch.rand(4)
             noise.next_frame([1, 2])
-            with noise:
+            with noise.drawing():
                 torch.rand(4)
         noise.next_frame()
-        with noise:
+        with noise.drawing():
             rows.append(torch.rand(4, 8))
     assert torch.equal(rows[0][[0, 3]], rows[1][[0, 3]])
     assert not (rows[0][[1, 2]] == rows[1][[1, 2]]).any()
@@ -228,3 +230,40 @@ def test_the_trainers_own_draws_change_nothing() -> None:
             return torch.cat([first, collector.next()]).exclude("collector")
 
     assert bool((run(False) == run(True)).all())
+
+
+def test_scripted_code() -> None:
+    scripted = torch.jit.script(_multinomial_in_a_script)
+    for rows in ([0, 1, 2, 3], [3, 1]):
+        drawn = [frames(draw, rows, num_frames=20) for draw in (scripted, _multinomial_in_a_script)]
+        assert torch.equal(*drawn)
+
+
+def _multinomial_in_a_script(p: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial(p, 1)
+
+
+@pytest.mark.parametrize("name", ["rand_like", "bernoulli"])
+def test_in_vmap(name: str) -> None:
+    """There an operation gets tensors that can't be read; the rows draw their own numbers."""
+    draw = torch.vmap(DRAWS[name], randomness="different")
+    together = frames(draw, [0, 1, 2, 3])
+    assert torch.equal(frames(draw, [1, 3]), together[:, :, [1, 3]])
+    assert torch.equal(frames(DRAWS[name], [0, 1, 2, 3]), together)
+
+
+def test_tensors_without_data() -> None:
+    """As they are used to compile code."""
+    with PerEnvRng([1, 2]).drawing():
+        assert torch.rand(2, 3, device="meta").shape == (2, 3)
+        with FakeTensorMode():
+            assert torch.multinomial(torch.ones(2, 3), 1).shape == (2, 1)
+            assert torch.normal(1.0, torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_other_threads_draw_from_torch() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    with PerEnvRng([1, 2]).drawing(), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(torch.rand, 2).result(), expected)

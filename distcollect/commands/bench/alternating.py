@@ -31,6 +31,20 @@ def run_beside_bare(seconds: float, *, name: str) -> Values:
     return {"speed_ratio": ratio, "pairs": pairs}
 
 
+def run_seeded(seconds: float, *, name: str) -> Values:
+    """Time of a batch of a seeded SyncDataCollector over that of one without a seed."""
+    torch.set_num_threads(1)
+    workload = WORKLOADS[name]
+    # Two policies would choose other actions, and their episodes would have other lengths.
+    policy = workload.make_policy()
+    with make_sync(workload, policy) as seeded, make_sync(workload, policy) as other:
+        seeded.set_seed(1)
+        ratios, pairs = ratios_of_pairs(
+            seeded.next, other.next, seconds, [time.perf_counter, time.process_time]
+        )
+    return {"time_ratio": ratios[0], "cpu_ratio": ratios[1], "pairs": pairs}
+
+
 def ratio_of_pairs(
     one: Callable[[], object],
     other: Callable[[], object],

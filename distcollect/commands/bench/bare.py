@@ -11,8 +11,9 @@ by a barrier, and their rates are summed: the rate of W workers whose communicat
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,13 @@ from distcollect.commands.bench.windows import Batch, frames_per_s
 from distcollect.commands.bench.workloads import WORKLOADS, Workload
 
 _JOIN_TIMEOUT_S = 60.0
+
+
+class Loop(Protocol):
+    """Collects rollouts without end."""
+
+    def batches(self) -> Iterator[Batch]:
+        """The frames of each rollout; their source is always 0."""
 
 
 class BareLoop:
@@ -82,11 +90,27 @@ def run_bare(workload: Workload, seconds: float, num_processes: int) -> dict[str
     if num_processes == 1:
         torch.set_num_threads(1)
         return {"frames_per_s": frames_per_s(BareLoop(workload).batches(), seconds)}
+    loops = partial(_loop_of, workload.name)
+    return {"frames_per_s": side_by_side(loops, seconds, num_processes)}
+
+
+def _loop_of(name: str) -> BareLoop:
+    return BareLoop(WORKLOADS[name])
+
+
+def side_by_side(make: Callable[[], Loop], seconds: float, num_processes: int) -> float:
+    """The sum of the frames/s of loops that run at the same time, each in a process of its own.
+
+    Args:
+        make: makes a loop; can be pickled.
+        seconds: length of the window.
+        num_processes: how many loops.
+    """
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(num_processes)
     results = context.SimpleQueue()
     processes = [
-        context.Process(target=_side_by_side, args=(workload.name, seconds, barrier, results))
+        context.Process(target=_run_loop, args=(make, seconds, barrier, results))
         for _ in range(num_processes)
     ]
     for process in processes:
@@ -97,12 +121,12 @@ def run_bare(workload: Workload, seconds: float, num_processes: int) -> dict[str
     codes = [process.exitcode for process in processes]
     if any(codes) or None in codes:
         raise RuntimeError(f"the bare loops ended with exit codes {codes}")
-    return {"frames_per_s": sum(results.get() for _ in processes)}
+    return float(sum(results.get() for _ in processes))
 
 
-def _side_by_side(name: str, seconds: float, barrier: Any, results: Any) -> None:
+def _run_loop(make: Callable[[], Loop], seconds: float, barrier: Any, results: Any) -> None:
     torch.set_num_threads(1)
-    loop = BareLoop(WORKLOADS[name])
+    loop = make()
 
     def together() -> None:
         barrier.wait(_JOIN_TIMEOUT_S)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from distcollect import BroadcastUpdater
+from distcollect import BroadcastUpdater, SyncDataCollector
 from distcollect.commands.bench import (
     alternating,
     counting,
@@ -169,6 +169,26 @@ def _torchrl_part(part: str, about: str, function: str, /, **options: object) ->
     return Part(part, about, partial(_with_torchrl, function, **options), needs=_TORCHRL)
 
 
+# Functions of torchrl_async.py.
+_ASYNC_COLLECTORS = {
+    "ours": ("MultiaSyncDataCollector", "run_ours"),
+    "multi": ("torchrl MultiAsyncCollector", "run_multi"),
+    "batched": ("torchrl AsyncBatchedCollector, envs in threads", "run_batched_in_threads"),
+    "batched-processes": ("the same, envs in processes", "run_batched_in_processes"),
+}
+
+
+def _torchrl_async(name: str, regime: str) -> Part:
+    about, function = _ASYNC_COLLECTORS[name]
+
+    def run(seconds: float) -> Values:
+        module = importlib.import_module("distcollect.commands.bench.torchrl_async")
+        values: Values = getattr(module, function)(seconds, regime=regime)
+        return values
+
+    return Part(f"{regime}-{name}", f"{about}, {regime}", run, needs=_TORCHRL)
+
+
 _FIGURES = (
     Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
     Item(
@@ -228,11 +248,59 @@ _FIGURES = (
         ),
     ),
     Item(
+        "seeded",
+        "SyncDataCollector with a seed and without, in turns within one process",
+        tuple(
+            Part(
+                name,
+                name,
+                partial(alternating.run_seeded, name=name),
+                needs=WORKLOADS[name].needs,
+            )
+            for name in (*_CARTPOLES, "mujoco")
+        ),
+    ),
+    Item(
         "native",
         "SyncDataCollector and a bare loop over the same vector env, in turns within one process",
         tuple(
             Part(name, each.about, partial(native.run_beside_loop, name=name), needs=each.needs)
             for name, each in native.NATIVE.items()
+        ),
+    ),
+    Item(
+        "native-x2",
+        "two workers with a vector env each, and two bare loops side by side",
+        tuple(
+            Part(
+                f"{name}-{who}",
+                f"{native.NATIVE[name].about}, {about}",
+                partial(run, name=name),
+                f"{name}-loops",
+                needs=native.NATIVE[name].needs,
+            )
+            for name in ("envpool-cartpole-256", "envpool-pong")
+            for who, about, run in (
+                ("workers", "MultiaSyncDataCollector", native.run_workers),
+                ("loops", "bare loops", native.run_loops),
+            )
+        ),
+    ),
+    Item(
+        "native-async",
+        "EnvPool's CartPole, 16 envs, a step takes 5 ms on average, exponentially distributed",
+        tuple(
+            Part(name, about, run, "loop", needs=("envpool",))
+            for name, about, run in (
+                ("loop", "bare loop, 4 envs at a time", native.run_uneven_loop),
+                ("async", "aSyncDataCollector, the same", native.run_uneven),
+                ("sync", "the same, all envs at once", partial(native.run_uneven, at_once=True)),
+                (
+                    "on-policy",
+                    "SyncDataCollector, 4 envs at a time",
+                    partial(native.run_uneven, kind=SyncDataCollector),
+                ),
+            )
         ),
     ),
     Item(
@@ -251,6 +319,15 @@ _FIGURES = (
                 "run_workers",
                 torchrl=True,
             ),
+        ),
+    ),
+    Item(
+        "torchrl-async",
+        "TorchRL's workload for its asynchronous collectors: 8 envs, 1 ms of sleep a step, CNN",
+        tuple(
+            _torchrl_async(name, regime)
+            for regime in ("uniform", "slow-reset")
+            for name in _ASYNC_COLLECTORS
         ),
     ),
     Item(

@@ -1,16 +1,17 @@
-"""Native vector envs: SyncDataCollector beside a bare loop over the same vector env.
+"""Native vector envs: our collectors beside a bare loop over the same vector env.
 
 The bare loop calls the policy and steps the env, and writes observation, action, log-probability,
-reward, terminated and truncated into preallocated arrays ``[T, n]``. An env that resets a row in
-the step after its end makes filler steps. The bare loop leaves them in, and each of them counts as
-one of its frames; the collector delivers none.
+reward, terminated and truncated into preallocated arrays. An env that resets a row in the step
+after its end makes filler steps. The bare loop leaves them in, and each of them counts as one of
+its frames; the collector delivers none.
 """
 
 from __future__ import annotations
 
+import importlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from distcollect import Monitor, SyncDataCollector
+from distcollect import (
+    Monitor,
+    MultiaSyncDataCollector,
+    SyncDataCollector,
+    aSyncDataCollector,
+)
 from distcollect.commands.bench.alternating import ratio_of_pairs
+from distcollect.commands.bench.bare import side_by_side
 from distcollect.commands.bench.contenders import Values
+from distcollect.commands.bench.uneven_pool import UnevenPool
+from distcollect.commands.bench.vector_loops import AsyncPoolLoop, VectorLoop
+from distcollect.commands.bench.windows import Batch, frames_per_s
 from distcollect.commands.bench.workloads import (
     GaussianPolicy,
     cheetah_policy,
@@ -29,6 +39,8 @@ from distcollect.commands.bench.workloads import (
     small_policy,
 )
 from distcollect.envs.vector_ids import VectorMaker, vector_maker
+
+_NUM_WORKERS = 2
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,9 @@ class NativeWorkload:
         num_envs: n.
         num_steps: T.
         needs: modules that must be installed.
+        batch_size: EnvPool gives the results of so many envs at a time; None: of all.
+        uneven_s: the mean duration of a step in seconds, exponentially distributed; None: the
+            envs are as fast as they are.
     """
 
     about: str
@@ -50,14 +65,30 @@ class NativeWorkload:
     num_envs: int
     num_steps: int
     needs: tuple[str, ...]
+    batch_size: int | None = None
+    uneven_s: float | None = None
 
     def make_env(self) -> Any:
         """Make the vector env."""
+        if self.uneven_s is not None:
+            return _make_uneven(self, self.uneven_s)
         maker = vector_maker(self.env_id, self.num_envs)
         if isinstance(maker, VectorMaker):
             return maker()
         name = self.env_id.removeprefix("gymnasium:")
         return gym.make_vec(name, self.num_envs, vectorization_mode="vector_entry_point")
+
+
+def _make_uneven(workload: NativeWorkload, mean_s: float) -> Any:
+    pool = importlib.import_module("envpool").make_gymnasium(
+        workload.env_id.removeprefix("envpool:"),
+        num_envs=workload.num_envs,
+        num_threads=1,
+        batch_size=workload.batch_size or workload.num_envs,
+    )
+    rng = np.random.default_rng(0)
+    UnevenPool(pool, lambda _: rng.exponential(mean_s))
+    return pool
 
 
 def _envpool(
@@ -83,35 +114,10 @@ NATIVE: dict[str, NativeWorkload] = {
 }
 
 
-class VectorLoop:
-    """The bare loop; see the module."""
-
-    def __init__(self, workload: NativeWorkload, policy: nn.Module) -> None:
-        self._env, self._policy = workload.make_env(), policy
-        shape = (workload.num_steps, workload.num_envs)
-        space, action_space = self._env.single_observation_space, self._env.single_action_space
-        self._stored = np.zeros((*shape, *space.shape), space.dtype)
-        self._actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
-        self._log_probs = np.zeros(shape, np.float32)
-        self._rewards = np.zeros(shape, np.float32)
-        self._terminated = np.zeros(shape, bool)
-        self._truncated = np.zeros(shape, bool)
-        self._observation, _ = self._env.reset()
-
-    def next(self) -> None:
-        """Make T steps."""
-        env, policy, observation = self._env, self._policy, self._observation
-        with torch.inference_mode():
-            for step in range(len(self._rewards)):
-                action, written = policy(torch.from_numpy(observation))
-                self._stored[step] = observation
-                self._actions[step] = chosen = action.numpy()
-                self._log_probs[step] = written["action_log_prob"].numpy()
-                observation, reward, terminated, truncated, _ = env.step(chosen)
-                self._rewards[step] = reward
-                self._terminated[step] = terminated
-                self._truncated[step] = truncated
-        self._observation = observation
+# With 4 of these envs at a time.
+_UNEVEN = NativeWorkload(
+    "", "envpool:CartPole-v1", small_policy, 16, 64, ("envpool",), batch_size=4, uneven_s=0.005
+)
 
 
 def run_beside_loop(seconds: float, *, name: str) -> Values:
@@ -119,14 +125,68 @@ def run_beside_loop(seconds: float, *, name: str) -> Values:
     torch.set_num_threads(1)
     workload = NATIVE[name]
     policy = workload.make_policy()
-    bare = VectorLoop(workload, policy)
-    collector = SyncDataCollector(
+    bare = VectorLoop(workload.make_env(), policy, workload.num_steps)
+    with _collector(workload, policy) as collector:
+        wall, pairs = ratio_of_pairs(bare.next, collector.next, seconds / 2, time.perf_counter)
+        cpu, _ = ratio_of_pairs(bare.next, collector.next, seconds / 2, time.process_time)
+    return {"speed_ratio": wall, "cpu_ratio": cpu, "pairs": pairs}
+
+
+def run_uneven_loop(seconds: float) -> Values:
+    """A bare loop over EnvPool's asynchronous mode."""
+    torch.set_num_threads(1)
+    loop = AsyncPoolLoop(_UNEVEN.make_env(), _UNEVEN.make_policy(), _UNEVEN.num_steps)
+    return {"frames_per_s": frames_per_s(loop.batches(), seconds)}
+
+
+def run_uneven(
+    seconds: float, *, kind: Callable[..., Any] = aSyncDataCollector, at_once: bool = False
+) -> Values:
+    """A collector over EnvPool's asynchronous mode; ``at_once``: over its synchronous one."""
+    torch.set_num_threads(1)
+    workload = replace(_UNEVEN, batch_size=None) if at_once else _UNEVEN
+    with kind(
+        workload.make_env,
+        workload.make_policy(),
+        frames_per_batch=workload.num_envs * workload.num_steps,
+        monitor=Monitor(view=False),
+    ) as collector:
+        return {"frames_per_s": frames_per_s(_counted(collector), seconds)}
+
+
+def _counted(collector: Iterable[Any]) -> Iterator[Batch]:
+    for batch in collector:
+        yield int(batch["collector", "worker_id"].flatten()[0]), batch.numel()
+
+
+def _collector(workload: NativeWorkload, policy: nn.Module) -> SyncDataCollector:
+    return SyncDataCollector(
         workload.make_env(),
         policy,
         frames_per_batch=workload.num_envs * workload.num_steps,
         monitor=Monitor(view=False),
     )
-    with collector:
-        wall, pairs = ratio_of_pairs(bare.next, collector.next, seconds / 2, time.perf_counter)
-        cpu, _ = ratio_of_pairs(bare.next, collector.next, seconds / 2, time.process_time)
-    return {"speed_ratio": wall, "cpu_ratio": cpu, "pairs": pairs}
+
+
+def run_workers(seconds: float, *, name: str) -> Values:
+    """Two asynchronous workers with a vector env each."""
+    workload = NATIVE[name]
+    with MultiaSyncDataCollector(
+        workload.make_env,
+        workload.make_policy(),
+        frames_per_batch=workload.num_envs * workload.num_steps,
+        num_workers=_NUM_WORKERS,
+        monitor=Monitor(view=False),
+    ) as collector:
+        return {"frames_per_s": frames_per_s(_counted(collector), seconds)}
+
+
+def run_loops(seconds: float, *, name: str) -> Values:
+    """Two processes, each with a bare loop over such a vector env."""
+    loops = partial(_make_loop, name)
+    return {"frames_per_s": side_by_side(loops, seconds, _NUM_WORKERS)}
+
+
+def _make_loop(name: str) -> VectorLoop:
+    workload = NATIVE[name]
+    return VectorLoop(workload.make_env(), workload.make_policy(), workload.num_steps)

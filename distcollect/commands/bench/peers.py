@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
 from torch import nn
 
+from distcollect.commands.bench.vector_loops import Store, VectorLoop
 from distcollect.commands.bench.windows import Batch, frames_per_s
 from distcollect.commands.bench.workloads import Workload
 
@@ -143,47 +143,6 @@ def run_torchrl_rpc(workload: Workload, seconds: float) -> dict[str, float]:
     return {"frames_per_s": frames_per_s(_torchrl_counted(make_torchrl_rpc(workload)), seconds)}
 
 
-class _Store:
-    """Preallocated arrays ``[T, n]`` for the frames of a vector env."""
-
-    def __init__(self, workload: Workload, env: Any, rows: int) -> None:
-        self.steps = workload.num_steps
-        space, action_space = env.observation_space, env.action_space
-        self.observation = np.zeros((self.steps, rows, *space.shape), space.dtype)
-        self.action = np.zeros((self.steps, rows, *action_space.shape), action_space.dtype)
-        self.log_prob = np.zeros((self.steps, rows), np.float32)
-        self.reward = np.zeros((self.steps, rows), np.float32)
-        self.terminated = np.zeros((self.steps, rows), bool)
-        self.truncated = np.zeros((self.steps, rows), bool)
-
-
-def _space_donor(workload: Workload) -> Any:
-    """A single env, for its spaces."""
-    env = workload.make_env()
-    env.close()
-    return env
-
-
-def _gym_batches(workload: Workload, envs: Any, rows: int) -> Iterator[Batch]:
-    """Gymnasium's vector envs in SAME_STEP mode: every step is a transition of every env."""
-    store = _Store(workload, _space_donor(workload), rows)
-    policy = workload.make_policy()
-    observation, _ = envs.reset()
-    while True:
-        with torch.inference_mode():
-            for step in range(store.steps):
-                action, written = policy(torch.from_numpy(observation))
-                store.observation[step] = observation
-                store.action[step] = chosen = action.numpy()
-                store.log_prob[step] = written["action_log_prob"].numpy()
-                # True final observations are in the infos.
-                observation, reward, terminated, truncated, _ = envs.step(chosen)
-                store.reward[step] = reward
-                store.terminated[step] = terminated
-                store.truncated[step] = truncated
-        yield 0, store.reward.size
-
-
 def run_gym_sync(workload: Workload, seconds: float) -> dict[str, float]:
     """A loop over ``SyncVectorEnv`` with n envs, observations not copied."""
     torch.set_num_threads(1)
@@ -192,8 +151,11 @@ def run_gym_sync(workload: Workload, seconds: float) -> dict[str, float]:
         copy=False,
         autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
     )
-    batches = _gym_batches(workload, envs, workload.num_envs)
-    return {"frames_per_s": frames_per_s(batches, seconds)}
+    return {"frames_per_s": frames_per_s(_gym_batches(workload, envs), seconds)}
+
+
+def _gym_batches(workload: Workload, envs: Any) -> Iterator[Batch]:
+    return VectorLoop(envs, workload.make_policy(), workload.num_steps).batches()
 
 
 def _two_workers_worth(workload: Workload) -> int:
@@ -212,7 +174,7 @@ def run_gym_async(workload: Workload, seconds: float) -> dict[str, float]:
         context="fork",
         autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
     )
-    return {"frames_per_s": frames_per_s(_gym_batches(workload, envs, rows), seconds)}
+    return {"frames_per_s": frames_per_s(_gym_batches(workload, envs), seconds)}
 
 
 def run_sb3(workload: Workload, seconds: float) -> dict[str, float]:
@@ -224,12 +186,12 @@ def run_sb3(workload: Workload, seconds: float) -> dict[str, float]:
 
 
 def _sb3_batches(workload: Workload, envs: Any, rows: int) -> Iterator[Batch]:
-    store = _Store(workload, _space_donor(workload), rows)
+    store = Store(envs, workload.num_steps, rows)
     policy = workload.make_policy()
     observation = envs.reset()
     while True:
         with torch.inference_mode():
-            for step in range(store.steps):
+            for step in range(store.num_steps):
                 action, written = policy(torch.from_numpy(observation))
                 store.observation[step] = observation
                 store.action[step] = chosen = action.numpy()

@@ -120,6 +120,13 @@ TARGETS: tuple[Target, ...] = (
     _beside_bare("cartpole-16", 0.90),
     _beside_bare("cartpole-64", 0.90),
     _beside_bare("cartpole-1", 0.75),
+    Target(
+        "seeded / unseeded, time, cartpole-16",
+        ("seeded", "cartpole-16", "time_ratio"),
+        (),
+        1.1,
+        at_least=False,
+    ),
     _beside_native("envpool-cartpole-16", 0.90),
     _beside_native("envpool-cartpole-256", 0.90),
     _beside_native("envpool-cartpole-1024", 0.90),
@@ -127,6 +134,24 @@ TARGETS: tuple[Target, ...] = (
     _beside_native("envpool-cheetah", 0.95),
     _beside_native("envpool-ant", 0.95),
     _beside_native("ale-pong", 0.97),
+    *(
+        _over("native-x2", f"{name}-workers", f"{name}-loops", 0.90)
+        for name in ("envpool-cartpole-256", "envpool-pong")
+    ),
+    *(
+        Target(
+            f"ours / the best of torchrl's asynchronous collectors, {regime}",
+            _rate("torchrl-async", f"{regime}-ours"),
+            tuple(
+                _rate("torchrl-async", f"{regime}-{name}")
+                for name in ("multi", "batched", "batched-processes")
+            ),
+            1.2,
+        )
+        for regime in ("uniform", "slow-reset")
+    ),
+    _over("native-async", "async", "sync", 1.3),
+    _over("native-async", "async", "loop", 0.95),
     _over("cartpole-16", "rpc-async-x2", "bare-x2", 0.85),
     _over("cartpole-16", "async", "bare", 0.85),
     _over("cartpole-16", "multi-async-x2", "bare-x2", 0.85),

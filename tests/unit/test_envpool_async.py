@@ -1,0 +1,371 @@
+"""EnvPool with a ``batch_size`` below ``num_envs``: whole trajectories, in order, exact batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import distcollect as dc
+from distcollect.commands.bench.uneven_pool import UnevenPool
+from distcollect.engine.build import build_engine
+from distcollect.engine.plan import StepOptions, WorkerPlan
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slab import Slab
+
+envpool = pytest.importorskip("envpool", reason="EnvPool is not installed")
+# Raised by Gymnasium when EnvPool makes its spaces.
+pytestmark = pytest.mark.filterwarnings("ignore:.*precision lowered by casting:UserWarning")
+
+N = 5
+LONGEST = 9
+
+
+def make_pool(task: str = "CartPole-v1", batch_size: int = 2, **kwargs: Any) -> Any:
+    options: dict[str, Any] = {"num_envs": N, "num_threads": 2, "seed": [3, 5, 7, 9, 11]}
+    options |= {"max_episode_steps": LONGEST, "batch_size": batch_size, **kwargs}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return envpool.make_gymnasium(task, **options)
+
+
+def choose(observation: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """An action that follows from the observation, and an extra that says which one."""
+    sums = observation.double().sum(-1)
+    return (sums * 1000).floor().long() % 2, {"sum": sums}
+
+
+class Remembering(nn.Module):
+    """Counts the frames of each episode in its state."""
+
+    def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
+        return {"age": torch.zeros(num_envs)}
+
+    def forward(self, observation: torch.Tensor, age: torch.Tensor) -> Any:
+        return choose(observation)[0], {"age": age + 1, "seen": age.clone()}
+
+
+class Told(nn.Module):
+    """The extra is its one weight; ``at_call`` is called before each choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = nn.Parameter(torch.zeros(()))
+        self.at_call: Callable[[], None] = lambda: None
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        self.at_call()
+        return choose(observation)[0], {"told": self.told.expand(len(observation)).clone()}
+
+
+def offer(weights: LiveWeights, version: int) -> None:
+    buffer = weights.spare()
+    for view in weights.layout.views(buffer):
+        view.fill_(version)
+    weights.commit(buffer, version)
+
+
+class Collected:
+    """An engine over such a pool, and the batches that it gives."""
+
+    def __init__(self, env: Any, policy: Any = choose, **kwargs: Any) -> None:
+        self.batches: list[TensorDict] = []
+        self.engine: Any = build_engine(
+            WorkerPlan(env, N, policy=policy, **kwargs), traj_ids=count(), shared=True
+        )
+
+    def collect(self, steps: int, **kwargs: Any) -> TensorDict:
+        slab = Slab(self.engine.layout, steps)
+        self.engine.collect(slab, **kwargs)
+        tensors = [tensor.clone() for tensor in slab.tensors()]
+        header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
+        is_padded = slab.num_frames < slab.reward.size
+        batch = assemble(self.engine.layout, [Rollout(header, tensors)], mask=is_padded)
+        self.batches.append(batch)
+        return batch
+
+    def collect_often(self, times: int, steps: int = 5, **kwargs: Any) -> None:
+        for _ in range(times):
+            self.collect(steps, **kwargs)
+
+    def lost(self) -> int:
+        """How many frames are in no batch and do not wait for the next one."""
+        counter = self.engine.counter
+        masks = [batch.get(("collector", "mask"), None) for batch in self.batches]
+        kept = sum(
+            batch.numel() if mask is None else int(mask.sum())
+            for batch, mask in zip(self.batches, masks, strict=True)
+        )
+        lost = sum(counter.lost.values())
+        assert counter.stepped == kept + lost + int(self.engine._loop.surplus.sum())
+        return int(lost)
+
+    def rows(self) -> list[TensorDict]:
+        """All real frames of each row, in the order in which they were delivered."""
+        rows = []
+        for row in range(N):
+            parts = []
+            for batch in self.batches:
+                mask = batch.get(("collector", "mask"), None)
+                part = batch[row].exclude(("collector", "mask"))
+                parts.append(part if mask is None else part[mask[row]])
+            rows.append(torch.cat(parts))
+        return rows
+
+    def check(self) -> None:
+        """Trajectories are whole and in order, no other row has their id, and actions fit."""
+        num_ends = 0
+        seen: list[set[int]] = []
+        for row in self.rows():
+            ids = row["collector", "traj_ids"]
+            done = row["next", "done"][:, 0]
+            changes = ids[1:] != ids[:-1]
+            assert changes[done[:-1]].all()
+            follows = (row["next", "observation"][:-1] == row["observation"][1:]).all(-1)
+            assert follows[~changes].all(), "a frame is missing within a trajectory"
+            assert not follows[done[:-1]].any(), "no true final observation"
+            assert torch.equal(row["action"], choose(row["observation"])[0])
+            seen.append(set(ids.tolist()))
+            assert len(seen[-1]) == 1 + int(changes.sum()), "an id comes twice"
+            num_ends += int(done.sum())
+        assert len(set.union(*seen)) == sum(map(len, seen))
+        assert num_ends > N
+        self.lost()
+
+
+def frames_of_a_sync_pool(num_steps: int, **options: Any) -> list[list[tuple[Any, ...]]]:
+    """Each row's transitions: observation, action, reward, next observation, done."""
+    pool = make_pool(batch_size=N, **options)
+    frames: list[list[tuple[Any, ...]]] = [[] for _ in range(N)]
+    observation, _ = pool.reset()
+    over = np.zeros(N, bool)
+    for _ in range(num_steps):
+        action = choose(torch.from_numpy(observation))[0].numpy()
+        following, reward, terminated, truncated, _ = pool.step(action)
+        done = terminated | truncated
+        for row in np.flatnonzero(~over):
+            frame = (observation[row], action[row], reward[row], following[row], done[row])
+            frames[row].append(tuple(np.copy(part) for part in frame))
+        observation, over = following, done & ~over
+    pool.close()
+    return frames
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 5, 40])
+def test_each_frame_of_a_sync_pool_and_no_other(steps: int, batch_size: int) -> None:
+    collected = Collected(make_pool(batch_size=batch_size))
+    for _ in range(80 // steps):
+        assert collected.collect(steps).shape == (N, steps)
+    collected.engine.close()
+    collected.check()
+    expected = frames_of_a_sync_pool(400)
+    lost = collected.lost()
+    for row, its in zip(collected.rows(), expected, strict=True):
+        keys: tuple[Any, ...] = ("observation", "action", ("next", "reward"))
+        keys += (("next", "observation"), ("next", "done"))
+        columns = [row[key].numpy() for key in keys]
+        place = -1
+        for frame in zip(*columns, strict=True):
+            # Frames may be missing in between, if this row was far ahead of the others.
+            place = next(
+                at
+                for at in range(place + 1, len(its))
+                if all(map(np.array_equal, map(np.ravel, frame), map(np.ravel, its[at])))
+            )
+        assert lost or place == len(row) - 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_rows_are_cut_and_reset(batch_size: int) -> None:
+    options = StepOptions(max_frames_per_traj=3, reset_at_each_iter=True)
+    collected = Collected(make_pool(batch_size=batch_size), options=options)
+    for _ in range(4):
+        collected.collect(8)
+    collected.check()
+    for row in collected.rows():
+        ids, counts = row["collector", "traj_ids"].unique(return_counts=True)
+        assert counts.max() == 3
+        assert len(ids) >= 4 * 3
+    starts = torch.stack([batch["observation"][:, 0] for batch in collected.batches])
+    assert (starts.abs() <= 0.05).all(), "not the first observation of an episode"
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_each_frame_has_the_version_that_chose_its_action(batch_size: int, fresh: bool) -> None:
+    """In sync mode no frame is older than the weights were when its batch was asked for."""
+    policy = Told()
+    collected = Collected(make_pool(batch_size=batch_size), policy)
+    versions, calls = count(1), count()
+
+    def at_call() -> None:
+        if next(calls) % 7 == 6:
+            offer(collected.engine.weights, next(versions))
+
+    policy.at_call = at_call
+    for _ in range(6):
+        offer(collected.engine.weights, version := next(versions))
+        batch = collected.collect(12, fresh=fresh)
+        got = batch["collector", "policy_version"]
+        assert torch.equal(got, batch["told"].long())
+        assert not fresh or got.min() >= version
+        assert (got[:, 1:] >= got[:, :-1]).all()
+    collected.check()
+
+
+def test_a_rollout_of_another_length_goes_on_with_the_trajectories() -> None:
+    collected = Collected(make_pool())
+    for steps in (4, 9, 2, 2, 7):
+        assert collected.collect(steps).shape == (N, steps)
+    collected.engine.close()
+    collected.check()
+
+
+def test_preempted_rollouts() -> None:
+    calls = count()
+
+    def policy(observation: torch.Tensor) -> Any:
+        if next(calls) % 11 == 10:
+            collected.engine.preempt()
+        return choose(observation)
+
+    collected = Collected(make_pool(), policy)
+    for _ in range(12):
+        collected.collect(20)
+    assert any(("collector", "mask") in batch.keys(True) for batch in collected.batches)
+    collected.check()
+
+
+def test_a_recurrent_policy() -> None:
+    collected = Collected(make_pool(), Remembering())
+    for _ in range(6):
+        collected.collect(15)
+    collected.check()
+    for row in collected.rows():
+        ids, seen = row["collector", "traj_ids"], row["seen"]
+        starts = torch.cat([torch.tensor([True]), ids[1:] != ids[:-1]])
+        # An id also changes where frames are missing; then the episode goes on.
+        first = row["observation"].abs().max(-1).values <= 0.05
+        assert (seen[starts & first & (seen < LONGEST)] == 0).any()
+        assert torch.equal(seen[1:][~starts[1:]], seen[:-1][~starts[1:]] + 1)
+
+
+def test_an_exception_anywhere_leaves_it_usable() -> None:
+    """Results that EnvPool gave by then are not waited for again."""
+
+    class BrokenOff(BaseException):
+        pass
+
+    collected = Collected(make_pool())
+    envs = collected.engine.envs
+    collected.collect(5)
+    for name in ("_settle_sent", "_take", "_write_obs", "reset_rows", "send"):
+        usual, calls = getattr(envs, name), count()
+
+        def broken_off(*args: Any, usual: Any = usual, calls: Any = calls, **kwargs: Any) -> None:
+            if next(calls) == 2:
+                raise BrokenOff
+            return usual(*args, **kwargs)
+
+        setattr(envs, name, broken_off)
+        with pytest.raises(BrokenOff):
+            collected.collect_often(100)
+        setattr(envs, name, usual)
+        for _ in range(3):
+            collected.collect(5)
+    collected.check()
+
+
+def test_a_pool_that_raises_is_replaced() -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(make_pool())
+        return made[-1]
+
+    collected = Collected(make, max_env_faults=1)
+    collected.collect(6)
+    usual = made[0]._send
+
+    def fails(_: Any) -> None:
+        made[0]._send = usual
+        raise RuntimeError("no more")
+
+    made[0]._send = fails
+    batch = collected.collect(30)
+    assert len(made) == 2
+    assert batch["collector", "faulted"].any()
+    assert batch["next", "truncated"][batch["collector", "faulted"]].all()
+    collected.check()
+
+
+def test_another_batch_size_the_second_time_is_refused() -> None:
+    sizes = iter([2, 3])
+    collected = Collected(lambda: make_pool(batch_size=next(sizes)), max_env_faults=1)
+    collected.engine.envs._env._send = None  # calling it raises
+    with pytest.raises(dc.EnvError, match="another batch_size than before, 3 instead of 2"):
+        collected.collect(3)
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize("slowest", [1.5, 6, 100])
+def test_rows_of_different_speeds(slowest: float, batch_size: int, fresh: bool) -> None:
+    """The fast ones wait for the slow ones, and lose frames only if too few rows may wait."""
+    pool, clock = make_pool(batch_size=batch_size), Clock()
+    rng = np.random.default_rng(0)
+    speeds = [1, 1.2, slowest, 1.1, slowest]
+    UnevenPool(pool, lambda row: speeds[row] * rng.random(), clock=clock, sleep=clock.sleep)
+    collected = Collected(pool)
+    collected.collect_often(12, steps=10, fresh=fresh)
+    collected.check()
+    if not fresh and slowest < 2 and batch_size < 4:
+        assert not collected.lost()
+
+
+def test_in_a_collector() -> None:
+    with dc.SyncDataCollector(
+        make_pool, choose, frames_per_batch=N * 8, info_keys=["elapsed_step"]
+    ) as collector:
+        batches = [collector.next() for _ in range(5)]
+    for batch in batches:
+        assert batch.shape == (N, 8)
+        assert torch.equal(batch["next", "elapsed_step"], batch["elapsed_step"] + 1)
+        ids = batch["collector", "traj_ids"]
+        assert torch.equal(ids[:, 1:] != ids[:, :-1], batch["next", "done"][:, :-1, 0])
+
+
+def test_random_actions_and_a_seed() -> None:
+    with dc.SyncDataCollector(make_pool, frames_per_batch=N * 8) as collector:
+        collector.set_seed(1)
+        batches = [collector.next() for _ in range(3)]
+    assert torch.cat(batches)["action"].float().std() > 0.3
+
+
+def test_reproducible_is_refused() -> None:
+    options = StepOptions(exact_version=True)
+    with pytest.raises(dc.ArgumentError, match=r"reproducible=True does not work .* 2 of its 5"):
+        Collected(make_pool(), options=options)
