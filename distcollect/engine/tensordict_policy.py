@@ -64,6 +64,7 @@ class TensorDictPolicy:
         if callable(bind := getattr(policy, "set_action_spec_from_env", None)):
             bind(envs.members[0])
         self._exploration = exploration
+        self._action_keys = list(envs.members[0].action_keys)
         self._device = device
         # As TorchRL has it: a policy on another device than its envs gets copies, and a TensorDict
         # says on which device it is only if the user named the devices.
@@ -131,10 +132,19 @@ class TensorDictPolicy:
 
         Returns:
             The copy, with the outputs.
+
+        Raises:
+            PolicyError: the policy raised, or its distribution has not the value that the
+                exploration type asks for.
         """
         copied = td.clone()
         with torch.random.fork_rng(devices=[]):
             self.exploring().call(self, copied)
+        if self._exploration in (Exploration.MEAN, Exploration.MEDIAN):
+            # Distributions of whole numbers have a mean of NaN, which an env may take as an action.
+            for value in copied.select(*self._action_keys).values(True, True):
+                if value.is_floating_point() and value.isnan().all():
+                    raise self._exploration.undefined()
         return copied
 
 

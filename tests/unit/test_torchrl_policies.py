@@ -133,6 +133,23 @@ def test_a_recurrent_module(zoo: Any, has_primer: bool) -> None:
     assert trained["action"].shape == (10, 1)
 
 
+@pytest.mark.parametrize("kind", ["mean", "median"])
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_distribution_over_categories_has_no_mean(zoo: Any, is_module: bool, kind: str) -> None:
+    from torchrl.envs import GymEnv  # noqa: PLC0415
+    from torchrl.modules import OneHotCategorical, ProbabilisticActor  # noqa: PLC0415
+
+    env = GymEnv("CartPole-v1")
+    logits = Mod(nn.Linear(4, 2), ["observation"], ["logits"])
+    policy: Any = ProbabilisticActor(
+        logits, ["logits"], spec=env.action_spec, distribution_class=OneHotCategorical
+    )
+    if not is_module:
+        policy = lambda observation: torch.distributions.Categorical(logits=observation)  # noqa: E731
+    with pytest.raises(dc.PolicyError, match=f"no {kind}; use|median is not implemented"):
+        dc.SyncDataCollector(env, policy, frames_per_batch=4, exploration_type=kind)
+
+
 def test_envs_stay_without_the_transforms_of_a_recurrent_policy(zoo: Any) -> None:
     from torchrl.modules import LSTMModule  # noqa: PLC0415
 
