@@ -146,7 +146,7 @@ def test_a_distribution_over_categories_has_no_mean(zoo: Any, is_module: bool, k
     )
     if not is_module:
         policy = lambda observation: torch.distributions.Categorical(logits=observation)  # noqa: E731
-    with pytest.raises(dc.PolicyError, match=f"no {kind}; use|median is not implemented"):
+    with pytest.raises(dc.PolicyError, match=rf"no {kind}; use|median is not implemented"):
         dc.SyncDataCollector(env, policy, frames_per_batch=4, exploration_type=kind)
 
 
