@@ -69,7 +69,7 @@ class Exploration(str, enum.Enum):
         try:
             action = self._of(distribution)
             # Torch gives NaN as the mean of a Categorical.
-            is_defined = not (action.isnan().all() and distribution.support.is_discrete)
+            is_defined = not (action.isnan().all() and _is_discrete(distribution))
         except NotImplementedError:
             is_defined = False
         if not is_defined:
@@ -93,6 +93,10 @@ class Exploration(str, enum.Enum):
             f"exploration_type={self.value!r}: the policy's distribution{name} has no "
             f"{self.value}; use 'mode', the most likely action, or 'random'"
         )
+
+
+def _is_discrete(distribution: Distribution) -> bool:
+    return bool(getattr(distribution.support, "is_discrete", False))
 
 
 # ``[n, *shape]`` for each leaf of the action, and for each of the extras, on the CPU.

@@ -156,7 +156,7 @@ def test_envs_stay_without_the_transforms_of_a_recurrent_policy(zoo: Any) -> Non
     lstm = LSTMModule(input_size=3, hidden_size=4, in_key="observation", out_key="features")
     policy = Seq(lstm, Mod(nn.Linear(4, 1), ["features"], ["action"]))
     sizes = {"frames_per_batch": 4, "auto_register_policy_transforms": False}
-    with pytest.raises(KeyError, match="the policy raised KeyError.*is_init") as caught:
+    with pytest.raises(KeyError, match=r"the policy raised KeyError.*is_init") as caught:
         dc.SyncDataCollector(zoo.Counter, policy, **sizes)
     assert isinstance(caught.value, dc.PolicyError)
     assert isinstance(Failure.of(caught.value, 3).error(), dc.PolicyKeyError)
