@@ -13,7 +13,8 @@
     ├── WorkerError (RuntimeError)        something failed on a worker: which one, and where
     │   ├── EnvError                      an env, or the callable that makes one, raised
     │   ├── PolicyError                   the policy raised, or its output doesn't fit
-    │   │   └── PolicySignatureError (TypeError)  it has a parameter that no observation is for
+    │   │   ├── PolicySignatureError (TypeError)  it has a parameter that no observation is for
+    │   │   └── PolicyKeyError (KeyError)  it reads an entry that is not there
     │   ├── WorkerMismatch                its Python, torch or protocol version differs
     │   ├── WorkerLost                    its process ended, or its host went away
     │   └── RolloutGone                   what it kept for another trainer can't be had any more
@@ -99,6 +100,13 @@ class PolicyError(WorkerError):
 
 class PolicySignatureError(PolicyError, TypeError):
     """The policy has a parameter that no entry of the observation is for."""
+
+
+class PolicyKeyError(PolicyError, KeyError):
+    """The policy raised a KeyError: it reads an entry that the env doesn't give."""
+
+    # That of KeyError would show the message in quotes, with escaped line ends.
+    __str__ = BaseException.__str__
 
 
 class WorkerMismatch(WorkerError):

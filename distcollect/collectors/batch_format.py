@@ -91,7 +91,7 @@ class BatchFormat:
         if self.cat_results == -1:
             for dim in range(len(dims)):
                 stacked = stacked.transpose(dim, dim + 1)
-            return _named(stacked.flatten(len(dims), len(dims) + 1))
+            return _named(_without_padding(stacked.flatten(len(dims), len(dims) + 1)))
         return _named(stacked.flatten(0, 1))
 
     def _shaped_loose(self, rollouts: TensorDict) -> TensorDict:
@@ -152,11 +152,11 @@ class WholeTrajectories:
             failed, a rollout in between was dropped, or it ended, or was reset, before.
     """
 
-    def __init__(self, num_per_batch: int, *, pads: bool = True) -> None:
+    def __init__(self, num_per_batch: int | None, *, pads: bool = True) -> None:
         """Start without trajectories.
 
         Args:
-            num_per_batch: number of trajectories in a batch.
+            num_per_batch: number of trajectories in a batch; None: as many as there are.
             pads: a batch has one row for each trajectory; False: one trajectory after the other.
         """
         self.abandoned_frames = 0
@@ -170,12 +170,7 @@ class WholeTrajectories:
     @property
     def ready(self) -> bool:
         """Whether there are enough whole trajectories for a batch."""
-        return len(self._whole) >= self._num_per_batch
-
-    @property
-    def has_any(self) -> bool:
-        """Whether there is a whole trajectory."""
-        return bool(self._whole)
+        return len(self._whole) >= (self._num_per_batch or 1)
 
     def with_rollouts(self, rows: TensorDict, headers: Sequence[Header]) -> WholeTrajectories:
         """With the trajectories in ``rows``, ``[W * n, T]``: W rollouts, and each one's header."""
@@ -238,7 +233,7 @@ class WholeTrajectories:
     def taken(self) -> tuple[TensorDict, WholeTrajectories]:
         """The next batch ``[trajectories, longest]``, or without padding ``[F]``, and the rest.
 
-        There must be at least one whole trajectory.
+        There must be enough whole trajectories: see :attr:`ready`.
         """
         taken = self._whole[: self._num_per_batch]
         rest = copy.copy(self)
@@ -288,6 +283,14 @@ def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
     batch.names = [None, "time"]
     batch[MASK] = batch[MASK] if MASK in frames.keys(include_nested=True) else is_real
     return batch
+
+
+def _without_padding(batch: TensorDict) -> TensorDict:
+    """``batch`` without the steps that are padding in all of its rows."""
+    is_real = batch[TRAJ_IDS] >= 0
+    if is_real.all():
+        return batch
+    return batch[..., is_real.reshape(-1, is_real.shape[-1]).any(0)]
 
 
 def _named(batch: TensorDict) -> TensorDict:

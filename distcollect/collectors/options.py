@@ -64,7 +64,8 @@ class CollectorOptions:
         split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
             batch, padded with zeros; padding is False in ``("collector", "mask")``.
         trajs_per_batch: deliver exactly this many whole trajectories at a time, in the order in
-            which they end, padded as with ``split_trajs``. At the end, fewer are dropped.
+            which they end, padded as with ``split_trajs``. At the end, fewer are dropped. A
+            ``replay_buffer`` gets all that are whole, as soon as there is one.
         traj_format: how ``trajs_per_batch`` delivers trajectories: "padded", or "cat": one after
             the other, ``[F]``, without padding.
         set_truncated: mark the last frame of each row of each rollout truncated and done,
@@ -87,6 +88,8 @@ class CollectorOptions:
         info_keys: entries of ``info`` that the batch holds as if they were observations: a
             list of names, or ``{name: space}`` where the first reset and step don't show them.
         clip_actions: clip actions to the bounds of a Box space before the envs get them.
+        auto_register_policy_transforms: None, True: TorchRL envs get the transforms that a
+            recurrent policy of TorchRL needs and they lack. False: they stay as they are.
         models: further modules, by name, whose weights are published with the policy's.
         faults: what counts as a failure, and how it is handled.
         monitor: how to show and record the run while it goes on.
@@ -122,6 +125,7 @@ class CollectorOptions:
     exploration_type: object = Exploration.RANDOM
     info_keys: InfoKeys = None
     clip_actions: bool = False
+    auto_register_policy_transforms: bool | None = None
     models: Mapping[str, nn.Module] | None = None
     faults: Faults | None = None
     monitor: Monitor | None = None
@@ -240,6 +244,7 @@ class CollectorOptions:
             policy_factory=self.factories[0] if self.factories else None,
             device=self.devices.policy,
             env_device=self.devices.env,
+            adds_transforms=self.auto_register_policy_transforms is not False,
             exploration=self.exploration,
             info_keys=self.info_keys,
             options=self.step_options,

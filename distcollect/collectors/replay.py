@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
 from tensordict import TensorDict
 
 from distcollect.common.threads import LOOK_UP_S, Answer, Bell, SingleThread
@@ -87,12 +88,17 @@ def parts_for(
         by_step: an entry of the buffer is one step of all envs of a worker, unless there is
             padding.
     """
+    storage = getattr(buffer, "storage", None)
+    device = getattr(storage, "device", None)
+    if batch.device is None and isinstance(device, torch.device):
+        # A TorchRL storage on a device takes frames that name it.
+        batch = batch.to(device)
     if MASK in batch.keys(include_nested=True):
         return [batch[batch[MASK]]]
     if by_step:
         # Time comes first, as a buffer's entries are along the first dimension.
         return [part.permute(-1, *range(part.ndim - 1)) for part in rollouts_of(batch)]
-    if getattr(getattr(buffer, "storage", None), "ndim", 1) > 1:
+    if getattr(storage, "ndim", 1) > 1:
         return rollouts_of(batch)
     return [batch.reshape(-1)]
 

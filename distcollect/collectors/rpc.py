@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,13 +12,12 @@ from typing import Any
 from tensordict import TensorDict
 
 from distcollect.collectors import pickling, validation
-from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.closing import Closing
 from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stop
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import Collected, Hooks, Progress, timed
-from distcollect.collectors.worker_attributes import WorkerAttributes, one_for_each
-from distcollect.collectors.worker_options import RPCOptions, WorkerOptions
+from distcollect.collectors.worker_attributes import WorkerAccess
+from distcollect.collectors.worker_options import RPCOptions
 from distcollect.common import checks
 from distcollect.common.seeding import next_seed
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
@@ -41,7 +40,7 @@ from distcollect.trainer.publisher import Weights, WorkerIds
 from distcollect.weights.push_handle import PushHandle
 
 
-class RPCDataCollector(DataCollectorBase):
+class RPCDataCollector(WorkerAccess):
     """Steps envs in worker processes, on this host or on others, each with a copy of the policy.
 
     Within :func:`~distcollect.run` under torchrun or srun, the launch's other ranks are the
@@ -49,8 +48,6 @@ class RPCDataCollector(DataCollectorBase):
 
     It also accepts the arguments of TorchRL's ``RPCCollector`` under their names.
     """
-
-    _options: WorkerOptions
 
     @takes(RPCOptions)
     def __init__(self, options: RPCOptions) -> None:
@@ -88,87 +85,10 @@ class RPCDataCollector(DataCollectorBase):
     def policy(self) -> Any:
         return self._options.policy
 
-    def getattr_env(self, attr: str) -> Any:
-        """An attribute of the first worker's first env, or what that method of it returns."""
-        first = min(self._session.pool.worker_ids)
-        return self.call(attr, worker_ids=first)[first][0]
-
     def _set_hooks(self, hooks: Hooks) -> None:
         self._check_open()
         pickled = pickling.pickled_hooks(hooks.pre_collect, hooks.post_collect)
         self._session.set_hooks(pickled, partial(super()._set_hooks, hooks))
-
-    def get_distant_attr(self, attr: str) -> list[Any]:
-        """An attribute of each worker, by TorchRL's names.
-
-        Args:
-            attr: "worker_idx"; "frames_per_batch", of one worker; with dots an attribute of its
-                envs, such as "env.specs", or of the collector's buffer: "replay_buffer.storage".
-
-        Raises:
-            ArgumentError: workers have nothing of this name.
-        """
-        return self.map_fn(attr)
-
-    def map_fn(
-        self,
-        method_name: str,
-        list_of_args: Sequence[tuple[Any, ...]] | None = None,
-        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[Any]:
-        """Call a method of each worker, by TorchRL's names; see also :meth:`call`.
-
-        Args:
-            method_name: as for :meth:`get_distant_attr`.
-            list_of_args: positional arguments, one tuple for each worker.
-            list_of_kwargs: keyword arguments, one dict for each worker.
-
-        Returns:
-            The result of each worker, in the order of worker_id; of several envs a list.
-
-        Raises:
-            ArgumentError: workers have nothing of this name, or a list has another length.
-            EnvError: an env has no such method, or it raised.
-        """
-        self._check_open()
-        workers = sorted(self._session.pool.worker_ids)
-        args = one_for_each("list_of_args", list_of_args, (), len(workers))
-        kwargs = one_for_each("list_of_kwargs", list_of_kwargs, {}, len(workers))
-        num_frames = self.frames_per_batch // self._options.rollouts_per_batch
-        return [
-            WorkerAttributes(
-                worker_id,
-                num_frames,
-                self.replay_buffer,
-                partial(self._call_one, worker_id),
-            ).apply(method_name, each, named)
-            for worker_id, each, named in zip(workers, args, kwargs, strict=True)
-        ]
-
-    def _call_one(self, worker_id: int, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self.call(method, *args, worker_ids=worker_id, **kwargs)[worker_id]
-
-    def fake_tensordict(self) -> TensorDict:
-        """Not possible with workers.
-
-        Raises:
-            NotImplementedError: always; says what to use instead.
-        """
-        raise NotImplementedError(
-            "fake_tensordict() is for collectors without workers: take a batch and fill it with "
-            "zeros, as in collector.next().zero_()"
-        )
-
-    def reset(self) -> None:
-        """Not possible while workers collect.
-
-        Raises:
-            CollectorStateError: always; says what to use instead.
-        """
-        raise CollectorStateError(
-            "workers can't be told to reset: set_seed() starts all envs over, and "
-            "reset_at_each_iter=True resets them before each rollout"
-        )
 
     @property
     def num_workers(self) -> int:
@@ -498,21 +418,6 @@ class RPCDataCollector(DataCollectorBase):
         """Results of the :class:`EvaluationWorkers`, in the order in which they came."""
         running = self._session.evaluators
         return [] if running is None else list(running.results)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As of every collector.
-
-        With TorchRL's envs there are also "worker0" and so on, as in the state of TorchRL's
-        collectors. They have ``"policy_version"`` and ``"policy_state_dict"`` of this collector.
-        """
-        state = super().state_dict()
-        if not isinstance(self._layout, TreeLayout):
-            return state
-        shared = {
-            name: state[name] for name in ("policy_version", "policy_state_dict") if name in state
-        }
-        workers = sorted(self._session.pool.worker_ids)
-        return {**state, **{f"worker{worker_id}": dict(shared) for worker_id in workers}}
 
     def _resume(
         self, version: int, first_traj_id: int, frames: int, count: Callable[[], None]

@@ -95,12 +95,12 @@ class Ready:
     """A complete batch that the user does not have yet.
 
     Attributes:
-        batch: the batch.
+        batch: the batch; None: all frames are collected, and no trajectory is whole.
         then: what has been collected, once the user has it.
         stamp: what it was made under; it is only for the user as long as that is so.
     """
 
-    batch: TensorDict
+    batch: TensorDict | None
     then: Progress
     stamp: object
 
@@ -208,9 +208,11 @@ class BatchStream(ABC):
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self._progress = Progress()
         if options.trajs_per_batch is not None:
+            has_buffer = options.replay_buffer is not None
             self._progress = Progress(
                 trajectories=WholeTrajectories(
-                    options.trajs_per_batch, pads=options.batch_format.pads_trajectories
+                    None if has_buffer else options.trajs_per_batch,
+                    pads=options.batch_format.pads_trajectories,
                 )
             )
         self._background: Background | None = None
@@ -335,11 +337,15 @@ class BatchStream(ABC):
         if self._progress.trajectories is None:
             self._check_not_over()
             collected = self._next(self._limit_s(timeout_s))
+            batch: TensorDict | None
             batch = self._options.batch_format.shaped(collected.rows, self._layout)
             then = self._after(collected)
         else:
             batch, then = self._collect_trajectories(timeout_s)
-        self._finish(batch, then)
+        if batch is None:
+            self._progress = replace(self._progress, ready=Ready(None, then, self._stamp()))
+        else:
+            self._finish(batch, then)
 
     def _set_hooks(self, hooks: Hooks) -> None:
         """Call these from now on."""
@@ -380,7 +386,7 @@ class BatchStream(ABC):
         ready = self._progress.ready
         assert ready is not None
         self._let_go(ready.then)
-        if (buffer := self._options.replay_buffer) is None:
+        if (buffer := self._options.replay_buffer) is None or ready.batch is None:
             return self._given(ready)
         by_step = not self._options.extend_buffer and self._layout.num_envs > 1
         first, *others = parts_for(ready.batch, buffer, self._rollouts_of, by_step=by_step)
@@ -392,13 +398,14 @@ class BatchStream(ABC):
 
     def _given(self, ready: Ready, frames: TensorDict | None = None) -> TensorDict:
         """The batch, or its ``frames``, which is the caller's with this very return."""
-        value = ready.batch if frames is None else frames
+        value = cast("TensorDict", ready.batch if frames is None else frames)
         # Nothing is called from here on, so no signal is handled before the caller has it.
         self._progress = ready.then
         return value
 
-    def _collect_trajectories(self, timeout_s: float | None) -> tuple[TensorDict, Progress]:
-        progress = self._progress
+    def _collect_trajectories(self, timeout_s: float | None) -> tuple[TensorDict | None, Progress]:
+        """The next whole trajectories; see :attr:`Ready.batch` and :attr:`Ready.then`."""
+        progress, before = self._progress, self._progress.batches
         while True:
             trajectories = progress.trajectories
             assert trajectories is not None
@@ -407,13 +414,11 @@ class BatchStream(ABC):
             try:
                 self._check_not_over()
             except StopIteration:
-                # A batch has this many trajectories exactly; a buffer takes any number.
-                if self._options.replay_buffer is None:
-                    self._drop_trajectories()
-                    raise
-                if not trajectories.has_any:
-                    raise
-                break
+                # What was collected in vain for a buffer is one more turn of the caller's loop.
+                if self._options.replay_buffer is not None and progress.batches > before:
+                    return None, progress
+                self._drop_trajectories()
+                raise
             collected = self._next(self._limit_s(timeout_s))
             rows = self._options.batch_format.shaped(collected.rows, self._layout)
             trajectories = trajectories.with_rollouts(rows, collected.headers)

@@ -25,7 +25,6 @@ from distcollect.launch.worker_hosts import current
 # Accepted, and ignored: the comment says why nothing is lost.
 NO_EFFECT = frozenset(
     {
-        "auto_register_policy_transforms",  # recurrent policies need none
         "local_init_rb",  # the trainer fills the buffer
         "no_cuda_sync",
         "return_same_td",

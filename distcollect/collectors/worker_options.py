@@ -54,7 +54,8 @@ class WorkerOptions(CollectorOptions):
             for ``[n, W * T]``.
         preemptive_threshold: in sync mode, once this share of a batch's rollouts is there (from 0,
             the first one, to 1), the other workers are told to deliver what they have. The
-            missing frames are padding: False in ``("collector", "mask")``.
+            missing frames are padding: False in ``("collector", "mask")``. With ``cat_results=-1``
+            they are left out.
         batch_deadline_s: in sync mode, the same, this many seconds after a batch was requested.
         update_at_each_batch: publish the policy's weights automatically between two batches: in
             sync mode to all workers, in async mode to the one that delivered the last batch.

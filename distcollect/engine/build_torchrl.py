@@ -31,6 +31,7 @@ def build_tensordict_engine(
         exploration=plan.exploration,
         device=plan.device,
         env_device=plan.env_device,
+        adds_transforms=plan.adds_transforms,
     )
     return TensorDictEngine(
         envs,

@@ -44,6 +44,7 @@ class WorkerPlan:
         policy_factory: called in the worker to make the policy, in place of ``policy``.
         device: where the policy computes; None: it is not moved.
         env_device: where TorchRL envs compute; None: they are not moved.
+        adds_transforms: add the transforms to TorchRL envs that a recurrent policy needs.
         exploration: how actions are chosen from a distribution.
         info_keys: entries of ``info`` that go into the batch.
         options: how the envs are stepped.
@@ -65,6 +66,7 @@ class WorkerPlan:
     policy_factory: Any = None
     device: torch.device | None = None
     env_device: torch.device | None = None
+    adds_transforms: bool = True
     exploration: Exploration = Exploration.RANDOM
     info_keys: Any = None
     options: StepOptions = field(default_factory=StepOptions)

@@ -122,7 +122,8 @@ class TensorDictEngine(EngineBase):
         else:
             self.envs.refresh()
         slab.clear()
-        num_steps = self._fill(slab, random=random)
+        with self.envs.stepping():
+            num_steps = self._fill(slab, random=random)
         self._write(slab, num_steps, rest=True)
         slab.finish(num_steps)
 

@@ -18,7 +18,7 @@ from torchrl.modules.utils import get_env_transforms_from_module
 
 from distcollect.envs.base import describe
 from distcollect.envs.torchrl import TorchRLEnvs
-from distcollect.errors import PolicyError
+from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Contexts, Exploration
 from distcollect.policy.calling import assign, floating_dtype, parameters_of, takes_tensordict
 
@@ -40,15 +40,17 @@ class TensorDictPolicy:
         exploration: Exploration = Exploration.RANDOM,
         device: torch.device | None = None,
         env_device: torch.device | None = None,
+        adds_transforms: bool = True,
     ) -> None:
         """Bind ``policy`` to the specs of the envs.
 
         Args:
             policy: TensorDictModule, module or callable; None: random actions.
-            envs: the envs. Transforms that a recurrent policy needs are added to them.
+            envs: the envs.
             exploration: how to choose actions where the policy has, or returns, a distribution.
             device: move the policy there; None: leave it where it is.
             env_device: the device that the user asked for the envs to be on.
+            adds_transforms: add the transforms to the envs that a recurrent policy needs.
 
         Raises:
             PolicySignatureError: the policy has a parameter that is no entry of the observation.
@@ -56,11 +58,13 @@ class TensorDictPolicy:
         self.module: nn.Module | None = None
         if isinstance(policy, nn.Module):
             self.module = policy if device is None else policy.to(device)
-            _add_transforms(envs, policy)
+            if adds_transforms:
+                _add_transforms(envs, policy)
             set_exploration_modules_spec_from_env(policy, envs.members[0])
         if callable(bind := getattr(policy, "set_action_spec_from_env", None)):
             bind(envs.members[0])
         self._exploration = exploration
+        self._action_keys = list(envs.members[0].action_keys)
         self._device = device
         # As TorchRL has it: a policy on another device than its envs gets copies, and a TensorDict
         # says on which device it is only if the user named the devices.
@@ -83,7 +87,8 @@ class TensorDictPolicy:
         """Write the outputs into ``td``.
 
         Raises:
-            PolicyError: the policy raised, or returned no TensorDict.
+            PolicyError: the policy raised (a PolicyKeyError, if it raised a KeyError), or returned
+                no TensorDict.
         """
         try:
             given = td.to(self._device) if self._casts else td
@@ -91,7 +96,8 @@ class TensorDictPolicy:
         except PolicyError:
             raise
         except Exception as error:
-            raise PolicyError(f"the policy raised {describe(error)}") from error
+            kind = PolicyKeyError if isinstance(error, KeyError) else PolicyError
+            raise kind(f"the policy raised {describe(error)}") from error
         if output is td or (output is None and given is td):
             return
         if output is None:
@@ -126,10 +132,19 @@ class TensorDictPolicy:
 
         Returns:
             The copy, with the outputs.
+
+        Raises:
+            PolicyError: the policy raised, or its distribution has not the value that the
+                exploration type asks for.
         """
         copied = td.clone()
         with torch.random.fork_rng(devices=[]):
             self.exploring().call(self, copied)
+        if self._exploration in (Exploration.MEAN, Exploration.MEDIAN):
+            # Distributions of whole numbers have a mean of NaN, which an env may take as an action.
+            for value in copied.select(*self._action_keys).values(True, True):
+                if value.is_floating_point() and value.isnan().all():
+                    raise self._exploration.undefined()
         return copied
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from torchrl.envs import (
 )
 
 from distcollect.envs.base import Envs, EnvState, called, describe
+from distcollect.envs.torchrl_parallel import letting_processes_run
 from distcollect.envs.torchrl_stepping import Stepper
 from distcollect.errors import ArgumentError, EnvError, SpaceError
 
@@ -120,6 +122,10 @@ class TorchRLEnvs(Envs):
                 stepper.refresh()
         else:
             self._steppers = [Stepper(env) for env in self.members]
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """A context for making steps."""
+        return letting_processes_run(self.members)
 
     def reset(self) -> TensorDictBase:
         """Start a new episode in every row.

@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs import utils as torchrl_utils
 
 from distcollect.envs.torchrl_gym import GymStep, has_methods_of, is_usual_gym_env
+from distcollect.envs.torchrl_parallel import ParallelStep, is_usual_parallel_env
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 Stepped: TypeAlias = tuple[TensorDictBase, TensorDictBase]
@@ -59,6 +60,7 @@ class Stepper:
 
     def refresh(self) -> None:
         """Look at the env's specs again, as they may have changed."""
+        self._parallel = ParallelStep(self.env) if is_usual_parallel_env(self.env) else None
         self._plain = self._is_fast and _is_plain(self.env)
         if not self._plain:
             return
@@ -83,6 +85,8 @@ class Stepper:
 
     def __call__(self, td: TensorDictBase) -> Stepped:
         """One transition, and a reset of the rows that ended; see ``step_and_maybe_reset``."""
+        if self._parallel is not None:
+            return self._parallel(td)
         if (
             not self._plain
             or type(td) is not TensorDict

@@ -14,7 +14,7 @@ from tensordict.nn import InteractionType
 from torch import nn
 from torch.distributions import Distribution
 
-from distcollect.errors import ArgumentError
+from distcollect.errors import ArgumentError, PolicyError
 from distcollect.policy.recurrent import PolicyState
 from distcollect.rollout.spaces import Leaf
 
@@ -62,12 +62,23 @@ class Exploration(str, enum.Enum):
         """An action of a distribution.
 
         Raises:
-            NotImplementedError: the distribution has no such value.
+            PolicyError: the distribution has no such value.
         """
-        action: torch.Tensor
         if self is Exploration.RANDOM:
-            action = distribution.sample()
-        elif self is Exploration.MEAN:
+            return distribution.sample()
+        try:
+            action = self._of(distribution)
+            # Torch gives NaN as the mean of a Categorical.
+            is_defined = not (action.isnan().all() and _is_discrete(distribution))
+        except NotImplementedError:
+            is_defined = False
+        if not is_defined:
+            raise self.undefined(f", {type(distribution).__name__},")
+        return action
+
+    def _of(self, distribution: Distribution) -> torch.Tensor:
+        action: torch.Tensor
+        if self is Exploration.MEAN:
             action = distribution.mean
         elif self is Exploration.MEDIAN:
             median = getattr(distribution, "median", None)
@@ -75,6 +86,17 @@ class Exploration(str, enum.Enum):
         else:
             action = distribution.mode
         return action
+
+    def undefined(self, name: str = "") -> PolicyError:
+        """The error for a policy's distribution, called ``name``, that has no such value."""
+        return PolicyError(
+            f"exploration_type={self.value!r}: the policy's distribution{name} has no "
+            f"{self.value}; use 'mode', the most likely action, or 'random'"
+        )
+
+
+def _is_discrete(distribution: Distribution) -> bool:
+    return bool(getattr(distribution.support, "is_discrete", False))
 
 
 # ``[n, *shape]`` for each leaf of the action, and for each of the extras, on the CPU.

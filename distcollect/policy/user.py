@@ -10,7 +10,7 @@ import torch
 from tensordict.nn import set_interaction_type
 from torch import nn
 
-from distcollect.errors import PolicyError
+from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Contexts, Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Inputs, calling_convention, watch_tensors
 from distcollect.policy.outputs import OutputReader
@@ -116,7 +116,8 @@ class UserPolicy(Policy):
         try:
             output = draw(self._call, self._rng)
         except Exception as error:
-            raise PolicyError(f"the policy raised {type(error).__name__}: {error}") from error
+            kind = PolicyKeyError if isinstance(error, KeyError) else PolicyError
+            raise kind(f"the policy raised {type(error).__name__}: {error}") from error
         return self._outputs.read(output)
 
 

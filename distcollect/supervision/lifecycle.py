@@ -164,7 +164,7 @@ class Lifecycle:
         env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         settings = WorkerSettings(
             collector=self._collector,
-            first_traj_id=identity().first_traj_id,
+            first_traj_id=identity().workers_first_traj_id,
             leave_timeout_s=self._faults.leave_timeout_s,
             step_timeout_s=self._faults.step_timeout_s,
             max_bytes=self._faults.max_worker_bytes,

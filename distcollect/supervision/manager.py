@@ -25,6 +25,7 @@ from distcollect.supervision.lifecycle import EXIT_TIMEOUT_S, Lifecycle
 from distcollect.supervision.start_report import start_report
 from distcollect.supervision.status import Phase, Status
 from distcollect.supervision.worker_ends import WorkerEnds
+from distcollect.transport.peer_ids import identity
 from distcollect.transport.rpc import RpcTransport
 from distcollect.transport.worker_service import Probe
 
@@ -40,6 +41,8 @@ _numbering = threading.Lock()
 def _number() -> int:
     """The lowest number, from 1, that no open collector has."""
     with _numbering:
+        if not _open_numbers:
+            identity().restart_traj_ids()
         number = next(i for i in itertools.count(1) if i not in _open_numbers)
         _open_numbers.add(number)
         return number

@@ -61,6 +61,7 @@ class Identity:
         self.num_trainers = num_trainers
         self.next_peer = trainer + num_trainers
         self.first_traj_id = 0
+        self._num_earlier = 0  # ids that were given out before the open collectors
         self._lock = threading.Lock()
 
     def new_peer(self) -> int:
@@ -84,6 +85,23 @@ class Identity:
                 )
             self.next_peer += self.num_trainers
             return peer
+
+    def restart_traj_ids(self) -> None:
+        """Give the workers that are started from now on the same trajectory ids as the first ones.
+
+        So equal seeds give equal batches. To be called when a collector is opened, while no other
+        one has workers.
+        """
+        with self._lock:
+            self._num_earlier = self.next_peer - self.trainer - self.num_trainers
+
+    @property
+    def workers_first_traj_id(self) -> int:
+        """What the workers of the open collectors are told as the run's first trajectory id.
+
+        It may be below 0; the ids of these workers are not.
+        """
+        return self.first_traj_id - self._num_earlier * TRAJ_IDS_PER_PEER
 
     @property
     def next_traj_id(self) -> int:
@@ -127,6 +145,7 @@ class Identity:
                     f"below {_END_OF_TRAJ_IDS:,}; begin a new run, without its state"
                 )
             self.first_traj_id = first
+            self._num_earlier = 0
             return first
 
     def above_format_1(self, next_traj_id: int) -> int:

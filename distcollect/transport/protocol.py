@@ -25,6 +25,7 @@ from distcollect.errors import (
     DistCollectError,
     EnvError,
     PolicyError,
+    PolicyKeyError,
     PolicySignatureError,
     SpaceError,
     WorkerError,
@@ -290,5 +291,5 @@ _PLAIN_ERRORS: dict[str, type[DistCollectError]] = {
     kind.__name__: kind for kind in (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
 }
 _WORKER_ERRORS: dict[str, type[WorkerError]] = {
-    kind.__name__: kind for kind in (EnvError, PolicyError, PolicySignatureError)
+    kind.__name__: kind for kind in (EnvError, PolicyError, PolicyKeyError, PolicySignatureError)
 }

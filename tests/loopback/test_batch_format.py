@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -12,6 +13,7 @@ from helpers.loopback_pool import loopback_collector
 from tensordict import TensorDict
 
 import distcollect as dc
+from distcollect.collectors.batch_format import BatchFormat
 
 T = 5
 
@@ -211,17 +213,52 @@ def test_a_batch_has_exactly_as_many_trajectories_as_were_asked_for() -> None:
     assert collector.abandoned_frames == 2 * 3 + 2  # the last two frames are of a seventh
 
 
-def test_a_buffer_gets_the_last_whole_trajectories_too() -> None:
-    added: list[TensorDict] = []
+@pytest.mark.parametrize(
+    ("length", "added", "num_turns"),
+    [
+        pytest.param(3, [3, 6, 6, 3], 4, id="in each turn all that are whole"),
+        pytest.param(9, [9, 9], 2, id="a turn ends with the first that is whole"),
+        pytest.param(18, [18], 1, id="none after the last one"),
+        pytest.param(99, [], 1, id="none, and one turn in which nothing is added"),
+    ],
+)
+def test_a_buffer_gets_trajectories_as_soon_as_they_are_whole(
+    length: int, added: list[int], num_turns: int
+) -> None:
+    buffer = Added()
+    kind = {"trajs_per_batch": 4, "total_frames": 4 * T, "replay_buffer": buffer}
+    with make(dc.SyncDataCollector, Maker(length), num_envs=1, **kind) as collector:
+        assert list(collector) == [None] * num_turns
+        assert [len(data) for data in buffer.added] == added
+        assert collector.frames == 4 * T
+        assert collector.abandoned_frames == 4 * T - sum(added)
 
-    class Buffer:
-        def extend(self, data: TensorDict) -> None:
-            added.append(data)
 
-    kind = {"trajs_per_batch": 4, "total_frames": 4 * T, "replay_buffer": Buffer()}
+class Added:
+    """A replay buffer; ``device`` is that of its storage."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.added: list[TensorDict] = []
+        self.storage = SimpleNamespace(device=device)
+
+    def extend(self, data: TensorDict) -> None:
+        self.added.append(data)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), None])
+@pytest.mark.parametrize("settings", [{}, {"trajs_per_batch": 1}])
+def test_frames_name_the_device_of_the_buffer(
+    settings: dict[str, int], device: torch.device | None
+) -> None:
+    def without_device(batch: TensorDict) -> TensorDict:
+        return batch.clear_device_()
+
+    buffer = Added(device)
+    kind = {"replay_buffer": buffer, "postproc": without_device, **settings}
     with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
-        list(collector)
-    assert [len(data) for data in added] == [12, 6]
+        collector.next()
+    [frames] = buffer.added
+    assert [frames.device, frames["next"].device] == [device] * 2
 
 
 def test_whole_trajectories_without_padding() -> None:
@@ -244,6 +281,26 @@ def test_a_reset_drops_trajectories_that_were_not_delivered() -> None:
         # Another whole one waits, and a third has begun.
         collector.reset()
         assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "shape"), [(1, (T + 2,)), (3, (3, T + 2))], ids=["one env", "several"]
+)
+def test_rollouts_joined_along_time_have_no_padding(num_envs: int, shape: tuple[int, ...]) -> None:
+    """The second of two rollouts was preempted after two steps."""
+    settings = {"cat_results": -1, "num_envs": num_envs}
+    with make(dc.MultiSyncDataCollector, Maker(T), **settings) as collector:
+        whole = collector.next()
+        layout = collector._layout
+    rows = torch.cat(whole.reshape(num_envs, 2 * T).split(T, 1))
+    rows["collector", "traj_ids"][num_envs:, 2:] = -1
+    batch = BatchFormat(cat_results=-1, squeeze=True).shaped(rows, layout)
+    assert batch.shape == shape
+    assert batch.names[-1] == "time"
+    assert (batch["collector", "traj_ids"] >= 0).all()
+    assert torch.equal(batch["observation"], whole["observation"][..., : T + 2, :])
+    stacked = BatchFormat(cat_results=0).shaped(rows, layout)
+    assert stacked.shape == (2 * num_envs, T)
 
 
 def test_set_truncated() -> None:

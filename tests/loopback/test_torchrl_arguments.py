@@ -212,7 +212,14 @@ def test_the_first_rollout_ends_the_others_with_a_threshold_of_zero() -> None:
         SamplingEnv, num_workers=2, sync=True, frames_per_batch=8, preemptive_threshold=0.0
     ) as collector:
         batch = collector.next()
+        assert collector.preemptive_threshold == 0.0
     assert batch["collector", "mask"][:, 0].all()
+
+
+def test_no_worker_is_preempted_by_default() -> None:
+    with loopback_collector(SamplingEnv, num_workers=2, sync=True, frames_per_batch=8) as collector:
+        assert collector.preemptive_threshold == 1.0
+        assert collector.interruptor is None
 
 
 def test_stats_count_the_workers() -> None:

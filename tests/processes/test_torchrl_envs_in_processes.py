@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,6 +76,53 @@ def test_env_creator_and_lists(zoo: Any) -> None:
 @pytest.mark.parametrize("kind", ["parallel"])
 def test_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
     check_an_env_that_raises_is_made_anew(zoo, kind)
+
+
+def test_a_parallel_env_is_stepped_as_a_serial_one(zoo: Any) -> None:
+    """Without its own method; the end of one of its processes is noticed."""
+    from distcollect.envs.torchrl import TorchRLEnvs  # noqa: PLC0415
+    from distcollect.envs.torchrl_parallel import (  # noqa: PLC0415
+        ParallelStep,
+        is_usual_parallel_env,
+    )
+
+    rows = [partial(zoo.Counter, first_row=row) for row in range(2)]
+    env, reference = zoo.ParallelEnv(2, rows), zoo.SerialEnv(2, rows)
+    assert not is_usual_parallel_env(env)  # it has no processes yet
+    assert not is_usual_parallel_env(reference)
+    td, expected = env.reset(), reference.reset()
+    try:
+        assert is_usual_parallel_env(env)
+        step, env.step_and_maybe_reset = ParallelStep(env), None
+        for count in range(10):
+            for start in (td, expected):
+                start.set("action", torch.full((2, 1), float(count)))
+            frame, td = step(td)
+            their_frame, expected = reference.step_and_maybe_reset(expected)
+            assert set(frame.keys(True, True)) == set(their_frame.keys(True, True))
+            assert (frame == their_frame).all()
+            assert set(td.keys(True, True)) == set(expected.keys(True, True))
+            assert (td.exclude("action") == expected.exclude("action")).all()
+        del env.step_and_maybe_reset
+        transformed = zoo.TransformedEnv(env, zoo.StepCounter())
+        envs = TorchRLEnvs([transformed], [None])
+        td = envs.reset()
+        with envs.stepping():
+            assert "_wait_for_workers" in vars(env)
+            frame, _ = envs.step(envs.choose_randomly(td))
+        assert (frame["next", "step_count"] == 1).all()
+        assert "_wait_for_workers" not in vars(env)
+        process = env._workers[0]
+        process.kill()
+        process.join()
+        td = td.exclude("step_count", "next")
+        td.set("action", torch.zeros(2, 1))
+        with pytest.raises(RuntimeError, match="worker 0 dead"):
+            step(td)
+    finally:
+        for process in env._workers:
+            with contextlib.suppress(ValueError):  # the env has closed it already
+                process.kill()
 
 
 @pytest.mark.parametrize(

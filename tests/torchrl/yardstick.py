@@ -84,8 +84,12 @@ def our_names() -> frozenset[str]:
 
 
 def plain_environment(**more: str) -> dict[str, str]:
+    """This environment, for a process that imports this tree."""
     path = os.pathsep.join([str(REPOSITORY), str(HERE), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+    # Each process would compile this package again, unlike those that are installed.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
 
 
 def copy_tests(checkout: Path, folder: Path, ours: frozenset[str]) -> None:

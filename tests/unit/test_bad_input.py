@@ -87,7 +87,7 @@ class Unsendable(nn.Module):
         (
             {"frames_per_bach": 5},
             TypeError,
-            r"'frames_per_bach' \(did you mean 'frames_per_batch'.*there are: batch_d",
+            r"'frames_per_bach' \(did you mean 'frames_per_batch'.*there are: auto_reg",
         ),
         ({"launcher": "submitit"}, ValueError, "launcher='submitit'.*torchrun or SLURM"),
         ({"slurm_kwargs": {"time": 1}}, ValueError, "slurm_kwargs=.*-m distcollect run SCRIPT"),

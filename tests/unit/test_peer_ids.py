@@ -127,6 +127,36 @@ def test_a_process_that_steps_envs_itself_never_repeats_an_id(
 
 
 @pytest.mark.parametrize("num_trainers", [1, 3])
+def test_the_workers_of_each_collector_begin_with_the_same_ids(num_trainers: int) -> None:
+    """As long as no other collector is open; a resumed run continues above all of them."""
+    identity = Identity("run", num_trainers - 1, num_trainers)
+
+    def opened(num_workers: int) -> list[range]:
+        first = identity.workers_first_traj_id
+        starts = [next(traj_ids_of(identity.new_peer(), first)) for _ in range(num_workers)]
+        return [range(start, start + TRAJ_IDS_PER_PEER) for start in starts]
+
+    def highest(*collectors: list[range]) -> int:
+        return max(block.stop for blocks in collectors for block in blocks)
+
+    identity.restart_traj_ids()
+    first = opened(3)
+    beside = opened(2)  # the first one is still open
+    assert len({block.start for block in [*first, *beside]}) == 5
+    identity.restart_traj_ids()
+    second = opened(3)
+    assert second == first
+    own = next(identity.own_traj_ids())
+    assert not any(own in block for block in first)
+    state = identity.next_traj_id
+    assert state >= highest(first, beside)
+    assert identity.resume(state) == state
+    resumed = opened(2)
+    assert min(block.start for block in resumed) >= state
+    assert identity.next_traj_id >= highest(resumed)
+
+
+@pytest.mark.parametrize("num_trainers", [1, 3])
 def test_a_state_of_the_old_format_is_continued_above_all_its_ids(num_trainers: int) -> None:
     saved = 1_001 * OLD_BLOCK  # by trainer 0, after 1,000 workers
     used = [t * OLD_RANGE + 1_500 * OLD_BLOCK for t in range(1, num_trainers)]

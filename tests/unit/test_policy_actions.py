@@ -17,7 +17,7 @@ from tensordict.nn import (
     TensorDictModule,
 )
 from torch import nn
-from torch.distributions import Bernoulli, Categorical, Independent, Normal
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
 import distcollect as dc
 from distcollect.policy.base import Exploration
@@ -223,6 +223,26 @@ def test_exploration_types(value: Any) -> None:
         assert Exploration.of(utils.ExplorationType.DETERMINISTIC) is Exploration.DETERMINISTIC
         value = utils.ExplorationType.RANDOM
     assert Exploration.of(value) is Exploration.RANDOM
+
+
+@pytest.mark.parametrize("exploration", [Exploration.MEAN, Exploration.MEDIAN])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_distribution_over_categories_has_no_mean(
+    exploration: Exploration, is_wrapped: bool
+) -> None:
+    def policy(x: torch.Tensor) -> Distribution:
+        if is_wrapped:
+            return Independent(Categorical(logits=torch.zeros(N, 2, 3)), 1)
+        return Categorical(logits=torch.zeros(N, 5))
+
+    message = f"exploration_type='{exploration.value}': .*has no {exploration.value}; use 'mode'"
+    with pytest.raises(dc.PolicyError, match=message):
+        call(policy, action="multidiscrete" if is_wrapped else "discrete", exploration=exploration)
+
+
+def test_the_mean_of_a_broken_policy_is_no_question_of_exploration() -> None:
+    broken = Normal(torch.full((N, 2), float("nan")), 1.0, validate_args=False)
+    assert Exploration.MEAN.choose(broken).isnan().all()
 
 
 @pytest.mark.parametrize("value", ["best", "", None, 1])

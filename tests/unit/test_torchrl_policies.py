@@ -133,6 +133,35 @@ def test_a_recurrent_module(zoo: Any, has_primer: bool) -> None:
     assert trained["action"].shape == (10, 1)
 
 
+@pytest.mark.parametrize("kind", ["mean", "median"])
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_distribution_over_categories_has_no_mean(zoo: Any, is_module: bool, kind: str) -> None:
+    from torchrl.envs import GymEnv  # noqa: PLC0415
+    from torchrl.modules import OneHotCategorical, ProbabilisticActor  # noqa: PLC0415
+
+    env = GymEnv("CartPole-v1")
+    logits = Mod(nn.Linear(4, 2), ["observation"], ["logits"])
+    policy: Any = ProbabilisticActor(
+        logits, ["logits"], spec=env.action_spec, distribution_class=OneHotCategorical
+    )
+    if not is_module:
+        policy = lambda observation: torch.distributions.Categorical(logits=observation)  # noqa: E731
+    with pytest.raises(dc.PolicyError, match=rf"no {kind}; use|median is not implemented"):
+        dc.SyncDataCollector(env, policy, frames_per_batch=4, exploration_type=kind)
+
+
+def test_envs_stay_without_the_transforms_of_a_recurrent_policy(zoo: Any) -> None:
+    from torchrl.modules import LSTMModule  # noqa: PLC0415
+
+    lstm = LSTMModule(input_size=3, hidden_size=4, in_key="observation", out_key="features")
+    policy = Seq(lstm, Mod(nn.Linear(4, 1), ["features"], ["action"]))
+    sizes = {"frames_per_batch": 4, "auto_register_policy_transforms": False}
+    with pytest.raises(KeyError, match=r"the policy raised KeyError.*is_init") as caught:
+        dc.SyncDataCollector(zoo.Counter, policy, **sizes)
+    assert isinstance(caught.value, dc.PolicyError)
+    assert isinstance(Failure.of(caught.value, 3).error(), dc.PolicyKeyError)
+
+
 def test_outputs_of_a_module(zoo: Any) -> None:
     class Two(nn.Module):
         def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
