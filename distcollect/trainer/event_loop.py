@@ -76,6 +76,10 @@ class EventLoop:
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder
         self._events: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        # Bound once: of each, one for each open rollout would be much to do for garbage collection.
+        self._post = self.post
+        self._collected = self._note_collected
+        self._fetched = self._note_fetched
         self._executors: dict[type[Command], Callable[[Any], object]] = {
             Collect: self._collect,
             Preempt: lambda it: self.call(
@@ -183,7 +187,7 @@ class EventLoop:
         Nothing here refers to ``answer``: that would be a cycle, which only the garbage collector
         could free. And little is made here, as this is done for each rollout.
         """
-        answer.add_done_callback(partial(self.post, event, *about))
+        answer.add_done_callback(partial(self._post, event, *about))
 
     def call(
         self, slot: WorkerSlot, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -197,7 +201,7 @@ class EventLoop:
         answer = self._transport.collect(request.slot.peer, command.wire_request)
         self._then(answer, self._collected, request)
 
-    def _collected(self, request: RolloutRequest, answer: Reply[Offer]) -> None:
+    def _note_collected(self, request: RolloutRequest, answer: Reply[Offer]) -> None:
         if self._core.closed:
             return
         if (error := answer.exception()) is not None:
@@ -212,7 +216,7 @@ class EventLoop:
         begin = clock_ns()
         self._then(command.offer.fetch(), self._fetched, command.request, command.offer, begin)
 
-    def _fetched(
+    def _note_fetched(
         self, request: RolloutRequest, offer: Offer, begin: int, answer: Reply[Tensors]
     ) -> None:
         if self._core.closed:

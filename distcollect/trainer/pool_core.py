@@ -90,6 +90,7 @@ class PoolCore:
         self.slots = WorkerSlots(self.versions, plan.reserved)
         drops = staleness is not None and staleness.mode != "mask"
         max_lag = staleness.max_policy_lag if staleness is not None and drops else None
+        self._drops_stale = max_lag is not None
         self._limits_lag = plan.sync or staleness is not None
         self._scheduler = make_scheduler(plan, staleness, self.slots, self.versions)
         self.requests = Requests(
@@ -420,7 +421,7 @@ class PoolCore:
                 self.requests.preempt_all()
 
     def _give_up_stale(self) -> None:
-        if self.requests.give_up_stale():
+        if self._drops_stale and self.requests.give_up_stale():
             self._ask()
 
     def _fetch_ahead(self) -> None:

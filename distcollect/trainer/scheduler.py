@@ -161,10 +161,15 @@ class SyncScheduler(Scheduler):
         super().leaves(slot)
 
     def refresh(self, slot: WorkerSlot) -> None:
-        is_idle = slot.may_be_asked and slot.is_up_to_date and not slot.unsettled
-        has_share = slot.batch == self._batch
-        self._idle.put(slot, present=is_idle and not has_share)
-        self._idle_again.put(slot, present=is_idle and has_share)
+        queue = None
+        if not slot.unsettled and slot.is_up_to_date and slot.may_be_asked:
+            queue = self._idle_again if slot.batch == self._batch else self._idle
+        if queue is not slot.queue:
+            if slot.queue is not None:
+                slot.queue.put(slot, present=False)
+            if queue is not None:
+                queue.put(slot)
+            slot.queue = queue
 
     def next_slot(self) -> WorkerSlot | None:
         if self._num_wanted <= 0:
