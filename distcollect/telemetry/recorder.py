@@ -209,8 +209,15 @@ class StatsRecorder:
             now = self._clock()
             self._trace.fetched(worker_id, now - took_ns, now)
 
-    def delivered(self, batch: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> None:
-        """A batch was delivered; of each rollout the worker_id and pairs (lag, frames)."""
+    def delivered(
+        self, batch: Iterable[tuple[int, Sequence[tuple[int, int]]]], at: int | None = None
+    ) -> None:
+        """A batch was delivered.
+
+        Args:
+            batch: of each rollout the worker_id and pairs (lag, frames).
+            at: when it was, in nanoseconds of the clock; None: now.
+        """
         with self._lock:
             for worker_id, lags in batch:
                 tally = self._tally(worker_id)
@@ -218,7 +225,7 @@ class StatsRecorder:
                     tally.lags[lag] += count
                     tally.frames += count
                     self._frames += count
-            now = self._clock()
+            now = self._clock() if at is None else at
             if now - self._marks[-1].at >= _MARK_EVERY_NS:
                 self._marks.append(self._mark(now))
                 while len(self._marks) > 2 and self._marks[1].at <= now - _RECENT_NS:

@@ -100,12 +100,17 @@ class EventLoop:
         }
 
     def post(self, event: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Have the core handle an event, after those that came before."""
+        """Have the core handle an event, after those that came before.
+
+        If another thread handles events now, it handles this one too. A thread that holds the lock
+        finds it handled when this returns.
+        """
         if kwargs:
             event = partial(event, **kwargs)
-        with self.lock:
-            self._events.append((event, args))
-            if not self._is_draining:
+        self._events.append((event, args))
+        # Else the thread that drains sees the event: it looks once more after it has ended.
+        if not self._is_draining:
+            with self.lock:
                 self._drain()
 
     def ask(self, event: Callable[..., T], *args: Any) -> Answer[T]:
@@ -137,7 +142,8 @@ class EventLoop:
         def handle() -> None:
             results.append(event(*args))
 
-        self.post(handle)
+        with self.lock:
+            self.post(handle)
         return results[0]
 
     def close(self) -> None:
@@ -150,21 +156,22 @@ class EventLoop:
         A transport may answer before its method returns: that answer is an event like any other,
         and is handled when the commands before it are executed.
         """
-        self._is_draining = True
         commands, events = self._core.commands, self._events
         failure: Exception | None = None
-        try:
-            while commands or events:
-                try:
-                    if commands:
-                        self._execute(commands.popleft())
-                    else:
-                        event, args = events.popleft()
-                        event(*args)
-                except Exception as error:  # noqa: BLE001 - raised below, once all else is done
-                    failure = failure or error
-        finally:
-            self._is_draining = False
+        while events and not self._is_draining:
+            self._is_draining = True
+            try:
+                while commands or events:
+                    try:
+                        if commands:
+                            self._execute(commands.popleft())
+                        else:
+                            event, args = events.popleft()
+                            event(*args)
+                    except Exception as error:  # noqa: BLE001 - raised below, after all else
+                        failure = failure or error
+            finally:
+                self._is_draining = False
         if failure is not None:
             raise failure
 

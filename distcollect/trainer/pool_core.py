@@ -291,7 +291,10 @@ class PoolCore:
     # Events: what the user wants.
 
     def batch_wanted(self, wanted: Wanted, keep_s: float = 0.0) -> None:
-        """The user waits for a batch; ``keep_s``: for how long its worker keeps a rollout."""
+        """The user waits for a batch; :meth:`take` is called at once.
+
+        ``keep_s``: for how long a rollout's worker keeps it.
+        """
         self.wanted = wanted
         self._keep_s = keep_s
         self._chosen = None
@@ -303,7 +306,7 @@ class PoolCore:
             if referred and not self._refers:
                 for slot in self.slots:
                     self._fetch_from(slot)
-        self._advance()
+        self._ask()
 
     def take(self) -> list[RolloutRequest] | None:
         """What the user waits for, if it is there: then the user has it, and waits no longer.
@@ -311,7 +314,10 @@ class PoolCore:
         The rollouts of a sync batch are in the order of their arrival.
         """
         self.user_is_due = False
-        if self.wanted is None or not self._is_there():
+        if self.wanted is None:
+            return None
+        if not self._is_there():
+            self._note_activity()
             return None
         wanted, self.wanted = self.wanted, None
         if wanted is Wanted.ALL:
@@ -401,7 +407,12 @@ class PoolCore:
             return
         if self._is_there():
             self._wake()
-        elif (activity := self._waits_for()) != self._activity:
+        else:
+            self._note_activity()
+
+    def _note_activity(self) -> None:
+        activity = self._waits_for()
+        if activity != self._activity:
             self._activity = activity
             self.commands.append(NoteActivity(activity))
 
