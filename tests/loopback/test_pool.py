@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from concurrent.futures import Future
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from helpers.pool_simulation import CallingThread, taken
 
+from distcollect.common.replies import Reply
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.rollout.header import Header, Rollout
@@ -168,6 +170,30 @@ def test_a_slab_is_not_written_to_while_it_is_read() -> None:
     assert transport.open_requests(0) == 0, "the next rollout would be written over the first"
     first.arrive()
     assert transport.open_requests(0) == 1
+
+
+def test_garbage_collection_has_little_to_look_at_for_an_open_request() -> None:
+    """Else its full collections, which look at all of torch's objects too, come often."""
+
+    class Patient(Transport):
+        def collect(self, peer: int, request: CollectRequest) -> Any:
+            answer: Reply[Offer] = Reply()
+            answers.append(answer)
+            return answer
+
+    num_workers = 500
+    answers: list[Reply[Offer]] = []
+    pool, _, _ = make(sync=True, num_workers=num_workers, transport=Patient())
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        ask(pool)  # this ends, but the workers' answers are still awaited
+        assert len(answers) == num_workers
+        assert len(gc.get_objects()) - before <= 8 * num_workers
+    finally:
+        gc.enable()
+    pool.close()
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
