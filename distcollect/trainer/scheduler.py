@@ -358,17 +358,21 @@ class BoundedStalenessScheduler(AsyncScheduler):
         self._pacer.published()
 
     def refresh(self, slot: WorkerSlot) -> None:
-        slack = self._pacer.slack(slot.worker_id, slot.acknowledged)
-        may_ask = slack >= 0 and self._may_ask(slot)
-        before = self._slacks.pop(slot, None)
-        if before is not None and not (may_ask and before == slack):
+        slack = -1
+        if self._may_ask(slot):
+            slack = self._pacer.slack(slot.worker_id, slot.acknowledged)
+        before = self._slacks.get(slot, -1)
+        if before >= 0 and before != slack:
+            del self._slacks[slot]
             queue = self._idle_by_slack[before]
             queue.put(slot, present=False)
             if not queue:
                 del self._idle_by_slack[before]
-        if may_ask:
+        if slack >= 0:
             self._slacks[slot] = slack
-            self._idle_by_slack.setdefault(slack, SlotQueue(by_last_request)).put(slot)
+            if slack not in self._idle_by_slack:
+                self._idle_by_slack[slack] = SlotQueue(by_last_request)
+            self._idle_by_slack[slack].put(slot)
 
     def next_slot(self) -> WorkerSlot | None:
         if not self._idle_by_slack or not self._may_request():
