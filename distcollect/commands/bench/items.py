@@ -170,7 +170,7 @@ def _torchrl_part(part: str, about: str, function: str, /, **options: object) ->
 
 
 _FIGURES = (
-    Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
+    Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24, 64))),
     Item(
         "fetch",
         "fetching a 64 MB rollout from another process",
