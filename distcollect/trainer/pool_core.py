@@ -18,6 +18,7 @@ from distcollect.config import Staleness
 from distcollect.errors import WorkerLost
 from distcollect.rollout.layout import Tensors
 from distcollect.telemetry.recorder import Activity
+from distcollect.trainer.modes import make_scheduler
 from distcollect.trainer.pool_commands import (
     AwaitTaken,
     Collect,
@@ -28,7 +29,6 @@ from distcollect.trainer.pool_commands import (
     WakeUser,
 )
 from distcollect.trainer.requests import Requests
-from distcollect.trainer.scheduler import make_scheduler
 from distcollect.trainer.setup_calls import SetupArguments, SetupCall, SetupCalls
 from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
