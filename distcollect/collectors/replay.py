@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from tensordict import TensorDict
 
-from distcollect.common.threads import LOOK_UP_S, Answer, Bell
+from distcollect.common.threads import LOOK_UP_S, Answer, Bell, SingleThread
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -351,8 +351,7 @@ class Background:
         self._turn = _Turn()
         self._stop_requested = False
         self._changed = Bell()  # the thread waits for it
-        self._thread = threading.Thread(target=self._run, name="distcollect-collect", daemon=True)
-        self._only_one = threading.Lock()  # starts the thread
+        self._thread = SingleThread(self._run, "distcollect-collect")
         self._begun: Answer[None] = Answer()
         self._ended: Answer[None] = Answer()
 
@@ -365,18 +364,13 @@ class Background:
         Raises:
             DeadlineError: the thread did not start in time.
         """
-        # Thread.start() waits for a condition, which an exception such as Ctrl-C's may break.
-        _thread.start_new_thread(self._start, ())
+        self._thread.start()
         if not self._begun.arrives(_START_TIMEOUT_S):
             raise DeadlineError(
                 f"the thread that collects did not start within {_START_TIMEOUT_S:g} s: call "
                 "start() again"
             )
         self.was_started = True
-
-    def _start(self) -> None:
-        if self._only_one.acquire(blocking=False):
-            self._thread.start()
 
     @property
     def is_alive(self) -> bool:

@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import secrets
+import weakref
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,7 +52,7 @@ class Segment:
             # Checked on the opened descriptor, as another process may have the pid by now.
             if f"memfd:{self.name} " not in str(Path(f"/proc/self/fd/{fd}").readlink()):
                 raise ProcessLookupError(f"{path} is no longer {self.name}")
-            return _mapped(fd, self.num_bytes)
+            return torch.frombuffer(mmap.mmap(fd, self.num_bytes), dtype=torch.uint8)
         finally:
             os.close(fd)
 
@@ -85,14 +86,23 @@ class SharedTensor:
 def allocate(num_bytes: int) -> tuple[torch.Tensor, Segment]:
     """New zeroed memory, uint8 ``[num_bytes]``, and where other processes find it.
 
+    They find it while the tensor lives, or one that shares its memory. Who has mapped it keeps it.
+
     Raises:
         OSError: the system doesn't provide it.
     """
     name = f"distcollect-{secrets.token_hex(8)}"
-    # The descriptor stays open, as other processes open the memory through it.
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, num_bytes)
-    return _mapped(fd, num_bytes), Segment(os.getpid(), fd, name, num_bytes, host_of_memory())
+    try:
+        os.ftruncate(fd, num_bytes)
+        mapping = mmap.mmap(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    # The descriptor stays open, as other processes open the memory through it.
+    weakref.finalize(mapping, os.close, fd).atexit = False
+    segment = Segment(os.getpid(), fd, name, num_bytes, host_of_memory())
+    return torch.frombuffer(mapping, dtype=torch.uint8), segment
 
 
 @cache
@@ -106,14 +116,16 @@ def host_of_memory() -> str:
     return f"{boot} {pids} {os.getuid()}"
 
 
-def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
-
-
+@cache
 def sample_of_memory() -> Segment | None:
     """A little shared memory: if the trainer can map it, rollouts needn't be sent."""
     try:
-        return allocate(mmap.PAGESIZE)[1]
+        memory, segment = allocate(mmap.PAGESIZE)
     except OSError as error:
         log.info("no shared memory here (%s): rollouts will be sent", error)
         return None
+    _samples.append(memory)  # so that it can be mapped while this process lives
+    return segment
+
+
+_samples: list[torch.Tensor] = []

@@ -1,7 +1,8 @@
-"""Threads that do one job after the other, and waiting for answers so that Ctrl-C works."""
+"""Threads that start once or do one job after the other; waiting that Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import queue
 import threading
@@ -126,6 +127,33 @@ def _pass_on(answer: Answer[T], future: Future[T]) -> None:
         answer.set(future.result())
     else:
         answer.fail(error)
+
+
+class SingleThread:
+    """A daemon thread that starts once, however often :meth:`start` is called or interrupted."""
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        """Prepare the thread; it is to run ``target``."""
+        self._thread = threading.Thread(target=target, name=name, daemon=True)
+        self._only_one = threading.Lock()
+
+    def start(self) -> None:
+        """Start it, if it was neither started nor prevented. Doesn't wait until it runs."""
+        # Thread.start() waits for a condition, which an exception such as Ctrl-C's may break.
+        _thread.start_new_thread(self._start, ())
+
+    def _start(self) -> None:
+        if self._only_one.acquire(blocking=False):
+            self._thread.start()
+
+    def prevent(self) -> bool:
+        """Let it never start; returns whether it was not started before."""
+        return self._only_one.acquire(blocking=False)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is this one."""
+        return threading.current_thread() is self._thread
 
 
 class SerialThread:

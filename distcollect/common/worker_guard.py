@@ -72,7 +72,7 @@ def _guard(worker: int, parent: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     status = _wait(worker, parent)
-    if status is None:  # it was killed with all the others
+    if status is None:  # the kernel could not end it yet
         _exit_by(signal.SIGKILL)
     if os.WIFSIGNALED(status):
         _exit_by(os.WTERMSIG(status))
@@ -80,18 +80,17 @@ def _guard(worker: int, parent: int) -> NoReturn:
 
 
 def _wait(worker: int, parent: int) -> int | None:
-    """Wait until the worker has ended, then end the rest; its status, None if it was killed."""
+    """Wait until the worker has ended or is to be ended, end the rest; its status, if it ends."""
     while True:
         if os.getppid() != parent:
-            _kill_all(worker)
-            return None
+            return _kill_all(worker)
         received = signal.sigtimedwait(_SIGNALS, _CHECK_PERIOD_S)
         number = None if received is None else received.si_signo
         if number == signal.SIGTERM:
             os.kill(worker, signal.SIGTERM)
         elif number == KILL:
-            _kill_all(worker)
-            return None
+            # The status of a worker that was ending by itself says why it ended.
+            return _kill_all(worker)
         elif number == signal.SIGCHLD:
             # Others are reaped too: this process is the parent of what lost its own.
             for pid, status in _ended():
@@ -109,21 +108,27 @@ def _ended() -> list[tuple[int, int]]:
     return found
 
 
-def _kill_all(worker: int) -> None:
-    """End the worker's process group and every other descendant, as far as possible."""
+def _kill_all(worker: int) -> int | None:
+    """End the worker's process group and every other descendant, as far as possible.
+
+    Returns:
+        The worker's status, if it ends here.
+    """
+    status = None
     deadline = time.monotonic() + _END_TIMEOUT_S
     with contextlib.suppress(OSError):
         os.killpg(worker, signal.SIGKILL)
     while time.monotonic() < deadline:
         children = children_of(os.getpid())
         if not children:
-            return
+            break
         for pid in children:
             with contextlib.suppress(OSError):  # a program of another user
                 os.kill(pid, signal.SIGKILL)
         # The children of those that end now become children of this process.
         signal.sigtimedwait({signal.SIGCHLD}, _AGAIN_S)
-        _ended()
+        status = dict(_ended()).get(worker, status)
+    return status
 
 
 def children_of(pid: int) -> list[int]:

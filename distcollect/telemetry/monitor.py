@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from distcollect.common.threads import SingleThread
 from distcollect.config import Monitor
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
@@ -71,9 +72,10 @@ class MonitorThread:
         self._latest: Callable[[], Stats | None] = lambda: None
         self._last: Stats | None = None
         self._final: Stats | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = SingleThread(self._run, "distcollect-monitor")
         self._lock = threading.Lock()
         self._end = threading.Event()
+        self._ended = threading.Event()
         self._begun = False
         self._closed = False
         path = options.trace if trace is None else trace
@@ -120,16 +122,17 @@ class MonitorThread:
     @property
     def is_current(self) -> bool:
         """Whether this is called on the thread, by a writer."""
-        return self._thread is threading.current_thread()
+        return self._thread.is_current
 
     def begin(self, latest: Callable[[], Stats | None]) -> None:
-        """The first batch is requested. ``latest`` gives snapshots, or None if there are none."""
-        self._begun = True
+        """The first batch is requested. ``latest`` gives snapshots, or None if there are none.
+
+        If an exception such as Ctrl-C breaks that off, call it again: it never starts two threads.
+        """
         self._latest = latest
         if self._writers and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="distcollect-monitor")
-            self._thread.daemon = True
             self._thread.start()
+        self._begun = True
 
     def close(self, last: Stats | None) -> None:
         """Pass on the last snapshot, if there is one, and end. A second call does nothing."""
@@ -139,19 +142,16 @@ class MonitorThread:
             self._closed = True
         self._final = last
         self._end.set()
-        thread = self._thread
         # This may run on the thread itself: a callback may shut its collector down, and a collector
         # without references may be finalized on any thread.
-        if thread is None or thread is threading.current_thread():
+        if self._thread.prevent() or self.is_current:
             self._finish()
-        else:
-            thread.join(_JOIN_TIMEOUT_S)
-            if thread.is_alive():
-                log.warning(
-                    "the last statistics of the run may be missing: a writer hangs for %g s: %s",
-                    _JOIN_TIMEOUT_S,
-                    ", ".join(writer.about for writer in self._writers),
-                )
+        elif not self._ended.wait(_JOIN_TIMEOUT_S):
+            log.warning(
+                "the last statistics of the run may be missing: a writer hangs for %g s: %s",
+                _JOIN_TIMEOUT_S,
+                ", ".join(writer.about for writer in self._writers),
+            )
         last = self._last if last is None else last
         if self._begun and last is not None and last.delivered:
             log.info("%s", find_bottleneck(last))
@@ -164,12 +164,14 @@ class MonitorThread:
     # What follows runs on the thread.
 
     def _run(self) -> None:
+        self._begun = True  # also if begin() was interrupted
         try:
             self._pass_on()
         except Exception:
             log.exception("statistics of the run end here; the run goes on")
         finally:
             self._finish()
+            self._ended.set()
 
     def _pass_on(self) -> None:
         due = {id(writer): time.monotonic() + writer.every_s for writer in self._writers}

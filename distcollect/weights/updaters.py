@@ -7,7 +7,6 @@ receiver and writes the bytes into memory that the receiver has ready.
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -180,22 +179,15 @@ class SharedPayload:
         """Memory for a payload, uint8 ``[num_bytes]``, and where the others find it."""
         with self._lock:
             if self._segment is None or len(self._memory) < num_bytes:
-                self._give_back()
                 self._memory, self._segment = allocate(num_bytes)
             place = SharedTensor(self._segment, 0, (num_bytes,), torch.uint8)
             return self._memory[:num_bytes], SharedMemorySource(place)
 
-    def _give_back(self) -> None:
-        if self._segment is not None:
-            os.close(self._segment.fd)
-            self._segment = None
-            # The mapping has a descriptor of its own, which this closes.
-            self._memory = torch.empty(0, dtype=torch.uint8)
-
     def close(self) -> None:
         """Give the memory back; who has mapped it keeps it."""
         with self._lock:
-            self._give_back()
+            self._segment = None
+            self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 class SharedMemoryUpdater(WeightUpdaterBase):

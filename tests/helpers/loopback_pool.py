@@ -19,7 +19,7 @@ from distcollect.transport.worker_service import Probe, WorkerService
 from distcollect.worker.service import Worker
 
 ADDRESS = "127.0.0.1"
-SOON_S = 10
+SOON_S = 60
 
 
 class LoopbackWorkers:

@@ -23,7 +23,7 @@ from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import CollectRequest
 from distcollect.transport.rpc import PeerAddress, RpcTransport
 
-SOON_S = 10
+SOON_S = 60
 SMALL, LARGE = 100, 200_000
 
 

@@ -22,7 +22,7 @@ from distcollect.rollout.slab import Slab
 from distcollect.transport import peer_ids
 from distcollect.transport.peer_ids import Identity, identify, identity
 
-SOON_S = 20
+SOON_S = 60
 STEPS = 50
 
 

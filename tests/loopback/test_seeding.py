@@ -16,7 +16,7 @@ from helpers.waiting import eventually
 import distcollect as dc
 
 STEPS = 50
-SOON_S = 30
+SOON_S = 60
 
 
 class Gated(gym.Env[np.ndarray, int]):

@@ -69,14 +69,14 @@ def test_goes_on_where_it_was_cut_off(
     out = tmp_path / "frames"
     killed = begun(out, 0, seed=5)
     killed.kill()
-    killed.communicate(timeout=30)
+    killed.communicate(timeout=120)
     first = recorded(out)
     kept = TensorDict.load_memmap(out)[:first].clone()
     assert marked.gone()
 
     interrupted = begun(out, first, seed=5)
     interrupted.send_signal(signal.SIGINT)
-    _, said = interrupted.communicate(timeout=30)
+    _, said = interrupted.communicate(timeout=120)
     assert interrupted.returncode == 130
     second = recorded(out)
     assert f"interrupted with {second:,} of 4,000 frames" in said.decode()

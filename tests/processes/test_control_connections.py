@@ -29,7 +29,7 @@ def test_the_server_sees_a_process_end(
 ) -> None:
     process = start(marked, "join", server.address, server.port, TOKEN, fork)
     assert process.stdout is not None
-    connection = events.queue.get(timeout=30)[1]
+    connection = events.queue.get(timeout=120)[1]
     assert process.stdout.readline() == "ready\n"
     process.kill()
     assert events.next("closed") is connection

@@ -25,7 +25,7 @@ import distcollect as dc
 
 SCRIPT = SCRIPTS / "end_in_some_way.py"
 START_S = 60
-END_S = 10
+END_S = 30
 PYTHON = [sys.executable]
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run"),

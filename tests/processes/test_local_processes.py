@@ -21,7 +21,7 @@ from distcollect.common.process_exit import ProcessExit
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.net.messages import TrainerAddress, WorkerBoot
 
-SOON_S = 5
+SOON_S = 60
 HANG = "import time; time.sleep(1000)"
 GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
 Spawn = Callable[[int, str], None]

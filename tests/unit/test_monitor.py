@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.interrupting import interrupted_at
+from helpers.waiting import eventually
 from rich.console import Console
 
 import distcollect as dc
@@ -76,9 +78,7 @@ def test_a_full_disk_is_told_of_once_and_ends_nothing_else(
 
 def test_only_the_end_is_told_of_where_that_is_wanted(tmp_path: Path) -> None:
     watch = watching(run_dir=tmp_path, every_s=float("inf"))
-    assert watch._thread is not None
-    watch._thread.join(0.2)
-    assert watch._thread.is_alive()
+    assert not watch._ended.wait(0.2)
     watch.close(STATS)
     assert [line["ended"] for line in lines(tmp_path / "stats.jsonl")] == [True]
 
@@ -95,8 +95,7 @@ def test_a_callback_that_shuts_the_collector_down(caplog: pytest.LogCaptureFixtu
     other = Told()
     watch._writers.append(other)
     watch.begin(lambda: STATS)
-    assert watch._thread is not None
-    watch._thread.join(20)
+    assert watch._ended.wait(20)
     assert [stats.ended for stats in told] == [False, True]
     # It got the end, and nothing after it.
     assert [stats.ended for stats in other.stats[-2:]].count(True) == 1
@@ -110,9 +109,7 @@ def test_a_callback_that_exits_ends_itself_only(caplog: pytest.LogCaptureFixture
     watch._writers.append(other)
     watch.begin(lambda: STATS)
     while not other.stats:
-        assert watch._thread is not None
-        watch._thread.join(0.01)
-        assert watch._thread.is_alive()
+        assert not watch._ended.wait(0.01)
     watch.close(STATS)
     assert other.stats[-1].ended
     assert caplog.text.count("Monitor(callback=...) failed") == 1
@@ -134,8 +131,7 @@ def test_a_callback_that_hangs_holds_nobody_up(
     assert not goes_on.is_set()
     assert "hangs for 0.05 s: Monitor(callback=...)" in caplog.text
     goes_on.set()
-    assert watch._thread is not None
-    watch._thread.join(20)
+    assert watch._ended.wait(20)
 
 
 def test_statistics_that_cannot_be_made_end_what_is_told(
@@ -146,8 +142,7 @@ def test_statistics_that_cannot_be_made_end_what_is_told(
 
     watch = MonitorThread(dc.Monitor(view=False, run_dir=tmp_path, every_s=0.001))
     watch.begin(latest)
-    assert watch._thread is not None
-    watch._thread.join(20)
+    assert watch._ended.wait(20)
     assert "statistics of the run end here" in caplog.text
     watch.close(None)
 
@@ -232,3 +227,24 @@ def test_what_is_no_terminal() -> None:
     closed.close()
     for stream in (None, object(), closed, io.StringIO()):
         assert not is_terminal(stream)
+
+
+def test_an_interrupted_begin_can_be_repeated() -> None:
+    """Also while the thread that the first call created does not run yet."""
+
+    def num_threads() -> int:
+        return [thread.name for thread in threading.enumerate()].count("distcollect-monitor")
+
+    at, more = 1, True
+    while more:
+        told: list[Stats] = []
+        watch = MonitorThread(dc.Monitor(view=False, callback=told.append, every_s=0.001))
+        more, tracer = interrupted_at(at, lambda watch=watch: watch.begin(lambda: STATS))
+        if not watch.has_begun:
+            watch.begin(lambda: STATS)
+        eventually(lambda told=told: told)
+        eventually(lambda: num_threads() == 1, about=lambda tracer=tracer: tracer.where)
+        watch.close(STATS)
+        assert [stats.ended for stats in told].count(True) == 1
+        at += 1
+    assert at > 3

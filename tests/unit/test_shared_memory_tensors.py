@@ -25,6 +25,18 @@ def test_a_tensor_within():
     assert torch.equal(tensor.within(Segment(**asdict(segment)).map()), tensor.within(memory))
 
 
+def test_memory_is_found_while_a_tensor_of_it_lives():
+    memory, segment = allocate(64)
+    part = memory[8:].view(torch.int64)
+    del memory
+    mapped = segment.map()
+    part[0] = 5
+    del part
+    with pytest.raises(OSError, match=r"No such file|no longer"):
+        segment.map()
+    assert mapped[8] == 5  # who has mapped it keeps it
+
+
 def test_whatever_fails_while_a_rollout_is_copied_is_raised_where_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -7,7 +7,6 @@ while idle, which excludes torch's ``shm`` transport. Values are GB/s.
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import os
 import tempfile
@@ -22,7 +21,7 @@ import torch
 import torch.distributed
 import torch.distributed.rpc  # noqa: TID251 - torch alone is measured too
 
-from distcollect.common.shared_memory import allocate
+from distcollect.common.shared_memory import sample_of_memory
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.slab import Slab
@@ -196,7 +195,7 @@ class _Source:
 def _serve_distcollect(pipe: Any) -> None:
     transport = RpcTransport(address=LOOPBACK, service=_Source())
     transport.connect(0, PeerAddress(received(pipe)))
-    pipe.send((transport.endpoint, allocate(mmap.PAGESIZE)[1]))
+    pipe.send((transport.endpoint, sample_of_memory()))
     pipe.recv()
     os._exit(0)
 

@@ -157,9 +157,7 @@ def _attempt(problems: dict[str, str], topic: str, work: Callable[[], None]) -> 
 
 
 def _share_memory() -> None:
-    memory, segment = allocate(1 << 20)
-    del memory
-    os.close(segment.fd)
+    allocate(1 << 20)
 
 
 def _host_id() -> str:
