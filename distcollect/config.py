@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from distcollect.common.suggestions import suggests_names
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
 
@@ -16,6 +17,7 @@ _OPTIONAL = {"step_timeout_s", "max_worker_bytes"}
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@suggests_names
 @dataclass(frozen=True)
 class WeightSync:
     """How new weights get to the workers.
@@ -68,6 +70,7 @@ class WeightSync:
         return None if self.wire_dtype is None else _NARROW[self.wire_dtype]
 
 
+@suggests_names
 @dataclass(frozen=True)
 class Staleness:
     """How old the policy that chose a frame's action may be when the frame is delivered.
@@ -94,6 +97,7 @@ class Staleness:
             raise ArgumentError(f"Staleness(mode={self.mode!r}): use 'pace', 'drop' or 'mask'")
 
 
+@suggests_names
 @dataclass(frozen=True)
 class Faults:
     """What counts as a failure, and how it is handled. Times are in seconds.
@@ -163,6 +167,7 @@ class Faults:
             )
 
 
+@suggests_names
 @dataclass(frozen=True)
 class EvaluationWorkers:
     """Workers that collect nothing, but evaluate the policy in the background.
@@ -196,6 +201,7 @@ class EvaluationWorkers:
             )
 
 
+@suggests_names
 @dataclass(frozen=True)
 class Monitor:
     """How to show and record a run while it goes on; ``collector.stats()`` gives the same figures.

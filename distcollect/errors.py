@@ -17,7 +17,7 @@
     │   ├── WorkerMismatch                its Python, torch or protocol version differs
     │   ├── WorkerLost                    its process ended, or its host went away
     │   └── RolloutGone                   what it kept for another trainer can't be had any more
-    └── DeadlineError (TimeoutError)      waited for someone; says for whom and how long
+    └── DeadlineError (TimeoutError)      a wait was too long; names who was waited for, how long
         ├── BatchTimeout
         └── WeightsTimeout
 """
@@ -64,7 +64,8 @@ class WorkerError(DistCollectError, RuntimeError):
 
     Attributes:
         worker_id: the worker's slot, or None for an env stepped in the calling process.
-        remote_traceback: the traceback from the worker as text, "" if there is none.
+        remote_traceback: the traceback from the worker as text, without the lines of this package;
+            "" if the message says all.
     """
 
     def __init__(

@@ -260,17 +260,19 @@ def main() -> None:
         sys.exit(1)
 
 
-def parse_args() -> argparse.Namespace:
-    """The command line."""
+def parse_args(
+    description: str | None = __doc__, out: Path = Path("runs/sac_pendulum")
+) -> argparse.Namespace:
+    """The command line of a script with this description, which writes to ``out``."""
     measure = f"mean return of {EPISODES} evaluated episodes"
-    command = parser(__doc__, split="a worker's envs", measure=measure)
+    command = parser(description, split="a worker's envs", measure=measure)
     add = command.add_argument
     add("--updates-per-evaluation", type=positive, default=1000, help="%(default)s")
     command.set_defaults(
         total_frames=30_000,
         frames_per_batch=50,
         envs_per_worker=1,
-        out=Path("runs/sac_pendulum"),
+        out=out,
         solved_at=-200.0,
     )
     return command.parse_args()

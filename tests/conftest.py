@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import multiprocessing.util
 import subprocess
 import sys
@@ -84,6 +85,15 @@ def _one_process(request: pytest.FixtureRequest) -> Iterator[None]:
     folder = _folder(request.path)
     if folder in ("unit", "loopback"):
         assert _started[before:] == [], f"move this test out of {folder}/: it starts a process"
+
+
+@pytest.fixture(autouse=True)
+def _default_start_method() -> None:
+    """Each test starts processes as Python does by default, whatever was imported before it.
+
+    Importing TorchRL makes ``multiprocessing`` spawn processes, each of which imports torch again.
+    """
+    multiprocessing.set_start_method(None, force=True)
 
 
 @pytest.fixture

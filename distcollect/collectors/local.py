@@ -13,12 +13,10 @@ class MultiSyncDataCollector(RPCDataCollector):
 
     Its shape, with W workers of n envs and T steps each:
 
-    ===============  ==========  ===================  =============
-    ``cat_results``  "stack"     0                    -1
-    ===============  ==========  ===================  =============
-    one env          ``[W, T]``  ``[W * T]``          ``[W * T]``
-    n envs           ``[W, n, T]``  ``[W * n, T]``    ``[n, W * T]``
-    ===============  ==========  ===================  =============
+    | `cat_results` | "stack"     | 0            | -1           |
+    |---------------|-------------|--------------|--------------|
+    | one env       | `[W, T]`    | `[W * T]`    | `[W * T]`    |
+    | n envs        | `[W, n, T]` | `[W * n, T]` | `[n, W * T]` |
     """
 
     @takes(MultiSyncOptions)

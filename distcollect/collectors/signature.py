@@ -38,6 +38,8 @@ def takes(
         this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         parameters = [this, *signature.parameters.values()]
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        # Tools that unwrap functions, such as mkdocstrings, would show `init` with its `options`.
+        del wrapper.__wrapped__
         wrapper.__doc__ = _with_arguments(init.__doc__ or "", _texts(kind), signature)
         return wrapper
 

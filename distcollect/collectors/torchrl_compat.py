@@ -7,7 +7,6 @@ Weight-sync schemes are in :mod:`.torchrl_weights`.
 
 from __future__ import annotations
 
-import difflib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Set
@@ -18,6 +17,7 @@ import torch
 
 from distcollect.collectors.torchrl_weights import check_updater_in_process, take_schemes
 from distcollect.collectors.users_code import users_stack_level
+from distcollect.common.suggestions import unknown_argument
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.launch.worker_hosts import current
@@ -107,7 +107,7 @@ def make_known_to_torchrl(kind: type) -> None:
 def _check_without_effect(name: str, value: Any, own_names: Set[str]) -> None:
     """Warn or raise if an argument asks for something that the collector doesn't do."""
     if name not in WARNED and name not in REFUSED:
-        raise ArgumentTypeError(_unknown(name, own_names))
+        raise ArgumentTypeError(unknown_argument(name, own_names))
     if value is None or value is False:
         return
     if name in REFUSED:
@@ -143,12 +143,6 @@ def _sum_of_workers(frames: list[Any], arguments: Mapping[str, Any]) -> Any:
             stacklevel=users_stack_level(),
         )
     return sum(frames)
-
-
-def _unknown(name: str, own_names: Set[str]) -> str:
-    near = difflib.get_close_matches(name, own_names, n=1, cutoff=0.7)
-    suggestion = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"no argument {name!r}{suggestion}; there are: {', '.join(sorted(own_names))}"
 
 
 def _bundled(name: str, given: Any) -> Mapping[str, Any]:

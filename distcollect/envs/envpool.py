@@ -35,7 +35,7 @@ class EnvPoolBatch(VectorBatch):
     EnvPool itself resets a row in the step after its end, which is a filler for that row. Here a
     row is reset as soon as its episode is over, so there are no fillers, and rows can be cut.
 
-    EnvPool's ``step`` arranges its arguments and results anew in each call. That takes longer than
+    EnvPool's ``step`` arranges its arguments and results in each call. That takes longer than
     a step of simple envs, so its native functions are called directly.
     """
 

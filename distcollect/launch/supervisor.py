@@ -1,6 +1,6 @@
 """A supervisor: a process that starts worker processes for its trainer, and watches them.
 
-Every rank of a launch above 0 is one, and so is ``distcollect worker --join``.
+Every rank of a launch above 0 is one. A ``distcollect worker --join`` is one too.
 """
 
 from __future__ import annotations

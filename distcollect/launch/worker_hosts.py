@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distcollect.common import open_files
+from distcollect.common.reminder import wait_for
 from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError, LaunchError
 from distcollect.launch.cpu_placement import Host, choose, may_pin, num_cores
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
@@ -175,8 +176,14 @@ class WorkerHosts(JoinServerEvents):
         def missing() -> list[int]:
             return [i + 1 for i in range(first, num_workers) if i not in self._supervisors]
 
+        def remind(elapsed_s: float) -> None:
+            log.warning(
+                "waiting for ranks %s to join, for %.0f s so far, at most %g s",
+                missing(), elapsed_s, timeout_s,
+            )  # fmt: skip
+
         with self._lock:
-            if not self._changed.wait_for(lambda: not missing(), timeout_s):
+            if not wait_for(self._changed, lambda: not missing(), timeout_s, remind):
                 raise DeadlineError(
                     f"ranks {missing()} did not join within {timeout_s:g} s: look at their own "
                     "output. Does every rank call distcollect.run(main)? 'distcollect "

@@ -25,6 +25,7 @@ message, an unknown, missing or wrongly typed field is refused. A started worker
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import sys
@@ -34,7 +35,6 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import tensordict
 import torch
 
 from distcollect.common.process_exit import ProcessExit
@@ -46,6 +46,9 @@ M = TypeVar("M")
 
 PROTOCOL = 4
 
+# Importing it takes a second, and a supervisor needs nothing of it but its version.
+_TENSORDICT = importlib.metadata.version("tensordict")
+
 
 def versions() -> dict[str, str]:
     """What has to match for objects and messages to travel between two processes."""
@@ -53,7 +56,7 @@ def versions() -> dict[str, str]:
         "protocol": str(PROTOCOL),
         "python": "{}.{}".format(*sys.version_info[:2]),
         "torch": _minor(torch.__version__),
-        "tensordict": _minor(tensordict.__version__),
+        "tensordict": _minor(_TENSORDICT),
     }
 
 

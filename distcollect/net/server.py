@@ -3,13 +3,13 @@
 A plain TCP connection between the trainer and each worker (and each supervisor of a launched
 rank), carrying :mod:`.messages`. It comes before RPC: nothing is unpickled from a process that has
 not proven that it knows the run's token (:mod:`.handshake`), and has matching versions. It stays
-open while both processes live: the kernel closes it however a process ends, which the other side
-sees at once.
+open while both processes live. When a process ends in any way, the kernel closes it, and the other
+side sees that at once.
 
 Anybody who reaches the port can connect, so a connection without a proof has little: a few KiB and
-reads, ten seconds, and no thread that waits for it. Their number is limited, and so is how many are
-accepted per second. Above that number the oldest is closed: one that is silent fills no place for
-a worker. Nothing is waited for on the server's thread, not even for a peer that has joined.
+reads, ten seconds, and no thread that waits for it. Their number is limited, and the number that is
+accepted per second. Above the limit the oldest is closed, so a silent one takes no worker's place.
+The server's thread never waits for a single peer, not even for one that has joined.
 """
 
 from __future__ import annotations

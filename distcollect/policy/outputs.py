@@ -223,7 +223,7 @@ class OutputReader:
     def _register(self, actions: Sequence[torch.Tensor], extras: Tensors) -> None:
         """Check the result of the first call, and expect its extras from every later call."""
         for leaf, action, shape in zip(self._leaves, actions, self._shapes, strict=True):
-            # A float of another width is converted, and so is an integer; an integer instead of a
+            # Floats and integers of another width are converted; an integer instead of a
             # float, or the reverse, is a mistake.
             got = action.dtype
             other_kind = got.is_floating_point != leaf.dtype.is_floating_point or got.is_complex

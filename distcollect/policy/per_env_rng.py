@@ -53,7 +53,7 @@ class PerEnvRng(TorchFunctionMode):
 
     That applies to tensors whose first dimension is the number of envs or a multiple of it (each
     env may have several agents). Tensors of other shapes, which all envs share, are drawn from
-    torch's own generators; so is everything that compiled or scripted code ops.
+    torch's own generators. Compiled and scripted code draws from these too.
     """
 
     def __init__(self, seeds: Sequence[int]) -> None:

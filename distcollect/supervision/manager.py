@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from distcollect.common.reminder import Reminder
 from distcollect.common.threads import LOOK_UP_S
 from distcollect.config import Faults
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
@@ -21,6 +22,7 @@ from distcollect.results import WorkerState
 from distcollect.supervision.host_events import PostedHostEvents
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.lifecycle import EXIT_TIMEOUT_S, Lifecycle
+from distcollect.supervision.start_report import start_report
 from distcollect.supervision.status import Phase, Status
 from distcollect.supervision.worker_ends import WorkerEnds
 from distcollect.transport.rpc import RpcTransport
@@ -296,9 +298,12 @@ class Workers:
 
     def _run(self) -> None:
         checked_at = 0.0
+        reminder = Reminder(time.monotonic())
         while True:
             now = time.monotonic()
-            due = max(self._lifecycle.next_check(now), checked_at + _CHECK_PERIOD_S)
+            self._guarded(partial(self._report_start, reminder, now))
+            next_check = min(self._lifecycle.next_check(now), reminder.at)
+            due = max(next_check, checked_at + _CHECK_PERIOD_S)
             # Python can't wait for much longer than an hour at once; a check in between does no
             # harm.
             pause_s = min(due - now, 3600.0)
@@ -313,6 +318,14 @@ class Workers:
                 pass
             checked_at = time.monotonic()
             self._guarded(self._lifecycle.check)
+
+    def _report_start(self, reminder: Reminder, now: float) -> None:
+        if not (self._status.is_starting and self._num_first):
+            reminder.stop()
+        elif reminder.is_due(now):
+            processes = list(self._lifecycle.processes.values())
+            limit_s = self._faults.start_timeout_s
+            log.warning(start_report(processes, self._num_first, now - reminder.began, limit_s))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

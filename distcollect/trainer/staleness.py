@@ -215,7 +215,7 @@ class Pacer:
         self._needed = None
 
     def _count(self) -> None:
-        """Count the slacks anew if versions were sent since: only then do they change."""
+        """Count the slacks again if versions were sent since; otherwise they have not changed."""
         if self._revision == self._versions.revision:
             return
         self._revision = self._versions.revision

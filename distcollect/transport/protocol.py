@@ -12,13 +12,13 @@ A transport knows nothing of what a worker can do. What that is stands in a prot
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from distcollect.common.replies import Reply
+from distcollect.common.tracebacks import users_traceback
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -250,7 +250,7 @@ class Failure:
         kind: name of its class.
         message: what it says.
         worker_id: the worker that raised it.
-        remote_traceback: its traceback, with those of its causes.
+        remote_traceback: its traceback, see :func:`~distcollect.common.tracebacks.users_traceback`.
         num_env_faults: of an :class:`~distcollect.errors.EnvError`.
         env_faults: of the same.
     """
@@ -269,8 +269,7 @@ class Failure:
         message = str(error)
         if not isinstance(error, DistCollectError):
             message = f"{kind}: {message}"
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        text = "".join(lines)
+        text = users_traceback(error)
         if isinstance(error, EnvError):
             faults = error.num_env_faults, error.env_faults
             return cls(kind, message, worker_id, text, *faults)

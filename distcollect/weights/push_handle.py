@@ -45,6 +45,16 @@ class PushHandle:
         self._left_out: dict[int, DistCollectError] = {}
         self._later: set[int] = set()  # left out for now
 
+    def __repr__(self) -> str:
+        with self._lock:
+            parts = {
+                "acknowledged by": sorted(self._acknowledged),
+                "left out": sorted(self._left_out),
+                "no answer yet from": self._open(),
+            }
+        told = "; ".join(f"{what} {workers}" for what, workers in parts.items() if workers)
+        return f"<PushHandle: version {self.version}; workers: {told or 'none'}>"
+
     @property
     def timings(self) -> dict[str, float]:
         """How long the push took, in seconds; empty before it was sent.

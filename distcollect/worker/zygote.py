@@ -1,6 +1,6 @@
 """The zygote: a process that has imported what workers need, and forks each of them.
 
-A fork takes milliseconds and shares the memory of all that was imported; importing torch anew takes
+A fork takes milliseconds and shares the memory of all that was imported; importing torch takes
 seconds of CPU and 150 MB in each worker. The process has a single thread and never computes
 anything, so nothing is lost by forking: no lock is held, no pool of threads has started, no GPU is
 in use. :class:`distcollect.launch.zygote.Zygote` is its other end.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import random
@@ -81,6 +82,9 @@ def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in (*_PRELOADED, *imported):
         importlib.import_module(name)
+    # Importing TorchRL makes "spawn" the default: a worker whose envs have processes of their own
+    # and use nothing of TorchRL would start these as slowly as itself.
+    multiprocessing.set_start_method(None, force=True)
     gc.collect()
     gc.freeze()  # a collection in a worker then doesn't write to the shared pages
     zygote = _Zygote(socket.socket(fileno=fd))

@@ -6,8 +6,13 @@ The blocks of a page run one after the other in one namespace, in this process, 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import re
+import sys
+import types
+from collections.abc import Iterator
 from importlib import resources
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -17,11 +22,13 @@ import pytest
 import torch.utils.data
 from helpers.marked import Marked
 from helpers.paths import ROOT
+from helpers.programs import run_python
 
 import distcollect as dc
 from distcollect.collectors.torchrl_compat import NO_EFFECT, REFUSED, WARNED, translated
 from distcollect.launch import preemption
 
+PACKAGE_LOG = logging.getLogger("distcollect")
 DOCS = resources.files("distcollect") / "docs"
 PAGES = {
     "README.md": ROOT / "README.md",
@@ -44,8 +51,56 @@ def saved_frames(folder: Path) -> str:
 SHORTER = {
     "total_frames=1_024_000": "total_frames=8_192",
     "num_workers=None,": "num_workers=2,",
+    "num_workers=16": "num_workers=4",
+    "num_workers=8": "num_workers=2",
+    "time.sleep(0.005)": "time.sleep(0.001)",
+    "frames_per_batch=256": "frames_per_batch=64",
+    "time.sleep(0.1)": "time.sleep(0.01)",
 }
-NEEDS = dict.fromkeys(("envs.md", "migrating.md", "training.md"), "torchrl")
+NEEDS = {
+    **dict.fromkeys(("envs.md", "migrating.md", "sequences.md", "training.md"), "torchrl"),
+    "multi_agent.md": "mpe2",
+    "sweeps.md": "hydra",
+}
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """The names of the figures that reach W&B and MLflow, which are not installed."""
+    names: dict[str, set[str]] = {"wandb": set(), "mlflow": set()}
+    run = types.SimpleNamespace(
+        define_metric=lambda name, step_metric: None,
+        log=names["wandb"].update,
+        finish=lambda: None,
+        info=types.SimpleNamespace(run_id="1"),
+    )
+    client = types.SimpleNamespace(
+        log_metric=lambda run_id, key, value, step: names["mlflow"].add(key)
+    )
+    modules = {
+        "wandb": {"init": lambda project: run},
+        "mlflow": {
+            "start_run": lambda: contextlib.nullcontext(run),
+            "MlflowClient": lambda: client,
+        },
+    }
+    for name, attributes in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    return names
+
+
+@pytest.fixture
+def _usual_settings() -> Iterator[None]:
+    """Undo what a page sets for the whole process."""
+    num_threads, levels = torch.get_num_threads(), [logging.root.level, PACKAGE_LOG.level]
+    handlers = list(logging.root.handlers)
+    yield
+    torch.set_num_threads(num_threads)
+    logging.root.handlers[:] = handlers
+    for log, level in zip((logging.root, PACKAGE_LOG), levels, strict=True):
+        log.setLevel(level)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +118,15 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchrl's
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks(page)])
-def test_its_code_runs(name: str, marked: Marked, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_usual_settings")
+def test_its_code_runs(
+    name: str,
+    marked: Marked,
+    logged: dict[str, set[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     namespace: dict[str, Any] = {"__name__": "page"}  # main() is called below
@@ -74,11 +137,29 @@ def test_its_code_runs(name: str, marked: Marked, tmp_path: Path) -> None:
         code = block
         for written, run in instead.items():
             code = code.replace(written, run)
-        exec(compile(code, str(PAGES[name]), "exec"), namespace)
+        if "@hydra.main" in code:  # it finds its configuration beside the script
+            script = tmp_path / "train.py"
+            script.write_text(code)
+            done = run_python(script, timeout_s=250)
+            assert done.returncode == 0, done.stderr
+            continue
+        # Without the __future__ imports of this module.
+        exec(compile(code, str(PAGES[name]), "exec", dont_inherit=True), namespace)
         if "main" in namespace:
             namespace.pop("main")()
     preemption.stop_watching()  # the signals that a Checkpoint handles
     assert not marked.left()
+    if name == "logging.md":
+        assert {"frames", "episodes/return", "loss"} <= logged["wandb"]
+        assert logged["mlflow"] == {"frames_per_s", "lag", "return"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].read_text().split()) <= 1500
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {dc.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.mark.parametrize("name", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
@@ -148,6 +229,27 @@ def test_help_is_enough() -> None:
             text = inspect.getdoc(value) or ""
             assert text, name
             assert not text.startswith("See :"), name
+
+
+def test_the_reference_has_all_public_names() -> None:
+    text = PAGES["reference.md"].read_text()
+    described = re.findall(r"^::: distcollect\.(\w+)$", text, re.MULTILINE)
+    others = re.findall(r"^\| `(\w+)` \| \[`(\w+)`\]\[distcollect\.(\w+)\] \|$", text, re.MULTILINE)
+    names = [*described, *(name for name, _, _ in others), "__version__"]
+    assert sorted(names) == sorted(dc.__all__)
+    for name, written, linked in others:
+        assert getattr(dc, name) is getattr(dc, written)
+        assert written == linked
+
+
+def test_the_site_has_all_pages() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert set(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == PAGES.keys() - {"README.md"}
+
+
+def test_the_home_page_has_all_pages() -> None:
+    linked = set(re.findall(r"\]\((\w+\.md)", PAGES["index.md"].read_text()))
+    assert linked == PAGES.keys() - {"README.md", "index.md"}
 
 
 def section(title: str) -> str:

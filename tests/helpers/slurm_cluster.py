@@ -31,7 +31,8 @@ def settings() -> dict[str, str]:
     return {
         "DC_STATE": state,
         "DC_PREFIX": f"t{number}",
-        "DC_NET": f"10.{128 + number // 256}.{number % 256}",
+        # Chaos runs, maybe at the same time, have networks from 10.78 to 10.177.
+        "DC_NET": f"10.{200 + number // 256}.{number % 256}",
         "DC_SLURM_PORT": str(_free_ports(4)),
     }
 

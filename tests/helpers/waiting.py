@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+# Envs in threads of this process wait for it. It can't be pickled, so they find it in this module.
+test_is_over = threading.Event()
 
 
 def eventually(

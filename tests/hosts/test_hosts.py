@@ -231,6 +231,7 @@ def test_two_launches_at_once(network: Network, tmp_path: Path) -> None:
     theirs = [network.start(host, *command, LAUNCHED, PYTHONPATH=path) for host in (2, 3)]
     for seen in reports(mine):
         assert seen["workers"] == [0, 1]
+        assert seen["workers whose memory is mapped"] == 0
         assert seen["listening"] == [f"{SECOND}.1"]
     for seen in reports(theirs):
         assert seen["workers"] == [0, 1, 2]

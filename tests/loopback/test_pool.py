@@ -316,7 +316,7 @@ def _next(pool: Pool) -> Rollout:
                 offer.arrive()
         with contextlib.suppress(BatchTimeout):
             return taken(pool, 0.01)[0]
-    raise AssertionError("no rollout is handed on")
+    raise AssertionError("no rollout is delivered")
 
 
 def test_versions_reach_the_sender_in_their_order() -> None:

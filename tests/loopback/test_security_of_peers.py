@@ -1,4 +1,4 @@
-"""What strangers learn of the token: those who listen, and those who connect."""
+"""What strangers learn of the token when they listen or connect."""
 
 from __future__ import annotations
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from distcollect.common import reminder
 from distcollect.common.process_exit import ProcessExit
-from distcollect.errors import CollectorStateError, LaunchError
+from distcollect.errors import CollectorStateError, DeadlineError, LaunchError
 from distcollect.launch.rendezvous import listen_address
-from distcollect.launch.worker_hosts import WorkerHosts, open_hosts, set_launched
+from distcollect.launch.worker_hosts import HostEvents, WorkerHosts, open_hosts, set_launched
 from distcollect.net.messages import (
     Exited,
     Kill,
@@ -63,6 +64,22 @@ def test_processes_end_with_their_supervisors_connection(
     hosts.end_processes(5)
     assert time.monotonic() - begin < 1
     assert not any(isinstance(message, Kill) for message in again.sent)
+
+
+def test_the_log_says_which_ranks_are_awaited(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reminder, "FIRST_S", 0.02)
+    hosts = WorkerHosts("127.0.0.1", "a token", num_ranks=4)
+    try:
+        welcome(hosts, Connection(rank=2))
+        with pytest.raises(DeadlineError, match=r"ranks \[1, 3\] did not join within 0.1 s"):
+            hosts.attach(HostEvents(), 3, 0.1)
+    finally:
+        hosts.join_server.close()
+    assert caplog.messages[0].startswith(
+        "waiting for ranks [1, 3] to join, for 0 s so far, at most"
+    )
 
 
 def test_nothing_is_sent_to_a_supervisor_before_its_welcome(hosts: WorkerHosts) -> None:

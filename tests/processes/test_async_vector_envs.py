@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 from helpers.counting_envs import (
     ACTIONS,
@@ -27,6 +29,11 @@ from helpers.env_contract import (
 @pytest.mark.parametrize("info_keys", [None, INFO_KEYS], ids=["", "infos"])
 def test_every_kind_keeps_the_contract(kind: str, info_keys: list[str] | None) -> None:
     check_every_kind_keeps_the_contract(kind, info_keys)
+
+
+def test_processes_that_are_spawned() -> None:
+    multiprocessing.set_start_method("spawn", force=True)
+    check_every_kind_keeps_the_contract("async-next", None)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ASYNC_KINDS if kind not in UNCUTTABLE_KINDS])

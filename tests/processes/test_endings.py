@@ -27,10 +27,9 @@ SCRIPT = SCRIPTS / "end_in_some_way.py"
 START_S = 60
 END_S = 30
 PYTHON = [sys.executable]
-TORCHRUN = [
-    *(sys.executable, "-m", "torch.distributed.run"),
-    *("--standalone", "--nproc-per-node=3"),
-]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ONE_WORKER = [*TORCHRUN, "--nproc-per-node=2"]
+TWO_WORKERS = [*TORCHRUN, "--nproc-per-node=3"]
 
 
 class Program:
@@ -125,7 +124,7 @@ Run = Callable[..., Program]
 @pytest.mark.parametrize("end", ["normal", "break", "raise"])
 @pytest.mark.parametrize(
     ("launcher", "kind"),
-    [(PYTHON, "fine"), (PYTHON, "vector"), (TORCHRUN, "fine")],
+    [(PYTHON, "fine"), (PYTHON, "vector"), (ONE_WORKER, "fine")],
     ids=["python", "python-vector", "torchrun"],
 )
 def test_ends_by_itself(run: Run, launcher: list[str], kind: str, end: str) -> None:
@@ -185,7 +184,7 @@ def test_ctrl_c_while_weights_go_to_a_worker_that_is_stuck(run: Run) -> None:
     ],
 )
 def test_torchrun_is_ended(run: Run, kind: str, number: str, whom: str) -> None:
-    program = run(TORCHRUN, kind, "forever")
+    program = run(TWO_WORKERS, kind, "forever")
     program.await_line("stuck" if kind in {"hang", "gil"} else "batch")
     if whom == "group":
         # A terminal's Ctrl-C reaches the ranks too, which torchrun puts into its own group.

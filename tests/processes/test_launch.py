@@ -37,9 +37,9 @@ def test_torchrun_on_one_host():
 
 @needs_ss
 def test_slurm_variables_on_one_host():
-    ranks = [start([sys.executable, SCRIPT], **slurm_variables(rank, 1, 3)) for rank in range(3)]
+    ranks = [start([sys.executable, SCRIPT], **slurm_variables(rank, 1, 2)) for rank in range(2)]
     for seen in report(finish(ranks)[0]):
-        assert seen["workers"] == [0, 1]
+        assert seen["workers"] == [0]
         assert seen["listening"] == ["127.0.0.1"]
 
 
@@ -48,7 +48,7 @@ def test_slurm_variables_on_one_host():
 def test_submitits_local_executor(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     executor = submitit.LocalExecutor(folder=tmp_path)
-    executor.update_parameters(tasks_per_node=3, timeout_min=4)
+    executor.update_parameters(tasks_per_node=2, timeout_min=4)
     script = str(SCRIPT)
 
     def run_script():
@@ -59,10 +59,10 @@ def test_submitits_local_executor(tmp_path, monkeypatch):
         job.results()
     finally:
         job.cancel()
-    trainer, *others = [job.task(rank).stdout() for rank in range(3)]
-    assert not any('[{"shape"' in output for output in others), others
+    trainer, worker = [job.task(rank).stdout() for rank in range(2)]
+    assert '[{"shape"' not in worker, worker
     for seen in report(trainer):
-        assert seen["workers"] == [0, 1]
+        assert seen["workers"] == [0]
         assert seen["listening"] == ["127.0.0.1"]
 
 
@@ -100,10 +100,10 @@ def test_torchrun_never_sees_a_worker_die():
     assert "mended" in output.splitlines()
 
 
-def check_trainers(output):
+def check_trainers(output, num_workers):
     [line] = [line for line in output.splitlines() if line.startswith('{"trainers"')]
     trainers = json.loads(line)["trainers"]
-    assert [workers for workers, _ in trainers] == [2, 1]
+    assert [workers for workers, _ in trainers] == num_workers
     for _, seen in trainers:
         # All trainers publish the weights that they trained together.
         assert [versions for _, versions, _ in seen] == [[0], [1], [2]]
@@ -115,9 +115,9 @@ def check_trainers(output):
 def test_two_trainers_by_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     [output] = finish([start([*command, "--nproc-per-node=5", TRAINERS])])
-    check_trainers(output)
+    check_trainers(output, [2, 1])
 
 
 def test_two_trainers_by_slurm_variables():
-    ranks = [start([sys.executable, TRAINERS], **slurm_variables(rank, 1, 5)) for rank in range(5)]
-    check_trainers(finish(ranks)[0])
+    ranks = [start([sys.executable, TRAINERS], **slurm_variables(rank, 1, 4)) for rank in range(4)]
+    check_trainers(finish(ranks)[0], [1, 1])

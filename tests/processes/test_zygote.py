@@ -50,6 +50,7 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
             "torch_threads": torch.get_num_threads(),
             "authkey": bytes(multiprocessing.current_process().authkey),
             "collects_garbage": gc.isenabled(),
+            "start_method": multiprocessing.get_start_method(allow_none=True),
             "has_torchrl": "torchrl.envs" in sys.modules,
             "random": (random.random(), float(np.random.random()), float(torch.rand(()))),  # noqa: NPY002
             "memfds": sum("memfd:" in link for link in links),
@@ -90,7 +91,7 @@ def test_a_forked_worker_is_like_a_process_of_its_own(
         assert facts["variable"] == "when the collector was made"
         assert facts["authkey"] == bytes(multiprocessing.current_process().authkey)
         assert facts["collects_garbage"]
-    for key in ("path", "cores", "torch_threads", "memfds", "sockets"):
+    for key in ("path", "cores", "start_method", "torch_threads", "memfds", "sockets"):
         assert [facts[key] for facts in forked] == [facts[key] for facts in alone], key
     for first, second in zip(forked[0]["random"], forked[1]["random"], strict=True):
         assert first != second
@@ -130,6 +131,8 @@ def test_torchrl_is_imported_once_if_the_trainer_has_it() -> None:
         for facts in processes(collector):
             assert facts["started_by"] == zygote.pid()
             assert facts["has_torchrl"]
+            # As in a process of its own, though importing TorchRL sets it.
+            assert facts["start_method"] is None
 
 
 @pytest.mark.parametrize(("use", "is_kept"), [("keep", True), ("collector", False)])

@@ -227,9 +227,11 @@ class Simulation:
 
     def run(self, num_events: int) -> Simulation:
         often = [self.step, self.announce, self.settle] * 8
-        for _ in range(num_events):
+        for number in range(num_events):
             self.rng.choice([*often, self.fail, self.die, self.account, self.again])()
             self.check()
+            if number % 50 == 0:
+                self.check_table()
         for process in self.running:
             self.ended.append(process)
         while self.ended:
@@ -238,6 +240,7 @@ class Simulation:
         while self.waiting:
             self.settle()
             self.check()
+        self.check_table()
         total = self.ledger.report().total
         assert total.open == 0, self.about
         assert total.stepped == self.really_stepped - self.hidden, self.about
@@ -372,6 +375,10 @@ class Simulation:
         awaited = {process.key for process in self.running + self.ended}
         awaited |= {process.key for process, _ in self.waiting}
         assert self.ledger._processes.keys() <= awaited, f"the dead are kept: {self.about}"
+
+    def check_table(self) -> None:
+        """It takes much longer to make than all else here."""
+        report = self.ledger.report()
         rows = str(report).splitlines()
         assert len(rows) == 2 + len(report.workers), self.about
         assert len({len(row) for row in rows}) == 1, f"not aligned: {self.about}"

@@ -338,9 +338,20 @@ class Simulation:
             self.answer(process)
 
 
-@pytest.mark.parametrize(("seed", "num_slots"), [(0, 1), (1, 10), (2, 100), (3, 1000), (4, 3000)])
-def test_random_faults(seed: int, num_slots: int) -> None:
-    num_events = {1: 2_000, 10: 20_000, 100: 80_000, 1000: 400_000, 3000: 500_000}[num_slots]
+@pytest.mark.parametrize(
+    ("seed", "num_slots", "num_events"),
+    [
+        (0, 1, 2_000),
+        (1, 10, 20_000),
+        (2, 100, 30_000),
+        (3, 1000, 150_000),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 100, 80_000), (3, 1000, 400_000), (4, 3000, 500_000))
+        ),
+    ],
+)
+def test_random_faults(seed: int, num_slots: int, num_events: int) -> None:
     run = Simulation(seed, num_slots).run(num_events)
     if num_slots >= 10:
         for kind in ("deaths", "hangs", "silent", "absences", "leave too slowly", "sound"):

@@ -40,6 +40,11 @@ def test_help_shows_each_argument_with_its_text(collector: type) -> None:
     assert doc.index("Args:") < doc.index("Raises:")
 
 
+@pytest.mark.parametrize("collector", COLLECTORS)
+def test_tools_that_unwrap_functions_see_the_arguments(collector: Any) -> None:
+    assert "create_env_fn" in inspect.signature(inspect.unwrap(collector.__init__)).parameters
+
+
 def test_a_class_fixes_some_arguments() -> None:
     own = {collector: set(inspect.signature(collector).parameters) for collector in COLLECTORS}
     rpc = own[dc.RPCDataCollector]

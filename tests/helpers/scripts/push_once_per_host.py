@@ -1,4 +1,4 @@
-"""Sends weights to workers on three hosts, four ranks each, and counts bytes on the wire.
+"""Sends weights to workers on three hosts, three ranks each, and counts bytes on the wire.
 
 Prints how many copies of the weights leave the trainer's host for each other host; then a relay,
 which passes the weights on to the other workers of its host, kills itself while it receives.
@@ -19,7 +19,7 @@ from torch import nn
 import distcollect as dc
 
 PAYLOAD = 16 << 20
-NUM_HOSTS, PER_HOST = 3, 4
+NUM_HOSTS, PER_HOST = 3, 3
 ON_SECOND_HOST = range(PER_HOST - 1, 2 * PER_HOST - 1)  # the trainer is on the first, too
 
 

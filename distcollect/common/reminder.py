@@ -1,0 +1,63 @@
+"""When to say that something is still waited for."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Workers usually start in less.
+FIRST_S = 10.0
+
+
+@dataclass
+class Reminder:
+    """A wait is mentioned after ten seconds, then after twenty, forty, and so on.
+
+    Attributes:
+        began: when the wait began, in seconds of the monotonic clock.
+        at: when it is to be mentioned next; infinity once the wait is over.
+    """
+
+    began: float
+
+    def __post_init__(self) -> None:
+        self.at = self.began + FIRST_S
+
+    def is_due(self, now: float) -> bool:
+        """Whether to mention the wait now; then the next time is set."""
+        if now < self.at:
+            return False
+        self.at = self.began + 2 * (now - self.began)
+        return True
+
+    def stop(self) -> None:
+        """The wait is over."""
+        self.at = math.inf
+
+
+def wait_for(
+    changed: threading.Condition,
+    is_done: Callable[[], bool],
+    timeout_s: float,
+    remind: Callable[[float], object],
+) -> bool:
+    """Wait on ``changed``, whose lock is held, until ``is_done``; False if it took too long.
+
+    Args:
+        changed: notified after every change.
+        is_done: called with the lock held.
+        timeout_s: seconds.
+        remind: called with the seconds so far, each time that the wait is to be mentioned.
+    """
+    reminder = Reminder(time.monotonic())
+    deadline = reminder.began + timeout_s
+    while not changed.wait_for(is_done, min(reminder.at, deadline) - time.monotonic()):
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        if reminder.is_due(now):
+            remind(now - reminder.began)
+    return True

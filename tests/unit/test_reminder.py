@@ -1,0 +1,48 @@
+"""What is said while workers take long to start."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+from distcollect.common import reminder
+from distcollect.common.reminder import Reminder, wait_for
+from distcollect.supervision.process import Process, ProcessState
+from distcollect.supervision.start_report import start_report
+
+
+def test_a_wait_is_mentioned_less_and_less_often() -> None:
+    wait = Reminder(100.0)
+    assert [now for now in range(100, 200) if wait.is_due(now)] == [110, 120, 140, 180]
+    wait.stop()
+    assert wait.at == math.inf
+    assert not wait.is_due(1e9)
+
+
+def test_waiting_reminds_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reminder, "FIRST_S", 0.01)
+    changed, reminders = threading.Condition(), list[float]()
+    with changed:
+        assert wait_for(changed, lambda: len(reminders) > 1, 60.0, reminders.append)
+        assert reminders[0] >= 0.01
+        assert reminders[1] >= 2 * reminders[0]
+        assert not wait_for(changed, lambda: False, 0.02, lambda _: None)
+        assert wait_for(changed, lambda: True, 0.0, reminders.append)
+    assert len(reminders) == 2
+
+
+def test_the_report_says_who_is_awaited_for_what_and_how_long() -> None:
+    processes = [Process(0, 0, 10), Process(1, 0, 11), Process(2, 0, 12), Process(2, 1, 13)]
+    processes[0].enter(ProcessState.PROBING)
+    processes[0].enter(ProcessState.READY)
+    processes[1].enter(ProcessState.PROBING)
+    assert start_report(processes, 4, 20.04, 180.0) == (
+        "1 of 4 workers are ready after 20 s; waiting up to 180 s in all for worker 1, which makes "
+        "its envs and policy and tries them; worker 2, which has to join; worker 3, which has not "
+        "been started yet"
+    )
+    assert start_report([], 64, 20.0, 180.0).endswith(
+        "worker 4, which has not been started yet; 59 more"
+    )
