@@ -439,12 +439,6 @@ class WorkerThroughput(NamedTuple):
     mean_s: float = 0.0
     num_preempted: int = 0
 
-    def after(self, took_s: float, *, preempted: bool) -> WorkerThroughput:
-        """These figures with one more rollout, which took ``took_s`` seconds."""
-        count = self.num_rollouts + 1
-        mean_s = self.mean_s + (took_s - self.mean_s) / count
-        return WorkerThroughput(count, mean_s, self.num_preempted + preempted)
-
 
 class WorkerState(enum.Enum):
     """What the trainer knows of a worker.

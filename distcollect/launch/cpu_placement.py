@@ -133,7 +133,7 @@ def read_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup
     # loky.cpu_count() reads the limit of the root cgroup only, so it misses SLURM's and systemd's;
     # it also rounds up, and does not count the cores of a container. psutil and os know no cgroups.
     grants = []
-    for folder in _folders(root, membership, "cpu"):
+    for folder in cgroup_folders(root, membership, "cpu"):
         try:
             if (file := folder / "cpu.max").exists():
                 quota, period = file.read_text().split()
@@ -149,7 +149,7 @@ def read_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup
 
 def _num_granted() -> int:
     """The number of cores that this process's cgroup has; 0 if unknown."""
-    for folder in _folders(_CGROUPS, Path("/proc/self/cgroup"), "cpuset"):
+    for folder in cgroup_folders(_CGROUPS, Path("/proc/self/cgroup"), "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
             try:
                 if cores := read_cores((folder / name).read_text()):
@@ -159,7 +159,7 @@ def _num_granted() -> int:
     return 0
 
 
-def _folders(root: Path, membership: Path, controller: str) -> Sequence[Path]:
+def cgroup_folders(root: Path, membership: Path, controller: str) -> Sequence[Path]:
     """The folders of this process's cgroup and of its ancestors, the innermost first."""
     try:
         lines = membership.read_text().splitlines()

@@ -7,6 +7,7 @@ Everything here runs on the supervision thread: it handles the posted events in 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from distcollect.common.due_times import DueTimes
 from distcollect.common.process_exit import ProcessExit
 from distcollect.config import Faults
 from distcollect.errors import (
@@ -107,6 +109,7 @@ class Lifecycle:
         self._observer: MembershipObserver | None = None
         self._deaths: dict[int, str] = {}
         self._answered: deque[Key] = deque()  # processes that answered a ping
+        self._deadlines: DueTimes[Key] = DueTimes()
         self.processes: dict[Key, Process] = {}
         self.gpus: dict[int, str] = {}
         self.are_near = True
@@ -118,8 +121,7 @@ class Lifecycle:
 
     def next_check(self, now: float) -> float:
         """By when to call :meth:`check`, unless an event comes first."""
-        deadlines = (process.deadline for process in self.processes.values())
-        return min([self._membership.next_tick(now), *deadlines])
+        return min(self._membership.next_tick(now), self._deadlines.first)
 
     def check(self) -> None:
         """Do what is due."""
@@ -129,8 +131,9 @@ class Lifecycle:
         if self._status.starts_processes:
             for command in self._membership.tick(now):
                 self._do(command)
-        for process in list(self.processes.values()):
-            if process.deadline > now:
+        for key in self._deadlines.take(now):
+            process = self.processes.get(key)
+            if process is None:
                 continue
             if process.is_over:
                 self._account(process)
@@ -315,6 +318,7 @@ class Lifecycle:
         if process is None or process.state is not ProcessState.DRAINING:
             return
         process.enter(ProcessState.EXITING, time.monotonic() + self._faults.leave_timeout_s)
+        self._deadlines.set(key, process.deadline)
         assert process.connection is not None
         process.connection.send(Stop())
         process.connection.send(Exit())
@@ -351,6 +355,7 @@ class Lifecycle:
         if process.is_over or not self._membership.ended(*process.key, now):
             return
         process.enter(ProcessState.LOST, now + EXIT_TIMEOUT_S)
+        self._deadlines.set(process.key, process.deadline)
         if worker_id < self._num_first:
             self._status.fail_start()
         self._hosts.kill(*process.key)
@@ -377,6 +382,7 @@ class Lifecycle:
         """Report the end of a lost process, and decide whether the run can go on."""
         process.enter(ProcessState.ACCOUNTED)
         del self.processes[process.key]
+        self._deadlines.set(process.key, math.inf)
         worker_id = process.worker_id
         left = self._membership.state(worker_id) is WorkerState.LEFT
         failure = process.failure or process.death

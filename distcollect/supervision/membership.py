@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from distcollect.common.backoff import backoff_s
+from distcollect.common.due_times import DueTimes
 from distcollect.results import WorkerState
 
 # After a process was ready for this long, it counts as the first start in its slot.
@@ -85,6 +86,7 @@ class _Slot:
         is_open: a process can be started.
         leaving: this process is not replaced.
         overdue: its end was requested.
+        is_watched: it counts among the processes that have deadlines.
     """
 
     state: WorkerState = WorkerState.JOINING
@@ -99,6 +101,7 @@ class _Slot:
     is_open: bool = True
     leaving: bool = False
     overdue: bool = False
+    is_watched: bool = False
 
 
 @dataclass
@@ -124,11 +127,18 @@ class Membership:
     rng: random.Random = field(default_factory=random.Random)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _called_at: float = math.inf
+    _due_times: DueTimes[int] = field(default_factory=DueTimes)  # of slots, for tick
+    _num_watched: int = 0
+    _states: dict[int, WorkerState] | None = None  # None: to be worked out
 
     @property
     def states(self) -> dict[int, WorkerState]:
-        """The state of every slot, by worker_id."""
-        return {worker_id: slot.state for worker_id, slot in sorted(self._slots.items())}
+        """The state of every slot, by worker_id; to be read only."""
+        if self._states is None:
+            self._states = {
+                worker_id: slot.state for worker_id, slot in sorted(self._slots.items())
+            }
+        return self._states
 
     def state(self, worker_id: int) -> WorkerState:
         """The state of one slot; LEFT if there is no such slot."""
@@ -156,6 +166,7 @@ class Membership:
             slot.leaving = False
             slot.starts = 0
             slot.start_at = now
+        self._changed(worker_id, slot)
 
     def close(self, worker_id: int) -> None:
         """No process can be started in this slot, until :meth:`open`; a running one goes on."""
@@ -166,6 +177,7 @@ class Membership:
         if not slot.running and slot.state is WorkerState.JOINING:
             slot.state = WorkerState.LOST
             slot.start_at = None
+        self._changed(worker_id, slot)
 
     def ready(self, worker_id: int, incarnation: int, now: float) -> None:
         """A started process is ready."""
@@ -177,6 +189,7 @@ class Membership:
         slot.ready_at = now
         slot.heard_at = now
         self._plan_ping(slot, now)
+        self._changed(worker_id, slot)
 
     def heard(self, worker_id: int, incarnation: int, now: float) -> None:
         """A process gave a sign of life."""
@@ -187,6 +200,7 @@ class Membership:
         slot.heard_at = now
         if slot.state is WorkerState.SUSPECTED:
             slot.state = WorkerState.READY
+        self._changed(worker_id, slot)
 
     def leave(self, worker_id: int, within_s: float, now: float) -> None:
         """The worker leaves on purpose, and is not replaced.
@@ -202,6 +216,7 @@ class Membership:
         if not slot.running:
             slot.state = WorkerState.LEFT
             slot.start_at = None
+        self._changed(worker_id, slot)
 
     def ended(self, worker_id: int, incarnation: int, now: float) -> bool:
         """A process has ended, or is ignored from now on; returns False if it was known before."""
@@ -220,6 +235,7 @@ class Membership:
         else:
             slot.state = WorkerState.JOINING
             slot.start_at = now + self._delay(slot.starts)
+        self._changed(worker_id, slot)
         return True
 
     def delay(self, worker_id: int, now: float) -> float | None:
@@ -228,28 +244,45 @@ class Membership:
         return None if slot.start_at is None else max(0.0, slot.start_at - now)
 
     def tick(self, now: float) -> list[Command]:
-        """What to do now; each command is returned once."""
+        """What to do now, in the order in which it was due; each command is returned once.
+
+        Only slots for which something is due are looked at.
+        """
         self._excuse_absence(now)
         commands: list[Command] = []
-        for worker_id, slot in self._slots.items():
+        for worker_id in self._due_times.take(now):
+            slot = self._slots[worker_id]
             command = self._due(worker_id, slot, now)
             if command is not None:
                 commands.append(command)
+            self._changed(worker_id, slot)
         return commands
 
     def next_tick(self, now: float) -> float:
         """By when to call :meth:`tick`; before that it returns nothing, unless an event comes."""
-        times = [math.inf]
-        for slot in self._slots.values():
-            if not slot.running:
-                times.append(math.inf if slot.start_at is None else slot.start_at)
-            elif not slot.overdue:
-                times.append(now + self._ping_period_s)
-                if slot.state is WorkerState.JOINING or slot.leaving:
-                    times.append(slot.join_by)
-                if slot.state in PRESENT:
-                    times += [slot.ping_at, self._silent_from(slot)]
-        return min(times)
+        # Also when nothing is due: see above, of a trainer that can't act for a while.
+        latest = now + self._ping_period_s if self._num_watched else math.inf
+        return min(self._due_times.first, latest)
+
+    def _changed(self, worker_id: int, slot: _Slot) -> None:
+        """Note when a slot is due, and what else depends on it: it was changed."""
+        self._due_times.set(worker_id, self._due_time(slot))
+        is_watched = slot.running and not slot.overdue
+        self._num_watched += is_watched - slot.is_watched
+        slot.is_watched = is_watched
+        if self._states is not None and self._states.get(worker_id) is not slot.state:
+            self._states = None
+
+    def _due_time(self, slot: _Slot) -> float:
+        """When something is to be done for a slot."""
+        if not slot.running:
+            return math.inf if slot.start_at is None else slot.start_at
+        if slot.overdue:
+            return math.inf
+        time = slot.join_by if slot.state is WorkerState.JOINING or slot.leaving else math.inf
+        if slot.state in PRESENT:
+            time = min(time, slot.ping_at, self._silent_from(slot))
+        return time
 
     def _due(self, worker_id: int, slot: _Slot, now: float) -> Command | None:
         if not slot.running:
@@ -300,9 +333,10 @@ class Membership:
         absent_s = now - self._called_at - self._ping_period_s
         self._called_at = now
         if absent_s > 0:
-            for slot in self._slots.values():
+            for worker_id, slot in self._slots.items():
                 slot.heard_at += absent_s
                 slot.join_by += absent_s
+                self._changed(worker_id, slot)
 
     def _delay(self, starts: int) -> float:
         pause_s = backoff_s(starts, _FIRST_DELAY_S, self.longest_pause_s)

@@ -37,7 +37,7 @@ _RECENT_NS = 10_000_000_000
 _MARK_EVERY_NS = 500_000_000
 
 
-@dataclass
+@dataclass(slots=True)
 class _Tally:
     """Counters of one worker.
 
@@ -152,7 +152,7 @@ class StatsRecorder:
     def joined(self, worker_id: int, incarnation: int) -> None:
         """A process has joined a worker's slot."""
         with self._lock:
-            tally = self._tallies.setdefault(worker_id, _Tally(incarnation))
+            tally = self._tally(worker_id, incarnation)
             if incarnation != tally.incarnation:
                 tally.before = _sum(tally.before, tally.work)
                 tally.work = WorkReport()
@@ -167,12 +167,13 @@ class StatsRecorder:
             self._trace_rollout(self._trace, header, asked_at)
         work = header.work
         with self._lock:
-            tally = self._tallies.setdefault(header.worker_id, _Tally(header.incarnation))
+            tally = self._tally(header.worker_id, header.incarnation)
             if tally.incarnation != header.incarnation:
                 return  # from a process that was replaced
             tally.work = work
             tally.num_env_faults = header.env_faults
-            self._faults.extend(header.faults)
+            if header.faults:
+                self._faults.extend(header.faults)
             if work.returns:
                 tally.num_episodes += len(work.returns)
                 self._num_episodes += len(work.returns)
@@ -181,7 +182,7 @@ class StatsRecorder:
     def env_failed(self, worker_id: int, incarnation: int, error: EnvError) -> None:
         """An env of a worker raised too often; no header tells of its last faults."""
         with self._lock:
-            tally = self._tallies.setdefault(worker_id, _Tally(incarnation))
+            tally = self._tally(worker_id, incarnation)
             if tally.incarnation == incarnation:
                 tally.num_env_faults = error.num_env_faults
                 self._faults.extend(error.env_faults)
@@ -201,27 +202,40 @@ class StatsRecorder:
     def fetched(self, worker_id: int, num_bytes: int, took_ns: int) -> None:
         """A rollout was fetched."""
         with self._lock:
-            tally = self._tallies.setdefault(worker_id, _Tally())
+            tally = self._tally(worker_id)
             tally.num_bytes += num_bytes
             tally.transfer_ns += took_ns
         if self._trace is not None:
             now = self._clock()
             self._trace.fetched(worker_id, now - took_ns, now)
 
-    def delivered(self, batch: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> None:
-        """A batch was delivered; of each rollout the worker_id and pairs (lag, frames)."""
+    def delivered(
+        self, batch: Iterable[tuple[int, Sequence[tuple[int, int]]]], at: int | None = None
+    ) -> None:
+        """A batch was delivered.
+
+        Args:
+            batch: of each rollout the worker_id and pairs (lag, frames).
+            at: when it was, in nanoseconds of the clock; None: now.
+        """
         with self._lock:
             for worker_id, lags in batch:
-                tally = self._tallies.setdefault(worker_id, _Tally())
+                tally = self._tally(worker_id)
                 for lag, count in lags:
                     tally.lags[lag] += count
                     tally.frames += count
                     self._frames += count
-            now = self._clock()
+            now = self._clock() if at is None else at
             if now - self._marks[-1].at >= _MARK_EVERY_NS:
                 self._marks.append(self._mark(now))
                 while len(self._marks) > 2 and self._marks[1].at <= now - _RECENT_NS:
                     self._marks.popleft()
+
+    def _tally(self, worker_id: int, incarnation: int = 0) -> _Tally:
+        tally = self._tallies.get(worker_id)
+        if tally is None:
+            tally = self._tallies[worker_id] = _Tally(incarnation)
+        return tally
 
     def _mark(self, now: int) -> _Mark:
         by_worker = {worker_id: tally.frames for worker_id, tally in self._tallies.items()}

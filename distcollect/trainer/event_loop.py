@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.clock import clock_ns
+from distcollect.common.replies import Reply
 from distcollect.common.threads import LOOK_UP_S, Answer, SerialThread
 from distcollect.errors import CollectorStateError, DeadlineError, EnvError
 from distcollect.rollout.layout import Tensors
@@ -33,8 +34,8 @@ from distcollect.trainer.pool_commands import (
     WakeUser,
 )
 from distcollect.trainer.pool_core import PoolCore
-from distcollect.trainer.worker_slots import WorkerSlot
-from distcollect.transport.protocol import Offer, Transport
+from distcollect.trainer.worker_slots import RolloutRequest, WorkerSlot
+from distcollect.transport.protocol import Offer, Owed, Transport
 from distcollect.transport.worker_service import WorkerService
 
 T = TypeVar("T")
@@ -74,7 +75,11 @@ class EventLoop:
         self._transport = transport
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder
-        self._events: deque[Callable[[], object]] = deque()
+        self._events: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        # Bound once: of each, one for each open rollout would be much to do for garbage collection.
+        self._post = self.post
+        self._collected = self._note_collected
+        self._fetched = self._note_fetched
         self._executors: dict[type[Command], Callable[[Any], object]] = {
             Collect: self._collect,
             Preempt: lambda it: self.call(
@@ -95,10 +100,18 @@ class EventLoop:
         }
 
     def post(self, event: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Have the core handle an event, after those that came before."""
-        with self.lock:
-            self._events.append(partial(event, *args, **kwargs))
-            self._drain()
+        """Have the core handle an event, after those that came before.
+
+        If another thread handles events now, it handles this one too. A thread that holds the lock
+        finds it handled when this returns.
+        """
+        if kwargs:
+            event = partial(event, **kwargs)
+        self._events.append((event, args))
+        # Else the thread that drains sees the event: it looks once more after it has ended.
+        if not self._is_draining:
+            with self.lock:
+                self._drain()
 
     def ask(self, event: Callable[..., T], *args: Any) -> Answer[T]:
         """Have the core handle an event of the user's thread, and answer what that returns."""
@@ -125,9 +138,12 @@ class EventLoop:
 
     def _handle(self, event: Callable[..., T], *args: Any) -> T:
         results: list[T] = []
+
+        def handle() -> None:
+            results.append(event(*args))
+
         with self.lock:
-            self._events.append(lambda: results.append(event(*args)))
-            self._drain()
+            self.post(handle)
         return results[0]
 
     def close(self) -> None:
@@ -140,21 +156,22 @@ class EventLoop:
         A transport may answer before its method returns: that answer is an event like any other,
         and is handled when the commands before it are executed.
         """
-        if self._is_draining:
-            return
-        self._is_draining = True
+        commands, events = self._core.commands, self._events
         failure: Exception | None = None
-        try:
-            while self._core.commands or self._events:
-                try:
-                    if self._core.commands:
-                        self._execute(self._core.commands.popleft())
-                    else:
-                        self._events.popleft()()
-                except Exception as error:  # noqa: BLE001 - raised below, once all else is done
-                    failure = failure or error
-        finally:
-            self._is_draining = False
+        while events and not self._is_draining:
+            self._is_draining = True
+            try:
+                while commands or events:
+                    try:
+                        if commands:
+                            self._execute(commands.popleft())
+                        else:
+                            event, args = events.popleft()
+                            event(*args)
+                    except Exception as error:  # noqa: BLE001 - raised below, after all else
+                        failure = failure or error
+            finally:
+                self._is_draining = False
         if failure is not None:
             raise failure
 
@@ -168,29 +185,16 @@ class EventLoop:
             if isinstance(command, Collect | Fetch | Keep | AwaitTaken):
                 slot = command.request.slot
             if slot is not None:
-                self._events.append(partial(self._core.unreachable, slot, error))
+                self._events.append((self._core.unreachable, (slot, error)))
             raise
 
-    def _then(
-        self,
-        answer: Future[T],
-        answered: Callable[[T], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        """Post one of these events when a worker's answer is there."""
+    def _then(self, answer: Owed, event: Callable[..., None], *about: Any) -> None:
+        """Post an event when a worker's answer is there: it gets ``about``, then the answer.
 
-        # Nothing here refers to ``answer``: that would be a cycle, which only the garbage collector
-        # could free.
-        def handle(done: Future[T]) -> None:
-            if self._core.closed:
-                return
-            error = done.exception()
-            if error is None:
-                answered(done.result())
-            else:
-                failed(error)
-
-        answer.add_done_callback(lambda done: self.post(handle, done))
+        Nothing here refers to ``answer``: that would be a cycle, which only the garbage collector
+        could free. And little is made here, as this is done for each rollout.
+        """
+        answer.add_done_callback(partial(self._post, event, *about))
 
     def call(
         self, slot: WorkerSlot, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -201,32 +205,64 @@ class EventLoop:
     def _collect(self, command: Collect) -> None:
         request = command.request
         request.asked_at = clock_ns()
-
-        def offered(offer: Offer) -> None:
-            if not request.slot.is_gone:
-                self._stats_recorder.collected(offer.header, request.asked_at)
-            self._core.offered(request, offer, clock_ns())
-
         answer = self._transport.collect(request.slot.peer, command.wire_request)
-        self._then(answer, offered, partial(self._core.not_collected, request))
+        self._then(answer, self._collected, request)
+
+    def _note_collected(self, request: RolloutRequest, answer: Reply[Offer]) -> None:
+        if self._core.closed:
+            return
+        if (error := answer.exception()) is not None:
+            self._core.not_collected(request, error)
+            return
+        offer = answer.result()
+        if not request.slot.is_gone:
+            self._stats_recorder.collected(offer.header, request.asked_at)
+        self._core.offered(request, offer, clock_ns())
 
     def _fetch(self, command: Fetch) -> None:
-        request, header = command.request, command.offer.header
         begin = clock_ns()
+        self._then(command.offer.fetch(), self._fetched, command.request, command.offer, begin)
 
-        def fetched(tensors: Tensors) -> None:
-            took_ns = clock_ns() - begin
-            self._stats_recorder.fetched(header.worker_id, header.num_bytes, took_ns)
-            self._core.fetched(request, tensors)
+    def _note_fetched(
+        self, request: RolloutRequest, offer: Offer, begin: int, answer: Reply[Tensors]
+    ) -> None:
+        if self._core.closed:
+            return
+        if (error := answer.exception()) is not None:
+            self._core.not_fetched(request, error)
+            return
+        header = offer.header
+        self._stats_recorder.fetched(header.worker_id, header.num_bytes, clock_ns() - begin)
+        self._core.fetched(request, answer.result())
 
-        self._then(command.offer.fetch(), fetched, partial(self._core.not_fetched, request))
+    def _then_either(
+        self,
+        answer: Future[Any],
+        answered: Callable[[Any], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Post one of these events when a worker's answer is there."""
+        self._then(answer, self._answered, answered, failed)
+
+    def _answered(
+        self,
+        answered: Callable[[Any], None],
+        failed: Callable[[BaseException], None],
+        answer: Future[Any],
+    ) -> None:
+        if self._core.closed:
+            return
+        if (error := answer.exception()) is not None:
+            failed(error)
+        else:
+            answered(answer.result())
 
     def _keep(self, command: Keep) -> None:
         request = command.request
         answer = self.call(
             request.slot, WorkerService.hand_over, request.number, request.key, command.keep_s
         )
-        self._then(
+        self._then_either(
             answer,
             lambda _: self._core.kept(request),
             partial(self._core.not_kept, request),
@@ -234,14 +270,14 @@ class EventLoop:
 
     def _await_taken(self, command: AwaitTaken) -> None:
         request = command.request
-        self._then(
+        self._then_either(
             self.call(request.slot, WorkerService.handover_outcome, request.key),
             lambda is_taken: self._core.taken(request, is_taken=is_taken),
             partial(self._core.not_kept, request),
         )
 
     def _set_up(self, command: SetUp) -> None:
-        self._then(
+        self._then_either(
             self.call(command.slot, command.method, *command.args),
             lambda _: self._core.set_up(command.slot),
             partial(self._core.not_set_up, command.slot),

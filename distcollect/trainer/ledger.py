@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from distcollect.results import Frames, LedgerReport
 
 
-@dataclass
+@dataclass(slots=True)
 class _Account:
     """The frames of one process, or of several that have ended."""
 
@@ -43,7 +43,7 @@ class _Account:
         return Frames(self.stepped, self.delivered, lost, is_open, self.at_most, self.env_faults)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Process:
     """What is known of a process.
 
@@ -113,9 +113,10 @@ class Ledger:
         process.waiting[sequence] = num_frames
         process.account.stepped = stepped
         process.account.env_faults = env_faults
-        for cause, count in lost.items():
-            process.account.lost[cause] += count - process.own_losses.get(cause, 0)
-        process.own_losses = dict(lost)
+        if lost:
+            for cause, count in lost.items():
+                process.account.lost[cause] += count - process.own_losses.get(cause, 0)
+            process.own_losses = dict(lost)
 
     def env_failed(self, worker_id: int, incarnation: int, env_faults: int) -> None:
         """An env raised too often, after ``env_faults`` faults in this process in all."""
@@ -127,7 +128,8 @@ class Ledger:
         """The user has a rollout. KeyError if it does not wait: it was settled before."""
         process = self._processes[worker_id, incarnation]
         process.account.delivered += process.waiting.pop(sequence)
-        self._forget(worker_id, incarnation)
+        if process.ended:
+            self._forget(worker_id, incarnation)
 
     def take_back(self, worker_id: int, incarnation: int, sequence: int, num_frames: int) -> None:
         """A rollout that was delivered did not reach the user: it waits again."""
@@ -195,11 +197,11 @@ class Ledger:
         return LedgerReport(workers, total.frames())
 
     def _process(self, worker_id: int, incarnation: int) -> _Process:
-        settled = self._settled.get(worker_id)
-        if settled is not None and incarnation in settled:
-            return _Process(ended=True)
         process = self._processes.get((worker_id, incarnation))
         if process is None:
+            settled = self._settled.get(worker_id)
+            if settled is not None and incarnation in settled:
+                return _Process(ended=True)
             process = self._processes[worker_id, incarnation] = _Process()
         return process
 

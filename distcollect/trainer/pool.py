@@ -25,13 +25,15 @@ import contextlib
 import copy
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
+from distcollect.common.clock import clock_ns
 from distcollect.common.seeding import process_seeds
 from distcollect.common.threads import LOOK_UP_S, Answers, Bell
 from distcollect.config import Staleness
@@ -60,6 +62,12 @@ from distcollect.weights.sender import WeightSender
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# Of a delivery: its number; of each rollout the worker_id and pairs (lag, frames); how many frames
+# are masked, by worker_id; when it was, in nanoseconds.
+_Delivered: TypeAlias = tuple[
+    int, Sequence[tuple[int, Sequence[tuple[int, int]]]], Mapping[int, int], int
+]
 
 # At the end, for workers to say which of the rollouts that they keep were taken after all.
 _TAKE_BACK_S = 2.0
@@ -138,6 +146,7 @@ class Pool:
         self._all_set_up = Bell()  # who makes a setup call waits for it
         self._num_deliveries = 0
         self._num_counted = 0  # in the statistics
+        self._uncounted: deque[_Delivered] = deque()  # deliveries that are not counted there yet
         self._delivery: Delivery | None = None  # the last one, unless it is known to be claimed
         self._failure: BaseException | None = None
         sender.on_acknowledged = self._acknowledged
@@ -171,7 +180,11 @@ class Pool:
     @property
     def stale_frames(self) -> dict[int, int]:
         """Frames that were given up or masked as too stale, by worker_id."""
-        return self._look(self._core.requests.stale_frames.copy)
+        return self._look(self._read_stale_frames)
+
+    def _read_stale_frames(self) -> dict[int, int]:
+        self._count()
+        return self._core.requests.stale_frames.copy()
 
     @property
     def ledger(self) -> LedgerReport:
@@ -179,6 +192,7 @@ class Pool:
         return self._look(self._read_ledger)
 
     def _read_ledger(self) -> LedgerReport:
+        self._count()
         delivery = self._delivery
         return self._core.requests.ledger_without(() if delivery is None else delivery.requests)
 
@@ -305,14 +319,15 @@ class Pool:
         lags: Sequence[tuple[int, Sequence[tuple[int, int]]]],
         masked: Mapping[int, int],
     ) -> None:
-        """Count a delivery in the statistics, once.
+        """Count a delivery in the statistics, once: at the latest when :attr:`ledger` is read.
 
         Args:
             number: the delivery's.
             lags: of each rollout the worker_id and pairs (lag, frames).
             masked: maps a worker_id to how many of its frames are masked as too stale.
         """
-        self._loop.ask(self._count, number, lags, masked)
+        # The pool's thread counts it with the next call: waking it only for this takes time.
+        self._uncounted.append((number, lags, masked, clock_ns()))
 
     def _gather(
         self,
@@ -362,6 +377,7 @@ class Pool:
     def _want(self, wanted: Wanted, keep_s: float, claimed: int) -> Delivery | None:
         """The user wants a batch; returns it if it is there at once."""
         self._check()
+        self._count()
         if self._core.wanted is not None:
             self._core.batch_cancelled()  # an exception ended the wait for it
         self._settle_last(claimed)
@@ -405,18 +421,16 @@ class Pool:
             self._core.take_back(self._delivery.requests, cause)
             self._delivery = None
 
-    def _count(
-        self,
-        number: int,
-        lags: Sequence[tuple[int, Sequence[tuple[int, int]]]],
-        masked: Mapping[int, int],
-    ) -> None:
-        if number <= self._num_counted:
-            return
-        self._num_counted = number
-        self._stats_recorder.delivered(lags)
-        for worker_id, num_frames in masked.items():
-            self._core.requests.stale_frames[worker_id] += num_frames
+    def _count(self) -> None:
+        """Count what was delivered since the last call."""
+        while self._uncounted:
+            number, lags, masked, at = self._uncounted.popleft()
+            if number <= self._num_counted:
+                continue
+            self._num_counted = number
+            self._stats_recorder.delivered(lags, at)
+            for worker_id, num_frames in masked.items():
+                self._core.requests.stale_frames[worker_id] += num_frames
 
     def _wake_user(self) -> None:
         self._loop.post(self._take)
@@ -628,5 +642,6 @@ class Pool:
         self._sender.close()
 
     def _close(self) -> None:
+        self._count()
         self._take_back("shut_down")
         self._core.close()

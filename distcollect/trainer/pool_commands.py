@@ -1,4 +1,8 @@
-"""What the core of the pool commands its shell to do, see :mod:`.pool_core`."""
+"""What the core of the pool commands its shell to do, see :mod:`.pool_core`.
+
+They are not frozen, though nobody changes one: that would make each take three times as long to
+make, and there are two for each rollout.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from distcollect.trainer.worker_slots import RolloutRequest, WorkerSlot
 from distcollect.transport.protocol import CollectRequest, Offer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Collect:
     """Request a rollout; answered by ``offered`` or ``not_collected``."""
 
@@ -19,14 +23,14 @@ class Collect:
     wire_request: CollectRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Preempt:
     """Tell a worker to end this rollout early."""
 
     request: RolloutRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fetch:
     """Move a rollout here; answered by ``fetched`` or ``not_fetched``."""
 
@@ -34,14 +38,14 @@ class Fetch:
     offer: Offer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decline:
     """Tell a worker that a rollout is not fetched, or not used."""
 
     offer: Offer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Keep:
     """Have a worker keep a rollout for another trainer; answered by ``kept`` or ``not_kept``."""
 
@@ -49,21 +53,21 @@ class Keep:
     keep_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AwaitTaken:
     """Learn whether another trainer took a rollout; answered by ``taken`` or ``not_kept``."""
 
     request: RolloutRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TakeBack:
     """Tell a worker to keep a rollout no longer."""
 
     request: RolloutRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SetUp:
     """Call a method of a new worker's service; answered by ``set_up`` or ``not_set_up``."""
 
@@ -72,7 +76,7 @@ class SetUp:
     args: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReportFailure:
     """Tell the supervision that a worker failed at what it was asked for."""
 
@@ -80,21 +84,21 @@ class ReportFailure:
     error: BaseException
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReportDrained:
     """Tell the supervision that a worker that is to leave owes nothing any more."""
 
     slot: WorkerSlot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NoteActivity:
     """The user's thread waits for something else from now on."""
 
     activity: Activity
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WakeUser:
     """Wake the user's thread."""
 

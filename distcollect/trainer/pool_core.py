@@ -18,6 +18,7 @@ from distcollect.config import Staleness
 from distcollect.errors import WorkerLost
 from distcollect.rollout.layout import Tensors
 from distcollect.telemetry.recorder import Activity
+from distcollect.trainer.modes import make_scheduler
 from distcollect.trainer.pool_commands import (
     AwaitTaken,
     Collect,
@@ -28,7 +29,6 @@ from distcollect.trainer.pool_commands import (
     WakeUser,
 )
 from distcollect.trainer.requests import Requests
-from distcollect.trainer.scheduler import make_scheduler
 from distcollect.trainer.setup_calls import SetupArguments, SetupCall, SetupCalls
 from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
@@ -90,6 +90,7 @@ class PoolCore:
         self.slots = WorkerSlots(self.versions, plan.reserved)
         drops = staleness is not None and staleness.mode != "mask"
         max_lag = staleness.max_policy_lag if staleness is not None and drops else None
+        self._drops_stale = max_lag is not None
         self._limits_lag = plan.sync or staleness is not None
         self._scheduler = make_scheduler(plan, staleness, self.slots, self.versions)
         self.requests = Requests(
@@ -290,7 +291,10 @@ class PoolCore:
     # Events: what the user wants.
 
     def batch_wanted(self, wanted: Wanted, keep_s: float = 0.0) -> None:
-        """The user waits for a batch; ``keep_s``: for how long its worker keeps a rollout."""
+        """The user waits for a batch; :meth:`take` is called at once.
+
+        ``keep_s``: for how long a rollout's worker keeps it.
+        """
         self.wanted = wanted
         self._keep_s = keep_s
         self._chosen = None
@@ -302,7 +306,7 @@ class PoolCore:
             if referred and not self._refers:
                 for slot in self.slots:
                     self._fetch_from(slot)
-        self._advance()
+        self._ask()
 
     def take(self) -> list[RolloutRequest] | None:
         """What the user waits for, if it is there: then the user has it, and waits no longer.
@@ -310,7 +314,10 @@ class PoolCore:
         The rollouts of a sync batch are in the order of their arrival.
         """
         self.user_is_due = False
-        if self.wanted is None or not self._is_there():
+        if self.wanted is None:
+            return None
+        if not self._is_there():
+            self._note_activity()
             return None
         wanted, self.wanted = self.wanted, None
         if wanted is Wanted.ALL:
@@ -400,7 +407,12 @@ class PoolCore:
             return
         if self._is_there():
             self._wake()
-        elif (activity := self._waits_for()) != self._activity:
+        else:
+            self._note_activity()
+
+    def _note_activity(self) -> None:
+        activity = self._waits_for()
+        if activity != self._activity:
             self._activity = activity
             self.commands.append(NoteActivity(activity))
 
@@ -420,7 +432,7 @@ class PoolCore:
                 self.requests.preempt_all()
 
     def _give_up_stale(self) -> None:
-        if self.requests.give_up_stale():
+        if self._drops_stale and self.requests.give_up_stale():
             self._ask()
 
     def _fetch_ahead(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 from distcollect.results import LedgerReport, WorkerThroughput
@@ -26,6 +27,15 @@ from distcollect.trainer.worker_slots import (
     WorkerSlots,
 )
 from distcollect.transport.protocol import CollectRequest, Offer
+
+
+@dataclass(slots=True)
+class _Throughput:
+    """How fast a worker is, see :class:`~distcollect.results.WorkerThroughput`."""
+
+    num_rollouts: int = 0
+    mean_s: float = 0.0
+    num_preempted: int = 0
 
 
 class ArrivedRollouts:
@@ -77,21 +87,26 @@ class ArrivedRollouts:
 
     def become(self, request: RolloutRequest, state: RolloutState) -> None:
         """Change the state of one that keeps waiting."""
-        self._count(request, -1)
+        self._count_out(request)
         request.become(state)
-        self._count(request, 1)
-        self._ready.pop(request, None)
+        if state is RolloutState.HERE:
+            self.num_here += 1
+        elif state is RolloutState.FETCHING:
+            self.num_fetching += 1
 
     def remove(self, request: RolloutRequest) -> None:
         """One waits no longer."""
         del self._all[request]
-        self._ready.pop(request, None)
         request.slot.arrived.remove(request)
-        self._count(request, -1)
+        self._count_out(request)
 
-    def _count(self, request: RolloutRequest, change: int) -> None:
-        self.num_here += change * (request.state is RolloutState.HERE)
-        self.num_fetching += change * (request.state is RolloutState.FETCHING)
+    def _count_out(self, request: RolloutRequest) -> None:
+        if request.state is RolloutState.HERE:
+            self.num_here -= 1
+        elif request.state is RolloutState.FETCHING:
+            self.num_fetching -= 1
+        elif request.state is RolloutState.READY:
+            del self._ready[request]
 
     def clear(self) -> None:
         """None waits any longer."""
@@ -138,7 +153,7 @@ class Requests:
         self._commands = commands
         self._max_lag = max_lag
         self._ledger = Ledger()
-        self._throughput: dict[int, WorkerThroughput] = {}
+        self._throughput: dict[int, _Throughput] = {}
         # (worker_id, incarnation) of a process that is gone: frames of its unanswered requests.
         self._unaccounted: dict[tuple[int, int], int] = {}
         self._epoch = 0  # how often all requests were given up
@@ -163,7 +178,10 @@ class Requests:
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
         """How fast each worker is, by worker_id."""
-        return dict(sorted(self._throughput.items()))
+        return {
+            worker_id: WorkerThroughput(pace.num_rollouts, pace.mean_s, pace.num_preempted)
+            for worker_id, pace in sorted(self._throughput.items())
+        }
 
     @property
     def num_ready(self) -> dict[int, int]:
@@ -218,10 +236,13 @@ class Requests:
             env_faults=header.env_faults,
         )
         request.offer = offer
-        throughput = self._throughput.get(slot.worker_id, WorkerThroughput())
+        throughput = self._throughput.get(slot.worker_id)
+        if throughput is None:
+            throughput = self._throughput[slot.worker_id] = _Throughput()
+        throughput.num_rollouts += 1
         took_s = (now - request.asked_at) / 1e9
-        was_preempted = request.state is RolloutState.PREEMPTED
-        self._throughput[slot.worker_id] = throughput.after(took_s, preempted=was_preempted)
+        throughput.mean_s += (took_s - throughput.mean_s) / throughput.num_rollouts
+        throughput.num_preempted += request.state is RolloutState.PREEMPTED
         request.become(RolloutState.READY)
         lowest, _ = header.policy_version
         self._scheduler.offered(request.ticket, lowest)
@@ -229,7 +250,7 @@ class Requests:
             self._give_up(request, "given_up")
             return False
         self.arrived.add(request)
-        self._unchecked.append(request)
+        self._check_later(request)
         self._scheduler.arrived(request)
         self._scheduler.refresh(slot)
         return True
@@ -253,7 +274,7 @@ class Requests:
         assert request.offer is not None
         self.arrived.become(request, RolloutState.HERE)
         request.rollout = Rollout(request.offer.header, tensors)
-        self._unchecked.append(request)
+        self._check_later(request)
         self._scheduler.fetched(request)
         self._settle(request)
 
@@ -334,7 +355,6 @@ class Requests:
     def give_up_stale(self) -> bool:
         """Give up what is too stale to be delivered; returns whether there was any."""
         if self._max_lag is None:
-            self._unchecked.clear()
             return False
         # Lags grow only when versions are sent.
         unchecked, self._unchecked = self._unchecked, []
@@ -348,6 +368,10 @@ class Requests:
             self._discard(request)
             self._give_up(request, "stale")
         return bool(stale)
+
+    def _check_later(self, request: RolloutRequest) -> None:
+        if self._max_lag is not None:
+            self._unchecked.append(request)
 
     def _is_stale(self, request: RolloutRequest, max_lag: int) -> bool:
         # One that is being fetched is looked at again when it is here.

@@ -9,8 +9,8 @@ that was left out of a publication on purpose does not lag for that.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -99,7 +99,7 @@ class Pacer:
         self._max_policy_lag = max_policy_lag
         self._versions = versions
         self._tickets: dict[StalenessTicket, int] = {}  # and the slack that was counted for each
-        self._num_by_slack: Counter[int] = Counter()  # without the tickets that are too stale
+        self._num_by_slack: dict[int, int] = {}  # without the tickets that are too stale
         self._revision = 0  # of the versions by which slacks were counted
         self._bursts: deque[int] = deque(maxlen=_HABIT)
         self._gaps: deque[int] = deque(maxlen=_HABIT)
@@ -142,9 +142,7 @@ class Pacer:
         """The least slack that a further ticket has to have."""
         self._count()
         if self._needed is None:
-            self._needed = bisect_left(
-                range(self._max_policy_lag + 1), True, key=self._is_feasible_with
-            )
+            self._needed = self._least_feasible()
         return self._needed
 
     def ask(self, worker_id: int, acknowledged: int) -> StalenessTicket:
@@ -205,7 +203,7 @@ class Pacer:
         slack = self.slack(ticket.worker_id, ticket.version)
         self._tickets[ticket] = slack
         if slack >= 0:
-            self._num_by_slack[slack] += 1
+            self._num_by_slack[slack] = self._num_by_slack.get(slack, 0) + 1
         self._needed = None
 
     def _remove(self, ticket: StalenessTicket) -> None:
@@ -226,13 +224,27 @@ class Pacer:
         for ticket in tickets:
             self._add(ticket)
 
-    def _is_feasible_with(self, slack: int) -> bool:
-        self._num_by_slack[slack] += 1
-        is_feasible = self._is_feasible()
-        self._num_by_slack[slack] -= 1
-        if not self._num_by_slack[slack]:
-            del self._num_by_slack[slack]
-        return is_feasible
+    def _least_feasible(self) -> int:
+        """The least slack of a further ticket with which all slacks suffice.
+
+        It is the bound plus 1 if none does.
+        """
+        none = self._max_policy_lag + 1
+        least = before = 0
+        up_to = dict.fromkeys(range(none), 0)  # how many tickets have at most this slack
+        for slack in sorted(self._num_by_slack):
+            before += self._num_by_slack[slack]
+            if slack < self._publications_within(before - 1):
+                return none
+            if slack < self._publications_within(before):
+                least = slack + 1  # these can't wait for one more
+            up_to[slack] = before
+        before = 0
+        for slack, count in up_to.items():
+            before = max(before, count)
+            if slack >= least and slack >= self._publications_within(before):
+                return slack
+        return none
 
     def _is_feasible(self, first: int = 0) -> bool:
         """Whether all slacks suffice if ``first`` other tickets are delivered before."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from distcollect.common.replies import Reply
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import (
@@ -44,7 +45,7 @@ class LoopbackTransport:
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        answer = self._pending.expect(peer)
+        answer = self._pending.expect(peer, Future())
         service = self._services.get(peer)
         if service is None:
             self._pending.complete(answer, error=peer_is_gone(peer))
@@ -61,9 +62,9 @@ class LoopbackTransport:
         call_service(service, method.__name__, args, kwargs).add_done_callback(deliver)
         return answer
 
-    def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
+    def collect(self, peer: int, request: CollectRequest) -> Reply[Offer]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        offer: Future[Offer] = Future()
+        offer: Reply[Offer] = Reply()
 
         def deliver(done: Future[tuple[Header, Tensors]]) -> None:
             error = done.exception()
@@ -96,7 +97,7 @@ class LoopbackTransport:
 
     def ping(self, peer: int) -> Future[Any]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        answer = self._pending.expect(peer)
+        answer = self._pending.expect(peer, Future())
         error = None if peer in self._services else peer_is_gone(peer)
         self._pending.complete(answer, error=error)
         return answer
@@ -127,11 +128,9 @@ class _LoopbackOffer:
         self._transport = transport
         self._tensors = tensors
 
-    def fetch(self) -> Future[Tensors]:
-        done: Future[Tensors] = Future()
-        done.set_result(self._transport.copies_of(self._tensors))
-        self._tensors = []
-        return done
+    def fetch(self) -> Reply[Tensors]:
+        tensors, self._tensors = self._tensors, []
+        return Reply.of(self._transport.copies_of(tensors))
 
     def decline(self) -> None:
         self._tensors = []

@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
+from distcollect.common.replies import Reply
 from distcollect.common.tracebacks import users_traceback
 from distcollect.errors import (
     ArgumentError,
@@ -45,8 +46,7 @@ INLINE_BYTES = 64 * 1024
 NUM_SLABS = 2
 
 
-@dataclass(frozen=True)
-class CollectRequest:
+class CollectRequest(NamedTuple):
     """Asks a worker for its next rollout.
 
     Attributes:
@@ -69,7 +69,7 @@ class Offer(Protocol):
 
     header: Header
 
-    def fetch(self) -> Future[Tensors]:
+    def fetch(self) -> Reply[Tensors]:
         """Move its tensors here. May be called once."""
 
     def decline(self) -> None:
@@ -127,8 +127,8 @@ class Transport(Protocol):
             kwargs: its arguments that are given by name.
         """
 
-    def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
-        """Ask for the next rollout; the future completes when it lies ready on the worker."""
+    def collect(self, peer: int, request: CollectRequest) -> Reply[Offer]:
+        """Ask for the next rollout; the reply comes when it lies ready on the worker."""
 
     def ping(self, peer: int) -> Future[Any]:
         """Completes if ``peer``'s process is alive, even while its Python code is busy."""
@@ -187,35 +187,37 @@ def call_service(
     return done
 
 
+Owed: TypeAlias = Future[Any] | Reply[Any]
+AnyOwed = TypeVar("AnyOwed", Future[Any], Reply[Any])
+
+
 class PendingAnswers:
     """The answers that peers still owe, so that those of a disconnected peer can be failed."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._peers: dict[Future[Any], int] = {}
+        self._peers: dict[Owed, int] = {}
 
-    def expect(self, peer: int) -> Future[Any]:
-        """A future for an answer of ``peer``."""
-        answer: Future[Any] = Future()
+    def expect(self, peer: int, answer: AnyOwed) -> AnyOwed:
+        """Note that ``peer`` owes this answer, and return it."""
         with self._lock:
             self._peers[answer] = peer
         return answer
 
     @property
-    def open(self) -> list[Future[Any]]:
+    def open(self) -> list[Owed]:
         """The answers that are still owed."""
         with self._lock:
             return list(self._peers)
 
-    def complete(
-        self, answer: Future[Any], value: Any = None, error: BaseException | None = None
-    ) -> None:
+    def complete(self, answer: Owed, value: Any = None, error: BaseException | None = None) -> None:
         """Complete ``answer`` with a value or an error, unless :meth:`fail` did already."""
         with self._lock:
             if self._peers.pop(answer, None) is None:
                 return
-            self._changed.notify_all()
+            if not self._peers:
+                self._changed.notify_all()
         if error is None:
             answer.set_result(value)
         else:

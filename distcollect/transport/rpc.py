@@ -17,13 +17,15 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.rpc
 
 from distcollect.common import tensor_cache
+from distcollect.common.replies import Reply
 from distcollect.common.shared_memory import Segment, SharedTensor
 from distcollect.common.threads import SerialThread
 from distcollect.errors import LaunchError, RolloutGone
@@ -33,9 +35,11 @@ from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import (
     INLINE_BYTES,
     NUM_SLABS,
+    AnyOwed,
     CollectRequest,
     Failure,
     Offer,
+    Owed,
     PendingAnswers,
     Service,
     call_service,
@@ -150,28 +154,31 @@ class RpcTransport:
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        return self._ask(peer, _serve_call, method.__name__, args, kwargs)
+        answer = self._pending.expect(peer, Future())
+        self._ask(answer, peer, _serve_call, (method.__name__, args, kwargs))
+        return answer
 
-    def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
+    def collect(self, peer: int, request: CollectRequest) -> Reply[Offer]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        offer: Future[Offer] = Future()
-
-        def deliver(done: Future[tuple[Header, Any]]) -> None:
-            error = done.exception()
-            if error is None:
-                header, data = done.result()
-                offer.set_result(_RpcOffer(self, peer, header, data))
-            else:
-                offer.set_exception(error)
-
-        request = replace(request, shared=peer in self._mapped)
-        self._ask(peer, _serve_collect, request).add_done_callback(deliver)
+        if peer in self._mapped:
+            request = request._replace(shared=True)
+        offer = self._pending.expect(peer, Reply())
+        self._ask(offer, peer, _serve_collect, (request,), partial(_RpcOffer, self, peer))
         return offer
+
+    def fetch_offered(self, peer: int, data: Any) -> Reply[Tensors]:
+        """Move a rollout here, by what came with its header: its number, or all of its tensors."""
+        if isinstance(data, list):
+            sent: Reply[list[Any]] = Reply.of(data)
+        else:
+            sent = self._pending.expect(peer, Reply())
+            self._ask(sent, peer, _serve_offered, (data,))
+        return self.copied(peer, sent, Reply())
 
     def fetch_handover(self, peer: int, key: str) -> Future[Tensors]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         sent = self.call(peer, WorkerService.read_handover, key, peer in self._mapped)
-        return self.fetched(peer, sent)
+        return self.copied(peer, sent, Future())
 
     def ping(self, peer: int) -> Future[Any]:
         """See :class:`~distcollect.transport.protocol.Transport`.
@@ -179,7 +186,9 @@ class RpcTransport:
         An operator of torch's is answered without the peer's interpreter, whose lock an env may
         hold.
         """
-        return self._ask(peer, torch.add, *PING)
+        answer = self._pending.expect(peer, Future())
+        self._ask(answer, peer, torch.add, PING)
+        return answer
 
     def is_near(self, peer: int) -> bool:
         """See :class:`~distcollect.transport.protocol.Transport`."""
@@ -218,26 +227,25 @@ class RpcTransport:
         for peer in peers:
             self._pending.fail(peer)
 
-    def fetched(self, peer: int, sent: Future[list[Any]]) -> Future[Tensors]:
-        """The tensors of a rollout once ``peer`` has sent them.
+    def copied(self, peer: int, sent: Owed, fetched: AnyOwed) -> AnyOwed:
+        """Complete ``fetched`` once ``peer`` has sent a rollout, and return it.
 
         Args:
-            peer: its worker.
+            peer: the worker of the rollout.
             sent: tensors, or SharedTensors where this process copies them from the peer's memory.
+            fetched: gets the tensors.
         """
-        fetched: Future[Tensors] = Future()
-
-        def arrived(sent: Future[list[Any]]) -> None:
-            error = sent.exception()
-            if error is None:
-                self._copy_shared(peer, sent.result(), fetched)
-            else:
-                fetched.set_exception(error)
-
-        sent.add_done_callback(arrived)
+        sent.add_done_callback(partial(self._arrived, peer, fetched))
         return fetched
 
-    def _copy_shared(self, peer: int, sent: list[Any], fetched: Future[Tensors]) -> None:
+    def _arrived(self, peer: int, fetched: Owed, sent: Owed) -> None:
+        error = sent.exception()
+        if error is None:
+            self._copy_shared(peer, sent.result(), fetched)
+        else:
+            fetched.set_exception(error)
+
+    def _copy_shared(self, peer: int, sent: list[Any], fetched: Owed) -> None:
         """Complete ``fetched`` with ``sent``, where SharedTensors are replaced by copies."""
         if not any(isinstance(tensor, SharedTensor) for tensor in sent):
             fetched.set_result(sent)
@@ -266,11 +274,18 @@ class RpcTransport:
         else:
             copy_all()
 
-    def _ask(self, peer: int, function: Any, *args: Any) -> Future[Any]:
-        answer = self._pending.expect(peer)
+    def _ask(
+        self,
+        answer: Owed,
+        peer: int,
+        function: Any,
+        args: tuple[Any, ...],
+        read: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Call a function in a peer's process; ``answer`` gets what ``read`` makes of the value."""
         if peer not in self._addresses:
             self._pending.complete(answer, error=peer_is_gone(peer))
-            return answer
+            return
 
         def deliver(done: torch.futures.Future[Any]) -> None:
             try:
@@ -281,33 +296,26 @@ class RpcTransport:
             if isinstance(outcome, Failure):
                 self._pending.complete(answer, error=outcome.error())
             else:
-                self._pending.complete(answer, outcome)
+                self._pending.complete(answer, outcome if read is None else read(outcome))
 
         try:
             known = self._peers[peer]
             self._agents.call(known, function, args).add_done_callback(deliver)
         except (KeyError, RuntimeError) as error:
             self._pending.complete(answer, error=peer_is_gone(peer, error))
-        return answer
 
 
 class _RpcOffer:
     """A rollout that lies on a worker under a number, or came along with its header."""
 
-    def __init__(self, transport: RpcTransport, peer: int, header: Header, data: Any) -> None:
-        self.header = header
+    def __init__(self, transport: RpcTransport, peer: int, sent: tuple[Header, Any]) -> None:
+        self.header, self._data = sent
         self._transport = transport
         self._peer = peer
-        self._data = data
 
-    def fetch(self) -> Future[Tensors]:
+    def fetch(self) -> Reply[Tensors]:
         data, self._data = self._data, None
-        sent: Future[list[Any]] = Future()
-        if isinstance(data, list):
-            sent.set_result(data)
-        else:
-            sent = self._transport._ask(self._peer, _serve_offered, data)
-        return self._transport.fetched(self._peer, sent)
+        return self._transport.fetch_offered(self._peer, data)
 
     def decline(self) -> None:
         self._data = None

@@ -17,7 +17,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +125,7 @@ class RpcAgents:
         num_owed = len(owed) + 1
         lock = threading.Lock()
 
-        def answered(_: Future[Any] | None) -> None:
+        def answered(_: object) -> None:
             nonlocal num_owed
             with lock:
                 num_owed -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -222,7 +223,8 @@ def test_a_worker_that_does_not_answer_is_named(
 ) -> None:
     reference = collector.hand_over(SOON_S)
     transport = workers_of(collector).transport
-    monkeypatch.setattr(transport, "fetch_handover", lambda *_: transport._pending.expect(-1))
+    unanswered: Future[Any] = transport._pending.expect(-1, Future())
+    monkeypatch.setattr(transport, "fetch_handover", lambda *_: unanswered)
     with pytest.raises(dc.DeadlineError, match=r"rollout 0 of worker 0 of trainer 0 .* 0\.1 s"):
         collector.take_over(reference, 0.1)
     monkeypatch.undo()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from helpers.pool_simulation import CallingThread, taken
 
+from distcollect.common.replies import Reply
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.rollout.header import Header, Rollout
@@ -168,6 +171,73 @@ def test_a_slab_is_not_written_to_while_it_is_read() -> None:
     assert transport.open_requests(0) == 0, "the next rollout would be written over the first"
     first.arrive()
     assert transport.open_requests(0) == 1
+
+
+def test_events_of_many_threads_are_all_handled_in_each_threads_order() -> None:
+    pool, _, _ = make(sync=False)
+    handled: list[tuple[int, int]] = []
+
+    def post(thread: int) -> None:
+        for number in range(500):
+            pool._loop.post(handled.append, (thread, number))
+
+    threads = [threading.Thread(target=post, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(handled) == [(thread, number) for thread in range(4) for number in range(500)]
+    for thread in range(4):
+        assert [n for t, n in handled if t == thread] == list(range(500))
+    pool.close()
+
+
+def test_a_thread_that_posts_an_event_does_not_wait_while_another_handles_some() -> None:
+    pool, _, _ = make(sync=False)
+    has_begun, may_end = threading.Event(), threading.Event()
+    handled: list[str] = []
+
+    def take_long() -> None:
+        has_begun.set()
+        may_end.wait(120)
+        handled.append("first")
+
+    busy = threading.Thread(target=pool._loop.post, args=(take_long,))
+    busy.start()
+    assert has_begun.wait(60)
+    poster = threading.Thread(target=pool._loop.post, args=(handled.append, "second"))
+    poster.start()
+    poster.join(60)
+    assert not poster.is_alive()
+    assert handled == []
+    may_end.set()
+    busy.join(60)
+    assert handled == ["first", "second"]
+    pool.close()
+
+
+def test_garbage_collection_has_little_to_look_at_for_an_open_request() -> None:
+    """Else its full collections, which look at all of torch's objects too, come often."""
+
+    class Patient(Transport):
+        def collect(self, peer: int, request: CollectRequest) -> Any:
+            answer: Reply[Offer] = Reply()
+            answers.append(answer)
+            return answer
+
+    num_workers = 500
+    answers: list[Reply[Offer]] = []
+    pool, _, _ = make(sync=True, num_workers=num_workers, transport=Patient())
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        ask(pool)  # this ends, but the workers' answers are still awaited
+        assert len(answers) == num_workers
+        assert len(gc.get_objects()) - before <= 8 * num_workers
+    finally:
+        gc.enable()
+    pool.close()
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.envs import ProcessIdEnv
 from helpers.marked import Marked
+from helpers.policies import ConstantPolicy
 from helpers.waiting import eventually
 
 import distcollect as dc
@@ -36,17 +37,25 @@ def smaps(pid: int | str, name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 
 
-@pytest.mark.parametrize("num_workers", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_workers",
+    [8, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)],
+)
 def test_many_at_once(marked: Marked, num_workers: int) -> None:
+    """They join, get weights, deliver, and some of them leave; each has its own connections."""
     begin = time.monotonic()
     with dc.MultiSyncDataCollector(
         [ProcessIdEnv] * num_workers,
-        None,
+        ConstantPolicy(),
         frames_per_batch=T * num_workers,
         faults=dc.Faults(start_timeout_s=START_S, batch_timeout_s=START_S),
     ) as collector:
-        for _ in range(3):
+        for version in range(1, 4):
+            handle = collector.update_policy_weights_()
+            assert handle is not None
+            assert sorted(handle.acknowledged) == list(range(num_workers))
             batch = collector.next()
+            assert (batch["collector", "policy_version"] == version).all()
             assert batch.numel() == T * num_workers
             workers = batch["collector", "worker_id"].flatten().unique()
             assert workers.tolist() == list(range(num_workers))
@@ -54,7 +63,17 @@ def test_many_at_once(marked: Marked, num_workers: int) -> None:
         started_s = time.monotonic() - begin
         marked.note()
         proportional = sum(smaps(pid, "Pss") for pid in marked.pids())
-        print(f"{num_workers} workers: {started_s:.1f} s, {proportional / 2**20:.0f} MiB (PSS)")
+        num_files = len(links_of("self"))
+        print(
+            f"{num_workers} workers: {started_s:.1f} s, {proportional / 2**20:.0f} MiB (PSS), "
+            f"{num_files} open files of the trainer"
+        )
+        assert num_files <= 200 + 8 * num_workers
+        leavers = list(range(num_workers // 2))
+        collector.release(leavers)
+        batch = collector.next()
+        workers = batch["collector", "worker_id"].flatten().unique()
+        assert workers.tolist() == list(range(num_workers // 2, num_workers))
     assert collector.ledger.total.lost == {}
     assert marked.gone(WAIT_S), marked.left()
 

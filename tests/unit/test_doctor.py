@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distcollect.commands.doctor import checks, report
+from distcollect.commands.doctor.capacity import Capacity, read_free_bytes, read_num_ports
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import addresses_of, inspect_host
 from distcollect.commands.doctor.links import Link, idle_cores, skew
+from distcollect.commands.doctor.report import capacities
 
 
 def only(findings: list[Finding]) -> Finding:
@@ -106,6 +109,43 @@ def test_files() -> None:
     finding = only(checks.check_files(replace(HERE, max_files=1024), 100))
     assert "1024 files open; with 100 worker(s) some 1856 are needed" in finding.problem
     assert "ulimit -Hn 4096" in finding.remedy
+
+
+def test_how_many_workers_a_host_can_serve() -> None:
+    report = replace(FAR, num_cores=8, free_bytes=64 << 30, num_ports=28232, max_files=1 << 20)
+    assert report.capacity == Capacity(cores=8, memory=2048, ports=1568, files=65520)
+    # The check agrees with it.
+    assert not checks.check_files(replace(HERE, max_files=1 << 20), 65520)
+    assert checks.check_files(replace(HERE, max_files=1 << 20), 65521)
+    unknown = replace(FAR, num_cores=1, free_bytes=-1, num_ports=-1, max_files=100)
+    assert unknown.capacity == Capacity(cores=1, memory=-1, ports=-1, files=0)
+    lines = capacities([report, unknown]).splitlines()
+    assert lines[1].split() == ["node2", "8", "2,048", "1,568", "65,520"]
+    assert lines[2].split() == ["node2", "1", "?", "?", "0"]
+
+
+def test_limits_of_a_host_are_read(tmp_path: Path) -> None:
+    ports = tmp_path / "range"
+    assert read_num_ports(ports) == -1
+    ports.write_text("32768\t60999\n")
+    assert read_num_ports(ports) == 28232
+
+    meminfo, membership, group = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "job/step"
+    group.mkdir(parents=True)
+
+    def free() -> int:
+        return read_free_bytes(meminfo, tmp_path, membership)
+
+    assert free() == -1
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    assert free() == 8000 << 10
+    membership.write_text("0::/job/step\n")
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("1000\n")
+    assert free() == 8000 << 10
+    (group.parent / "memory.max").write_text("5000000\n")
+    (group.parent / "memory.current").write_text("2000000\n")
+    assert free() == 3000000
 
 
 def test_idle() -> None:

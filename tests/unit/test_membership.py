@@ -378,6 +378,43 @@ def test_next_tick_is_never_late_however_late_it_is_asked_for() -> None:
         assert due <= first + 0.001
 
 
+def test_only_slots_for_which_something_is_due_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    membership = make()
+    looked_at: list[int] = []
+    look = Membership._due
+
+    def note(self: Membership, worker_id: int, *args: Any) -> Command | None:
+        looked_at.append(worker_id)
+        return look(self, worker_id, *args)
+
+    monkeypatch.setattr(Membership, "_due", note)
+    for worker_id in range(100):
+        membership.open(worker_id, 0.0)
+    assert membership.tick(0.0) == [Start(worker_id, 0) for worker_id in range(100)]
+    for worker_id in range(100):
+        membership.ready(worker_id, 0, 0.0)
+    looked_at.clear()
+    now, pinged = 0.0, []
+    while (now := membership.next_tick(now)) <= PAUSE_S:
+        for command in membership.tick(now):
+            assert isinstance(command, Ping)
+            pinged.append(command.worker_id)
+            membership.heard(command.worker_id, 0, now)
+    assert sorted(set(pinged)) == list(range(100))
+    assert looked_at == pinged
+
+
+def test_commands_come_in_the_order_in_which_they_were_due() -> None:
+    membership = make()
+    for worker_id, at in [(0, 5.0), (1, 3.0), (2, 4.0), (3, 3.0)]:
+        membership.open(worker_id, at)
+    membership.close(2)
+    assert membership.next_tick(0.0) == 3.0
+    assert membership.tick(9.0) == [Start(1, 0), Start(3, 0), Start(0, 0)]
+
+
 def working_said(when: float) -> list[Command]:
     return working().tick(when)
 

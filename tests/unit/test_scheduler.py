@@ -8,9 +8,9 @@ import pytest
 
 from distcollect.config import Staleness
 from distcollect.rollout.header import Header
+from distcollect.trainer.modes import make_scheduler
 from distcollect.trainer.pool_commands import Command, Decline, ReportDrained
 from distcollect.trainer.requests import Requests
-from distcollect.trainer.scheduler import make_scheduler
 from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distcollect.common import tensor_cache
+from distcollect.common.replies import Reply
 from distcollect.common.shared_memory import Segment, SharedTensor, allocate
 from distcollect.common.threads import SerialThread
 from distcollect.transport.rpc import RpcTransport
@@ -50,5 +51,5 @@ def test_whatever_fails_while_a_rollout_is_copied_is_raised_where_it_is_waited_f
     sent: Future[list[Any]] = Future()
     sent.set_result([SharedTensor(segment, 0, (1 << 20,), torch.uint8)])
     with pytest.raises(MemoryError, match="no room"):
-        transport.fetched(1, sent).result(10)
+        transport.copied(1, sent, Reply()).result(10)
     transport._copier.close()

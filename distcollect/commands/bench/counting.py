@@ -40,7 +40,7 @@ class _NoStatsRecorder(StatsRecorder):
     def collected(self, header: object, asked_at: int | None = None) -> None:
         """Do nothing."""
 
-    def delivered(self, batch: object) -> None:
+    def delivered(self, batch: object, at: int | None = None) -> None:
         """Do nothing."""
 
 

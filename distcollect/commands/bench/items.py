@@ -190,7 +190,7 @@ def _torchrl_async(name: str, regime: str) -> Part:
 
 
 _FIGURES = (
-    Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24))),
+    Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24, 64))),
     Item(
         "fetch",
         "fetching a 64 MB rollout from another process",

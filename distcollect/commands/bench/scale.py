@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import itertools
 import mmap
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from distcollect.commands.bench.contenders import Values
+from distcollect.common.replies import Reply
 from distcollect.config import Staleness, WeightSync
 from distcollect.policy.weight_layout import WeightLayout
 from distcollect.rollout.header import Header
@@ -48,14 +49,14 @@ def _done(value: Any) -> Future[Any]:
     return answer
 
 
-@dataclass
+@dataclass(slots=True)
 class _Offer:
     """A simulated rollout, without data."""
 
     header: Header
 
-    def fetch(self) -> Future[Tensors]:
-        return _done([])
+    def fetch(self) -> Reply[Tensors]:
+        return Reply.of([])
 
     def decline(self) -> None: ...
 
@@ -64,22 +65,19 @@ class _Simulation:
     """Transport and workers: whatever is requested is answered by one thread, in order."""
 
     def __init__(self) -> None:
-        self._open: deque[tuple[int, CollectRequest, Future[Any]]] = deque()
-        self._there_are_more = threading.Semaphore(0)
+        self._open: queue.SimpleQueue[tuple[int, CollectRequest, Reply[Any]]] = queue.SimpleQueue()
         self._num_rollouts: dict[int, int] = {}
         self.workers: dict[int, tuple[int, int]] = {}  # worker_id and incarnation, by peer
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._open.append((-1, CollectRequest(0), Future()))
-        self._there_are_more.release()
+        self._open.put((-1, CollectRequest(0), Reply()))
         self._thread.join(_LIMIT_S)
 
     def _answer(self) -> None:
         while True:
-            self._there_are_more.acquire()
-            peer, request, answer = self._open.popleft()
+            peer, request, answer = self._open.get()
             if peer < 0:
                 return
             sequence = self._num_rollouts.get(peer, 0)
@@ -94,10 +92,9 @@ class _Simulation:
 
     # The transport.
 
-    def collect(self, peer: int, request: CollectRequest) -> Future[Any]:
-        answer: Future[Any] = Future()
-        self._open.append((peer, request, answer))
-        self._there_are_more.release()
+    def collect(self, peer: int, request: CollectRequest) -> Reply[Any]:
+        answer: Reply[Any] = Reply()
+        self._open.put((peer, request, answer))
         return answer
 
     def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:

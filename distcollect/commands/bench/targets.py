@@ -181,6 +181,7 @@ TARGETS: tuple[Target, ...] = (
     _over("cartpole-1", "sync-compiled", "bare", 1.3),
     _scaling(8, 0.95),
     _scaling(24, 0.90),
+    _scaling(64, 0.90),
     Target(
         "64 MB fetch / the best of torch's own ways",
         ("fetch", "distcollect", "gb_per_s"),
@@ -242,6 +243,14 @@ TARGETS: tuple[Target, ...] = (
     ),
     _at_most("MB for one more idle worker", 60, ("start", "memory", "mb_per_worker")),
     *(_bookkeeping(mode) for mode in ("sync", "async", "paced", "in turn", "replacement")),
+    *(
+        _at_most(
+            f"us of bookkeeping of a rollout, 1,000 workers, {mode}",
+            60,
+            ("scale", f"{mode}-1000", "us_per_rollout"),
+        )
+        for mode in ("sync", "async", "paced", "in turn")
+    ),
     _at_most(
         "ms of bookkeeping for a sync batch of 1,000 workers",
         20,

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
+from distcollect.commands.doctor.capacity import FILES, FILES_PER_WORKER
 from distcollect.commands.doctor.host_report import SHM, HostReport
 
 # Ranks must agree in so many parts of a version; the others may differ.
 _PARTS = 2
 _MUST_MATCH = ("python", "torch", "tensordict", "gymnasium", "distcollect")
-# A trainer that broadcasts to n workers used 145 + 9.5 n open files, and each worker 143. Envs may
-# need some too.
-FILES, FILES_PER_WORKER = 256, 16
 _MIN_SHM_BYTES = 256 << 20
 _MAX_SKEW_S = 1.0
 _MAX_IDLE_CORES = 0.1

@@ -151,6 +151,8 @@ def _examine(
     _say(f"distcollect doctor: {launch.world_size} process(es) {by}, rank 0 is the trainer", "")
     whys = {rank: _why(host_report, len(hosts)) for rank, host_report in reports.items()}
     _say(report.ranks(reports.values(), whys), "")
+    _say("workers that a host can serve, by each of its limits (without what envs and policy need)")
+    _say(report.capacities(hosts.values()), "")
 
     findings = _about_missing(server, missing, timeout_s)
     findings += checks.check_versions(list(reports.values()))

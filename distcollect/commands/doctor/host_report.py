@@ -16,6 +16,7 @@ import numpy as np
 import tensordict
 import torch
 
+from distcollect.commands.doctor.capacity import Capacity, capacity, read_free_bytes, read_num_ports
 from distcollect.common import open_files
 from distcollect.common.shared_memory import allocate
 from distcollect.errors import LaunchError
@@ -49,6 +50,8 @@ class HostReport:
         open_files: how many files it has open.
         num_cores: how many cores it may use.
         shm_bytes: free bytes in /dev/shm; -1: there is no /dev/shm.
+        free_bytes: of memory that it and its children can still get; -1: not known.
+        num_ports: how many ports its host gives to those who ask for any; -1: not known.
         problems: what it tried and could not do, by topic.
     """
 
@@ -67,12 +70,24 @@ class HostReport:
     open_files: int
     num_cores: int
     shm_bytes: int
+    free_bytes: int = -1
+    num_ports: int = -1
     problems: dict[str, str] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
         """This rank and its host, in words."""
         return f"rank {self.rank} ({self.host})"
+
+    @property
+    def capacity(self) -> Capacity:
+        """How many workers its host can serve."""
+        return capacity(
+            num_cores=self.num_cores,
+            free_bytes=self.free_bytes,
+            num_ports=self.num_ports,
+            max_files=self.max_files,
+        )
 
 
 def inspect_host(rank: int, address: str) -> HostReport:
@@ -108,6 +123,8 @@ def inspect_host(rank: int, address: str) -> HostReport:
         open_files=num_open_files(),
         num_cores=Host.inspect().num_cores,
         shm_bytes=shutil.disk_usage(SHM).free if os.path.ismount(SHM) else -1,
+        free_bytes=read_free_bytes(),
+        num_ports=read_num_ports(),
         problems=problems,
     )
 

@@ -29,6 +29,18 @@ def ranks(reports: Iterable[HostReport], whys: Mapping[int, str]) -> str:
     return text_table([heading, *rows], left=(1, 2, 3, 6))
 
 
+def capacities(reports: Iterable[HostReport]) -> str:
+    """A table of how many workers each of these hosts can serve, by what limits them."""
+    rows: list[tuple[str, ...]] = [
+        ("host", "one a core", "memory", "ports", "files of a trainer there")
+    ]
+    for report in reports:
+        found = report.capacity
+        counts = (found.cores, found.memory, found.ports, found.files)
+        rows.append((report.host, *("?" if n < 0 else f"{n:,}" for n in counts)))
+    return text_table(rows, left=(0,))
+
+
 def links(reports: Mapping[int, HostReport], measured: Mapping[int, Link]) -> str:
     """A table of the links between the trainer and each worker."""
     rows = [("rank", "host", "round trip", "RPC fetch", "broadcast", "clock", "rollouts")]

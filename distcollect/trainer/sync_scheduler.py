@@ -1,0 +1,88 @@
+"""Which worker is asked next in sync mode. Pure: no clock, no thread, no socket."""
+
+from __future__ import annotations
+
+import math
+
+from distcollect.trainer.scheduler import Scheduler
+from distcollect.trainer.staleness import SentVersions, StalenessTicket
+from distcollect.trainer.worker_slots import (
+    BatchPlan,
+    RolloutRequest,
+    SlotQueue,
+    WorkerSlot,
+    WorkerSlots,
+    by_last_request,
+)
+
+
+class SyncScheduler(Scheduler):
+    """Sync mode: one rollout of every worker, all for the same batch."""
+
+    def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:
+        super().__init__(plan, slots, versions)
+        self._batch = 0
+        self._num_wanted = 0  # rollouts of this batch that were not requested yet
+        self._without_share: set[WorkerSlot] = set()
+        # Slots that may be asked now, for the first rollout of this batch or for a further one.
+        self._idle = SlotQueue(by_last_request)
+        self._idle_again = SlotQueue(by_last_request)
+
+    def begin(self) -> None:
+        self._batch += 1
+        self._num_wanted = self._plan.num_rollouts
+        self.ends_early = False
+        self._without_share = {slot for slot in self._slots.able if slot.is_staying}
+        for slot in self._slots.able:
+            self.refresh(slot)
+
+    def joined(self, slot: WorkerSlot) -> None:
+        if not slot.is_reserved:
+            self._without_share.add(slot)
+        super().joined(slot)
+
+    def leaves(self, slot: WorkerSlot) -> None:
+        self._without_share.discard(slot)
+        super().leaves(slot)
+
+    def refresh(self, slot: WorkerSlot) -> None:
+        queue = None
+        if not slot.unsettled and slot.is_up_to_date and slot.may_be_asked:
+            queue = self._idle_again if slot.batch == self._batch else self._idle
+        if queue is not slot.queue:
+            if slot.queue is not None:
+                slot.queue.put(slot, present=False)
+            if queue is not None:
+                queue.put(slot)
+            slot.queue = queue
+
+    def next_slot(self) -> WorkerSlot | None:
+        if self._num_wanted <= 0:
+            return None
+        slot = self._idle.first()
+        if slot is not None:
+            return slot
+        # A worker gets a second share only if there is no other worker for it.
+        others = len(self._without_share)
+        coming = self._slots.num_coming if self._plan.waits_for_missing else 0
+        return self._idle_again.first() if self._num_wanted > others + coming else None
+
+    def requested(self, slot: WorkerSlot) -> StalenessTicket:
+        slot.batch = self._batch
+        self._num_wanted -= 1
+        self._without_share.discard(slot)
+        return super().requested(slot)
+
+    def given_up(self, request: RolloutRequest, *, is_wanted: bool) -> None:
+        super().given_up(request, is_wanted=is_wanted)
+        if is_wanted:
+            self._num_wanted += 1
+
+    def given_up_all(self) -> None:
+        self._num_wanted = 0
+
+    def may_end_early(self, num_arrived: int) -> bool:
+        share = self._plan.preemptive_threshold
+        return share is not None and num_arrived >= max(
+            1, math.ceil(share * self._plan.num_rollouts)
+        )

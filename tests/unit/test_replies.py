@@ -1,0 +1,97 @@
+"""Replies: what is called when they come, on which thread, and how often."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+
+import pytest
+
+from distcollect.common.replies import Reply
+
+
+def test_callbacks_are_called_in_their_order_once_it_is_there() -> None:
+    reply: Reply[int] = Reply()
+    called: list[tuple[str, int]] = []
+    reply.add_done_callback(lambda it: called.append(("first", it.result())))
+    reply.add_done_callback(lambda it: called.append(("second", it.result())))
+    assert (called, reply.done()) == ([], False)
+    reply.set_result(7)
+    assert called == [("first", 7), ("second", 7)]
+    reply.add_done_callback(lambda it: called.append(("late", it.result())))
+    assert called[2:] == [("late", 7)]
+    assert reply.done()
+    assert reply.exception() is None
+
+
+def test_an_error_is_raised_where_the_result_is_asked_for() -> None:
+    reply: Reply[int] = Reply()
+    reply.set_exception(ValueError("no"))
+    assert isinstance(reply.exception(), ValueError)
+    with pytest.raises(ValueError, match="no"):
+        reply.result()
+
+
+def test_it_is_answered_once() -> None:
+    reply = Reply.of(1)
+    with pytest.raises(RuntimeError, match="answered before"):
+        reply.set_result(2)
+    with pytest.raises(RuntimeError, match="answered before"):
+        reply.set_exception(ValueError())
+    assert reply.result() == 1
+
+
+def test_waiting_ends_at_the_limit_or_when_it_is_there() -> None:
+    reply: Reply[int] = Reply()
+    with pytest.raises(TimeoutError, match=r"no reply within 0\.01 s"):
+        reply.result(0.01)
+    threading.Timer(0.05, reply.set_result, (3,)).start()
+    assert reply.result(60) == 3
+
+
+def test_a_callback_that_raises_keeps_no_other_from_being_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reply: Reply[int] = Reply()
+    called: list[object] = []
+    reply.add_done_callback(lambda _: 1 // 0)
+    reply.add_done_callback(called.append)
+    with caplog.at_level(logging.ERROR):
+        reply.set_result(1)
+    assert called == [reply]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_each_callback_is_called_once_however_threads_interleave() -> None:
+    for _ in range(300):
+        reply: Reply[int] = Reply()
+        called: list[int] = []
+        barrier = threading.Barrier(3)
+
+        arguments = (reply, called, barrier)
+        threads = [threading.Thread(target=_add, args=(n, *arguments)) for n in (0, 100)]
+        for thread in threads:
+            thread.start()
+        barrier.wait(60)
+        reply.set_result(0)
+        for thread in threads:
+            thread.join(60)
+        assert sorted(called) == [*range(5), *range(100, 105)]
+
+
+def _add(first: int, reply: Reply[int], called: list[int], begin: threading.Barrier) -> None:
+    begin.wait(60)
+    for number in range(first, first + 5):
+        reply.add_done_callback(lambda _, number=number: called.append(number))
+
+
+def test_garbage_collection_sees_two_objects_of_it() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        replies: tuple[Reply[int], ...] = tuple(Reply() for _ in range(1000))
+        assert len(gc.get_objects()) - before <= 2 * len(replies) + 10
+    finally:
+        gc.enable()
