@@ -140,12 +140,13 @@ class Checker:
         self.frames = 0
         self.failures = failures
         self._plan: Plan | None = None
-        self._peers: dict[int, int] = {}  # peer id to token, over all rounds
+        self._peers: dict[int, int] = {}  # peer id to token, in this round
 
     def begin(self, plan: Plan) -> None:
         """Begin a round."""
         self._plan = plan
         self.seen = {}
+        self._peers = {}
         self.frames = 0
 
     def fail(self, message: str) -> None:
