@@ -334,7 +334,7 @@ class Clock:
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 @pytest.mark.parametrize("slowest", [1.5, 6, 100])
 def test_rows_of_different_speeds(slowest: float, batch_size: int, fresh: bool) -> None:
-    """The fast ones wait for the slow ones, and lose frames only if too few rows may wait."""
+    """The fast ones wait for the slow ones, and lose frames only if too few others are at work."""
     pool, clock = make_pool(batch_size=batch_size), Clock()
     rng = np.random.default_rng(0)
     speeds = [1, 1.2, slowest, 1.1, slowest]
@@ -342,7 +342,7 @@ def test_rows_of_different_speeds(slowest: float, batch_size: int, fresh: bool) 
     collected = Collected(pool)
     collected.collect_often(12, steps=10, fresh=fresh)
     collected.check()
-    if not fresh and slowest < 2 and batch_size < 4:
+    if not fresh and batch_size == 1:
         assert not collected.lost()
 
 
