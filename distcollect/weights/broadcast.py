@@ -36,6 +36,8 @@ _MAX_GROUPS = 32
 # one has died since, the others are told to wait no longer; this limit is for when that message
 # doesn't arrive.
 _CONNECT_TIMEOUT_S = 2.0
+# Between two looks at a broadcast: this share of the time that it has taken so far.
+_PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.0001, 0.02
 
 
 def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
@@ -108,7 +110,7 @@ class Groups:
         except RuntimeError:
             self.drop(place.group)
             # Gloo can't cancel a broadcast, and destroying the group waits for it to end.
-            threading.Thread(target=_destroy, args=(held,), daemon=True).start()
+            threading.Thread(target=_destroy, args=(held, place), daemon=True).start()
             raise
         finally:
             with self._lock:
@@ -148,10 +150,7 @@ def _broadcast(
         held[1].wait(place.timeout)
         torch.cuda.synchronize(flat.device)
         return
-    done = held[1].get_future()
-    done.add_done_callback(lambda _: over.set())
-    over.wait(place.timeout_s)
-    if not done.done():
+    if not _completes(held, over, place.timeout_s):
         raise RuntimeError(
             f"the broadcast in process group {place.group} was given up: a member is gone, or it "
             f"took longer than {place.timeout_s:g} s"
@@ -159,8 +158,26 @@ def _broadcast(
     held[1].wait()
 
 
-def _destroy(held: list[Any]) -> None:
-    """Wait for the broadcast in ``held`` to end, then drop the references to work and group."""
+def _completes(held: list[Any], given_up: threading.Event, timeout_s: float) -> bool:
+    """Wait up to ``timeout_s``, or until it is given up; whether the work in ``held`` has ended.
+
+    It looks again and again, with pauses that grow with the time. Torch could also call a function
+    here, or wait for the work itself. But if the work fails while the interpreter shuts down, then
+    C++ code with an exception on its way can't take the interpreter's lock, and aborts the process.
+    """
+    begin = time.monotonic()
+    while not held[1].is_completed():
+        elapsed = time.monotonic() - begin
+        pause_s = min(max(elapsed * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        if elapsed > timeout_s or given_up.wait(pause_s):
+            return bool(held[1].is_completed())
+    return True
+
+
+def _destroy(held: list[Any], place: BroadcastSource) -> None:
+    """Drop the references to group and work in ``held`` once the work has ended."""
+    if len(held) > 1 and not place.on_gpu:
+        _completes(held, threading.Event(), 2 * place.timeout_s)
     with contextlib.suppress(RuntimeError, IndexError):
         held[1].wait()
     held.clear()
