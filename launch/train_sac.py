@@ -16,6 +16,7 @@ import copy
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,16 +195,30 @@ def make_env() -> gym.Env[Any, Any]:
 
 def main() -> None:
     """Train; runs only on the trainer."""
-    args = parse_args()
+    train(parse_args(), Learner, Ring(CAPACITY), f"SAC on {ENV}")
+
+
+def train(
+    args: argparse.Namespace, make_learner: Callable[[], Any], buffer: Any, title: str
+) -> None:
+    """Train until the target is reached or all frames are collected.
+
+    Args:
+        args: of the command line, see :func:`parse_args`.
+        make_learner: makes an object with an ``actor`` and the method ``learn`` of
+            :class:`Learner`, once torch's generator has its seed.
+        buffer: the replay buffer.
+        title: of the learning curve.
+    """
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the trainer shares the cores with the workers
     torch.manual_seed(args.seed)
-    learner = Learner()
+    learner = make_learner()
     returns: list[tuple[int, float]] = []
     solved = False
 
     replay = dc.RateLimited(
-        Ring(CAPACITY), samples_per_insert=SAMPLES * UPDATES_PER_FRAME, min_size=RANDOM_FRAMES
+        buffer, samples_per_insert=SAMPLES * UPDATES_PER_FRAME, min_size=RANDOM_FRAMES
     )
     collector = dc.RPCDataCollector(
         make_env,
@@ -249,7 +264,7 @@ def main() -> None:
     torch.save(learner.actor.state_dict(), args.out / "policy.pt")
     label = f"mean of {EPISODES} evaluated episodes"
     path = args.out / "learning_curve.png"
-    plot(path, f"SAC on {ENV}", label, returns, target=args.solved_at)
+    plot(path, title, label, returns, target=args.solved_at)
     last = f"{returns[-1][1]:.1f}" if returns else "unknown"
     print(
         f"{'solved' if solved else 'not solved'}: mean return of {EPISODES} episodes {last} after "
