@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -19,7 +20,9 @@ import torch.distributed
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import interface_of, listen
 from distcollect.transport.worker_service import WeightSource
+from distcollect.weights.gloo import gloo_group, missing_gloo_parts, serve_store
 from distcollect.weights.updaters import (
+    RPCUpdater,
     SharedMemoryUpdater,
     SharedPayload,
     UpdaterContext,
@@ -32,12 +35,10 @@ dist: Any = torch.distributed
 
 # The trainer keeps the groups that were used most recently, and its workers the same ones.
 _MAX_GROUPS = 32
-# Gloo waits five times as long for a member's connection. All members have joined by then, and if
-# one has died since, the others are told to wait no longer; this limit is for when that message
-# doesn't arrive.
-_CONNECT_TIMEOUT_S = 2.0
 # Between two looks at a broadcast: this share of the time that it has taken so far.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.0001, 0.02
+
+log = logging.getLogger(__name__)
 
 
 def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
@@ -89,7 +90,7 @@ class Groups:
                 options._timeout = place.timeout  # noqa: SLF001 - there is no public way
                 group = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
             else:
-                group = _gloo(prefixed, place, address)
+                group = gloo_group(prefixed, place.rank, place.size, address)
         with self._lock:
             self._groups[place.group] = group
             self._groups.move_to_end(place.group)
@@ -183,17 +184,6 @@ def _destroy(held: list[Any], place: BroadcastSource) -> None:
     held.clear()
 
 
-def _gloo(store: Any, place: BroadcastSource, address: str) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
-    # The address names the interface. Connections are made on first use, as a broadcast needs a
-    # tree of them, not all pairs; so this waits for no other member.
-    options._devices = [  # noqa: SLF001
-        dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
-    ]
-    options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)  # noqa: SLF001
-    return dist.ProcessGroupGloo(store, place.rank, place.size, options)
-
-
 def name_interface(address: str) -> None:
     """Have NCCL use the interface of ``address``; it takes that from the environment only.
 
@@ -256,7 +246,7 @@ class RelaySource(WeightSource):
         num_bytes: the payload's size.
     """
 
-    broadcast: BroadcastSource
+    broadcast: WeightSource
     num_bytes: int
 
     def join(self, receiver_state: dict[str, Any]) -> WeightSource:
@@ -295,14 +285,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._context = context
         listener = listen(context.address)
         self._endpoint = (context.address, listener.getsockname()[1])
-        # TCPStore would listen on every interface; it takes over a socket that is bound already.
-        self._store = dist.TCPStore(
-            *self._endpoint,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=context.timeout_s),
-            master_listen_fd=listener.detach(),
-        )
+        self._store = serve_store(listener, timedelta(seconds=context.timeout_s))
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
         """Raise ArgumentError if NCCL is wanted, and not each process has a GPU of its own."""
@@ -370,12 +353,20 @@ class AutoUpdater(WeightUpdaterBase):
     """The default: workers on the trainer's host map its memory, the others get one broadcast.
 
     Of several workers on another host one is in the broadcast, and the others map its memory.
-    Workers whose policy is on a GPU are all in the broadcast, on any host.
+    Workers whose policy is on a GPU are all in the broadcast, on any host. If this torch lacks what
+    a broadcast needs, each worker on another host gets the weights in a call of its own.
     """
 
     def __init__(self) -> None:
         self._near = SharedMemoryUpdater()
-        self._far = BroadcastUpdater()
+        missing = missing_gloo_parts()
+        self._far: WeightUpdaterBase = RPCUpdater() if missing else BroadcastUpdater()
+        if missing:
+            log.warning(
+                "torch %s lacks %s, so weights are not broadcast: each worker on another host gets "
+                "them in a call of its own, which takes longer",
+                *(torch.__version__, ", ".join(missing)),
+            )
 
     def attach(self, context: UpdaterContext) -> None:
         self._context = context
@@ -388,7 +379,7 @@ class AutoUpdater(WeightUpdaterBase):
         far = {w: peer for w, peer in peers.items() if w not in near}
         self.relays = self._relays(far)
         far = {w: peer for w, peer in far.items() if w not in self.relays}
-        self.together = bool(far)
+        self.together = bool(far) and self._far.together
         sources = dict(self._near.sources(payload, near)) if near else {}
         if far:
             broadcasts = self._far.sources(payload, far)
@@ -400,7 +391,9 @@ class AutoUpdater(WeightUpdaterBase):
     def _relays(self, peers: Mapping[int, int]) -> Mapping[int, int]:
         """The relay of each receiver that has one: the first receiver on its host."""
         first: dict[str, int] = {}
-        relays = {}
+        relays: dict[int, int] = {}
+        if not self._far.together:
+            return relays
         for worker_id, peer in peers.items():
             host = None if self._context.gpus[worker_id] else self._context.host_of(peer)
             if host is not None and first.setdefault(host, worker_id) != worker_id:
@@ -427,12 +420,17 @@ def default_updater(backend: str) -> WeightUpdaterBase:
     """The updater for ``backend``, see :class:`~distcollect.WeightSync`.
 
     Raises:
-        ArgumentError: NCCL is wanted, and this process can't use it.
+        ArgumentError: NCCL or Gloo is wanted, and this process can't use it.
     """
     lacks = "sees no GPU" if dist.is_nccl_available() else "has a torch without NCCL"
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.device_count()):
         raise ArgumentError(
             f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but this process "
             f"{lacks}; use backend='auto'"
+        )
+    if backend == "gloo" and (missing := missing_gloo_parts()):
+        raise ArgumentError(
+            f"WeightSync(backend='gloo'): torch {torch.__version__} lacks {', '.join(missing)}; "
+            "use backend='auto', or the torch version that constraints/tested.txt names"
         )
     return AutoUpdater() if backend == "auto" else BroadcastUpdater(backend)
