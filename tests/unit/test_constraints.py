@@ -39,14 +39,17 @@ def numbers(version: str) -> list[int]:
 
 
 def test_the_lowest_versions_are_those_that_are_tested() -> None:
-    lowest = pinned("lowest")
+    with_torchrl = pinned("lowest-torchrl")
+    lowest = {**with_torchrl, **pinned("lowest")}
     assert {"torch", "tensordict", "numpy", "torchrl"} <= allowed().keys()
     assert {name: numbers(low) for name, (low, _) in allowed().items()} == {
         name: numbers(lowest[name]) for name in allowed()
     }
+    different = {name for name in lowest if with_torchrl[name] != lowest[name]}
+    assert different == {"tensordict"}
 
 
-@pytest.mark.parametrize("name", ["tested", "newest"])
+@pytest.mark.parametrize("name", ["lowest-torchrl", "tested", "newest"])
 def test_versions_are_allowed(name: str) -> None:
     versions = pinned(name)
     for package, (low, high) in allowed().items():

@@ -34,12 +34,15 @@ TESTS = (
 )
 # What the sets install.
 EXTRAS = "envpool,examples,test,torchrl"
-# TorchRL takes only the TensorDict of its own time, so the newest TensorDict has a set without it.
+# TorchRL takes only the TensorDict of its own time, so the lowest and the newest TensorDict have sets
+# without it.
+WITHOUT = "envpool,examples,test"
 SETS = {
-    "lowest": ("lowest.txt", EXTRAS),
+    "lowest": ("lowest.txt", WITHOUT),
+    "lowest-torchrl": ("lowest-torchrl.txt", EXTRAS),
     "tested": ("tested.txt", EXTRAS),
-    "newest": ("newest.txt", EXTRAS),
-    "newest-without-torchrl": ("newest.txt", "envpool,examples,test"),
+    "newest": ("newest.txt", WITHOUT),
+    "newest-torchrl": ("newest.txt", EXTRAS),
 }
 
 
