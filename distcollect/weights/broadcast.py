@@ -20,7 +20,7 @@ import torch.distributed
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import interface_of, listen
 from distcollect.transport.worker_service import WeightSource
-from distcollect.weights.gloo import gloo_group, missing_gloo_parts, serve_store
+from distcollect.weights.gloo import gloo_group, missing_gloo_parts
 from distcollect.weights.updaters import (
     RPCUpdater,
     SharedMemoryUpdater,
@@ -285,7 +285,14 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._context = context
         listener = listen(context.address)
         self._endpoint = (context.address, listener.getsockname()[1])
-        self._store = serve_store(listener, timedelta(seconds=context.timeout_s))
+        # TCPStore would listen on every interface; it takes over a socket that is bound already.
+        self._store = dist.TCPStore(
+            *self._endpoint,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=context.timeout_s),
+            master_listen_fd=listener.detach(),
+        )
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
         """Raise ArgumentError if NCCL is wanted, and not each process has a GPU of its own."""

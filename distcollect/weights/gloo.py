@@ -1,18 +1,14 @@
-"""Torch's Gloo groups and stores, as broadcasts of weights need them.
-
-Some of what is used here is private to torch, or missing in older versions of it.
-"""
+"""Torch's Gloo groups, as broadcasts of weights need them: by private parts of torch."""
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
 
-# Torch declares no types for its stores and process groups.
+# Torch declares no types for its process groups.
 dist: Any = torch.distributed
 
 # Gloo waits five times as long for a member's connection. All members have joined by then, and if
@@ -51,27 +47,3 @@ def gloo_group(store: Any, rank: int, size: int, address: str) -> Any:
     ]
     options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)  # noqa: SLF001
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def serve_store(listener: socket.socket, timeout: timedelta) -> Any:
-    """Serve a store on a socket that is bound already; torch's own listens on every interface."""
-    host, port = listener.getsockname()[:2]
-
-    def serve(**settings: Any) -> Any:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listener.fileno(),
-            **settings,
-        )
-
-    try:
-        store = serve()
-    except NotImplementedError:
-        # Torch's newer server took no sockets at first, and its older one always did.
-        store = serve(use_libuv=False)
-    listener.detach()
-    return store

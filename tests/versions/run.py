@@ -34,8 +34,8 @@ TESTS = (
 )
 # What the sets install.
 EXTRAS = "envpool,examples,test,torchrl"
-# TorchRL takes only the TensorDict of its own time, so the lowest and the newest TensorDict have sets
-# without it.
+# TorchRL takes only the TensorDict of its own time, so the lowest and the newest TensorDict have
+# sets without it.
 WITHOUT = "envpool,examples,test"
 SETS = {
     "lowest": ("lowest.txt", WITHOUT),
