@@ -49,7 +49,7 @@ def is_usual_parallel_env(env: TorchRLEnv) -> bool:
         and type(env.shared_tensordict_parent) is TensorDict
         and env.shared_tensordict_parent.device == env.device
         and (env.device is None or env.device.type == "cpu")
-        and not env._get_collector_next_keys_to_exclude()
+        and not getattr(env, "_get_collector_next_keys_to_exclude", list)()
     )
 
 
