@@ -298,7 +298,7 @@ class EnvBatch(Envs):
             raise self._faulted()
         return result
 
-    def finish_resets(self) -> None:  # noqa: B027 - most envs have reset their rows by now
+    def finish_resets(self) -> None:
         """Wait until the rows that ended in the last step are reset, and ``obs`` has their start.
 
         Call it after a step in which rows ended, before ``obs`` is read. If a reset failed, the
