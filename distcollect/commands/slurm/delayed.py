@@ -51,7 +51,7 @@ _WORKER_OPTIONS = {
 _THEIR_DEFAULTS = "torchrl.collectors.distributed.default_configs"
 
 
-def submitit_delayed_launcher(
+def submitit_delayed_launcher(  # noqa: PLR0917 - the arguments of TorchRL
     num_jobs: int,
     framework: str = "distributed",
     backend: str = "gloo",
