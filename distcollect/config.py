@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from distcollect.common import torch_backends
 from distcollect.common.suggestions import suggests_names
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
@@ -25,7 +26,9 @@ class WeightSync:
     Attributes:
         backend: "gloo" or "nccl" for a broadcast to all; "auto": workers on the trainer's host map
             its memory, the others get a broadcast. With policies on GPUs all get one, by NCCL where
-            trainer and selected workers have a GPU each, else by Gloo through pinned memory.
+            trainer and selected workers have a GPU each, else by Gloo through pinned memory. Or
+            the name of a backend that trainer and workers have registered with
+            ``torch.distributed.Backend.register_backend``.
         wire_dtype: "bfloat16" or "float16": wider floats are sent in this dtype and converted back,
             which rounds them by at most 2**-9 of their value (bfloat16) or 2**-12 (float16, for
             magnitudes from 6.1e-5 to 65504; above that the push is refused). None: as they are.
@@ -47,9 +50,12 @@ class WeightSync:
     ready_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.backend not in ("auto", "gloo", "nccl"):
+        if self.backend not in ("auto", "gloo", "nccl") and (
+            not isinstance(self.backend, str) or torch_backends.creator(self.backend) is None
+        ):
             raise ArgumentError(
-                f"WeightSync(backend={self.backend!r}): use 'auto', 'gloo' or 'nccl'"
+                f"WeightSync(backend={self.backend!r}): use 'auto', 'gloo', 'nccl', or the name of "
+                "a backend that is registered with torch.distributed.Backend.register_backend"
             )
         if self.wire_dtype not in (None, *_NARROW):
             raise ArgumentError(

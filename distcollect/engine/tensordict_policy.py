@@ -16,11 +16,18 @@ from torch.distributions import Distribution
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 from torchrl.modules.utils import get_env_transforms_from_module
 
+from distcollect.common.gpus import numbered
 from distcollect.envs.base import describe
 from distcollect.envs.torchrl import TorchRLEnvs
 from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Contexts, Exploration
-from distcollect.policy.calling import assign, floating_dtype, parameters_of, takes_tensordict
+from distcollect.policy.calling import (
+    assign,
+    floating_dtype,
+    moved,
+    parameters_of,
+    takes_tensordict,
+)
 
 Call = Callable[[TensorDictBase], Any]
 
@@ -54,10 +61,11 @@ class TensorDictPolicy:
 
         Raises:
             PolicySignatureError: the policy has a parameter that is no entry of the observation.
+            PolicyError: ``device`` can't be used here.
         """
         self.module: nn.Module | None = None
         if isinstance(policy, nn.Module):
-            self.module = policy if device is None else policy.to(device)
+            self.module = policy if device is None else moved(policy, device)
             if adds_transforms:
                 _add_transforms(envs, policy)
             set_exploration_modules_spec_from_env(policy, envs.members[0])
@@ -65,6 +73,7 @@ class TensorDictPolicy:
             bind(envs.members[0])
         self._exploration = exploration
         self._action_keys = list(envs.members[0].action_keys)
+        device, env_device = numbered(device), numbered(env_device)
         self._device = device
         # As TorchRL has it: a policy on another device than its envs gets copies, and a TensorDict
         # says on which device it is only if the user named the devices.

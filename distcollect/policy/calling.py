@@ -72,6 +72,22 @@ class Inputs:
         return make
 
 
+def moved(policy: nn.Module, device: torch.device) -> nn.Module:
+    """``policy``, moved to ``device``.
+
+    Raises:
+        PolicyError: this process can't use the device.
+    """
+    try:
+        return policy.to(device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise PolicyError(
+            f"the policy can't be moved to {str(device)!r} on this host ({error}). Workers compute "
+            "where the trainer's policy is, unless policy_device names another device, such as "
+            "policy_device='cpu'"
+        ) from error
+
+
 def floating_dtype(module: nn.Module | None) -> torch.dtype | None:
     """The dtype of the module's floating-point parameters; None if it has none."""
     parameters: Iterable[torch.Tensor] = module.parameters() if module is not None else ()

@@ -48,7 +48,7 @@ class PerEnvRng(SplitMixStreams):
 
     That applies to tensors whose first dimension is the number of envs or a multiple of it (each
     env may have several agents). Tensors of other shapes, which all envs share, are drawn from
-    torch's own generators; so is everything that compiled code draws itself.
+    torch's own generators; so is everything that compiled code and CUDA graphs draw.
     """
 
     def drawing(self) -> _IncludeDispatchKeyGuard:
@@ -100,10 +100,13 @@ def _replacement(name: str, op: Any) -> Callable[..., Any]:
 
 
 def _has_data(tensor: Tensor) -> bool:
-    """Whether the tensor's data is there: no stand-in, as while code is compiled, nor in vmap."""
+    """Whether numbers are drawn now: not while code is compiled or captured, nor in vmap."""
     plain = type(tensor) is Tensor or type(tensor) is Parameter
     return (plain or not isinstance(tensor, FakeTensor)) and not (
-        tensor.is_meta or is_functorch_wrapped_tensor(tensor)
+        tensor.is_meta
+        or is_functorch_wrapped_tensor(tensor)
+        # A CUDA graph would hold the numbers of one frame, and give them again each time.
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 

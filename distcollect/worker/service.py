@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from distcollect.common import gpus
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
 from distcollect.engine.base import EngineBase
@@ -203,6 +204,7 @@ class Worker(WorkerService):
             ) from error
         if plan.registry is not None:
             register_all(plan.registry)
+        gpus.use(plan.device)
         if plan.init_fn is not None:
             _call_users("init_fn", plan.init_fn)
         self._pre_collect_hook = plan.pre_collect_hook
