@@ -81,7 +81,7 @@ def _replacement(name: str, op: Any) -> Callable[..., Any]:
     def replacement(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         rng = _THREAD.rng
         tensor = args[0] if isinstance(args[0], Tensor) else args[1]
-        if kwargs.get("generator") is not None or not _has_data(tensor):
+        if kwargs.get("generator") is not None or not _draws_now(tensor):
             # The operation may come here again, from within vmap, with the data.
             return op.redispatch(keys - _KEYS, *args, **kwargs)
         if instead is not None:
@@ -99,7 +99,7 @@ def _replacement(name: str, op: Any) -> Callable[..., Any]:
     return replacement
 
 
-def _has_data(tensor: Tensor) -> bool:
+def _draws_now(tensor: Tensor) -> bool:
     """Whether numbers are drawn now: not while code is compiled or captured, nor in vmap."""
     plain = type(tensor) is Tensor or type(tensor) is Parameter
     return (plain or not isinstance(tensor, FakeTensor)) and not (

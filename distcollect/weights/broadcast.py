@@ -148,7 +148,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         )
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
-        """Raise ArgumentError if no backend can be used: not each process has a GPU, for example."""
+        """Raise ArgumentError if no backend can be used, as for NCCL where a GPU is missing."""
         self._choose(device, dict.fromkeys(worker_ids))
 
     def _choose(self, device: torch.device, peers: Mapping[int, int | None]) -> GroupBackend:
@@ -158,7 +158,7 @@ class BroadcastUpdater(WeightUpdaterBase):
             ArgumentError: there is none.
         """
         gpus = [gpu_of(device), *(self._context.gpus.get(worker_id, "") for worker_id in peers)]
-        refusals = []
+        refusals: list[str] = []
         for backend in self._backends:
             reason = backend.refusal(gpus)
             if not reason and backend is not self._backends[-1]:

@@ -1,4 +1,4 @@
-"""The kinds of process groups that weights are broadcast in: by Gloo, NCCL or a registered backend."""
+"""The kinds of process groups that weights are broadcast in: Gloo, NCCL, registered backends."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ class RegisteredBackend(GroupBackend):
         make = torch_backends.creator(self.name)
         if make is None:
             raise ArgumentError(
-                f"WeightSync(backend={self.name!r}): no such backend is registered in this process; "
-                "register it on trainer and workers, there for example in init_fn"
+                f"WeightSync(backend={self.name!r}): no such backend is registered in this "
+                "process; register it on trainer and workers, there for example in init_fn"
             )
         return make(store, place.rank, place.size, place.timeout)
 
