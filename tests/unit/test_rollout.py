@@ -126,6 +126,19 @@ def test_memory(num_workers: int) -> None:
         assert (batch == before).all()
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_batch_elsewhere_has_the_same_entries(num_workers: int) -> None:
+    rollouts = [rollout(filled([(0, 1)]), k) for k in range(num_workers)]
+    here = assemble(LAYOUT, rollouts)
+    there = assemble(LAYOUT, rollouts, device=torch.device("meta"))
+    assert there.device == torch.device("meta")
+    assert (there.batch_size, there.names) == (here.batch_size, here.names)
+    mine, theirs = (dict(batch.items(include_nested=True)) for batch in (here, there))
+    assert mine.keys() == theirs.keys()
+    for key, value in mine.items():
+        assert (value.shape, value.dtype) == (theirs[key].shape, theirs[key].dtype)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_batches_on_a_gpu(num_workers: int) -> None:
