@@ -28,6 +28,7 @@ from distcollect.policy.calling import (
     parameters_of,
     takes_tensordict,
 )
+from distcollect.policy.weight_layout import module_of
 
 Call = Callable[[TensorDictBase], Any]
 
@@ -63,12 +64,13 @@ class TensorDictPolicy:
             PolicySignatureError: the policy has a parameter that is no entry of the observation.
             PolicyError: ``device`` can't be used here.
         """
-        self.module: nn.Module | None = None
-        if isinstance(policy, nn.Module):
-            self.module = policy if device is None else moved(policy, device)
+        self.module = module_of(policy)
+        if self.module is not None:
+            if device is not None:
+                self.module = moved(self.module, device)
             if adds_transforms:
-                _add_transforms(envs, policy)
-            set_exploration_modules_spec_from_env(policy, envs.members[0])
+                _add_transforms(envs, self.module)
+            set_exploration_modules_spec_from_env(self.module, envs.members[0])
         if callable(bind := getattr(policy, "set_action_spec_from_env", None)):
             bind(envs.members[0])
         self._exploration = exploration

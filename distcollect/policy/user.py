@@ -8,7 +8,6 @@ from typing import Any
 import gymnasium as gym
 import torch
 from tensordict.nn import set_interaction_type
-from torch import nn
 
 from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Contexts, Exploration, Policy, PolicyOutput
@@ -16,6 +15,7 @@ from distcollect.policy.calling import Inputs, calling_convention, moved, watch_
 from distcollect.policy.outputs import OutputReader
 from distcollect.policy.per_env_rng import PerEnvRng, draw
 from distcollect.policy.recurrent import state_of
+from distcollect.policy.weight_layout import module_of
 from distcollect.rollout.spaces import Arrays, Leaf
 
 
@@ -49,8 +49,9 @@ class UserPolicy(Policy):
             PolicyError: the policy can't be called with these observations, its initial state
                 can't be determined, or ``device`` can't be used here.
         """
-        if isinstance(policy, nn.Module):
-            self.module = policy if device is None else moved(policy, device)
+        self.module = module_of(policy)
+        if self.module is not None and device is not None:
+            self.module = moved(self.module, device)
         self._exploration = exploration
         self._needs_autograd = shared
         self._num_envs = len(next(iter(observation.values())))
