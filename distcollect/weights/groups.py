@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ dist: Any = torch.distributed
 
 # Between two looks at a broadcast: this share of the time that it has taken so far.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.0001, 0.02
+# How long after a broadcast was given up its backend may still say why it failed.
+_LAST_WORD_S = 0.2
 # Aborting a group takes milliseconds; whoever leaves all groups waits this long for it at most.
 _ABORT_TIMEOUT_S = 2.0
 
@@ -32,7 +34,8 @@ class _Held:
         group: the process group; None: it was left.
         flat: what is broadcast.
         work: the broadcast; None: it has not begun.
-        error: why it could not begin.
+        error: why it failed.
+        is_over: whether nothing is read or written any more.
     """
 
     def __init__(self, group: Any, flat: torch.Tensor) -> None:
@@ -40,11 +43,20 @@ class _Held:
         self.flat: torch.Tensor | None = flat
         self.work: Any = None
         self.error: Exception | None = None
+        self.is_over = False
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is read or written any more."""
-        return self.error is not None or (self.work is not None and self.work.is_completed())
+    def look(self) -> bool:
+        """Whether it has ended, or could not begin."""
+        return self.error is not None or self.work.is_completed()
+
+    def finish(self) -> None:
+        """Take the outcome of a broadcast that has ended."""
+        try:
+            if self.error is None:
+                self.work.wait()
+        except Exception as error:  # noqa: BLE001 - raised again by what waits for it
+            self.error = error
+        self.is_over = True
 
     def release(self) -> None:
         """Drop all references."""
@@ -105,8 +117,9 @@ class Groups:
             _broadcast(held, place, over)
         except RuntimeError:
             self.drop(place.group)
-            # Destroying the group waits for the broadcast to end, which Gloo can't cancel.
-            threading.Thread(target=_destroy, args=(held, place), daemon=True).start()
+            if not backend_named(place.backend).needs_abort:
+                # Destroying the group waits for the broadcast to end, which Gloo can't cancel.
+                threading.Thread(target=_destroy, args=(held, place), daemon=True).start()
             raise
         finally:
             with self._lock:
@@ -149,59 +162,71 @@ def _broadcast(held: _Held, place: Place, over: threading.Event) -> None:
         raise RuntimeError(f"process group {place.group} was left before its broadcast")
     backend = backend_named(place.backend)
     if backend.needs_abort:
-        # The first one connects all members, and waits for a dead one without an end.
-        threading.Thread(target=_begin, args=(held, place, over), daemon=True).start()
+        # The first broadcast connects all members, and waits for a dead one without an end.
+        threading.Thread(target=_broadcast_aside, args=(held, place, over), daemon=True).start()
+        is_over = _comes(lambda: held.is_over, over, place.timeout_s) and not over.is_set()
     else:
-        _begin(held, place, over)
-    if not _completes(held, over, place.timeout_s) or (backend.needs_abort and over.is_set()):
+        _begin(held, place)
+        is_over = _comes(held.look, over, place.timeout_s)
+        if is_over:
+            held.finish()
+    if not is_over:
+        # A backend that refuses may have told another member first, who then broke it off.
+        if backend.needs_abort:
+            _comes(lambda: held.error is not None, threading.Event(), _LAST_WORD_S)
+        said = "" if held.error is None else f" ({backend.name}: {held.error})"
         raise RuntimeError(
             f"the broadcast in process group {place.group} was given up: a member is gone, or it "
-            f"took longer than {place.timeout_s:g} s"
+            f"took longer than {place.timeout_s:g} s{said}"
         )
     if held.error is not None:
         raise RuntimeError(
             f"{backend.name} could not broadcast in process group {place.group}: {held.error}"
         ) from held.error
-    held.work.wait()
 
 
-def _begin(held: _Held, place: Place, over: threading.Event) -> None:
+def _begin(held: _Held, place: Place) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     options.timeout = place.timeout
     try:
         held.work = held.group.broadcast([held.flat], options)
-        if over.is_set() and backend_named(place.backend).needs_abort:
-            held.group.abort()  # the first abort came too early to end this
     except Exception as error:  # noqa: BLE001 - raised again by what waits for it
         held.error = error
 
 
-def _completes(held: _Held, given_up: threading.Event, timeout_s: float) -> bool:
-    """Wait up to ``timeout_s``, or until it is given up; whether the work that is held has ended.
+def _broadcast_aside(held: _Held, place: Place, over: threading.Event) -> None:
+    """Broadcast on a thread of its own: it may hang in each call of the backend."""
+    _begin(held, place)
+    if over.is_set() and held.error is None:
+        _abort(held.group)  # the first abort came too early to end this
+    if _comes(held.look, threading.Event(), 2 * place.timeout_s):
+        held.finish()
+        held.release()
+    else:
+        _stuck.append(held)
+
+
+def _comes(condition: Callable[[], bool], given_up: threading.Event, timeout_s: float) -> bool:
+    """Wait for ``condition`` up to ``timeout_s``, or until it is given up; whether it has come.
 
     It looks again and again, with pauses that grow with the time. Torch could also call a function
     here, or wait for the work itself. But if the work fails while the interpreter shuts down, then
     C++ code with an exception on its way can't take the interpreter's lock, and aborts the process.
     """
     begin = time.monotonic()
-    while not held.is_over:
+    while not condition():
         elapsed = time.monotonic() - begin
         pause_s = min(max(elapsed * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
         if elapsed > timeout_s or given_up.wait(pause_s):
-            return held.is_over
+            return condition()
     return True
 
 
 def _destroy(held: _Held, place: Place) -> None:
-    """Drop the references once the work has ended."""
-    ended = held.group is None or _completes(held, threading.Event(), 2 * place.timeout_s)
-    if backend_named(place.backend).needs_abort:
-        if not ended:
-            _stuck.append(held)  # the backend may still write to the memory
-            return
-    elif held.work is not None:
-        with contextlib.suppress(RuntimeError):
-            held.work.wait()
+    """Drop the references to a broadcast that was given up once it has ended."""
+    if held.work is not None:
+        _comes(held.look, threading.Event(), 2 * place.timeout_s)
+        held.finish()
     held.release()

@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--megabytes", type=float, default=200)
-    parser.add_argument("--seconds", type=float, default=6, help="for each rate")
+    parser.add_argument("--seconds", type=float, default=3, help="for each rate")
     parser.add_argument("--out", type=Path, help="a file for the figures, written after each")
     parser.add_argument("--member", nargs=2, type=int, metavar=("RANK", "PORT"))
     given = parser.parse_args()
@@ -70,9 +70,28 @@ def main() -> None:
         except Exception:  # noqa: BLE001 - the others count all the same
             values = {"failed": traceback.format_exc(limit=-4)}
         found[name] = {**values, "took_s": round(time.monotonic() - begin, 1)}
+        found["compared"] = compared(found)
         if given.out is not None:
             given.out.write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
+
+
+def compared(found: Values) -> Values:
+    """How many times as long as the bare copies pushes take, as far as both were measured."""
+    values: Values = {}
+    push, raw, bare = (
+        found.get(name, {}) for name in ("push", "raw broadcast", "staging through pinned memory")
+    )
+    for name, timings in push.items():
+        if not isinstance(timings, dict):
+            continue
+        if name.endswith("1 worker(s)") and name.startswith(f"{raw.get('backend')},"):
+            ratio = timings["transfer_ms"] / raw["broadcast_ms"]
+            values[f"{name}: transfer, against the raw broadcast"] = round(ratio, 2)
+        if "to_pinned_ms" in bare:
+            ratio = timings["total_ms"] / (bare["to_pinned_ms"] + bare["from_pinned_ms"])
+            values[f"{name}: all, against two copies through pinned memory"] = round(ratio, 2)
+    return values
 
 
 def synchronize(device: torch.device) -> None:
@@ -296,18 +315,18 @@ def resnet(device: torch.device, seconds: float) -> Values:
     devices = ["cpu", *(["cuda"] if device.type == "cuda" else [])]
     for kind, num_envs in itertools.product(devices, (1, 16, 64)):
         with dc.SyncDataCollector(
-            [Pixels] * num_envs, ResNet().to(kind), frames_per_batch=8 * num_envs
+            [Pixels] * num_envs, ResNet().to(kind), frames_per_batch=2 * num_envs
         ) as collector:
-            values[f"{kind}, {num_envs} envs"] = rate(collector, seconds / 2)
+            values[f"{kind}, {num_envs} envs"] = rate(collector, seconds)
     for kind in devices:
         with dc.MultiSyncDataCollector(
             Pixels,
             ResNet().to(kind),
             num_workers=4,
             envs_per_worker=16,
-            frames_per_batch=512,
+            frames_per_batch=128,
         ) as collector:
-            values[f"{kind}, 4 workers of 16 envs"] = rate(collector, seconds / 2)
+            values[f"{kind}, 4 workers of 16 envs"] = rate(collector, seconds)
     return values
 
 

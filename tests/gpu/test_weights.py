@@ -230,7 +230,7 @@ class TestOneBackendForGpus:
         self, device: torch.device, backend: str, is_connected: bool
     ) -> None:
         """It is stopped, so that the others wait for it, and then killed."""
-        policy = Where(num_floats=1 << (26 if device.type == "cuda" else 21)).to(device)
+        policy = Where(num_floats=1 << (26 if device.type == "cuda" else 24)).to(device)
         updater = PretendGpus(backend)
         with collect(policy, 3, weight_updater=updater) as collector:
             if is_connected:

@@ -90,13 +90,13 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for images of 84 x 84, as IMPALA has it, four times as wide."""
+    """A residual network for images of 84 x 84, as IMPALA has it, twice as wide."""
 
     def __init__(self, num_actions: int = 6) -> None:
         super().__init__()
         stages: list[nn.Module] = []
         before = 4
-        for channels in (64, 128, 128):
+        for channels in (32, 64, 64):
             stages += [
                 nn.Conv2d(before, channels, 3, padding=1),
                 nn.MaxPool2d(3, stride=2, padding=1),
