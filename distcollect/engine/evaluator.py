@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from distcollect.common import gpus
 from distcollect.common.seeding import Stream, env_seed, policy_seed, shares
 from distcollect.engine.base import EngineBase
 from distcollect.errors import DeadlineError
@@ -131,9 +132,7 @@ def _random_state_restored() -> Iterator[None]:
     """Restore torch's and numpy's generators, so that evaluating does not change a collection."""
     numpy_state = np.random.get_state()  # noqa: NPY002 - for envs that still use it
     try:
-        # Asking for the number of GPUs would initialize CUDA where nobody uses it.
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(devices=range(num_gpus)):
+        with torch.random.fork_rng(devices=gpus.in_use()):
             yield
     finally:
         np.random.set_state(numpy_state)  # noqa: NPY002

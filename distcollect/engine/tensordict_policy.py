@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 from torchrl.modules.utils import get_env_transforms_from_module
 
-from distcollect.common.gpus import numbered
+from distcollect.common import gpus
 from distcollect.envs.base import describe
 from distcollect.envs.torchrl import TorchRLEnvs
 from distcollect.errors import PolicyError, PolicyKeyError
@@ -75,7 +75,7 @@ class TensorDictPolicy:
             bind(envs.members[0])
         self._exploration = exploration
         self._action_keys = list(envs.members[0].action_keys)
-        device, env_device = numbered(device), numbered(env_device)
+        device, env_device = gpus.numbered(device), gpus.numbered(env_device)
         self._device = device
         # As TorchRL has it: a policy on another device than its envs gets copies, and a TensorDict
         # says on which device it is only if the user named the devices.
@@ -149,7 +149,7 @@ class TensorDictPolicy:
                 exploration type asks for.
         """
         copied = td.clone()
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=gpus.in_use()):
             self.exploring().call(self, copied)
         if self._exploration in (Exploration.MEAN, Exploration.MEDIAN):
             # Distributions of whole numbers have a mean of NaN, which an env may take as an action.

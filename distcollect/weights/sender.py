@@ -277,7 +277,7 @@ class WeightSender:
         entries = None
         base = 0
         last = self._last
-        if last is not None:
+        if last is not None and last.flat.device == flat.device:
             with self._lock:
                 are_changes = self._slots.all_have(last, push.receivers)
             if are_changes:
