@@ -204,9 +204,9 @@ class Worker(WorkerService):
             ) from error
         if plan.registry is not None:
             register_all(plan.registry)
-        gpus.use(plan.device)
         if plan.init_fn is not None:
             _call_users("init_fn", plan.init_fn)
+        gpus.use(plan.device)  # only now, as init_fn may set CUDA_VISIBLE_DEVICES
         self._pre_collect_hook = plan.pre_collect_hook
         self._post_collect_hook = plan.post_collect_hook
         plan = plan.with_policy_made()
