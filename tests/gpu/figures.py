@@ -46,12 +46,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=200)
     parser.add_argument("--seconds", type=float, default=3, help="for each rate")
     parser.add_argument("--out", type=Path, help="a file for the figures, written after each")
+    parser.add_argument("--one-gpu", action="store_true", help="members share one, if NCCL can")
     parser.add_argument("--member", nargs=2, type=int, metavar=("RANK", "PORT"))
     given = parser.parse_args()
     device = torch.device(given.device)
     num_bytes = int(given.megabytes * 1e6)
     if given.member:
-        be_member(*given.member, device, num_bytes)
+        be_member(*given.member, device, num_bytes, one_gpu=given.one_gpu)
         return
     figures: dict[str, Callable[[], Values]] = {
         "batch to the trainer": lambda: to_trainer(device),
@@ -148,13 +149,13 @@ def staging(device: torch.device, num_bytes: int) -> Values:
     }
 
 
-def raw_broadcast(device: torch.device, num_bytes: int) -> Values:
+def raw_broadcast(device: torch.device, num_bytes: int, *, one_gpu: bool = False) -> Values:
     """torch.distributed.broadcast between two processes, with nothing of this package."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     command = [
         sys.executable, __file__, "--device", device.type, "--megabytes", str(num_bytes / 1e6),
-        "--member",
+        *(["--one-gpu"] if one_gpu else []), "--member",
     ]  # fmt: skip
     members = [
         subprocess.Popen(
@@ -167,19 +168,22 @@ def raw_broadcast(device: torch.device, num_bytes: int) -> Values:
         for rank in range(2)
     ]
     try:
-        outputs = [member.communicate(timeout=90)[0] for member in members]
+        outputs = [member.communicate(timeout=60)[0] for member in members]
+    except subprocess.TimeoutExpired:
+        return {"failed": "the members did not end within 60 s"}
     finally:
         for member in members:
             member.kill()
+            member.communicate()
     if any(member.returncode for member in members):
         return {"failed": outputs[0][-1500:] + outputs[1][-1500:]}
     values: Values = json.loads(outputs[0].splitlines()[-1])
     return values
 
 
-def be_member(rank: int, port: int, device: torch.device, num_bytes: int) -> None:
+def be_member(rank: int, port: int, device: torch.device, num_bytes: int, *, one_gpu: bool) -> None:
     """A member of the raw broadcast; rank 0 prints how long it took."""
-    several = device.type == "cuda" and torch.cuda.device_count() > 1
+    several = device.type == "cuda" and torch.cuda.device_count() > 1 and not one_gpu
     if several:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)

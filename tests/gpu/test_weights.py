@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
+import figures
 import pytest
 import torch
 from helpers import nccl_stand_in
@@ -62,6 +64,20 @@ class _Names(dict[int, str]):
 def backend(device: torch.device) -> str:
     """NCCL, or what stands in for it."""
     return "nccl" if device.type == "cuda" else nccl_stand_in.NAME
+
+
+@functools.cache
+def why_no_two_on_a_gpu() -> str:
+    """What NCCL says of two processes on one GPU, each as if on another host; "" if it works."""
+    found = figures.raw_broadcast(torch.device("cuda"), 1_000_000, one_gpu=True)
+    return str(found.get("failed", ""))
+
+
+@pytest.fixture
+def shared_gpu(device: torch.device) -> None:
+    """Skips the test if NCCL can't be had on a single GPU."""
+    if device.type == "cuda" and (reason := why_no_two_on_a_gpu()):
+        pytest.skip(f"NCCL doesn't take two processes on one GPU here: {reason[-300:]}")
 
 
 def collect(policy: Any, num_workers: int = 2, **kwargs: Any) -> dc.RPCDataCollector:
@@ -196,6 +212,7 @@ class TestOneBackendForGpus:
         groups.close()
 
     @pytest.mark.long
+    @pytest.mark.usefixtures("shared_gpu")
     def test_it_brings_them(self, device: torch.device, backend: str) -> None:
         policy = Where(num_floats=1 << 20).to(device)
         with collect(policy, weight_updater=PretendGpus(backend)) as collector:
@@ -225,6 +242,7 @@ class TestOneBackendForGpus:
         assert f"not broadcast by {backend} any more" in caplog.text
 
     @pytest.mark.long
+    @pytest.mark.usefixtures("shared_gpu")
     @pytest.mark.parametrize("is_connected", [False, True])
     def test_a_member_that_dies_in_mid_push(
         self, device: torch.device, backend: str, is_connected: bool
