@@ -77,8 +77,14 @@ class LooseSlab:
 
     def tensors(self, *, mapped: bool = True) -> list[torch.Tensor]:
         """The bookkeeping, and the frames pickled, uint8 ``[N]``."""
-        pickled = cloudpickle.dumps(stacked(self._frames, -1))
-        return [*self._memory, torch.frombuffer(bytearray(pickled), dtype=torch.uint8)]
+        return [*self._memory, packed(stacked(self._frames, -1))]
+
+
+def packed(frames: TensorDictBase) -> torch.Tensor:
+    """Frames as they travel: pickled, uint8 ``[N]``, on the CPU, as a trainer may have no GPU."""
+    if any(isinstance(v, torch.Tensor) and not v.is_cpu for v in frames.values(True, True)):
+        frames = frames.to("cpu")
+    return torch.frombuffer(bytearray(cloudpickle.dumps(frames)), dtype=torch.uint8)
 
 
 def unpacked(tensors: Sequence[Any]) -> TensorDictBase:

@@ -94,18 +94,25 @@ class TestPlaces:
                 assert (batch["lowest"] == value).all()
 
     @pytest.mark.long
-    def test_a_torchrl_env_on_the_same_device(self, device: torch.device) -> None:
-        policy = TensorDictModule(nn.Linear(4, 2), ["observation"], ["action"])
+    @pytest.mark.parametrize("env_too", [True, False])
+    def test_a_torchrl_env(self, device: torch.device, env_too: bool) -> None:
+        """On the same device as the policy, or on the CPU."""
+        policy = TensorDictModule(nn.Linear(4, 2), ["observation"], ["action"]).to(device)
+        settings: dict[str, Any] = {"device": str(device)} if env_too else {}
         with collect(
             policy,
-            create_env_fn=partial(_torchrl_env, str(device)),
-            device=str(device),
+            create_env_fn=partial(_torchrl_env, str(device) if env_too else "cpu"),
             storing_device=str(device),
+            **settings,
         ) as collector:
-            batch = collector.next()
-            assert batch["observation"].device.type == device.type
-            collector.update_policy_weights_(policy.to(device))
-            assert (collector.next()["collector", "policy_version"] == 1).all()
+            for version in range(3):
+                batch = collector.next()
+                assert batch["observation"].device.type == device.type
+                assert (batch["collector", "policy_version"] == version).all()
+                ends = batch["next", "done"][..., :-1, 0]
+                following = batch["observation"][..., 1:, :]
+                assert (batch["next", "observation"][..., :-1, :] == following)[~ends].all()
+                collector.update_policy_weights_(policy)
 
     @pytest.mark.long
     def test_a_recurrent_policy(self, device: torch.device) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
+from distcollect.rollout.loose_slab import packed, unpacked
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Leaf
 
@@ -124,6 +126,17 @@ def test_memory(num_workers: int) -> None:
             for array in slab.frames.values():
                 array.fill(1)
         assert (batch == before).all()
+
+
+def test_frames_without_a_fixed_shape_travel_on_the_cpu() -> None:
+    frames = TensorDict({"a": torch.ones(2), "b": {"c": "text"}}, batch_size=[])
+    found = unpacked([packed(frames)])
+    assert found.device is None
+    assert (found["a"] == 1).all()
+    assert found["b", "c"] == "text"
+    # Nothing can be copied from this device; that shows that they are to be copied.
+    with pytest.raises(NotImplementedError, match="meta"):
+        packed(TensorDict({"a": torch.ones(2, device="meta")}, batch_size=[]))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
