@@ -258,8 +258,10 @@ class CollectorOptions:
 def _with_weights(factory: Callable[[], Any], weights: dict[str, torch.Tensor]) -> Any:
     """The policy that ``factory`` makes, with ``weights``."""
     policy = factory()
-    found = module_of(policy)
-    module: Any = policy if found is None else found
+    module = module_of(policy)
+    if module is None:
+        policy.load_state_dict(weights)
+        return policy
     own = {uncompiled(name): name for name in module.state_dict()}
     module.load_state_dict(
         {own.get(uncompiled(name), name): value for name, value in weights.items()}
