@@ -73,7 +73,7 @@ class LooseSlab:
 
     def local_tensors(self) -> list[Any]:
         """The bookkeeping, and the frames as one TensorDict ``[*batch_size, T]``."""
-        return [*self._memory, stacked(self._frames, -1)]
+        return [*self._memory, _on_cpu(stacked(self._frames, -1))]
 
     def tensors(self, *, mapped: bool = True) -> list[torch.Tensor]:
         """The bookkeeping, and the frames pickled, uint8 ``[N]``."""
@@ -82,9 +82,13 @@ class LooseSlab:
 
 def packed(frames: TensorDictBase) -> torch.Tensor:
     """Frames as they travel: pickled, uint8 ``[N]``, on the CPU, as a trainer may have no GPU."""
-    if any(isinstance(v, torch.Tensor) and not v.is_cpu for v in frames.values(True, True)):
-        frames = frames.to("cpu")
-    return torch.frombuffer(bytearray(cloudpickle.dumps(frames)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(cloudpickle.dumps(_on_cpu(frames))), dtype=torch.uint8)
+
+
+def _on_cpu(frames: TensorDictBase) -> TensorDictBase:
+    if all(v.is_cpu for v in frames.values(True, True) if isinstance(v, torch.Tensor)):
+        return frames
+    return frames.to("cpu")
 
 
 def unpacked(tensors: Sequence[Any]) -> TensorDictBase:

@@ -151,11 +151,14 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def gpu_files(pid: int) -> int:
-    """How many files of the GPU's driver a process has open."""
+    """How many files a process has open that are for computing on a GPU.
+
+    Asking how many GPUs there are opens others.
+    """
     found = 0
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            found += str(fd.readlink()).startswith("/dev/nvidia")
+            found += str(fd.readlink()).startswith("/dev/nvidia-uvm")
         except OSError:  # closed meanwhile
             continue
     return found
