@@ -154,7 +154,7 @@ class SingleEnvBatch(EnvBatch):
                             cells = self._cells
                     try:
                         reward_cells[row] = reward
-                    except (TypeError, ValueError):
+                    except (TypeError, ValueError, DeprecationWarning):  # NumPy 1.25 to 2.3 warns
                         reward_cells[row] = self._reward(reward, row)
                     if reads_info:
                         self._put_info(row, info)

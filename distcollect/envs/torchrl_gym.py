@@ -30,6 +30,8 @@ _KNOWN = (
     "read_done",
     "_is_batched",
 )
+# What this package uses to make steps of its own. An env is stepped by its own method without them.
+_PARTS_OF_TENSORDICT = ("_get_str", "_new_unsafe", "_set_str")
 _FLAGS = {"done", "terminated", "truncated"}
 _MADE_AT_ONCE = 64 * len(_FLAGS)
 
@@ -43,6 +45,11 @@ def has_methods_of(env: TorchRLEnv, kind: type, names: Iterable[str]) -> bool:
         is inspect.getattr_static(kind, name, None)
         for name in names
     )
+
+
+def tensordict_has_parts() -> bool:
+    """Whether this version of TensorDict has the private methods that faster steps use."""
+    return all(hasattr(TensorDict, name) for name in _PARTS_OF_TENSORDICT)
 
 
 def is_usual_gym_env(env: TorchRLEnv) -> bool:

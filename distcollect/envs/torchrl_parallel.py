@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import ParallelEnv, TransformedEnv
 
+from distcollect.envs.torchrl_gym import tensordict_has_parts
+
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 
 _COMMAND = "step_and_maybe_reset"
@@ -40,13 +42,14 @@ def is_usual_parallel_env(env: TorchRLEnv) -> bool:
     own = vars(env)
     return (
         type(env) is ParallelEnv
+        and tensordict_has_parts()
         and _has_flags(env)
         and all(name in own for name in _PARTS)
         and own.get("_non_tensor_keys") in ([], (), set())
         and type(env.shared_tensordict_parent) is TensorDict
         and env.shared_tensordict_parent.device == env.device
         and (env.device is None or env.device.type == "cpu")
-        and not env._get_collector_next_keys_to_exclude()
+        and not getattr(env, "_get_collector_next_keys_to_exclude", list)()
     )
 
 

@@ -17,7 +17,12 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs import utils as torchrl_utils
 
-from distcollect.envs.torchrl_gym import GymStep, has_methods_of, is_usual_gym_env
+from distcollect.envs.torchrl_gym import (
+    GymStep,
+    has_methods_of,
+    is_usual_gym_env,
+    tensordict_has_parts,
+)
 from distcollect.envs.torchrl_parallel import ParallelStep, is_usual_parallel_env
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
@@ -174,7 +179,8 @@ def _is_plain(env: TorchRLEnv) -> bool:
     """Whether the env is stepped in the way that :class:`Stepper` knows."""
     own = vars(env)
     return (
-        has_methods_of(env, EnvBase, _REPLACED)
+        tensordict_has_parts()
+        and has_methods_of(env, EnvBase, _REPLACED)
         and not any(own.get(name) for name in _SWITCHES)
         and not env.run_type_checks
         and type(env._step_mdp) is getattr(torchrl_utils, "_StepMDP", None)

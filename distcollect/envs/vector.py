@@ -284,7 +284,7 @@ def _close_failed(env: AnyVectorEnv) -> None:
         for process in bare.processes:
             process.kill()
             process.join()
-        bare.closed = True  # its destructor must not close it again
+    bare.closed = True  # its destructor must not close it again
     if isinstance(bare, SyncVectorEnv):  # its close() stops at the first env that raises
         for each in bare.envs:
             with contextlib.suppress(Exception):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import gymnasium as gym
 import torch
@@ -201,7 +201,8 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
         hint = get_type_hints(function).get(parameters[0].name)
     except (NameError, TypeError):
         hint = None
-    return isinstance(hint, type) and issubclass(hint, TensorDictBase)
+    # In Python 3.10, dict[str, Tensor] is a type, but no class.
+    return isinstance(hint, type) and get_origin(hint) is None and issubclass(hint, TensorDictBase)
 
 
 def parameters_of(policy: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -5,11 +5,8 @@ generator, so the numbers of env i depend on the envs that it is stepped with. W
 :func:`draw`, they depend only on the env's seed, the number of its frame, and how many numbers were
 drawn in that frame before.
 
-Torch looks up the function that carries out an operation by "dispatch keys": device, autograd and
-others. Functions for the operations that draw random numbers are registered here for a key that
-torch doesn't use, and :func:`draw` adds this key for the calling thread. So these operations come
-here, also out of C++ functions of torch, such as dropout, and out of scripted code. All other
-operations pass on to the next key within C++, which costs nothing that can be measured.
+Torch's operations that draw random numbers are replaced meanwhile; see
+:mod:`distcollect.policy.redirected_ops`.
 """
 
 from __future__ import annotations
@@ -17,30 +14,17 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import (
-    DispatchKeySet,
-    _dispatch_key_parse,
-    _ExcludeDispatchKeyGuard,
-    _IncludeDispatchKeyGuard,
-)
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.library import Library, fallthrough_kernel
-from torch.nn import Parameter
 
+from distcollect.policy.redirected_ops import Replacement, has_data, redirect
 from distcollect.policy.splitmix import SplitMixStreams
 
 T = TypeVar("T")
-
-# Torch keeps this key for the package torchdistx, which is no longer developed.
-_KEY_NAME = "DeferredInit"
-_KEY = _dispatch_key_parse(_KEY_NAME)
-_KEYS = DispatchKeySet(_KEY)
 
 
 class PerEnvRng(SplitMixStreams):
@@ -51,10 +35,14 @@ class PerEnvRng(SplitMixStreams):
     torch's own generators; so is everything that compiled code and CUDA graphs draw.
     """
 
-    def drawing(self) -> _IncludeDispatchKeyGuard:
-        """A context in which this thread draws from these streams; it can be entered once."""
+    def drawing(self) -> AbstractContextManager[Any]:
+        """A context in which this thread draws from these streams; it can be entered once.
+
+        Raises:
+            PolicyError: this torch has no way to do that.
+        """
         _THREAD.rng = self
-        return _IncludeDispatchKeyGuard(_KEY)
+        return _redirected()
 
 
 def draw(call: Callable[[], T], rng: PerEnvRng | None) -> T:
@@ -74,40 +62,29 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def _replacement(name: str, op: Any) -> Callable[..., Any]:
-    """What is called instead of an operation that draws."""
-    instead, redraw = _DRAW.get(name), _REDRAW.get(name)
+def _replacement(
+    instead: Callable[..., Tensor | None] | None, redraw: Callable[..., bool] | None
+) -> Replacement:
+    """What is called instead of an operation that draws; see the tables below."""
 
-    def replacement(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def replacement(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rng = _THREAD.rng
-        tensor = args[0] if isinstance(args[0], Tensor) else args[1]
-        if kwargs.get("generator") is not None or not _draws_now(tensor):
-            # The operation may come here again, from within vmap, with the data.
-            return op.redispatch(keys - _KEYS, *args, **kwargs)
         if instead is not None:
             drawn = instead(rng, *args)
             if drawn is not None:
                 return drawn
-        with _ExcludeDispatchKeyGuard(_KEYS):
-            # Let torch check the arguments and allocate the result.
-            drawn = op(*args, **kwargs)
-            first = drawn[0] if isinstance(drawn, tuple) else drawn
-            if _has_rows(rng, first) and (redraw is None or not redraw(rng, drawn, *args)):
-                _redraw_each(rng, drawn, op, args, kwargs)
-            return drawn
+        # Let torch check the arguments and allocate the result.
+        drawn = op(*args, **kwargs)
+        first = drawn[0] if isinstance(drawn, tuple) else drawn
+        if (
+            _has_rows(rng, first)
+            and has_data(first)
+            and (redraw is None or not redraw(rng, drawn, *args))
+        ):
+            _redraw_each(rng, drawn, op, args, kwargs)
+        return drawn
 
     return replacement
-
-
-def _draws_now(tensor: Tensor) -> bool:
-    """Whether numbers are drawn now: not while code is compiled or captured, nor in vmap."""
-    plain = type(tensor) is Tensor or type(tensor) is Parameter
-    return (plain or not isinstance(tensor, FakeTensor)) and not (
-        tensor.is_meta
-        or is_functorch_wrapped_tensor(tensor)
-        # A CUDA graph would hold the numbers of one frame, and give them again each time.
-        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
 
 
 def _has_rows(rng: PerEnvRng, drawn: Tensor) -> bool:
@@ -235,8 +212,8 @@ def _native_dropout(
 ) -> bool:
     if train is not False:
         output, kept = drawn
-        kept.copy_(torch.from_numpy(rng.uniform(kept.shape) >= p))
-        output.copy_(given * kept * (1 / (1 - p) if p < 1 else 0))
+        kept.copy_(torch.from_numpy(rng.uniform(kept.shape) < 1 - p))
+        output.copy_(given * kept.to(given.dtype).div_(1 - p) if p < 1 else 0 * given)
     return True
 
 
@@ -281,21 +258,47 @@ _CALLED_PER_ENV = (
 )
 
 
-def _register() -> list[Library]:
-    """Register what is called instead of torch's operations; returns what keeps it registered.
+# Operations that make a new tensor, by their names without overload. They are replaced only where
+# those that fill the tensor can't be: see :class:`~distcollect.policy.redirected_ops.ByMode`.
 
-    Functions of torch that make new tensors, as ``rand`` and ``randint`` do, call operations of
-    these that work in place.
-    """
-    make: Any = Library  # torch declares no types
-    others, ours = make("_", "IMPL"), make("aten", "IMPL")
-    others.fallback(fallthrough_kernel, _KEY_NAME)
-    for name in {*_DRAW, *_REDRAW, *_CALLED_PER_ENV}:
-        base, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, base), overload or "default")
-        ours.impl(name, _replacement(name, op), _KEY_NAME, with_keyset=True)
-    return [others, ours]
+
+def _rand(rng: PerEnvRng, drawn: Tensor, *_: Any) -> bool:
+    return _uniform_(rng, drawn) is not None
+
+
+def _randn(rng: PerEnvRng, drawn: Tensor, *_: Any) -> bool:
+    return _normal_(rng, drawn) is not None
+
+
+def _randint(rng: PerEnvRng, drawn: Tensor, *args: Any) -> bool:
+    low, high = (0, *(arg for arg in args if isinstance(arg, int)))[-2:]
+    return _random_from(rng, drawn, drawn, low, high)
+
+
+def _normal_of_numbers(rng: PerEnvRng, drawn: Tensor, mean: float, std: float, *_: Any) -> bool:
+    return _normal(rng, drawn, mean, std)
+
+
+_REDRAW_NEW: dict[str, Callable[..., bool]] = {
+    "rand": _rand,
+    "rand_like": _rand,
+    "randn": _randn,
+    "randn_like": _randn,
+    "randint": _randint,
+    "randint_like": _randint,
+    "normal": _normal_of_numbers,
+    "bernoulli": _bernoulli_,  # with a number
+}
+
+
+def replacements() -> tuple[dict[str, Replacement], dict[str, Replacement]]:
+    """What is called instead of torch's operations; see :func:`redirect`."""
+    names = {*_DRAW, *_REDRAW, *_CALLED_PER_ENV}
+    return (
+        {name: _replacement(_DRAW.get(name), _REDRAW.get(name)) for name in names},
+        {name: _replacement(None, redraw) for name, redraw in _REDRAW_NEW.items()},
+    )
 
 
 # Not when the first seed is given: threads could do that at the same time.
-_LIBRARIES = _register()
+_redirected = redirect(*replacements())

@@ -13,6 +13,7 @@ it, and the last one that closes ends it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import threading
@@ -317,7 +318,9 @@ def missing_symbols() -> list[str]:
         from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: F401, PLC0415
     except ImportError:
         return ["torch.distributed.rpc"]
-    return [
+    backend_options = inspect.signature(rpc.TensorPipeRpcBackendOptions).parameters
+    unknown = [name for name in ("_transports", "_channels") if name not in backend_options]
+    return unknown + [
         name
         for owner, name in (
             (TensorPipeAgent, "_update_group_membership"),
@@ -340,7 +343,7 @@ def _symbols() -> tuple[Any, Any]:
     if missing := missing_symbols():
         raise LaunchError(
             f"torch {torch.__version__} lacks {', '.join(missing)}, which workers that join and "
-            "leave need; use a torch version that the constraints file names"
+            "leave need; use the torch version that constraints/tested.txt names"
         )
     from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: PLC0415
 

@@ -17,9 +17,11 @@ import torch.distributed
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import listen
 from distcollect.transport.worker_service import WeightSource
+from distcollect.weights.gloo import missing_gloo_parts
 from distcollect.weights.group_backends import GroupBackend, Place, backend_named
 from distcollect.weights.groups import Groups
 from distcollect.weights.updaters import (
+    RPCUpdater,
     SharedMemoryUpdater,
     SharedPayload,
     UpdaterContext,
@@ -88,7 +90,7 @@ class RelaySource(WeightSource):
         num_bytes: the payload's size.
     """
 
-    broadcast: BroadcastSource
+    broadcast: WeightSource
     num_bytes: int
 
     def join(self, receiver_state: dict[str, Any]) -> WeightSource:
@@ -267,12 +269,20 @@ class AutoUpdater(WeightUpdaterBase):
     """The default: workers on the trainer's host map its memory, the others get one broadcast.
 
     Of several workers on another host one is in the broadcast, and the others map its memory.
-    Workers whose policy is on a GPU are all in the broadcast, on any host.
+    Workers whose policy is on a GPU are all in the broadcast, on any host. If this torch lacks what
+    a broadcast needs, each worker on another host gets the weights in a call of its own.
     """
 
     def __init__(self) -> None:
         self._near = SharedMemoryUpdater()
-        self._far = BroadcastUpdater()
+        missing = missing_gloo_parts()
+        self._far: WeightUpdaterBase = RPCUpdater() if missing else BroadcastUpdater()
+        if missing:
+            log.warning(
+                "torch %s lacks %s, so weights are not broadcast: each worker on another host gets "
+                "them in a call of its own, which takes longer",
+                *(torch.__version__, ", ".join(missing)),
+            )
 
     def attach(self, context: UpdaterContext) -> None:
         self._context = context
@@ -285,7 +295,7 @@ class AutoUpdater(WeightUpdaterBase):
         far = {w: peer for w, peer in peers.items() if w not in near}
         self.relays = self._relays(far)
         far = {w: peer for w, peer in far.items() if w not in self.relays}
-        self.together = bool(far)
+        self.together = bool(far) and self._far.together
         sources = dict(self._near.sources(payload, near)) if near else {}
         if far:
             broadcasts = self._far.sources(payload, far)
@@ -297,7 +307,9 @@ class AutoUpdater(WeightUpdaterBase):
     def _relays(self, peers: Mapping[int, int]) -> Mapping[int, int]:
         """The relay of each receiver that has one: the first receiver on its host."""
         first: dict[str, int] = {}
-        relays = {}
+        relays: dict[int, int] = {}
+        if not self._far.together:
+            return relays
         for worker_id, peer in peers.items():
             host = None if self._context.gpus[worker_id] else self._context.host_of(peer)
             if host is not None and first.setdefault(host, worker_id) != worker_id:
@@ -324,12 +336,17 @@ def default_updater(backend: str) -> WeightUpdaterBase:
     """The updater for ``backend``, see :class:`~distcollect.WeightSync`.
 
     Raises:
-        ArgumentError: NCCL is wanted, and this process can't use it.
+        ArgumentError: NCCL or Gloo is wanted, and this process can't use it.
     """
     lacks = "sees no GPU" if dist.is_nccl_available() else "has a torch without NCCL"
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.device_count()):
         raise ArgumentError(
             f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but this process "
             f"{lacks}; use backend='auto'"
+        )
+    if backend == "gloo" and (missing := missing_gloo_parts()):
+        raise ArgumentError(
+            f"WeightSync(backend='gloo'): torch {torch.__version__} lacks {', '.join(missing)}; "
+            "use backend='auto', or the torch version that constraints/tested.txt names"
         )
     return AutoUpdater() if backend == "auto" else BroadcastUpdater(backend)

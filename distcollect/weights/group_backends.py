@@ -16,14 +16,11 @@ import torch.distributed
 from distcollect.common import torch_backends
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import interface_of
+from distcollect.weights.gloo import gloo_group
 
 # Torch declares no types for its stores and process groups.
 dist: Any = torch.distributed
 
-# Gloo waits five times as long for a member's connection. All members have joined by then, and if
-# one has died since, the others are told to wait no longer; this limit is for when that message
-# doesn't arrive.
-_CONNECT_TIMEOUT_S = 2.0
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _environment_lock = threading.Lock()
 
@@ -97,14 +94,7 @@ class GlooBackend(GroupBackend):
     needs_abort = False
 
     def make(self, store: Any, place: Place, address: str) -> Any:
-        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
-        # The address names the interface. Connections are made on first use, as a broadcast needs a
-        # tree of them, not all pairs; so this waits for no other member.
-        options._devices = [  # noqa: SLF001
-            dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
-        ]
-        options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)  # noqa: SLF001
-        return dist.ProcessGroupGloo(store, place.rank, place.size, options)
+        return gloo_group(store, place.rank, place.size, address)
 
     def keys(self, place: Place) -> list[str]:
         return [f"0/{rank}" for rank in range(place.size)]

@@ -183,7 +183,8 @@ def _loses_gpus() -> str:
         return ""
     pid = os.fork()
     if pid == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))  # noqa: SLF001 - there is no public way
+        is_lost = getattr(torch.cuda, "_is_in_bad_fork", None)  # there is no public way
+        os._exit(int(is_lost is not None and is_lost()))
     _, status = os.waitpid(pid, 0)
     return "what it imported has used CUDA, and a fork could not" if status else ""
 

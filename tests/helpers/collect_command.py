@@ -37,6 +37,8 @@ class Turns(nn.Module):
 
 def scripted(file: Path) -> Path:
     with warnings.catch_warnings():
+        # Torch says so of scripts: the first in some versions, the second in others.
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
         torch.jit.save(torch.jit.script(Turns()), file)
     return file

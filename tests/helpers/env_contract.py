@@ -16,6 +16,7 @@ from helpers.counting_envs import (
     Frame,
     check_frames,
 )
+from helpers.versions import version_of
 
 from distcollect.envs.base import EnvBatch
 from distcollect.envs.make import EnvContext, make_envs
@@ -168,9 +169,12 @@ def statistics_of(create_env: Any, num_steps: int) -> None:
 
 
 def check_episode_statistics_of_the_vector_wrapper(kind: str) -> None:
+    if "same" in kind and version_of("gymnasium") < (1, 4):
+        pytest.skip("Gymnasium's wrapper counts wrongly in SAME_STEP mode before version 1.4")
     env: Any = CountingMaker(kind, N)()
     if "nolabel" in kind:
-        with pytest.warns(UserWarning, match="autoreset_mode"):
+        warning = "autoreset_mode" if version_of("gymnasium") >= (1, 3) else "todo"
+        with pytest.warns(UserWarning, match=warning):
             env = vector_wrappers.RecordEpisodeStatistics(env)
     else:
         env = vector_wrappers.RecordEpisodeStatistics(env)

@@ -71,7 +71,7 @@ class LineTracer:
             self.num_lines += 1
             if self.num_lines == self._at:
                 code = frame.f_code
-                self.where = f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
+                self.where = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
                 sys.settrace(None)
                 self._act()
         return self._line

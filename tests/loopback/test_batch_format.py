@@ -152,7 +152,7 @@ def test_dtypes_of_trajectories(settings: dict[str, Any], dtype: str) -> None:
             assert entry.dtype == getattr(torch, dtype)
         keys = batch.keys(include_nested=True)
         is_real = batch["collector", "mask"] if ("collector", "mask") in keys else ...
-        assert batch["observation"][is_real][..., 0].to(int).all()
+        assert batch["observation"].to(int)[is_real][..., 0].all()
 
 
 class Kept:

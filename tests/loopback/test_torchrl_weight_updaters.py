@@ -26,6 +26,12 @@ with warnings.catch_warnings():
     schemes = pytest.importorskip("torchrl.weight_update")
     from torchrl.collectors.distributed import generic, rpc
 
+SCHEMES = (
+    schemes.SharedMemWeightSyncScheme,
+    schemes.MultiProcessWeightSyncScheme,
+    schemes.DistributedWeightSyncScheme,
+    schemes.RPCWeightSyncScheme,
+)
 pytestmark = pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")
 
 
@@ -105,8 +111,8 @@ class TestTaken:
         assert collector.update_policy_weights_(worker_ids=2) is None, "nobody is left"
 
     def test_schemes_that_send(self, collect: Collect) -> None:
-        for name in ("shared", "process", "distributed", "rpc"):
-            scheme = schemes.WeightSyncScheme.from_backend(name)
+        for kind in SCHEMES:
+            scheme = kind()
             with pytest.warns(UserWarning, match=f"in place of {type(scheme).__name__}"):
                 collector = collect(Telling(1), weight_sync_schemes={"policy": scheme})
             collector.update_policy_weights_(Telling(2))
@@ -150,8 +156,8 @@ def distributed() -> Any:
     return generic.DistributedWeightUpdater({}, policy_weights(0), 2, sync=True)
 
 
-def scheme(backend: str = "shared") -> Any:
-    return schemes.WeightSyncScheme.from_backend(backend)
+def scheme() -> Any:
+    return schemes.SharedMemWeightSyncScheme()
 
 
 class OwnScheme(schemes.SharedMemWeightSyncScheme):
@@ -188,7 +194,7 @@ class OwnScheme(schemes.SharedMemWeightSyncScheme):
         ),
         (
             {
-                "weight_sync_schemes": {"policy": scheme(), "norm": scheme("none")},
+                "weight_sync_schemes": {"policy": scheme(), "norm": schemes.NoWeightSyncScheme()},
                 "models": {"norm": Telling()},
             },
             ValueError,

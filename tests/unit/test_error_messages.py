@@ -123,6 +123,8 @@ def test_help_needs_no_launcher(
 ) -> None:
     if script.stem == "train_impala":
         pytest.importorskip("ale_py")
+    if script.stem.endswith("_torchrl"):
+        pytest.importorskip("torchrl")
     monkeypatch.syspath_prepend(script.parent)
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -19,7 +20,9 @@ from torch.nn import functional
 
 import distcollect as dc
 from distcollect.common.seeding import policy_seed
+from distcollect.policy import per_env_rng
 from distcollect.policy.per_env_rng import PerEnvRng
+from distcollect.policy.redirected_ops import ByMode
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
@@ -116,6 +119,36 @@ def test_as_torch_would_draw(name: str) -> None:
     below = [torch.searchsorted(each, places, right=True) / len(drawn) for each in (ours, torchs)]
     # Above 0.0195 once in a thousand runs; but these draws are the same in each run.
     assert (below[0] - below[1]).abs().max() < 0.02
+
+
+@pytest.fixture
+def by_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, torch's operations are replaced in the way that needs no dispatch key."""
+    way = ByMode(*per_env_rng.replacements())
+    return lambda: monkeypatch.setattr(per_env_rng, "_redirected", way)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_same_without_the_dispatch_key(
+    name: str, inference: bool, by_mode: Callable[[], None]
+) -> None:
+    expected = frames(DRAWS[name], [0, 1, 2, 3], mode=inference)
+    by_mode()
+    assert torch.equal(frames(DRAWS[name], [0, 1, 2, 3], mode=inference), expected)
+
+
+def test_special_cases_without_the_dispatch_key(by_mode: Callable[[], None]) -> None:
+    scripted = _scripted(_multinomial_in_a_script)
+    draws = [scripted, torch.vmap(torch.rand_like, randomness="different")]
+    expected = [frames(draw, [0, 1, 2, 3]) for draw in draws]
+    by_mode()
+    drawn = [frames(draw, [0, 1, 2, 3]) for draw in draws]
+    assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=True))
+    test_what_has_no_rows_comes_from_torch()
+    test_what_torch_refuses_is_refused()
+    test_tensors_without_data()
+    test_other_threads_draw_from_torch()
 
 
 def test_ends_of_ranges() -> None:
@@ -233,10 +266,18 @@ def test_the_trainers_own_draws_change_nothing() -> None:
 
 
 def test_scripted_code() -> None:
-    scripted = torch.jit.script(_multinomial_in_a_script)
+    scripted = _scripted(_multinomial_in_a_script)
     for rows in ([0, 1, 2, 3], [3, 1]):
         drawn = [frames(draw, rows, num_frames=20) for draw in (scripted, _multinomial_in_a_script)]
         assert torch.equal(*drawn)
+
+
+def _scripted(draw: Draw) -> Draw:
+    with warnings.catch_warnings():
+        # Torch says so of scripts: the first in some versions, the second in others.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.jit.script(draw)
 
 
 def _multinomial_in_a_script(p: torch.Tensor) -> torch.Tensor:

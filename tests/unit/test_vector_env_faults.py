@@ -71,6 +71,7 @@ def test_a_vector_env_that_goes_on_raising_is_given_up(kind: str) -> None:
         collect(engine, 1)
     assert engine.counter.lost == {"env_failed": 2 * N}
     assert is_accounted_for(engine, delivered)
+    engine.close()
 
 
 UNEVEN = [(1,), (50,), (3,)]

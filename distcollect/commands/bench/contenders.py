@@ -36,9 +36,11 @@ Values: TypeAlias = "dict[str, float]"
 NUM_WORKERS = 2
 # The policy always sees the same shapes, so it needs no guards. Those of a network this small take
 # as long as the network itself.
-COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
-    "guard_filter_fn": torch.compiler.skip_all_guards_unsafe
-}
+COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = (
+    {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    if hasattr(torch.compiler, "skip_all_guards_unsafe")  # not in torch 2.7
+    else {}
+)
 
 
 @dataclass(frozen=True)

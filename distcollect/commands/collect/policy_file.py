@@ -110,8 +110,10 @@ class Scripted(nn.Module):
         """Load ``archive`` on the CPU."""
         super().__init__()
         with warnings.catch_warnings():
-            # Scripting is deprecated, but archives are still in use.
+            # Scripting is deprecated, but archives are still in use. Torch's versions say so in
+            # different ways.
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
             self.script = torch.jit.load(io.BytesIO(archive), map_location="cpu")  # type: ignore[no-untyped-call]
         script = self.script
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import gymnasium as gym
+import tensordict
 import torch
 from tensordict import TensorDict
 
@@ -30,6 +31,7 @@ _DRAFT = f".{RECORD}"
 _FORMAT = 1
 _RECORD_EVERY_S = 1.0  # a process that is killed loses at most the frames of this time
 _GIB = 1 << 30
+_ANY_NAME = (0, 13)  # since this version of TensorDict, names of entries may have slashes
 
 _Self = TypeVar("_Self", bound="SavedFrames")
 
@@ -220,6 +222,7 @@ class SavedFrames:
                 )
         else:
             self.check_room(flat[:1].bytes())
+            _check_names(flat)
             frames = flat[:1].expand(self.num_frames).memmap_like(self.folder)
         try:
             for file in sorted(self.folder.rglob("*.memmap")):
@@ -281,3 +284,21 @@ def _kinds(frames: TensorDict) -> dict[str, tuple[torch.Size, torch.dtype]]:
         for key, value in frames.items(include_nested=True, leaves_only=True)
         if value.numel()  # an empty tensor has no file
     }
+
+
+def _check_names(frames: TensorDict) -> None:
+    """Check that this version of TensorDict writes entries of these names.
+
+    Raises:
+        ArgumentError: it would write them to other folders, and not find them again.
+    """
+    major, minor, *_ = tensordict.__version__.split(".")
+    if (int(major), int(minor)) >= _ANY_NAME:
+        return
+    wrong = sorted(name for name in _kinds(frames) if "/" in name)
+    if wrong:
+        raise ArgumentError(
+            f"TensorDict {tensordict.__version__} can't write entries with a slash in their "
+            f"name to files: {', '.join(wrong)}; install TensorDict "
+            f"{'.'.join(map(str, _ANY_NAME))} or newer"
+        )

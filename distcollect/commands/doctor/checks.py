@@ -47,7 +47,8 @@ def check_versions(reports: Sequence[HostReport]) -> list[Finding]:
                         "versions",
                         report.where,
                         f"its {name} is {theirs}, the trainer's is {mine}",
-                        "install the same version on all hosts (pip install -c constraints.txt)",
+                        "install the same version on all hosts "
+                        "(pip install -c constraints/tested.txt)",
                     )
                 )
     return found
@@ -66,7 +67,7 @@ def check_torch(report: HostReport) -> list[Finding]:
             "torch",
             report.where,
             f"torch {report.versions['torch']} lacks {', '.join(report.missing)}",
-            "use the torch version in distcollect's constraints.txt",
+            "use the torch version that constraints/tested.txt names",
         )
     ]
 

@@ -4,10 +4,10 @@
 
     pip install hydra-core tqdm matplotlib psutil tensorboard "gymnasium[mujoco,atari]" \\
         torchvision pettingzoo[mpe] vmas
-    python tests/torchrl/scripts.py /tmp/rl                   # all, with ours
-    python tests/torchrl/scripts.py /tmp/rl sac dqn           # names that contain one of these
-    python tests/torchrl/scripts.py /tmp/rl --theirs          # with TorchRL's collectors
-    python tests/torchrl/scripts.py /tmp/rl --compare 2       # longer, alternately with both
+    python tests/torchrl_suite/scripts.py /tmp/rl                # all, with ours
+    python tests/torchrl_suite/scripts.py /tmp/rl sac dqn        # names that contain one of these
+    python tests/torchrl_suite/scripts.py /tmp/rl --theirs       # with TorchRL's collectors
+    python tests/torchrl_suite/scripts.py /tmp/rl --compare 2    # longer, alternately with both
 
 The argument is a checkout of pytorch/rl. The folder of each script is copied, and in the copy each
 import of a collector from ``torchrl.collectors`` becomes one from ``distcollect``, as in

@@ -3,9 +3,9 @@
 ::
 
     git clone --branch v0.14.0 https://github.com/pytorch/rl /tmp/rl
-    python tests/torchrl/yardstick.py /tmp/rl                  # all, with ours
-    python tests/torchrl/yardstick.py /tmp/rl TestRPCCollector  # one class
-    python tests/torchrl/yardstick.py /tmp/rl --theirs          # with TorchRL's: the reference
+    python tests/torchrl_suite/yardstick.py /tmp/rl               # all, with ours
+    python tests/torchrl_suite/yardstick.py /tmp/rl TestRPCCollector  # one class
+    python tests/torchrl_suite/yardstick.py /tmp/rl --theirs       # with TorchRL's: the reference
 
 The checkout has to be of the release that is installed. Its tests are copied into a temporary
 folder, and in the copy each import of a collector from ``torchrl.collectors`` that this package

@@ -1,0 +1,279 @@
+"""Which private parts of other packages are used; each must be there, or have a fallback."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from tensordict import TensorDict
+from torch import distributions as d
+
+import distcollect as dc
+from distcollect.policy import per_env_rng, redirected_ops
+from distcollect.policy.per_env_rng import PerEnvRng
+from distcollect.weights import broadcast
+from distcollect.weights.updaters import InlineSource, UpdaterContext
+
+PACKAGE = Path(dc.__file__).parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """A private part of another package.
+
+    Attributes:
+        owner: the module or class that has it.
+        name: its name there. Several are separated by spaces.
+        purpose: what it is used for.
+        without: what happens with a version that lacks it.
+    """
+
+    owner: str
+    name: str
+    purpose: str
+    without: str
+
+    def __str__(self) -> str:
+        return f"{self.owner}: {self.name}"
+
+
+_NO_RPC = "LaunchError before any process is started; `distcollect doctor` says it too"
+_BY_MODE = "a slower way is used: ByMode in policy/redirected_ops.py"
+_IN_CALLS = "each worker on another host gets weights in a call; backend='gloo' is an ArgumentError"
+_OWN_METHOD = "the env is stepped by its own method, which takes longer"
+_EXTRA = "envs of EnvPool can't be used"
+
+PARTS = [
+    Part("torch._C._distributed_rpc", "TensorPipeAgent WorkerInfo", "RPC without groups", _NO_RPC),
+    Part(
+        "torch._C._distributed_rpc.TensorPipeAgent",
+        "_update_group_membership",
+        "workers join and leave",
+        _NO_RPC,
+    ),
+    Part(
+        "torch.distributed.rpc.api",
+        "_init_rpc_states _finalize_shutdown _is_current_rpc_agent_set _reset_current_rpc_agent",
+        "to start, replace and end an RPC agent",
+        _NO_RPC,
+    ),
+    Part("torch.distributed.autograd", "_init", "without it, no RPC agent starts", _NO_RPC),
+    Part(
+        "torch._C",
+        "DispatchKeySet _dispatch_key_parse _ExcludeDispatchKeyGuard _IncludeDispatchKeyGuard",
+        "random numbers of policies, drawn for each env",
+        _BY_MODE,
+    ),
+    Part(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        "the same, where the parts above are missing",
+        "a seed for a policy that draws random numbers is a PolicyError",
+    ),
+    Part(
+        "torch.distributed.ProcessGroupGloo",
+        "_Options create_device",
+        "groups on one interface, whose members do not wait for each other",
+        _IN_CALLS,
+    ),
+    Part("torch.distributed.ProcessGroupGloo._Options", "_devices _timeout", "the same", _IN_CALLS),
+    Part(
+        "torch.distributed.Backend",
+        "_plugins",
+        "groups of a backend that was registered",
+        "an ArgumentError for WeightSync(backend=...) with such a name",
+    ),
+    Part(
+        "torch.cuda",
+        "_is_in_bad_fork",
+        "to find out that the zygote has used CUDA, and to start workers by themselves then",
+        "a worker on a GPU fails with torch's message; DISTCOLLECT_ZYGOTE=off helps",
+    ),
+    Part(
+        "tensordict.TensorDict",
+        "_get_str _new_unsafe _set_str",
+        "faster steps of TorchRL's envs",
+        _OWN_METHOD,
+    ),
+    Part(
+        "torchrl.envs.EnvBase",
+        "_reset _reset_proc_data _step _step_mdp _step_proc_data",
+        "faster steps of TorchRL's envs",
+        _OWN_METHOD,
+    ),
+    Part(
+        "torchrl.envs.GymWrapper",
+        "_is_batched _output_transform",
+        "faster steps of TorchRL's Gymnasium envs",
+        _OWN_METHOD,
+    ),
+    Part(
+        "torchrl.envs.ParallelEnv",
+        "_wait_for_workers",
+        "waiting for ParallelEnv's processes without taking a core",
+        _OWN_METHOD,
+    ),
+    Part(
+        "submitit.slurm.slurm",
+        "_make_sbatch_string",
+        "to show and test an sbatch file before a job is submitted",
+        "distcollect submit does not work",
+    ),
+    Part("envpool.python.envpool.EnvPoolMixin", "_from", "to step EnvPool's envs", _EXTRA),
+]
+# Attributes that only objects have, once they are made: those that use them look for them first.
+OF_OBJECTS = {
+    "_env _env_input_keys _shared_tensordict_parent_next _shared_tensordict_parent_root": "torchrl",
+    "_shm_done_flags _worker_indices _workers": "torchrl",
+    "_get_collector_next_keys_to_exclude": "torchrl, since 0.14",
+    "_recv _send _reset _state_keys _to": "envpool: classes made at run time",
+}
+# Public, although their names begin with an underscore.
+PUBLIC = {"_exit": "os", "_replace": "namedtuple", "_C": "torch; what is used of it is above"}
+OBJECTS = {name for names in OF_OBJECTS for name in names.split()}
+NAMES = {name for part in PARTS for name in part.name.split()}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_it_is_there(part: Part) -> None:
+    package = part.owner.split(".", maxsplit=1)[0]
+    pytest.importorskip(package)
+    owner = _resolve(part.owner)
+    missing = [name for name in part.name.split() if not hasattr(owner, name)]
+    assert not missing, (
+        f"{package} {importlib.metadata.version(package)} lacks {part.owner}.{', '.join(missing)}, "
+        f"which is used for this: {part.purpose}. Without it: {part.without}"
+    )
+
+
+def _resolve(path: str) -> Any:
+    """A module, or something in one, by its path."""
+    names = path.split(".")
+    found: Any = importlib.import_module(names[0])
+    for index, name in enumerate(names[1:], start=2):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(names[:index]))
+            except ImportError:
+                return None
+    return found
+
+
+def test_the_table_is_complete() -> None:
+    """Each private name in the code is of this package, in the table, or public after all."""
+    used, defined = set(), set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            used |= _private_names_used(node)
+            defined |= _names_defined(node)
+    assert used - defined - NAMES - OBJECTS - PUBLIC.keys() == set()
+    unused = (NAMES | OBJECTS) - used
+    assert {name for name in unused if name.startswith("_")} == set()
+
+
+def _private_names_used(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Attribute):
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        return {node.attr} if _is_private(node.attr) and not is_own else set()
+    if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("distcollect"):
+        from_private = any(_is_private(name) for name in (node.module or "").split("."))
+        return {alias.name for alias in node.names if from_private or _is_private(alias.name)}
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(), hasattr()
+        return {node.value} & (NAMES | OBJECTS)
+    return set()
+
+
+def _names_defined(node: ast.AST) -> set[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+        return {node.id if isinstance(node, ast.Name) else node.attr}
+    return set()
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_torch_keeps_the_dispatch_key() -> None:
+    assert isinstance(per_env_rng._redirected, redirected_ops.ByKey), (
+        f"torch {torch.__version__} has no dispatch key {redirected_ops.KEY_NAME}, which is used "
+        f"for random numbers of policies, drawn for each env. Without it {_BY_MODE}"
+    )
+
+
+def _run(num_frames: int = 30) -> TensorDict:
+    def policy(observation: torch.Tensor) -> d.Distribution:
+        return d.Bernoulli(observation[:, 2].sigmoid())
+
+    settings = {"frames_per_batch": 2 * num_frames, "envs_per_worker": 2}
+    with dc.SyncDataCollector("CartPole-v1", policy, **settings) as collector:
+        collector.set_seed(3)
+        return collector.next()
+
+
+@pytest.fixture(params=["lacks the key", "lacks a function"])
+def other_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that can't replace operations by dispatch key."""
+    if request.param == "lacks the key":
+        monkeypatch.setattr(redirected_ops, "KEY_NAME", "NoSuchKey")
+    else:
+        monkeypatch.delattr(torch._C, "_IncludeDispatchKeyGuard")
+
+
+@pytest.mark.usefixtures("other_torch")
+def test_seeded_policies_without_the_dispatch_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _run()
+    redirected = redirected_ops.redirect(*per_env_rng.replacements())
+    assert isinstance(redirected, redirected_ops.ByMode)
+    monkeypatch.setattr(per_env_rng, "_redirected", redirected)
+    assert bool((_run() == expected).all())
+
+
+def test_seeded_policies_without_any_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redirected_ops, "KEY_NAME", "NoSuchKey")
+    monkeypatch.delattr("torch.utils._python_dispatch.TorchDispatchMode")
+    monkeypatch.setattr(
+        per_env_rng, "_redirected", redirected_ops.redirect(*per_env_rng.replacements())
+    )
+    with pytest.raises(dc.PolicyError, match=r"has no way to draw .* use the torch version"):
+        PerEnvRng([1]).drawing()
+    with pytest.raises(dc.PolicyError, match="has no way to draw"):
+        _run()
+
+
+def test_weights_without_gloos_private_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(broadcast.default_updater("gloo"), broadcast.BroadcastUpdater)
+    monkeypatch.delattr(torch.distributed.ProcessGroupGloo, "_Options")
+    with pytest.raises(dc.ArgumentError, match=r"torch .* lacks _Options; use backend='auto'"):
+        broadcast.default_updater("gloo")
+    updater = broadcast.default_updater("auto")
+    updater.attach(
+        UpdaterContext(
+            address="127.0.0.1",
+            timeout_s=5,
+            gpus={0: "", 1: ""},
+            is_near=lambda peer: False,
+            host_of=lambda peer: "another",
+        )
+    )
+    payload = torch.arange(8, dtype=torch.uint8)
+    sources = updater.sources(payload, {0: 1, 1: 2})
+    assert not updater.together
+    assert not updater.relays
+    for worker_id in (0, 1):
+        source, target = sources[worker_id], torch.zeros(8, dtype=torch.uint8)
+        assert isinstance(source, InlineSource)
+        source.receive(target, {})
+        assert torch.equal(target, payload)
+    updater.send(payload)
+    updater.close()
