@@ -34,8 +34,8 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 import torch
 
 from distcollect.common.clock import clock_ns
+from distcollect.common.replies import LOOK_UP_S, Bell, Replies, Reply
 from distcollect.common.seeding import process_seeds
-from distcollect.common.threads import LOOK_UP_S, Answers, Bell
 from distcollect.config import Staleness
 from distcollect.errors import (
     BatchTimeout,
@@ -51,7 +51,8 @@ from distcollect.rollout.header import Rollout
 from distcollect.supervision.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.event_loop import EventLoop
-from distcollect.trainer.pool_core import PoolCore, Wanted
+from distcollect.trainer.pool_commands import Deliver, Wanted
+from distcollect.trainer.pool_core import PoolCore
 from distcollect.trainer.requests import origin
 from distcollect.trainer.setup_calls import SetupArguments, SetupCall
 from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
@@ -138,16 +139,17 @@ class Pool:
             transport,
             failure_sink,
             self._stats_recorder,
+            deliver=self._deliver,
             wake_user=self._wake_user,
         )
         self._lock = self._loop.lock
-        self._changed = Bell()  # the user's thread waits for it
         self._all_taken = Bell()  # close() waits for it
         self._all_set_up = Bell()  # who makes a setup call waits for it
         self._num_deliveries = 0
         self._num_counted = 0  # in the statistics
         self._uncounted: deque[_Delivered] = deque()  # deliveries that are not counted there yet
         self._delivery: Delivery | None = None  # the last one, unless it is known to be claimed
+        self._reply: Reply[Delivery] | None = None  # the user's thread waits for it
         self._failure: BaseException | None = None
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
@@ -257,7 +259,7 @@ class Pool:
         with self._lock:
             if self._failure is None:
                 self._failure = error
-        self._changed.ring()
+            self._loop.post(self._fail_reply)
         self._sender.expect_nobody()
 
     # What the user's thread wants.
@@ -341,12 +343,12 @@ class Pool:
         """Wait for a batch; after ``deadline_s`` take what the workers have by then."""
         end = time.monotonic() + timeout_s
         try:
-            delivery = self._loop.do(self._want, wanted, keep_s, claimed)
+            reply = self._loop.begin(self._want, wanted, keep_s, claimed)
             if deadline_s is not None and deadline_s < timeout_s:
-                delivery = delivery or self._wait(end - timeout_s + deadline_s)
-                if delivery is None:
+                early_end = end - timeout_s + deadline_s
+                if not self._arrives(reply, early_end):
                     self._loop.do(self._core.end_early)
-            delivery = delivery or self._wait(end)
+            delivery = reply.result() if self._arrives(reply, end) else None
         except BaseException:  # Ctrl-C as well
             self._loop.ask(self._cancel)
             raise
@@ -361,21 +363,21 @@ class Pool:
         self._stats_recorder.switch_to("assemble")
         return delivery
 
-    def _wait(self, deadline: float) -> Delivery | None:
-        """Wait until the batch is there; None if it isn't at the deadline."""
-        while (delivery := self._delivery) is None:
+    def _arrives(self, reply: Reply[Delivery], deadline: float) -> bool:
+        """Wait until the batch is there; whether it is at the deadline."""
+        while not reply.done():
             exit_if_requested()
             self._check()
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                return None
-            self._changed.wait(min(remaining, LOOK_UP_S))
-        return delivery
+                return False
+            reply.arrives(min(remaining, LOOK_UP_S))
+        return True
 
     # What the event loop does for the user's thread.
 
-    def _want(self, wanted: Wanted, keep_s: float, claimed: int) -> Delivery | None:
-        """The user wants a batch; returns it if it is there at once."""
+    def _want(self, reply: Reply[Delivery], wanted: Wanted, keep_s: float, claimed: int) -> None:
+        """The user wants a batch; ``reply`` gets it when it is there."""
         self._check()
         self._count()
         if self._core.wanted is not None:
@@ -384,32 +386,37 @@ class Pool:
         if self._delivery is not None:
             is_here = bool(self._delivery.rollouts) or wanted is Wanted.REFERENCE
             if is_here and self._core.may_deliver_again(self._delivery.requests, wanted):
-                return self._delivery
+                reply.set_result(self._delivery)
+                return
             self._take_back("given_up")
         if wanted is not Wanted.REFERENCE:
             self._stats_recorder.batch_requested(len(self._core.requests.arrived))
+        self._reply = reply
         self._core.batch_wanted(wanted, keep_s)
-        return self._take()
 
-    def _take(self) -> Delivery | None:
-        """If what the user waits for is there, it is delivered."""
-        wanted = self._core.wanted
-        requests = self._core.take()
-        if requests is None or wanted is None:
-            return None
+    def _deliver(self, command: Deliver) -> None:
         rollouts = []
-        if wanted is not Wanted.REFERENCE:
-            taken = [request.take_rollout() for request in requests]
+        if command.wanted is not Wanted.REFERENCE:
+            taken = [request.take_rollout() for request in command.requests]
             rollouts = sorted(taken, key=lambda rollout: origin(rollout.header))
         self._num_deliveries += 1
-        self._delivery = Delivery(self._num_deliveries, wanted, requests, rollouts)
-        self._changed.ring()
-        return self._delivery
+        self._delivery = Delivery(self._num_deliveries, command.wanted, command.requests, rollouts)
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply.set_result(self._delivery)
+
+    def _fail_reply(self) -> None:
+        """The run can't go on: the user's thread waits no longer."""
+        reply, self._reply = self._reply, None
+        error = self._end()
+        if reply is not None and error is not None:
+            reply.set_exception(error)
 
     def _cancel(self) -> Delivery | None:
         """The user waits no longer; returns the batch if it came meanwhile."""
         was_waiting = self._core.wanted is not None
         self._core.batch_cancelled()
+        self._reply = None
         return None if was_waiting else self._delivery
 
     def _settle_last(self, claimed: int) -> None:
@@ -433,19 +440,25 @@ class Pool:
                 self._core.requests.stale_frames[worker_id] += num_frames
 
     def _wake_user(self) -> None:
-        self._loop.post(self._take)
-        self._changed.ring()
         self._all_taken.ring()
         self._all_set_up.ring()
 
     def _check(self) -> None:
         """Raise what ended the run, if anything did."""
+        if (error := self._end()) is not None:
+            raise error
+
+    def _end(self) -> BaseException | None:
+        """What ended the run, if anything did."""
         if self._core.closed:
-            raise CollectorStateError("the collector was shut down")
-        if self._failure is not None:
-            # A copy: an error that was raised refers to the frames that it passed, and so to the
-            # collector.
-            raise copy.copy(self._failure) from self._failure.__cause__
+            return CollectorStateError("the collector was shut down")
+        if self._failure is None:
+            return None
+        # A copy: an error that was raised refers to the frames that it passed, and so to the
+        # collector.
+        error = copy.copy(self._failure)
+        error.__cause__ = self._failure.__cause__
+        return error
 
     # Weights.
 
@@ -601,7 +614,7 @@ class Pool:
         self,
         method: Callable[..., Future[T]],
         arguments: Mapping[int, Sequence[Any]],
-    ) -> Answers[int, T]:
+    ) -> Replies[int, T]:
         """Call a method of several workers' services, for the user's thread.
 
         Args:
@@ -609,7 +622,7 @@ class Pool:
             arguments: maps the worker_id of each worker to the arguments for it.
         """
         return self._loop.do(
-            lambda: Answers({w: self.call(w, method, *args) for w, args in arguments.items()})
+            lambda: Replies({w: self.call(w, method, *args) for w, args in arguments.items()})
         )
 
     def call(
@@ -645,3 +658,4 @@ class Pool:
         self._count()
         self._take_back("shut_down")
         self._core.close()
+        self._fail_reply()

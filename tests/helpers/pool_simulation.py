@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from distcollect.common.threads import Answer
+from distcollect.common.replies import Reply
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout, DeadlineError, DistCollectError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
@@ -40,17 +40,24 @@ class CallingThread:
 
     is_alive = True
 
-    def ask(self, function: Callable[..., Any], *args: Any) -> Answer[Any]:
-        answer: Answer[Any] = Answer()
-        try:
-            result = function(*args)
-        except Exception as error:  # noqa: BLE001 - as the thread does
-            answer.fail(error)
-        else:
-            answer.set(result)
-        return answer
+    def put(self, job: Callable[[], object]) -> None:
+        job()
 
     def close(self) -> None: ...
+
+
+def wait_by(
+    monkeypatch: pytest.MonkeyPatch, pool: Pool, wait: Callable[[float, Reply[Any]], object]
+) -> None:
+    """Have the user's thread call ``wait`` where it waits for a batch, with seconds and reply."""
+
+    def arrives(reply: Reply[Any], timeout_s: float) -> bool:
+        if not reply.done():
+            wait(timeout_s, reply)
+        return reply.done()
+
+    pool._loop._thread = CallingThread()  # type: ignore[assignment]
+    monkeypatch.setattr(Reply, "arrives", arrives)
 
 
 class RolloutRequest:
@@ -205,9 +212,9 @@ class Run:
             failure_sink=self,
             staleness=staleness,
         )
-        for bell in ("_changed", "_all_taken", "_all_set_up"):
+        for bell in ("_all_taken", "_all_set_up"):
             setattr(self.pool, bell, self)
-        self.pool._loop._thread = CallingThread()  # type: ignore[assignment]
+        wait_by(monkeypatch, self.pool, self.wait)
         for worker_id in range(num_workers):
             self.join(worker_id)
 
@@ -324,11 +331,11 @@ class Run:
     def ring(self) -> None:
         self.notified = True
 
-    def wait(self, timeout_s: float) -> None:
-        """Let random events happen until one of them notifies the pool."""
+    def wait(self, timeout_s: float, reply: Reply[Any] | None = None) -> None:
+        """Let random events happen until one of them notifies the pool, or answers ``reply``."""
         begin = self.clock.now
         self.notified = False
-        while not self.notified:
+        while not (self.notified or (reply is not None and reply.done())):
             assert self.happen(), f"stalls in batch {self.batch}: {self.about}"
             if self.clock.now >= self.deadline:
                 return

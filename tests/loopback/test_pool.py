@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.pool_simulation import CallingThread, taken
+from helpers.pool_simulation import CallingThread, taken, wait_by
 
 from distcollect.common.replies import Reply
 from distcollect.config import Staleness
@@ -251,7 +251,7 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
         raise interruption
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool._changed, "wait", wait_and_be_interrupted)
+        wait_by(patch, pool, wait_and_be_interrupted)
         with pytest.raises(interruption):
             pool.deliver(1)
     pool.push(FLAT)
@@ -259,14 +259,14 @@ def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
         sender.acknowledge(worker_id, 1)
         transport.versions[worker_id] = 1
 
-    def wait(timeout_s: float) -> None:
+    def wait(*_: Any) -> None:
         transport.answer(1)  # requests left from before
         for worker_id in (0, 1):
             assert pool._delivery is None
             transport.answer(worker_id).arrive()
         assert pool._delivery is not None
 
-    monkeypatch.setattr(pool._changed, "wait", wait)
+    wait_by(monkeypatch, pool, wait)
     rollouts = taken(pool, 1)
     assert [r.header.policy_version for r in rollouts] == [(1, 1), (1, 1)]
     assert [r.header.worker_id for r in rollouts] == [0, 1]
@@ -344,7 +344,7 @@ def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPat
         transport.answer(0)  # it is being fetched
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool._changed, "wait", wait)
+    wait_by(monkeypatch, pool, wait)
     with pytest.raises(KeyboardInterrupt):
         pool.deliver(1)
     pool.close()
