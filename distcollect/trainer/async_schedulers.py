@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 from distcollect.trainer.scheduler import Scheduler
-from distcollect.trainer.staleness import Pacer, SentVersions, StalenessTicket
+from distcollect.trainer.staleness import Pacer, SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
     RolloutRequest,
@@ -91,7 +91,7 @@ class AsyncScheduler(Scheduler):
         self._idle.put(slot, present=self._may_ask(slot))
 
     def _may_ask(self, slot: WorkerSlot) -> bool:
-        if not slot.may_be_asked or slot.collecting is not None or not slot.has_a_slab:
+        if slot.collecting is not None or not slot.may_be_asked or not slot.has_a_slab:
             return False
         # A new process starts with the run's first weights: it is to have the newest ones first.
         return bool(slot.num_requests) or slot.is_up_to_date
@@ -110,10 +110,12 @@ class AsyncScheduler(Scheduler):
         return bool(self._num_begun) and has_room and not self._has_asked_for_all()
 
     def next_slot(self) -> WorkerSlot | None:
-        return self._idle.first() if self._may_request() else None
+        slot = self._idle.first()
+        return slot if slot is not None and self._may_request() else None
 
     def arrived(self, request: RolloutRequest) -> None:
         self._num_waiting += 1
+        self.refresh(request.slot)
 
     def fetched(self, request: RolloutRequest) -> None:
         self._note_oldest(request.slot)
@@ -157,11 +159,10 @@ class BoundedStalenessScheduler(AsyncScheduler):
         self._revision = 0  # of the versions by which these two are sorted
 
     def _by_slack(self, request: RolloutRequest) -> tuple[int, int]:
-        ticket = request.ticket
-        return self._pacer.slack(ticket.worker_id, ticket.version), request.arrival
+        return self._pacer.slack(request.worker_id, request.version), request.arrival
 
     def _is_fresh(self, request: RolloutRequest) -> bool:
-        return request in request.slot.arrived and not self._pacer.too_stale(request.ticket)
+        return request in request.slot.arrived and not self._pacer.too_stale(request)
 
     def _sort(self) -> None:
         if self._revision != self._versions.revision:
@@ -198,15 +199,17 @@ class BoundedStalenessScheduler(AsyncScheduler):
             return None
         needed = self._pacer.needed_slack()
         # The worker that has waited longest comes first: there may not be room for all.
-        firsts = (queue.first() for slack, queue in self._idle_by_slack.items() if slack >= needed)
-        return min((slot for slot in firsts if slot is not None), key=by_last_request, default=None)
+        found: WorkerSlot | None = None
+        for slack, queue in self._idle_by_slack.items():
+            slot = queue.first() if slack >= needed else None
+            if slot and (found is None or by_last_request(slot) < by_last_request(found)):
+                found = slot
+        return found
 
     def choose(self) -> RolloutRequest | None:
         self._sort()
         request = self._arrived.first()
-        if request is None or self._pacer.choose([request.ticket]) is None:
-            return None
-        return request
+        return request if request is not None and self._pacer.may_deliver(request) else None
 
     def choose_to_refer(self) -> RolloutRequest | None:
         self._sort()
@@ -215,11 +218,12 @@ class BoundedStalenessScheduler(AsyncScheduler):
     def choose_among(self, here: Sequence[RolloutRequest]) -> RolloutRequest:
         return min(here, key=self._by_slack)
 
-    def _ticket(self, slot: WorkerSlot) -> StalenessTicket:
-        return self._pacer.ask(slot.worker_id, slot.acknowledged)
+    def requested(self, request: RolloutRequest) -> None:
+        super().requested(request)
+        self._pacer.ask(request)
 
-    def offered(self, ticket: StalenessTicket, version: int) -> None:
-        self._pacer.arrived(ticket, version)
+    def offered(self, request: RolloutRequest, version: int) -> None:
+        self._pacer.arrived(request, version)
 
     def arrived(self, request: RolloutRequest) -> None:
         super().arrived(request)
@@ -230,11 +234,11 @@ class BoundedStalenessScheduler(AsyncScheduler):
         pass
 
     def delivered(self, request: RolloutRequest) -> None:
-        self._pacer.delivered(request.ticket)
+        self._pacer.delivered(request)
 
     def given_up(self, request: RolloutRequest, *, is_wanted: bool) -> None:
         super().given_up(request, is_wanted=is_wanted)
-        self._pacer.given_up(request.ticket)
+        self._pacer.given_up(request)
 
 
 class RoundRobinScheduler(Scheduler):
@@ -259,19 +263,23 @@ class RoundRobinScheduler(Scheduler):
         # It starts level with the worker that has delivered least.
         first = self._in_line.first()
         slot.turn = 0 if first is None else first.turn
+        self._line_up(slot)
         super().joined(slot)
 
     def leaves(self, slot: WorkerSlot) -> None:
         if slot.is_gone:
             for request in slot.arrived:
                 self.fetched(request)
+        self._line_up(slot)
         super().leaves(slot)
 
+    def _line_up(self, slot: WorkerSlot) -> None:
+        self._in_line.put(slot, present=not (slot.is_reserved or slot.is_gone))
+
     def refresh(self, slot: WorkerSlot) -> None:
-        is_in_line = not (slot.is_reserved or slot.is_gone)
-        self._in_line.put(slot, present=is_in_line)
-        self._at_work.put(slot, present=is_in_line and not slot.is_idle)
-        is_idle = slot.may_be_asked and slot.is_idle
+        is_idle = slot.is_idle
+        self._at_work.put(slot, present=not is_idle and slot in self._in_line)
+        is_idle = is_idle and slot.may_be_asked
         self._idle.put(slot, present=is_idle)
         if is_idle and not slot.is_up_to_date:
             self._idle_behind.add(slot)
@@ -304,4 +312,6 @@ class RoundRobinScheduler(Scheduler):
 
     def delivered(self, request: RolloutRequest) -> None:
         request.slot.turn += 1
-        self.refresh(request.slot)
+        if not request.slot.is_gone:
+            self._line_up(request.slot)
+            self.refresh(request.slot)

@@ -129,7 +129,7 @@ class PoolCore:
             slot.become(SlotState.LEAVING)
             self._forget_setup(slot)
             self._scheduler.leaves(slot)
-        self._fetch_ahead()
+        self._give_up_stale()
         self._fetch_from(slot)
         self.requests.check_drained(slot)
         self._advance()
@@ -141,6 +141,7 @@ class PoolCore:
             self._forget_setup(slot)
             self.requests.vacate(slot)
             self._scheduler.leaves(slot)
+            self._fetch_ahead()
         # Also if it is only certain now that there is no replacement: its share waited for that.
         self._advance()
 
@@ -224,8 +225,8 @@ class PoolCore:
         is_wanted = self.requests.offered(request, offer, now)
         self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
         if is_wanted:
-            self._fetch_ahead()
-            if self._plan.sync:
+            self._give_up_stale()
+            if self._plan.sync or len(self.requests.arrived) <= self._max_fetched:
                 self.requests.fetch(request)
             else:
                 self._fetch_from(request.slot)
@@ -287,7 +288,9 @@ class PoolCore:
         self._scheduler.begin()
         if wanted is not Wanted.ALL:
             referred, self._refers = self._refers, wanted is Wanted.REFERENCE
-            self._max_fetched = 0 if self._refers else _PREFETCH
+            max_fetched, self._max_fetched = self._max_fetched, 0 if self._refers else _PREFETCH
+            if self._max_fetched > max_fetched:
+                self._fetch_ahead()
             if referred and not self._refers:
                 for slot in self.slots:
                     self._fetch_from(slot)
@@ -410,12 +413,12 @@ class PoolCore:
 
     def _give_up_stale(self) -> None:
         if self._drops_stale and self.requests.give_up_stale():
+            self._fetch_ahead()
             self._ask()
 
     def _fetch_ahead(self) -> None:
-        """Fetch what there is room for. In sync mode rollouts are fetched when they arrive."""
-        self._give_up_stale()
-        if not self._plan.sync:
+        """Fetch what there is room for, as some do not wait any more."""
+        if not self._plan.sync:  # else all are fetched when they arrive
             for request in self.requests.arrived.first(self._max_fetched):
                 self.requests.fetch(request)
 
@@ -431,7 +434,7 @@ class PoolCore:
             self._give_up_stale()
             return self.requests.arrived.num_here == self._plan.num_rollouts
         if self.wanted is Wanted.NEXT:
-            self._fetch_ahead()
+            self._give_up_stale()
             self._chosen = self._scheduler.choose()
             if self._chosen is None:
                 return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from distcollect.trainer.scheduler import Scheduler
-from distcollect.trainer.staleness import SentVersions, StalenessTicket
+from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
     RolloutRequest,
@@ -67,11 +67,11 @@ class SyncScheduler(Scheduler):
         coming = self._slots.num_coming if self._plan.waits_for_missing else 0
         return self._idle_again.first() if self._num_wanted > others + coming else None
 
-    def requested(self, slot: WorkerSlot) -> StalenessTicket:
-        slot.batch = self._batch
+    def requested(self, request: RolloutRequest) -> None:
+        super().requested(request)
+        request.slot.batch = self._batch
         self._num_wanted -= 1
-        self._without_share.discard(slot)
-        return super().requested(slot)
+        self._without_share.discard(request.slot)
 
     def given_up(self, request: RolloutRequest, *, is_wanted: bool) -> None:
         super().given_up(request, is_wanted=is_wanted)

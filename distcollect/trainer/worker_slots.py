@@ -211,7 +211,7 @@ class WorkerSlot:
     @property
     def has_a_slab(self) -> bool:
         """Whether there is memory for one more rollout."""
-        return self.num_requests - min(self.unsettled, default=self.num_requests) < NUM_SLABS
+        return self.num_requests - NUM_SLABS not in self.unsettled
 
     @property
     def is_idle(self) -> bool:
@@ -225,12 +225,11 @@ class WorkerSlot:
 
 
 @dataclass(eq=False, slots=True)
-class RolloutRequest:
+class RolloutRequest(StalenessTicket):
     """A rollout that was requested.
 
     Attributes:
         slot: the worker's process.
-        ticket: the lowest policy_version of its frames, as far as that is known.
         number: which of that process's rollouts, counted from 0.
         epoch: how often all requests had been given up before this one.
         asked_at: when the request was sent, in nanoseconds.
@@ -241,7 +240,6 @@ class RolloutRequest:
     """
 
     slot: WorkerSlot
-    ticket: StalenessTicket
     number: int
     epoch: int
     asked_at: int = 0

@@ -335,7 +335,9 @@ class Run:
         """Let random events happen until one of them notifies the pool, or answers ``reply``."""
         begin = self.clock.now
         self.notified = False
-        while not (self.notified or (reply is not None and reply.done())):
+        if reply is not None:
+            reply.add_done_callback(lambda _: self.ring())
+        while not self.notified:
             assert self.happen(), f"stalls in batch {self.batch}: {self.about}"
             if self.clock.now >= self.deadline:
                 return
