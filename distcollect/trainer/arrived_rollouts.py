@@ -58,21 +58,22 @@ class ArrivedRollouts:
 
     def become(self, request: RolloutRequest, state: RolloutState) -> None:
         """Change the state of one that keeps waiting."""
-        self._count(request, -1)
+        if request.state is RolloutState.FETCHING:
+            self.num_fetching -= 1
         request.become(state)
-        self._count(request, 1)
+        if state is RolloutState.FETCHING:
+            self.num_fetching += 1
+        elif state is RolloutState.HERE:
+            self.num_here += 1
 
     def remove(self, request: RolloutRequest) -> None:
         """One waits no longer."""
         del self._all[request]
         request.slot.arrived.remove(request)
-        self._count(request, -1)
-
-    def _count(self, request: RolloutRequest, number: int) -> None:
-        if request.state is RolloutState.HERE:
-            self.num_here += number
-        elif request.state is RolloutState.FETCHING:
-            self.num_fetching += number
+        if request.state is RolloutState.FETCHING:
+            self.num_fetching -= 1
+        elif request.state is RolloutState.HERE:
+            self.num_here -= 1
 
     def clear(self) -> None:
         """None waits any longer."""

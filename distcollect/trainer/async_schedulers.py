@@ -14,6 +14,7 @@ from distcollect.trainer.worker_slots import (
     BatchPlan,
     RolloutRequest,
     RolloutState,
+    SlotLine,
     SlotQueue,
     WorkerSlot,
     WorkerSlots,
@@ -84,7 +85,7 @@ class AsyncScheduler(Scheduler):
         super().__init__(plan, slots, versions)
         self._num_begun = 0  # batches that the user has asked for
         self._num_waiting = 0  # rollouts that arrived and were not delivered
-        self._idle = SlotQueue(by_last_request)
+        self._idle = SlotLine()  # those that may be asked
         self._deliverable = RequestQueue(_by_arrival, _is_here_and_oldest)
 
     def refresh(self, slot: WorkerSlot) -> None:

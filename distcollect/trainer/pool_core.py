@@ -246,6 +246,7 @@ class PoolCore:
     def not_fetched(self, request: RolloutRequest, error: BaseException) -> None:
         """A rollout can't be fetched."""
         self.requests.not_fetched(request)
+        self._fetch_ahead()
         self._failed(request.slot, error)
 
     def kept(self, request: RolloutRequest) -> None:

@@ -5,6 +5,7 @@ Pure: no clock, no thread, no socket.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -158,7 +159,6 @@ class WorkerSlot:
         arrived: requests whose rollout waits for delivery, in the order of their arrival.
         batch: number of the last sync batch that it collects for.
         last_request: number of its last request among those of the pool.
-        queue: in sync mode, the one of the scheduler's queues that it is in.
         turn: with ``in_turn``, how many rollouts it has delivered.
     """
 
@@ -181,7 +181,6 @@ class WorkerSlot:
     arrived: list[RolloutRequest] = field(default_factory=list)
     batch: int = -1
     last_request: int = 0
-    queue: SlotQueue | None = None
     turn: int = 0
 
     def become(self, state: SlotState) -> None:
@@ -263,6 +262,31 @@ class RolloutRequest(StalenessTicket):
                 f"{self.slot.incarnation}: it is {self.state.value} and can't become {state.value}"
             )
         self.state = state
+
+
+class SlotLine:
+    """Slots in the order in which they were put in. Each operation takes constant time."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        # Not a plain dict: finding the first key of that takes time when many were removed.
+        self._slots: OrderedDict[WorkerSlot, None] = OrderedDict()
+
+    def put(self, slot: WorkerSlot, *, present: bool = True) -> None:
+        """Have ``slot`` in the line, or not; one that is in it keeps its place."""
+        if present:
+            self._slots[slot] = None
+        else:
+            self._slots.pop(slot, None)
+
+    def first(self) -> WorkerSlot | None:
+        """The slot that was put in first; None if there is none."""
+        return next(iter(self._slots), None)
+
+    def take_all(self, other: SlotLine) -> None:
+        """Put all slots of another line at the end of this one."""
+        self._slots.update(other._slots)
+        other._slots.clear()
 
 
 class SlotQueue:
