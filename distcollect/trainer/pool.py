@@ -341,6 +341,8 @@ class Pool:
         deadline_s: float | None = None,
     ) -> Delivery:
         """Wait for a batch; after ``deadline_s`` take what the workers have by then."""
+        exit_if_requested()
+        self._check()
         end = time.monotonic() + timeout_s
         try:
             reply = self._loop.begin(self._want, wanted, keep_s, claimed)
@@ -365,13 +367,11 @@ class Pool:
 
     def _arrives(self, reply: Reply[Delivery], deadline: float) -> bool:
         """Wait until the batch is there; whether it is at the deadline."""
-        while not reply.done():
+        while not reply.arrives(min(deadline - time.monotonic(), LOOK_UP_S)):
             exit_if_requested()
             self._check()
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if time.monotonic() >= deadline:
                 return False
-            reply.arrives(min(remaining, LOOK_UP_S))
         return True
 
     # What the event loop does for the user's thread.

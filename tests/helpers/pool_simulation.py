@@ -52,7 +52,7 @@ def wait_by(
     """Have the user's thread call ``wait`` where it waits for a batch, with seconds and reply."""
 
     def arrives(reply: Reply[Any], timeout_s: float) -> bool:
-        if not reply.done():
+        if not reply.done() and timeout_s > 0:
             wait(timeout_s, reply)
         return reply.done()
 
