@@ -5,62 +5,24 @@ Pure: no clock, no thread, no socket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Sequence
 
+from distcollect.trainer.queues import (
+    RequestQueue,
+    SlotLine,
+    SlotQueue,
+    by_last_request,
+    by_turn,
+)
 from distcollect.trainer.scheduler import Scheduler
 from distcollect.trainer.staleness import Pacer, SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
     RolloutRequest,
     RolloutState,
-    SlotLine,
-    SlotQueue,
     WorkerSlot,
     WorkerSlots,
-    by_last_request,
-    by_turn,
 )
-
-
-class RequestQueue:
-    """Requests in the order of a key; those that are not wanted any more leave by themselves.
-
-    Each operation takes time O(log n), on average over many.
-    """
-
-    def __init__(
-        self,
-        key: Callable[[RolloutRequest], tuple[int, int]],
-        is_wanted: Callable[[RolloutRequest], bool],
-    ) -> None:
-        """Start empty; no two requests have the same ``key``."""
-        self._key = key
-        self._is_wanted = is_wanted
-        self._heap: list[tuple[tuple[int, int], RolloutRequest]] = []
-        self._max_length = 16
-
-    def put(self, request: RolloutRequest) -> None:
-        """Have a request in the queue."""
-        heappush(self._heap, (self._key(request), request))
-        if len(self._heap) > self._max_length:
-            self.sort_again()
-            self._max_length = 2 * len(self._heap) + 16
-
-    def sort_again(self) -> None:
-        """Keys have changed. Takes time O(n)."""
-        requests = [request for _, request in self._heap if self._is_wanted(request)]
-        self._heap = [(self._key(request), request) for request in requests]
-        heapify(self._heap)
-
-    def first(self) -> RolloutRequest | None:
-        """The request with the lowest key; None if there is none."""
-        while self._heap:
-            _, request = self._heap[0]
-            if self._is_wanted(request):
-                return request
-            heappop(self._heap)
-        return None
 
 
 def _by_arrival(request: RolloutRequest) -> tuple[int, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from distcollect.trainer.queues import SlotLine
 from distcollect.trainer.scheduler import Scheduler
 from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
     RolloutRequest,
-    SlotLine,
     WorkerSlot,
     WorkerSlots,
 )

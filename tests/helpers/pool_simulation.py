@@ -29,9 +29,9 @@ FLAT = torch.zeros(16, dtype=torch.uint8)
 
 def taken(pool: Pool, timeout_s: float) -> list[Rollout]:
     """The rollouts of the next batch, which the user has then."""
-    delivery = pool.deliver(timeout_s)
+    delivery = pool.deliveries.get(timeout_s)
     rollouts = delivery.rollouts
-    pool.claim(delivery.number)
+    pool.deliveries.claim(delivery.number)
     return rollouts
 
 
@@ -205,6 +205,7 @@ class Run:
         self.on_acknowledged: Any = None
         self.on_left_out: Any = None
         monkeypatch.setattr("distcollect.trainer.pool.time", self.clock)
+        monkeypatch.setattr("distcollect.trainer.deliveries.time", self.clock)
         self.pool = Pool(
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
@@ -589,8 +590,8 @@ class Run:
         return rollouts
 
     def hand_over(self, timeout_s: float) -> None:
-        delivery = self.pool.hand_over(timeout_s, 60)
-        self.pool.claim(delivery.number)
+        delivery = self.pool.deliveries.hand_over(timeout_s, 60)
+        self.pool.deliveries.claim(delivery.number)
         [request] = delivery.requests
         offer = request.offer
         assert isinstance(offer, RolloutRequest)
@@ -653,7 +654,7 @@ class Run:
         return self
 
     def note_interruption(self) -> None:
-        is_complete = self.pool._delivery is not None
+        is_complete = self.pool.deliveries._last is not None
         self.counts["interrupted when complete"] += is_complete
         if not is_complete:
             self.interrupted = None

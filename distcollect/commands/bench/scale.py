@@ -189,13 +189,13 @@ class _Run:
         """Get batches as a collector does."""
         number = 0
         for _ in range(num_batches):
-            delivery = self.pool.deliver(_LIMIT_S, number)
+            delivery = self.pool.deliveries.get(_LIMIT_S, number)
             number = delivery.number
             headers = [rollout.header for rollout in delivery.rollouts]
             lags = [(header.worker_id, [(0, header.num_frames)]) for header in headers]
-            self.pool.delivered(number, lags, {})
+            self.pool.deliveries.note(number, lags, {})
             del delivery
-        self.pool.claim(number)
+        self.pool.deliveries.claim(number)
 
     def close(self) -> None:
         self.pool.close()
