@@ -14,8 +14,9 @@ from distcollect.policy.weight_layout import published
 from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.supervision.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.trainer.deliveries import Delivery
 from distcollect.trainer.handover import HandoverReceiver, RolloutReference
-from distcollect.trainer.pool import Delivery, Pool
+from distcollect.trainer.pool import Pool
 from distcollect.trainer.publisher import Publisher
 from distcollect.trainer.remote_calls import RemoteCalls, evaluators
 from distcollect.trainer.worker_slots import BatchPlan
@@ -165,7 +166,7 @@ class Session:
         while True:
             self.workers.await_enough()
             try:
-                return self.pool.deliver(timeout_s, claimed)
+                return self.pool.deliveries.get(timeout_s, claimed)
             except BatchTimeout:
                 if not self.workers.is_elastic or self.workers.num_present:
                     raise
@@ -195,7 +196,7 @@ class Session:
 
         Raises: as :meth:`gather`.
         """
-        delivery = self.pool.hand_over(timeout_s, keep_s, claimed)
+        delivery = self.pool.deliveries.hand_over(timeout_s, keep_s, claimed)
         [request] = delivery.requests
         assert request.offer is not None
         reference = RolloutReference(

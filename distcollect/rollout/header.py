@@ -80,8 +80,7 @@ class Header:
     wire_form: WireForm = WireForm.PACKED
 
 
-@dataclass(frozen=True)
-class Rollout:
+class Rollout(NamedTuple):
     """A rollout at the trainer: its header, and its tensors as they travelled."""
 
     header: Header

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from distcollect.common.reminder import Reminder
-from distcollect.common.threads import LOOK_UP_S
+from distcollect.common.replies import LOOK_UP_S
 from distcollect.config import Faults
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
 from distcollect.launch.preemption import exit_if_requested

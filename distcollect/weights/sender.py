@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.threads import SerialThread, missing
+from distcollect.common.replies import missing
+from distcollect.common.threads import SerialThread
 from distcollect.config import WeightSync
 from distcollect.errors import DistCollectError, WeightsTimeout, WorkerError, WorkerLost
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, checksum

@@ -245,9 +245,9 @@ TARGETS: tuple[Target, ...] = (
     *(_bookkeeping(mode) for mode in ("sync", "async", "paced", "in turn", "replacement")),
     *(
         _at_most(
-            f"us of bookkeeping of a rollout, 1,000 workers, {mode}",
+            f"us of Python for a rollout, 1,000 workers, {mode}",
             60,
-            ("scale", f"{mode}-1000", "us_per_rollout"),
+            ("scale", f"{mode}-1000", "us_of_python"),
         )
         for mode in ("sync", "async", "paced", "in turn")
     ),
