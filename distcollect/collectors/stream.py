@@ -218,7 +218,9 @@ class BatchStream(ABC):
         self._background: Background | None = None
         self._closes_envs = True
         self._monitor_thread = MonitorThread(options.monitor, options.trace)
-        self._stats_recorder = StatsRecorder(trace=self._monitor_thread.trace)
+        self._stats_recorder = StatsRecorder(
+            trace=self._monitor_thread.trace, metrics=self._monitor_thread.metrics
+        )
         self._is_released = False
         self._last_stats: list[Stats] = []  # what the monitor is closed with
         self._close_monitor = Closing(

@@ -113,6 +113,7 @@ def _episodes(stats: Stats) -> list[str]:
         f"{episodes.count:,} episodes",
         f"return {episodes.mean_return:,.4g} ({spread})",
         f"length {episodes.mean_length:,.4g}",
+        *(f"{name} {value:,.4g}" for name, value in episodes.metrics.items()),
     ]
 
 

@@ -54,6 +54,7 @@ class MonitorThread:
 
     Attributes:
         trace: the trace that spans are written to; None: no trace.
+        metrics: names of the metrics of episodes.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class MonitorThread:
         options = Monitor() if options is None else options
         if not isinstance(options, Monitor):
             raise ArgumentTypeError(f"monitor={options!r}: must be a distcollect.Monitor")
+        self.metrics = tuple(options.metrics)
         self._writers: list[Writer] = []
         self._latest: Callable[[], Stats | None] = lambda: None
         self._last: Stats | None = None
