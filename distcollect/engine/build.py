@@ -31,6 +31,7 @@ def build_engine(
     incarnation: int = 0,
     shared: bool = False,
     counter: StepCounter | None = None,
+    for_evaluation: bool = False,
 ) -> EngineBase:
     """Make the envs and the policy of ``plan``, and try them out.
 
@@ -41,6 +42,7 @@ def build_engine(
         incarnation: number of the process in that slot, counted from 0; env makers are given it.
         shared: the policy is the user's own object, not a copy.
         counter: counts the engine's frames; None: a new one.
+        for_evaluation: env makers are told that the policy is evaluated in these envs.
 
     Raises:
         ArgumentError: an option that these envs do not support.
@@ -48,7 +50,13 @@ def build_engine(
         PolicyError: the policy can't be made, raised, or its output doesn't fit the action space.
     """
     contexts = [
-        EnvContext(worker_id=worker_id, env_index=index, incarnation=incarnation, seed=None)
+        EnvContext(
+            worker_id=worker_id,
+            env_index=index,
+            incarnation=incarnation,
+            seed=None,
+            for_evaluation=for_evaluation,
+        )
         for index in range(plan.num_envs)
     ]
     envs = make_envs(
@@ -142,6 +150,7 @@ def build_evaluator(
             incarnation=incarnation,
             shared=shared,
             counter=counter,
+            for_evaluation=True,
         )
 
     return Evaluator(make_engine)
