@@ -208,8 +208,8 @@ class Monitor:
 
     Attributes:
         view: show how the run is going: on a terminal (standard error) in a display at the bottom,
-            elsewhere in lines of the logger ``distcollect`` at level INFO. None: yes, unless the
-            environment variable DISTCOLLECT_VIEW is 0.
+            in a notebook below the cell, elsewhere in lines of the logger ``distcollect`` at level
+            INFO. None: yes, unless the environment variable DISTCOLLECT_VIEW is 0.
         run_dir: a folder, made if needed. Every ``every_s`` a line of JSON is appended to
             ``stats.jsonl`` there, for ``distcollect top``, ``distcollect report`` and
             ``Stats.from_dict``; less often with hundreds of workers, whose lines are long. While

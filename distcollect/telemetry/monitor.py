@@ -17,7 +17,13 @@ from distcollect.config import Monitor
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
 from distcollect.telemetry.bottleneck import find_bottleneck
-from distcollect.telemetry.display import Display, is_terminal, log_line
+from distcollect.telemetry.display import (
+    Display,
+    NotebookDisplay,
+    is_notebook,
+    is_terminal,
+    log_line,
+)
 from distcollect.telemetry.prometheus import open_prometheus
 from distcollect.telemetry.stats_file import STATS_FILE, JsonLines
 from distcollect.telemetry.tensorboard import open_tensorboard
@@ -110,6 +116,8 @@ class MonitorThread:
         if wants_view(options):
             if is_terminal(sys.stderr):
                 add(Display())
+            elif is_notebook():
+                add(NotebookDisplay())
             elif log.isEnabledFor(logging.INFO):
                 add(LogLines())
 

@@ -137,7 +137,7 @@ def test_an_env_with_an_id_can_be_made_from_it(tmp_path: Path) -> None:
 def test_without_a_whole_episode_there_is_no_data_set(tmp_path: Path) -> None:
     saved_episodes(tmp_path)
     target = MinariTarget(NAME, "random")
-    with pytest.raises(dc.ArgumentError, match="no episode of the 3 frames .* collect more"):
+    with pytest.raises(dc.ArgumentError, match=r"no episode of the 3 frames .* collect more"):
         target.write(tmp_path, 3, Nested(0), {})
     assert not target.folder.exists()
 
