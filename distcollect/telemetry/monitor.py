@@ -87,9 +87,11 @@ class MonitorThread:
         self._begun = False
         self._closed = False
         path = options.trace if trace is None else trace
-        self.trace = None if path is None else Trace(path)
+        self.trace: Trace | None = None
         try:
             self._open(options)
+            if path is not None:  # it may be in the run_dir, which is there now
+                self.trace = Trace(path)
         except BaseException:
             self._drop_all()
             self._close_trace()
