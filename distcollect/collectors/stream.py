@@ -416,7 +416,8 @@ class BatchStream(ABC):
             try:
                 self._check_not_over()
             except StopIteration:
-                # What was collected in vain for a buffer is one more turn of the caller's loop.
+                # Batches were collected, but no whole trajectory for the buffer: one more turn of
+                # the caller's loop.
                 if self._options.replay_buffer is not None and progress.batches > before:
                     return None, progress
                 self._drop_trajectories()
