@@ -368,11 +368,13 @@ class Evaluation:
         returns: float64 ``[E]``, the sum of rewards of each episode.
         lengths: int64 ``[E]``, the length of each episode in frames.
         policy_version: int64 ``[E]``, the version of the policy that played the episode.
+        metrics: for each metric of ``Monitor(metrics=...)``, float64 ``[E]``: its values.
     """
 
     returns: torch.Tensor
     lengths: torch.Tensor
     policy_version: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, parts: Sequence[Evaluation]) -> Evaluation:
@@ -381,6 +383,7 @@ class Evaluation:
             torch.cat([part.returns for part in parts]),
             torch.cat([part.lengths for part in parts]),
             torch.cat([part.policy_version for part in parts]),
+            {name: torch.cat([p.metrics[name] for p in parts]) for name in parts[0].metrics},
         )
 
     @property

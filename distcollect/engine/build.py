@@ -153,4 +153,4 @@ def build_evaluator(
             for_evaluation=True,
         )
 
-    return Evaluator(make_engine)
+    return Evaluator(make_engine, plan.metrics)

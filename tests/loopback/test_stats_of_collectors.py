@@ -160,6 +160,8 @@ def test_metrics_of_workers(sync: bool) -> None:
         while not (stats.workers and all(w.num_episodes for w in stats.workers.values())):
             collector.next()
             stats = collector.stats()
+        evaluated = collector.evaluate(4)
+    assert sorted(evaluated.metrics["success"].tolist()) == [0.0, 0.0, 1.0, 1.0]
     assert [w.metrics for w in stats.workers.values()] == [{"success": 0.0}, {"success": 1.0}]
     share = stats.workers[1].num_episodes / stats.episodes.count
     assert stats.episodes.metrics == {"success": pytest.approx(share)}

@@ -62,6 +62,23 @@ def test_values_are_those_of_the_last_frames(kind: str) -> None:
     assert stats.workers[0].metrics == pytest.approx(means)
 
 
+@pytest.mark.parametrize("kind", ["plain", "sync-disabled"])
+def test_evaluations_have_them(kind: str) -> None:
+    monitor = dc.Monitor(metrics={"steps": ("next", "ratio"), "ended": ("next", "done")})
+    with pytest.raises(dc.ArgumentError, match="no such entry"):
+        dc.SyncDataCollector(
+            CountingMaker(kind, 3), frames_per_batch=6, info_keys=["ratio"], monitor=monitor
+        )
+    monitor = dc.Monitor(metrics={"steps": ("next", "ratio"), "late": ("next", "truncated")})
+    with dc.SyncDataCollector(
+        CountingMaker(kind, 3), frames_per_batch=6, info_keys=["ratio"], monitor=monitor
+    ) as collector:
+        found = collector.evaluate(9)
+    assert len(set(found.lengths.tolist())) > 2
+    assert (found.metrics["steps"] * 4 == found.lengths).all()
+    assert 0 < found.metrics["late"].mean() < 1
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", ["plain", "batched", "not of tensors only"])
 def test_values_of_torchrl_envs(kind: str) -> None:

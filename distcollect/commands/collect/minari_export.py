@@ -52,7 +52,7 @@ class MinariTarget:
         except ImportError as error:
             raise ArgumentError(
                 f"--minari {self.dataset_id}: {error}; install it with "
-                "pip install 'distcollect[minari]'"
+                "pip install 'distcollect[minari]', with Python 3.11 or newer"
             ) from error
         try:
             parse_dataset_id(self.dataset_id)
