@@ -252,6 +252,7 @@ class CollectorOptions:
             models=self.named_models,
             max_env_faults=self.fault_limits.max_env_faults,
             traces=traces,
+            metrics=self.monitor.metrics if self.monitor is not None else {},
         )
 
 
