@@ -20,7 +20,7 @@ from distcollect.collectors.users_code import users_stack_level
 from distcollect.common.suggestions import unknown_argument
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.launch.worker_hosts import current
+from distcollect.launch.open_hosts import current
 
 # Accepted, and ignored: the comment says why nothing is lost.
 NO_EFFECT = frozenset(

@@ -17,7 +17,7 @@ from distcollect.collectors.users_code import users_stack_level
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from distcollect.envs.make import check_env_id, is_env, make_by_id, space_of
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.launch.worker_hosts import current
+from distcollect.launch.open_hosts import current
 from distcollect.rollout.spaces import leaves_of
 
 

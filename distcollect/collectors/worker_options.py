@@ -16,7 +16,7 @@ from distcollect.config import EvaluationWorkers, Staleness, WeightSync
 from distcollect.engine.plan import StepOptions
 from distcollect.errors import ArgumentError
 from distcollect.launch.cpu_placement import num_cores
-from distcollect.launch.worker_hosts import current
+from distcollect.launch.open_hosts import current
 from distcollect.weights.updaters import WeightUpdaterBase
 
 

@@ -16,12 +16,13 @@ from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
 from distcollect.launch.exit_deadline import interpreter_exit_deadline
 from distcollect.launch.exit_deadline import timeout_s as exit_timeout_s
 from distcollect.launch.main_call import MainCall
+from distcollect.launch.open_hosts import current, set_launched
 from distcollect.launch.preemption import Interrupted
 from distcollect.launch.rendezvous import listen_address, listen_spec, own_address, read_token
 from distcollect.launch.run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.supervisor import supervise_rank
 from distcollect.launch.topology import Launch, Launcher, own_name
-from distcollect.launch.worker_hosts import WorkerHosts, current, set_launched
+from distcollect.launch.worker_hosts import WorkerHosts
 from distcollect.net.interfaces import LOOPBACK
 from distcollect.transport.peer_ids import identify
 

@@ -16,8 +16,8 @@ from distcollect.common.reminder import Reminder
 from distcollect.common.threads import LOOK_UP_S
 from distcollect.config import Faults
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
+from distcollect.launch.open_hosts import open_hosts
 from distcollect.launch.preemption import exit_if_requested
-from distcollect.launch.worker_hosts import open_hosts
 from distcollect.results import WorkerState
 from distcollect.supervision.host_events import PostedHostEvents
 from distcollect.supervision.interfaces import MembershipObserver

@@ -10,8 +10,9 @@ import pytest
 from distcollect.common import reminder
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import CollectorStateError, DeadlineError, LaunchError
+from distcollect.launch.open_hosts import open_hosts, set_launched
 from distcollect.launch.rendezvous import listen_address
-from distcollect.launch.worker_hosts import HostEvents, WorkerHosts, open_hosts, set_launched
+from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
 from distcollect.net.messages import (
     Exited,
     Kill,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import distcollect as dc
+from distcollect.launch.open_hosts import open_hosts
 from distcollect.launch.topology import Launch, Launcher, first_host, last_host, one_of_several
-from distcollect.launch.worker_hosts import open_hosts
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run",
