@@ -73,6 +73,7 @@ class Session:
             lambda worker_id: plans[worker_id % len(plans)],
             listen=options.listen,
             local=options.is_local,
+            ray=options.ray,
         )
         try:
             self._connect(stats_recorder)

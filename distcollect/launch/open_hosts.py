@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.cpu_placement import num_cores
+from distcollect.launch.ray_placer import RayPlacer
+from distcollect.launch.ray_settings import RaySettings
 from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import one_of_several
@@ -47,14 +50,22 @@ def _refuse_several() -> None:
 
 
 def open_hosts(
-    num_workers: int | None, listen: str | None = None, *, local: bool = False
+    num_workers: int | None,
+    listen: str | None = None,
+    *,
+    local: bool = False,
+    ray: RaySettings | None = None,
+    patience_s: float = 0.0,
 ) -> WorkerHosts:
     """The launch's hosts, or this host alone without a launch; for one collector until detached.
 
     Args:
-        num_workers: local workers to start without a launch; None: one for each core.
+        num_workers: local workers to start without a launch; None: one for each core. With ``ray``:
+            workers that Ray is to start.
         listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
         local: use this host alone, even in a launch; nobody else can join.
+        ray: use the hosts of a Ray cluster, even in a launch.
+        patience_s: with ``ray``: how long to wait for enough workers.
 
     Raises:
         CollectorStateError: another collector has the launch's hosts.
@@ -64,6 +75,9 @@ def open_hosts(
             several of a launch, or the run's workers are in other jobs, and the script does not
             call :func:`~distcollect.run`.
     """
+    if ray is not None:
+        assert num_workers is not None
+        return _open_ray(ray, num_workers, listen, patience_s)
     if _launched is not None and not local:
         if listen is not None:
             raise ArgumentError(
@@ -89,6 +103,27 @@ def open_hosts(
     token = read_token() or secrets.token_hex(16)
     num_local = num_cores() if num_workers is None else num_workers
     hosts = WorkerHosts(address, token, num_local=num_local, port=port)
+    if _launched is not None:
+        _launched.local_hosts.add(hosts)
+    return hosts
+
+
+def _open_ray(
+    settings: RaySettings, num_workers: int, listen: str | None, patience_s: float
+) -> WorkerHosts:
+    with contextlib.ExitStack() as on_error:
+        placer = RayPlacer(settings)
+        on_error.callback(placer.close)
+        address, port = listen_address(listen, default=placer.address)
+        hosts = WorkerHosts(
+            address,
+            read_token() or secrets.token_hex(16),
+            num_expected=num_workers,
+            patience_s=patience_s,
+            placer=placer,
+            port=port,
+        )
+        on_error.pop_all()
     if _launched is not None:
         _launched.local_hosts.add(hosts)
     return hosts

@@ -70,6 +70,7 @@ def supervise(
     placement: CpuPlacement,
     timeout_s: float,
     patience_s: float | None = None,
+    name: str = "",
 ) -> None:
     """Start and watch worker processes as the trainer requests, until it needs them no more.
 
@@ -84,6 +85,7 @@ def supervise(
         timeout_s: how long to try to reach the trainer.
         patience_s: how long to try to reach it again, after it was lost or said that it would be
             started again; None: a minute, and not if nobody listens at its address any more.
+        name: what to call this process in an error; "": after its rank.
 
     Raises:
         LaunchError: the trainer can't be reached, or refused.
@@ -98,6 +100,7 @@ def supervise(
             placement=placement,
             timeout_s=timeout_s,
             patience_s=patience_s,
+            name=name or ("this process" if rank is None else f"rank {rank}"),
         )
 
 
@@ -109,6 +112,7 @@ def _supervise(
     placement: CpuPlacement,
     timeout_s: float,
     patience_s: float | None,
+    name: str,
 ) -> None:
     joined_before = False
     while True:
@@ -118,7 +122,7 @@ def _supervise(
                 find,
                 SupervisorHello(rank=rank),
                 timeout_s,
-                name="this process" if rank is None else f"rank {rank}",
+                name=name,
                 give_up_if_refused=joined_before and patience_s is None,
             )
             goodbye = _serve(connection, trainer, placement, signals)

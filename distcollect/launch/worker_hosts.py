@@ -14,6 +14,7 @@ from distcollect.common.reminder import wait_for
 from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError, LaunchError
 from distcollect.launch.cpu_placement import Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.launch.placement import Placer
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -45,6 +46,9 @@ class HostEvents(JoinServerEvents, ProcessEvents):
     def slot_opened(self, worker_id: int) -> None:
         """Processes for this slot can be started from now on."""
 
+    def slot_given_up(self, worker_id: int, reason: str) -> None:
+        """The supervisor of this slot is not there, and will not come any more."""
+
     def slot_closed(self, worker_id: int) -> None:
         """No process for this slot can be started any more; a running one may go on."""
 
@@ -74,6 +78,7 @@ class WorkerHosts(JoinServerEvents):
         num_local: int = 0,
         num_expected: int | None = None,
         patience_s: float = 0.0,
+        placer: Placer | None = None,
         port: int = 0,
     ) -> None:
         """Listen on ``address``.
@@ -87,6 +92,7 @@ class WorkerHosts(JoinServerEvents):
             num_expected: how many workers are expected to join by themselves, at any time; None:
                 none.
             patience_s: see above.
+            placer: has the expected workers started, for one collector; None: something else does.
             port: to listen on; 0: any that is free.
 
         Raises:
@@ -100,6 +106,7 @@ class WorkerHosts(JoinServerEvents):
         self.patience_s = patience_s
         self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()
         self._num_expected = num_expected
+        self._placer = placer
         self._token = token
         self._num_ranks = num_ranks
         self._num_local = num_local
@@ -121,6 +128,28 @@ class WorkerHosts(JoinServerEvents):
     def is_elastic(self) -> bool:
         """Whether workers join and leave at any time, so that the trainer waits for enough."""
         return self._num_expected is not None
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a scheduler starts the workers, so that the first ones come at about one time."""
+        return self._placer is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no further worker is expected soon."""
+        return self._placer is None or self._placer.is_settled
+
+    @property
+    def supervised(self) -> list[int]:
+        """The slots whose processes a supervisor starts."""
+        with self._lock:
+            return sorted(self._supervisors)
+
+    def missing(self) -> str:
+        """Why expected workers may not be there, in words."""
+        if self._placer is None:
+            return "are their jobs still queued? 'distcollect status' shows that"
+        return self._placer.missing() or "they have joined, and their processes ended"
 
     def num_workers(self, wanted: int | None) -> int:
         """How many workers a collector gets if it asks for ``wanted`` (None: all there are).
@@ -162,7 +191,7 @@ class WorkerHosts(JoinServerEvents):
         """
         self._num_wanted = num_workers
         self._events = events
-        if self._num_ranks is None:
+        if self._num_local:
             self._local = LocalProcesses(events)
 
         first = self._num_local
@@ -186,6 +215,12 @@ class WorkerHosts(JoinServerEvents):
             further = [w for w in self._supervisors if w >= num_workers and self._is_wanted(w)]
         for worker_id in further:
             events.slot_opened(worker_id)
+        if self._placer is not None:
+            trainer = TrainerAddress(self.address, self.join_server.port, self._token)
+            self._placer.start(trainer, self._num_expected or 0, self._give_up)
+
+    def _give_up(self, worker_id: int, reason: str) -> None:
+        self._events.slot_given_up(worker_id, reason)
 
     def _is_wanted(self, worker_id: int) -> bool:
         """Whether the collector uses this slot; it doesn't use surplus ranks of the launch."""
@@ -253,7 +288,10 @@ class WorkerHosts(JoinServerEvents):
         with self._lock:
             self._remote.clear()
             self._is_in_use = False
-        if self._num_ranks is None and not self.is_elastic:
+        if self._placer is not None:
+            self._end_supervisors()
+            self._placer.close()
+        elif self._num_ranks is None and not self.is_elastic:
             self._end_supervisors()
 
     def close(self, *, failed: bool = False, resumes: bool = False) -> None:
@@ -305,6 +343,8 @@ class WorkerHosts(JoinServerEvents):
             if _rank_of(connection.hello):
                 self._seen.add(worker_id)
             self._changed.notify_all()
+        if self._placer is not None:
+            self._placer.joined(worker_id)
         if self._is_wanted(worker_id):
             if reconnected:  # its processes ended with its old connection, which still seems open
                 self._events.slot_closed(worker_id)
@@ -319,7 +359,8 @@ class WorkerHosts(JoinServerEvents):
         if rank:
             return rank - 1
         awaited = set(range(self._num_ranks or 0)) - self._seen
-        taken = {*self._slots.values(), *awaited}
+        placed = range(0 if self._placer is None else self._num_expected or 0)
+        taken = {*self._slots.values(), *awaited, *placed}
         return next(i for i in range(self._num_local, 2**31) if i not in taken)
 
     def refused(self, hello: Hello | None, reason: str) -> None:
@@ -350,6 +391,8 @@ class WorkerHosts(JoinServerEvents):
         if worker_id is None:
             self._events.closed(connection)
         elif is_current:  # it is not if the supervisor has reconnected already
+            if self._placer is not None:
+                self._placer.left(worker_id)
             self._events.slot_closed(worker_id)
 
 
