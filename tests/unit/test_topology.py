@@ -34,7 +34,7 @@ SUBMITIT = {
     "SUBMITIT_LOCAL_JOB_ID": "4711",
 }
 RAY = {
-    "RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {}, "metadata": {"job_submission_id": "raysubmit_1"}}'
+    "RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {"job_submission_id": "raysubmit_1"}}',
 }
 FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), local_rank=1)
 
