@@ -1,0 +1,173 @@
+"""Collects with workers that Ray starts, in the cluster that RAY_ADDRESS names; see test_ray.py.
+
+collect_with_ray.py steps     does all of main(), and prints a line of JSON for each step
+collect_with_ray.py endless   collects until it is killed; prints a line for each batch
+collect_with_ray.py job       as the driver of a job of Ray: `dc.run`
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+
+import ray
+from torch import nn
+
+import distcollect as dc
+from distcollect.launch import ray_placer
+
+SMALL = {"create_env_fn": "CartPole-v1", "frames_per_batch": 64, "sync": True}
+LIMIT_S = 90
+
+
+def say(step, **seen):
+    print(json.dumps({"step": step, **seen}), flush=True)
+
+
+def actors():
+    """Ray's table of the actors of this process that are not dead, by name."""
+    job = ray.get_runtime_context().get_job_id()
+    table = ray._private.state.actors().values()
+    mine = [actor for actor in table if actor["JobID"] == job and actor["State"] != "DEAD"]
+    return {actor["Name"]: actor for actor in mine}
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.05)
+
+
+def workers_of(batch):
+    return sorted({int(i) for i in batch["collector", "worker_id"].unique()})
+
+
+def versions_of(batch):
+    return sorted({int(i) for i in batch["collector", "policy_version"].unique()})
+
+
+def collect_and_lose_an_actor():
+    policy = nn.Linear(4, 2)
+    collector = dc.RayCollector(
+        **SMALL,
+        policy=lambda observation: policy(observation).argmax(-1),
+        policy_factory=None,
+        num_collectors=2,
+        models={"net": policy},
+        remote_configs={"num_cpus": 1, "runtime_env": {"env_vars": {"OF_THE_RUN": "yes"}}},
+    )
+    with collector:
+        first = collector.next()
+        collector.update_policy_weights_({"net": policy})
+        second = collector.next()
+        names = sorted(actors())
+        say(
+            "batches",
+            shape=list(first.shape),
+            workers=workers_of(first),
+            versions=[versions_of(first), versions_of(second)],
+            names=names,
+        )
+        before = actors()[names[0]]["Pid"]
+        os.kill(before, signal.SIGKILL)
+        until(lambda: collector.next() is not None and collector.num_workers == 1)
+        during = workers_of(collector.next())
+        until(lambda: collector.next() is not None and collector.num_workers == 2)
+        after = collector.next()
+        say(
+            "killed",
+            during=during,
+            after=workers_of(after),
+            versions=versions_of(after),
+            moved=actors()[names[0]]["Pid"] != before,
+            lost=collector.ledger.total.lost,
+            open=collector.ledger.total.open,
+        )
+    say("closed", actors=sorted(actors()), free=ray.available_resources().get("CPU"))
+
+
+def place_together():
+    with dc.Collector(
+        "CartPole-v1",
+        backend="ray",
+        num_collectors=2,
+        sync=True,
+        frames_per_batch=64,
+        backend_options={"placement_group_strategy": "STRICT_PACK"},
+    ) as collector:
+        say("group", kind=type(collector).__name__, workers=workers_of(collector.next()))
+
+
+def wait_for_resources():
+    """The second worker has no room at first."""
+    ray_placer._SETTLED_S = 1.0
+    blocking = ray.remote(num_cpus=2)(type("Blocking", (), {})).remote()
+    ray.get(blocking.__ray_ready__.remote())
+    with dc.RayDataCollector(**SMALL, num_workers=2) as collector:
+        alone = workers_of(collector.next())
+        ray.kill(blocking)
+        until(lambda: collector.next() is not None and collector.num_workers == 2)
+        say("room", before=alone, after=workers_of(collector.next()))
+        [second] = [actor for name, actor in actors().items() if name.endswith("-1")]
+        ray.kill(ray.get_actor(second["Name"]), no_restart=True)
+        until(lambda: collector.next() is not None and collector.num_workers == 1)
+        say("given up", workers=workers_of(collector.next()))
+
+
+def fail():
+    """Errors, and what is left of the collectors that raise them."""
+    old = {"env_vars": {"PYTHONPATH": os.environ["OLD_VERSION"]}}
+
+    def broken():
+        raise ValueError("no such simulator")
+
+    for name, given in {
+        "too large": {"remote_configs": {"num_cpus": 64}, "faults": dc.Faults(start_timeout_s=2)},
+        "version": {"remote_configs": {"runtime_env": old}},
+        "option": {"remote_configs": {"num_cpu": 1}},
+        "env": {"create_env_fn": broken},
+    }.items():
+        try:
+            dc.RayDataCollector(**{**SMALL, "num_workers": 2, **given}).shutdown()
+            say(name, error=None)
+        except dc.DistCollectError as error:
+            say(name, error=type(error).__name__, message=str(error), left=sorted(actors()))
+
+
+def main():
+    with dc.RayDataCollector(**SMALL, num_workers=1):
+        say("connected", connected=ray.is_initialized())
+    say("disconnected", connected=ray.is_initialized())
+    ray.init(log_to_driver=False)
+    collect_and_lose_an_actor()
+    place_together()
+    wait_for_resources()
+    fail()
+    say("end", connected=ray.is_initialized())
+
+
+def endless():
+    with dc.RayDataCollector(**SMALL, num_workers=2) as collector:
+        for batch in collector:
+            say("batch", workers=workers_of(batch))
+
+
+def job():
+    with dc.RPCDataCollector("CartPole-v1", frames_per_batch=96, sync=True) as collector:
+        say(
+            "job",
+            workers=workers_of(collector.next()),
+            expected=dc.num_workers(default=17),
+            names=sorted(actors()),
+        )
+
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stdout, level=logging.WARNING)
+    if sys.argv[1] == "job":
+        dc.run(job)
+    else:
+        {"steps": main, "endless": endless}[sys.argv[1]]()
