@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from distcollect.errors import LaunchError
 from distcollect.launch.cpu_placement import CpuPlacement
-from distcollect.launch.rendezvous import RENDEZVOUS_TIMEOUT_S
 from distcollect.launch.supervisor import supervise
 from distcollect.net.messages import TrainerAddress
 from distcollect.version import __version__
 
+_JOIN_TIMEOUT_S = 300.0
 # Ray ends an actor whose owner is gone, so an actor that still runs has a trainer to look for.
 _PATIENCE_S = 3600.0
 
@@ -50,7 +50,7 @@ class RayWorker:
             lambda: trainer,
             rank=worker_id + 1,
             placement=CpuPlacement(None, num_threads),
-            timeout_s=RENDEZVOUS_TIMEOUT_S,
+            timeout_s=_JOIN_TIMEOUT_S,
             patience_s=_PATIENCE_S,
             name=f"worker {worker_id}",
         )

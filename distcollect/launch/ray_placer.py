@@ -177,8 +177,8 @@ class RayPlacer:
         wanted = self._settings.resources(large[0])
         most = {name: max((n.get(name, 0.0) for n in nodes), default=0.0) for name in wanted}
         return (
-            f"no node of the Ray cluster has {words(wanted)}, as {_names(large)} needs (the most "
-            f"that one has: {words(most)}): unless a node is added that has, this wait has no end"
+            f"no node of the Ray cluster has the {words(wanted)} wanted for {_names(large)} (the "
+            f"most that one has: {words(most)}): Ray can't start them until a larger node is added"
         )
 
     # Called by Ray, on a thread of its own.
@@ -303,7 +303,7 @@ class RayPlacer:
         for slot in slots:
             ray.kill(slot.actor)
         # A call to an actor fails once it has ended, and its resources are free for others.
-        ended = [slot.actor.__ray_ready__.remote() for slot in slots]
+        ended = [slot.actor.__ray_ready__.options(max_task_retries=0).remote() for slot in slots]
         if ended:
             ray.wait(ended, num_returns=len(ended), timeout=_END_TIMEOUT_S)
         if self._placement_group is not None:

@@ -19,9 +19,9 @@ from distcollect.launch.exit_deadline import timeout_s as exit_timeout_s
 from distcollect.launch.main_call import MainCall
 from distcollect.launch.open_hosts import current, set_launched
 from distcollect.launch.preemption import Interrupted
+from distcollect.launch.rank import supervise_rank
 from distcollect.launch.rendezvous import listen_address, listen_spec, own_address, read_token
 from distcollect.launch.run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
-from distcollect.launch.supervisor import supervise_rank
 from distcollect.launch.topology import Launch, Launcher, own_name
 from distcollect.launch.worker_hosts import WorkerHosts
 from distcollect.net.interfaces import LOOPBACK

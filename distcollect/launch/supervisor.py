@@ -1,27 +1,23 @@
 """A supervisor: a process that starts worker processes for its trainer, and watches them.
 
-Every rank of a launch above 0 is one. A ``distcollect worker --join`` is one too.
+Every rank of a launch above 0 is one. A ``distcollect worker --join`` is one too, and so is each
+actor of Ray. It doesn't import torch, which takes seconds and 150 MB.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from torch.distributed import DistStoreError
-
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import LaunchError
 from distcollect.launch import zygote
-from distcollect.launch.cpu_placement import CpuPlacement, Host, choose, may_pin
+from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.launch.rendezvous import RENDEZVOUS_TIMEOUT_S, finder
-from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.client import ControlConnection, NoAnswer, join_once
 from distcollect.net.messages import (
     Exited,
@@ -78,8 +74,7 @@ def supervise(
     reached again, it can have new ones started.
 
     Args:
-        find: returns where the trainer is; raises OSError or DistStoreError if that isn't known
-            yet.
+        find: returns where the trainer is; raises OSError if that isn't known yet.
         rank: of this process in its launch; None: it is in no launch.
         placement: of its worker process on this host.
         timeout_s: how long to try to reach the trainer.
@@ -218,7 +213,7 @@ def join(
             trainer = find()
             where = f", at {trainer.host}:{trainer.port},"
             return join_once(trainer, hello, _TRY_TIMEOUT_S), trainer
-        except (OSError, NoAnswer, DistStoreError) as error:
+        except (OSError, NoAnswer) as error:
             if give_up_if_refused and isinstance(error, ConnectionRefusedError):
                 raise _Gone from error
             # It isn't there yet; or, after a restart by torchrun, this was its previous address.
@@ -307,16 +302,3 @@ def _kill_at_end(connection: ControlConnection, processes: LocalProcesses) -> No
             pass
     finally:
         processes.kill_all()
-
-
-def supervise_rank(launch: Launch) -> None:
-    """Be a launch's supervisor until its trainer is done."""
-    find = finder(launch)
-    placement = choose(
-        Host.inspect(),
-        launch.local_rank,
-        launch.local_world_size,
-        may_pin=may_pin(os.environ, threads_by_launcher=launch.launcher is Launcher.TORCHRUN),
-        cores=launch.cores_per_rank,
-    )
-    supervise(find, rank=launch.rank, placement=placement, timeout_s=RENDEZVOUS_TIMEOUT_S)

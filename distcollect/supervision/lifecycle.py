@@ -430,6 +430,8 @@ class Lifecycle:
     def _outlook(self, worker_id: int) -> str:
         delay_s = self._membership.delay(worker_id, time.monotonic())
         if self._membership.state(worker_id) is not WorkerState.JOINING:
+            if self._hosts.is_placed and worker_id not in self._given_up:
+                return "it is replaced once its supervisor is started again"
             return "it is not replaced"
         return "it is replaced" + (f" in {delay_s:.1f} s" if delay_s else "")
 

@@ -26,8 +26,9 @@ _LIMIT_S = 100
 def environment(**more: str) -> dict[str, str]:
     """For Ray and for drivers: everything imports this checkout."""
     path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    quiet = {"RAY_ENABLE_RECORD_ACTOR_TASK_LOGGING": "0", "RAY_DEDUP_LOGS": "0"}
-    return {**os.environ, "PYTHONPATH": path, **quiet, **more}
+    # Ray would put a token into the home folder.
+    settings = {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+    return {**os.environ, "PYTHONPATH": path, **settings, **more}
 
 
 @contextlib.contextmanager

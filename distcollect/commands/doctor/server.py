@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Rank
-from distcollect.common.shared_memory import Segment, sample_of_memory
+from distcollect.common.memory_segment import Segment
+from distcollect.common.shared_memory import sample_of_memory
 from distcollect.net.client import ControlConnection
 from distcollect.net.messages import Exit, Hello, Message, Refused, WorkerWelcome
 from distcollect.net.peer import Connection
