@@ -1,6 +1,7 @@
 """Collects with workers that Ray starts, in the cluster that RAY_ADDRESS names; see test_ray.py.
 
 collect_with_ray.py steps     does all of main(), and prints a line of JSON for each step
+collect_with_ray.py hosts     with three workers, of which one is lost and comes back
 collect_with_ray.py job       as the driver of a job of Ray, with `dc.run`, until it is killed
 """
 
@@ -157,6 +158,19 @@ def main():
     say("end", connected=ray.is_initialized())
 
 
+def hosts():
+    """Collect until a worker was lost and is back."""
+    with dc.RayDataCollector(**{**SMALL, "frames_per_batch": 96}, num_workers=3) as collector:
+        collector.next()
+        say("running", hosts=sorted(a["Address"]["IPAddress"] for a in actors().values()))
+        until(lambda: collector.next() is not None and collector.num_workers == 2)
+        batch = collector.next()
+        say("lost", workers=workers_of(batch), frames=batch.numel())
+        until(lambda: collector.next() is not None and collector.num_workers == 3)
+        say("back", workers=workers_of(collector.next()))
+    say("done", open=collector.ledger.total.open)
+
+
 def job():
     with dc.RPCDataCollector("CartPole-v1", frames_per_batch=64, sync=True) as collector:
         for batch in collector:
@@ -174,4 +188,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "job":
         dc.run(job)
     else:
-        main()
+        {"steps": main, "hosts": hosts}[sys.argv[1]]()
