@@ -53,7 +53,7 @@ def connect(config: Mapping[str, Any]) -> Any:
     """
     global _num_users, _is_ours  # noqa: PLW0603 - a process has one connection to Ray
     ray = load_ray()
-    with _lock:
+    with _lock, _handler_of_sigterm():
         if not ray.is_initialized():
             _init(ray, config)
             _is_ours = True
@@ -84,8 +84,7 @@ def _init(ray: Any, config: Mapping[str, Any]) -> None:
         raise _client_error(address)
     _check_reachable(address)
     try:
-        with _handler_of_sigterm():
-            ray.init(**arguments)
+        ray.init(**arguments)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         where = f" at {address}" if address else ""
         raise LaunchError(
@@ -117,15 +116,19 @@ def _check_reachable(address: str) -> None:
 
 @contextmanager
 def _handler_of_sigterm() -> Iterator[None]:
-    """Keep the handler of SIGTERM that this process has set: ``ray.init`` sets one of its own."""
+    """Keep the handler of SIGTERM that this process has set, else the one that Ray sets.
+
+    ``ray.init`` sets one in Python, which exits. Then Ray's C++ side sets one that aborts.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if handler is not None and handler is not signal.SIG_DFL:
+        handler = before if callable(before) else signal.getsignal(signal.SIGTERM)
+        if callable(handler):
             signal.signal(signal.SIGTERM, handler)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -68,6 +69,7 @@ class RayNodes:
         try:
             for rank, node in enumerate(self._nodes, start=1):
                 options: dict[str, Any] = {
+                    "name": f"distcollect-doctor-{rank}-{secrets.token_hex(3)}",
                     "num_cpus": 0,
                     "scheduling_strategy": strategy(node["NodeID"], soft=False),
                 }
