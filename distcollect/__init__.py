@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         RPCDataCollector,
     )
     from distcollect.collectors.sync import SyncDataCollector
+    from distcollect.commands.slurm.delayed import submitit_delayed_launcher
     from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
     from distcollect.envs.make import EnvContext
     from distcollect.envs.pettingzoo import PettingZooEnv
@@ -167,6 +168,7 @@ __all__ = [
     "aSyncDataCollector",
     "num_workers",
     "run",
+    "submitit_delayed_launcher",
 ]
 
 
@@ -246,6 +248,7 @@ _MODULES = {
     "aSyncDataCollector": "distcollect.collectors.local",
     "num_workers": "distcollect.launch.run",
     "run": "distcollect.launch.run",
+    "submitit_delayed_launcher": "distcollect.commands.slurm.delayed",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,6 +107,9 @@ def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
         host, port = folder.address()
         return TrainerAddress(host, port, token)
 
+    if (script_folder := folder.settings.get("script_folder")) is not None:
+        # Python puts it first for the script too, whose modules stand beside it.
+        sys.path.insert(0, script_folder)
     log.warning("waiting up to %g s for the trainer of %s", wait_s, folder.path)
     try:
         _serve(find, given.threads, wait_s, wait_s)

@@ -112,6 +112,7 @@ class AlignedLoop(RolloutLoop):
             slab.traj_ids[at, step + 1 :] = trajectories.new_ids(at)[:, None]
             trajectories.lengths[at] = 0
         trajectories.reset_policy_state(rows)
+        self.envs.finish_resets()
 
     def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
         """Replace the envs that raised, until every row has made its transition of this step."""

@@ -298,6 +298,13 @@ class EnvBatch(Envs):
             raise self._faulted()
         return result
 
+    def finish_resets(self) -> None:
+        """Wait until the rows that ended in the last step are reset, and ``obs`` has their start.
+
+        Call it after a step in which rows ended, before ``obs`` is read. If a reset failed, the
+        next step raises Faulted.
+        """
+
     @abstractmethod
     def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
         """Step all envs, or those of ``rows``; write ``obs`` and the result, collect faults."""

@@ -33,7 +33,8 @@ class EnvPoolBatch(VectorBatch):
     """An env of EnvPool.
 
     EnvPool itself resets a row in the step after its end, which is a filler for that row. Here a
-    row is reset as soon as its episode is over, so there are no fillers, and rows can be cut.
+    row is reset as soon as its episode is over, so there are no fillers, and rows can be cut. The
+    resets go on while the engine records the step, until :meth:`finish_resets`.
 
     EnvPool's ``step`` arranges its arguments and results in each call. That takes longer than
     a step of simple envs, so its native functions are called directly.
@@ -72,8 +73,12 @@ class EnvPoolBatch(VectorBatch):
             self._native_dtype = pool.spec.action_array_spec["action"].dtype
             self._action_at = inputs.index("action")
         self._ids = np.arange(self.num_envs, dtype=np.int32)
+        self._being_reset: np.ndarray | None = None
+        self._late_error: Exception | None = None
 
     def _reset_all(self, seeds: Sequence[int] | None) -> None:
+        self.finish_resets()
+        self._late_error = None
         # EnvPool takes seeds only when it is made.
         if seeds is not None and isinstance(self._maker, VectorMaker):
             self._env.close()
@@ -100,6 +105,9 @@ class EnvPoolBatch(VectorBatch):
         self._num_steps += rows is None
         result = self._result
         try:
+            # Where an exception in between left them: EnvPool would return them in this step.
+            self.finish_resets()
+            self._raise_late_error()
             ended = self._step_pool(action, cut)
         except Exception as error:
             raise self._faulted_by(error, "step") from error
@@ -148,12 +156,28 @@ class EnvPoolBatch(VectorBatch):
                     final[...] = obs  # faster than to select rows
                 else:
                     final[ended] = obs[ended]
+            self._being_reset = ended
+        return ended
+
+    def finish_resets(self) -> None:
+        ended = self._being_reset
+        if ended is None:
+            return
+        self._being_reset = None
+        pool: Any = self._env
+        try:
             state = pool._recv()
             for leaf, obs, _, place in self._carried_at:
                 some = np.empty((len(ended), *leaf.shape), leaf.numpy_dtype)
                 self._write(some, state[place], leaf, "reset")
                 obs[ended] = some
-        return ended
+        except Exception as error:  # noqa: BLE001 - the next step raises it
+            self._late_error = error
+
+    def _raise_late_error(self) -> None:
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
 
 
 def _check_players(pool: Any) -> None:

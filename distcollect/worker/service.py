@@ -197,7 +197,8 @@ class Worker(WorkerService):
         try:
             plan: WorkerPlan = pickle.loads(pickled)
         except Exception as error:
-            raise WorkerError(
+            # As an env that can't be made, it fails in the same way wherever it is tried again.
+            raise EnvError(
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
                 " what they are made of must be importable here too"
             ) from error

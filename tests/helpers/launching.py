@@ -45,10 +45,11 @@ def end(processes):
 _started = []
 
 
-def start(command, **env):
+def start(command, cwd=None, **env):
     """Start a program; it is ended when the test is over, at the latest."""
     process = subprocess.Popen(
         [str(part) for part in command],
+        cwd=cwd,
         env={**os.environ, **env},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

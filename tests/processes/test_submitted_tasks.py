@@ -10,9 +10,11 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+from helpers.bad_launches import free_port
+from helpers.launching import start
 
 from distcollect.commands.slurm.jobs import Job, Resources, Submitter
-from distcollect.launch.run_folder import LISTENING, RunFolder
+from distcollect.launch.run_folder import LISTENING, RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.worker_hosts import WorkerHosts
 
 
@@ -60,3 +62,64 @@ def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder
     assert "could not reach the trainer within 3 s" in stale.stderr
     assert "the address is stale" in stale.stderr
     assert json.dumps(hosts.join_server.port) in stale.stderr
+
+
+_BESIDE = """
+import gymnasium as gym
+import numpy as np
+
+
+class Own(gym.Env):
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+"""
+_TRAIN = """
+import distcollect as dc
+from beside import Own
+
+
+def main():
+    with dc.RPCDataCollector(Own, frames_per_batch=8, sync=True) as collector:
+        print("frames:", collector.next().numel())
+
+
+if __name__ == "__main__":
+    dc.run(main)
+"""
+
+
+@pytest.mark.parametrize("knows_folder", [True, False])
+def test_modules_beside_the_script(tmp_path: Path, *, knows_folder: bool) -> None:
+    """Workers of another job import them too; if they can't, the trainer says so at once."""
+    scripts, elsewhere = tmp_path / "scripts", tmp_path / "elsewhere"
+    for folder in (scripts, elsewhere):
+        folder.mkdir()
+    (scripts / "beside.py").write_text(_BESIDE)
+    (scripts / "train.py").write_text(_TRAIN)
+    run = RunFolder(tmp_path / "run")
+    settings = {"command": [], "num_tasks": 1, "num_workers": 1, "patience_s": 100.0}
+    run.create({**settings, **({"script_folder": str(scripts)} if knows_folder else {})})
+    trainer = start(
+        [sys.executable, scripts / "train.py"],
+        cwd=elsewhere,
+        **{RUN_VARIABLE: str(run.path), TOKEN_VARIABLE: str(run.token_file)},
+        DISTCOLLECT_LISTEN=f"127.0.0.1:{free_port()}",
+    )
+    worker = start(
+        [sys.executable, "-m", "distcollect", "worker", "--run", run.path], cwd=elsewhere
+    )
+    output, _ = trainer.communicate(timeout=80)
+    if knows_folder:
+        assert "frames: 8" in output
+        assert trainer.returncode == 0
+    else:
+        assert "No module named 'beside'); what they are made of must be importable" in output
+        assert trainer.returncode == 1
+    # It tells the workers, too.
+    worker.communicate(timeout=60)

@@ -151,6 +151,27 @@ def test_trainer_and_workers_apart(
     assert len(re.findall(r"COMPLETED .* done", status(run, capsys))) == 3
 
 
+def test_a_script_that_submits_itself(cluster: SlurmCluster) -> None:
+    """``submitit_delayed_launcher``: two jobs of workers serve the decorated ``main()``."""
+    folder = cluster.new_folder()
+    script = SCRIPT.with_name("train_delayed.py")
+    process = subprocess.Popen(
+        [sys.executable, script, folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        cluster.until(lambda: process.poll() is not None)
+        output, _ = process.communicate()
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, output
+    assert re.search(r"trainer +\d+ +COMPLETED .* done", output)
+    assert SubmittedRun(folder).said == [{"event": "done", "frames": 240, "workers": [0, 1]}]
+
+
 def test_preempted_and_resumed(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
     """Trainer and worker lose their nodes to a job of higher priority, and resume after it."""
     stop = cluster.runs / "stop-preempted"

@@ -146,6 +146,7 @@ def run(given: argparse.Namespace) -> int:
     settings = {
         "name": name,
         "command": command,
+        "script_folder": str(script.parent),
         "cwd": str(Path.cwd()),
         "num_tasks": jobs[0].num_tasks,
         "num_workers": given.worker_jobs * given.worker_tasks,
