@@ -27,6 +27,7 @@ pytestmark = [
         reason="makes network namespaces: needs root and iproute2",
     ),
     pytest.mark.timeout(400),
+    pytest.mark.slow,  # tests/processes/test_ray.py is its short version
 ]
 # By default Ray takes a node for dead after about 25 s.
 _SOONER = {

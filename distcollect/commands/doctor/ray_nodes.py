@@ -52,7 +52,11 @@ class RayNodes:
     def about(self) -> str:
         """The cluster, in words."""
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
-        counted = {n: total[n] for n in total if not n.startswith(("node:", "object_store"))}
+        counted = {
+            name: total[name]
+            for name in sorted(total)
+            if not name.startswith(("node:", "object_store"))
+        }
         return (
             f"Ray {self._ray.__version__}: {len(self)} node(s) with "
             f"{ray_cluster.words(counted)}; free now: "
