@@ -113,4 +113,10 @@ def _close_all() -> None:
             log.exception("closing a collector at exit failed")
 
 
-atexit.register(_close_all)
+def close_first_at_exit() -> None:
+    """At exit, close what is open before all that was imported until now ends, such as Ray."""
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
+close_first_at_exit()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from distcollect.collectors.closing import Closing, forgotten_closings
+from distcollect.collectors.closing import Closing, close_first_at_exit, forgotten_closings
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import BatchTimeout, WorkerLost
@@ -74,7 +74,10 @@ class Session:
             lambda worker_id: plans[worker_id % len(plans)],
             listen=options.listen,
             local=options.is_local,
+            ray=options.ray,
         )
+        if options.ray is not None:
+            close_first_at_exit()
         try:
             self._connect(stats_recorder)
         except BaseException:
