@@ -164,9 +164,9 @@ class Deliveries:
         except BaseException:  # Ctrl-C as well
             self._loop.ask(self._cancel)
             raise
+        awaited = ""
         if delivery is None:
-            awaited = self._core.awaited
-            delivery = self._loop.do(self._cancel)  # it may have come by now
+            delivery, awaited = self._loop.do(self._cancel)  # it may have come by now
         if delivery is None:
             raise BatchTimeout(
                 f"no batch within {timeout_s:g} s; waited for {awaited}. "
@@ -232,12 +232,16 @@ class Deliveries:
         if reply is not None and error is not None:
             reply.set_exception(error)
 
-    def _cancel(self) -> Delivery | None:
-        """The user waits no longer; returns the batch if it came meanwhile."""
-        was_waiting = self._core.wanted is not None
+    def _cancel(self) -> tuple[Delivery | None, str]:
+        """The user waits no longer.
+
+        Returns:
+            The batch if it came meanwhile, and which workers it waited for, in words.
+        """
+        was_waiting, awaited = self._core.wanted is not None, self._core.awaited
         self._core.batch_cancelled()
         self._reply = None
-        return None if was_waiting else self._last
+        return None if was_waiting else self._last, awaited
 
     def _settle_last(self, claimed: int) -> None:
         if self._last is not None and claimed >= self._last.number:

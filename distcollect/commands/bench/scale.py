@@ -96,20 +96,26 @@ class _Simulation:
             peer, request, answer = self._open.get()
             if peer < 0:
                 return
-            offer = self._rollout(peer, request)
+            worker = self.workers.get(peer)
+            if worker is None:
+                continue  # it was replaced
+            offer = self._rollout(peer, worker, request)
             begin = time.thread_time()
             answer.set_result(offer)
             self._answering_s += time.thread_time() - begin
 
-    def _rollout(self, peer: int, request: CollectRequest) -> _Offer:
+    def forget(self, peer: int) -> None:
+        """A worker is replaced; it answers nothing more."""
+        self._num_rollouts.pop(peer, None)
+        del self.workers[peer]
+
+    def _rollout(self, peer: int, worker: tuple[int, int], request: CollectRequest) -> _Offer:
         sequence = self._num_rollouts.get(peer, 0)
         self._num_rollouts[peer] = sequence + 1
         version = request.version
         frames = _NUM_STEPS
         stepped = frames * (sequence + 1)
-        header = Header(
-            *self.workers[peer], sequence, frames, frames, 0, (version, version), stepped
-        )
+        header = Header(*worker, sequence, frames, frames, 0, (version, version), stepped)
         return _Offer(header)
 
     def used_s(self) -> float:
@@ -122,7 +128,7 @@ class _Simulation:
 
     def collect(self, peer: int, request: CollectRequest) -> Reply[Any]:
         if not self._has_thread:
-            return Reply.of(self._rollout(peer, request))
+            return Reply.of(self._rollout(peer, self.workers[peer], request))
         answer: Reply[Any] = Reply()
         self._open.put((peer, request, answer))
         return answer
@@ -177,11 +183,15 @@ class _Run:
         if not has_threads:
             self.pool._loop._thread = cast("Any", _CallingThread())  # noqa: SLF001
         self._peers = itertools.count(1)
+        self._peer_of: dict[int, int] = {}  # by worker_id
         for worker_id in range(num_workers):
             self.join(worker_id, 0)
 
     def join(self, worker_id: int, incarnation: int) -> None:
         peer = next(self._peers)
+        if worker_id in self._peer_of:
+            self.simulation.forget(self._peer_of[worker_id])
+        self._peer_of[worker_id] = peer
         self.simulation.workers[peer] = worker_id, incarnation
         self.pool.join(worker_id, incarnation, peer)
 
