@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import socket
 import sys
 from typing import Any
@@ -171,3 +172,26 @@ def test_resources_in_words() -> None:
     assert ray_cluster.words({"CPU": 1.0, "GPU": 0.5, "memory": 2e9}) == (
         "1 CPU, 0.5 GPU, 2.0 GB of memory"
     )
+
+
+def test_the_handler_of_sigterm_stays_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ray.init`` replaces it."""
+
+    class Ray:
+        is_initialized = staticmethod(lambda: False)
+        shutdown = staticmethod(lambda: None)
+
+        @staticmethod
+        def init() -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    received = []
+    monkeypatch.setattr(ray_cluster, "load_ray", Ray)
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
+    try:
+        ray_cluster.connect({})
+        signal.raise_signal(signal.SIGTERM)
+        ray_cluster.release()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == ["SIGTERM"]
