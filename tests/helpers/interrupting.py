@@ -94,7 +94,7 @@ def _without_signals(code: CodeType) -> frozenset[int]:
         _known[code] = frozenset(
             first.offset
             for index, first in enumerate(found)
-            if _calls_exit(found[index + (first.opname == "SWAP") :])
+            if _calls_exit(found[index:])
             or (index and _returns_at_once(found[index - 1 : index + 2]))
         )
     return _known[code]
@@ -111,6 +111,10 @@ def _returns_at_once(found: Sequence[dis.Instruction]) -> bool:
 
 
 def _calls_exit(found: Sequence[dis.Instruction]) -> bool:
+    while found[0].opname in ("SWAP", "POP_BLOCK", "ROT_TWO"):
+        found = found[1:]
+    if [i.opname for i in found[:3]] == ["LOAD_CONST", "DUP_TOP", "DUP_TOP"]:  # Python 3.10
+        return (found[3].opname, found[3].arg) == ("CALL_FUNCTION", 3)
     return [(i.opname, i.argval) for i in found[:3]] == [("LOAD_CONST", None)] * 3 and any(
         "CALL" in i.opname and i.arg == 2 for i in found[3:5]
     )
