@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         MultiSyncDataCollector,
         aSyncDataCollector,
     )
+    from distcollect.collectors.ray_collector import RayCollector, RayDataCollector
     from distcollect.collectors.replay import RateLimited, ReplayBuffer
     from distcollect.collectors.rpc import (
         DistributedCollector,
@@ -140,6 +141,8 @@ __all__ = [
     "RPCDataCollector",
     "RPCUpdater",
     "RateLimited",
+    "RayCollector",
+    "RayDataCollector",
     "ReplayBuffer",
     "RolloutGone",
     "RolloutReference",
@@ -219,6 +222,8 @@ _MODULES = {
     "RPCDataCollector": "distcollect.collectors.rpc",
     "RPCUpdater": "distcollect.weights.updaters",
     "RateLimited": "distcollect.collectors.replay",
+    "RayCollector": "distcollect.collectors.ray_collector",
+    "RayDataCollector": "distcollect.collectors.ray_collector",
     "ReplayBuffer": "distcollect.collectors.replay",
     "RolloutGone": "distcollect.errors",
     "RolloutReference": "distcollect.trainer.handover",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
 
+from distcollect.common import torch_backends
 from distcollect.common.suggestions import suggests_names
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
@@ -25,7 +26,9 @@ class WeightSync:
     Attributes:
         backend: "gloo" or "nccl" for a broadcast to all; "auto": workers on the trainer's host map
             its memory, the others get a broadcast. With policies on GPUs all get one, by NCCL where
-            trainer and selected workers have a GPU each, else by Gloo through pinned memory.
+            trainer and selected workers have a GPU each, else by Gloo through pinned memory. Or
+            the name of a backend that trainer and workers have registered with
+            ``torch.distributed.Backend.register_backend``.
         wire_dtype: "bfloat16" or "float16": wider floats are sent in this dtype and converted back,
             which rounds them by at most 2**-9 of their value (bfloat16) or 2**-12 (float16, for
             magnitudes from 6.1e-5 to 65504; above that the push is refused). None: as they are.
@@ -47,9 +50,12 @@ class WeightSync:
     ready_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.backend not in ("auto", "gloo", "nccl"):
+        if self.backend not in ("auto", "gloo", "nccl") and (
+            not isinstance(self.backend, str) or torch_backends.creator(self.backend) is None
+        ):
             raise ArgumentError(
-                f"WeightSync(backend={self.backend!r}): use 'auto', 'gloo' or 'nccl'"
+                f"WeightSync(backend={self.backend!r}): use 'auto', 'gloo', 'nccl', or the name of "
+                "a backend that is registered with torch.distributed.Backend.register_backend"
             )
         if self.wire_dtype not in (None, *_NARROW):
             raise ArgumentError(
@@ -146,12 +152,12 @@ class Faults:
     max_env_faults: int = 3
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name in _OPTIONAL:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None and each.name in _OPTIONAL:
                 continue
-            if field.name.endswith("_s") and not (value is not None and value > 0):
-                raise ArgumentError(f"Faults({field.name}={value!r}): must be above 0 seconds")
+            if each.name.endswith("_s") and not (value is not None and value > 0):
+                raise ArgumentError(f"Faults({each.name}={value!r}): must be above 0 seconds")
         least_of = {"max_restarts": 0, "max_env_faults": 0, "min_workers": 1, "max_worker_bytes": 1}
         for name, least in least_of.items():
             value = getattr(self, name)
@@ -208,8 +214,8 @@ class Monitor:
 
     Attributes:
         view: show how the run is going: on a terminal (standard error) in a display at the bottom,
-            elsewhere in lines of the logger ``distcollect`` at level INFO. None: yes, unless the
-            environment variable DISTCOLLECT_VIEW is 0.
+            in a notebook below the cell, elsewhere in lines of the logger ``distcollect`` at level
+            INFO. None: yes, unless the environment variable DISTCOLLECT_VIEW is 0.
         run_dir: a folder, made if needed. Every ``every_s`` a line of JSON is appended to
             ``stats.jsonl`` there, for ``distcollect top``, ``distcollect report`` and
             ``Stats.from_dict``; less often with hundreds of workers, whose lines are long. While
@@ -224,6 +230,11 @@ class Monitor:
         trace: a file, overwritten, that records what every process does: Chrome trace events, for
             ui.perfetto.dev or chrome://tracing. It ends after a million events (about 100 MB). With
             several trainers each needs a file of its own.
+        metrics: metrics of episodes, by name: the key of an entry of a batch that has one number
+            per frame, such as ``{"success": ("next", "success")}`` with ``info_keys=["success"]``.
+            An episode's value is that of its last frame. The means over the last hundred episodes
+            are in ``Stats.episodes.metrics`` and ``WorkerStats.metrics``, and are shown and written
+            wherever returns are. NaN: this episode does not count.
     """
 
     view: bool | None = None
@@ -233,6 +244,7 @@ class Monitor:
     callback: Callable[[Stats], object] | None = None
     every_s: float = 5.0
     trace: str | os.PathLike[str] | None = None
+    metrics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.every_s, int | float) or not self.every_s > 0:
@@ -241,6 +253,7 @@ class Monitor:
             raise ArgumentTypeError(f"Monitor(callback={self.callback!r}): must be callable")
         if self.tensorboard and self.run_dir is None:
             raise ArgumentError("Monitor(tensorboard=True): say where, as in run_dir='runs/1'")
+        self._check_metrics()
         port = self.prometheus_port
         if port is not None and (isinstance(port, bool) or not isinstance(port, int)):
             raise ArgumentTypeError(f"Monitor(prometheus_port={port!r}): must be a whole number")
@@ -251,4 +264,18 @@ class Monitor:
         if self.run_dir is not None and Path(self.run_dir).is_file():
             raise ArgumentError(
                 f"Monitor(run_dir={self.run_dir!r}): is a file; name a folder, new or not"
+            )
+
+    def _check_metrics(self) -> None:
+        is_mapping = isinstance(self.metrics, Mapping)
+        keys = self.metrics.values() if is_mapping else ()
+        if (
+            not is_mapping
+            or not all(isinstance(name, str) and name for name in self.metrics)
+            or not all(isinstance(key, tuple) and key for key in keys)
+            or not all(isinstance(part, str) for key in keys for part in key)
+        ):
+            raise ArgumentTypeError(
+                f"Monitor(metrics={self.metrics!r}): must be a dict from names to keys of a batch, "
+                "such as {'success': ('next', 'success')}"
             )

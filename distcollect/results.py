@@ -117,7 +117,7 @@ class LagStats(NamedTuple):
 class EpisodeStats:
     """Episodes that were ended by their env or by ``max_frames_per_traj``.
 
-    The last four are of the last hundred episodes, and NaN before the first has ended.
+    All but the count are of the last hundred episodes, and NaN before the first has ended.
 
     Attributes:
         count: number of episodes that have ended.
@@ -125,6 +125,7 @@ class EpisodeStats:
         mean_length: mean length, in frames.
         min_return: lowest sum of rewards.
         max_return: highest sum of rewards.
+        metrics: mean of each metric of ``Monitor(metrics=...)``, by name.
     """
 
     count: int = 0
@@ -132,6 +133,7 @@ class EpisodeStats:
     mean_length: float = math.nan
     min_return: float = math.nan
     max_return: float = math.nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ class WorkerStats:
         num_episodes: number of episodes that ended.
         lost: number of frames that were stepped and not delivered, by cause.
         may_be_lost: at most this many more frames are lost, if its host vanished with the count.
+        metrics: mean of each metric over its last hundred episodes; see :class:`EpisodeStats`.
     """
 
     state: str = "ready"
@@ -186,6 +189,7 @@ class WorkerStats:
     num_episodes: int = 0
     lost: Mapping[str, int] = field(default_factory=dict)
     may_be_lost: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -304,7 +308,7 @@ class Stats(dict[str, Any]):
         """The inverse of :meth:`as_dict`: ignores unknown entries; missing ones get defaults."""
         parts: dict[str, Callable[[Any], Any]] = {
             "lag": _lags,
-            "episodes": lambda value: _known(EpisodeStats, value),
+            "episodes": _episodes,
             "trainer": lambda value: _known(TrainerTimes, value),
             "times": lambda value: _known(WorkerTimes, value),
             "env_faults": lambda value: tuple(_known(EnvFault, each) for each in value),
@@ -315,9 +319,20 @@ class Stats(dict[str, Any]):
         return stats
 
 
+def _episodes(given: Mapping[str, Any]) -> EpisodeStats:
+    episodes: EpisodeStats = _known(EpisodeStats, {**given, "metrics": _metrics(given)})
+    return episodes
+
+
+def _metrics(given: Mapping[str, Any]) -> dict[str, float]:
+    metrics = given.get("metrics", {})
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
 def _worker(given: Mapping[str, Any]) -> WorkerStats:
     times = _known(WorkerTimes, given.get("times", {}))
-    read = {**given, "lag": _lags(given.get("lag", {})), "times": times}
+    lags, metrics = _lags(given.get("lag", {})), _metrics(given)
+    read = {**given, "lag": lags, "times": times, "metrics": metrics}
     worker: WorkerStats = _known(WorkerStats, read)
     return worker
 
@@ -353,11 +368,13 @@ class Evaluation:
         returns: float64 ``[E]``, the sum of rewards of each episode.
         lengths: int64 ``[E]``, the length of each episode in frames.
         policy_version: int64 ``[E]``, the version of the policy that played the episode.
+        metrics: for each metric of ``Monitor(metrics=...)``, float64 ``[E]``: its values.
     """
 
     returns: torch.Tensor
     lengths: torch.Tensor
     policy_version: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, parts: Sequence[Evaluation]) -> Evaluation:
@@ -366,6 +383,7 @@ class Evaluation:
             torch.cat([part.returns for part in parts]),
             torch.cat([part.lengths for part in parts]),
             torch.cat([part.policy_version for part in parts]),
+            {name: torch.cat([p.metrics[name] for p in parts]) for name in parts[0].metrics},
         )
 
     @property

@@ -311,7 +311,7 @@ class DataCollectorBase(BatchStream):
             timeout_s: seconds for all episodes; None: ``Faults.batch_timeout_s``.
 
         Returns:
-            Returns, lengths and policy version of each episode.
+            Returns, lengths, policy version and metrics of each episode.
 
         Raises:
             EnvError, PolicyError: an env or the policy failed.

@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Callable
 
 from distcollect.common.forks import Owner
-from distcollect.common.threads import Answer, SerialThread
+from distcollect.common.replies import Reply
+from distcollect.common.threads import SerialThread
 from distcollect.errors import DeadlineError
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Closing:
         self._thread = _thread()
         self._owner = Owner()
         self._has_begun = False
-        self._answer: Answer[None] = Answer()
+        self._answer: Reply[None] = Reply()
         _open.add(self)
         # At exit, which nobody waits for here, _close_all() does it.
         weakref.finalize(owner, self._begin).atexit = False
@@ -69,7 +70,7 @@ class Closing:
         if self._thread.is_current:
             self._run()  # from what is being closed
             return
-        if not self._answer.done:
+        if not self._answer.done():
             self._begin()
         if not self._answer.arrives(self._limit_s):
             raise DeadlineError(
@@ -91,9 +92,9 @@ class Closing:
             self._close()
         except Exception as error:
             log.debug("closing a collector failed", exc_info=True)
-            self._answer.fail(error)
+            self._answer.set_exception(error)
         else:
-            self._answer.set(None)
+            self._answer.set_result(None)
         finally:
             _open.discard(self)
 
@@ -112,4 +113,10 @@ def _close_all() -> None:
             log.exception("closing a collector at exit failed")
 
 
-atexit.register(_close_all)
+def close_first_at_exit() -> None:
+    """At exit, close what is open before all that was imported until now ends, such as Ray."""
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
+close_first_at_exit()

@@ -9,6 +9,7 @@ from typing import Any
 
 from distcollect.collectors.local import MultiaSyncDataCollector, MultiSyncDataCollector
 from distcollect.collectors.options import SyncOptions
+from distcollect.collectors.ray_collector import RayDataCollector
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.collectors.signature import takes
 from distcollect.collectors.sync import SyncDataCollector
@@ -21,6 +22,7 @@ _BACKENDS = {
     "rpc": "rpc",
     "distributed": "rpc",
     "submitit": "rpc",
+    "ray": "ray",
 }
 # What `backend_options` can't hold, since these are arguments of `Collector` itself.
 _RESERVED = ("backend_options", "num_collectors", "num_workers", "sync")
@@ -32,8 +34,8 @@ class GenericOptions(SyncOptions):
 
     Attributes:
         backend: where envs are stepped: "direct" in this process, "process" in local worker
-            processes, "rpc" or "distributed" in workers on any hosts; None: "process" if
-            ``num_collectors`` is given, else "direct".
+            processes, "rpc" or "distributed" in workers on any hosts, "ray" in workers that a Ray
+            cluster starts; None: "process" if ``num_collectors`` is given, else "direct".
         backend_options: further arguments for the collector that the backend selects.
         num_collectors: number of workers; None: one for each maker in a list, else one.
         sync: with workers, True: a batch is one rollout from each; False: from one of them.
@@ -59,7 +61,8 @@ class Collector(SyncDataCollector):
     By default it is a :class:`SyncDataCollector`, which steps envs in the calling process. With
     ``backend="process"`` or ``num_collectors`` the call returns a :class:`MultiSyncDataCollector`
     (``sync=True``) or a :class:`MultiaSyncDataCollector`; with ``backend="rpc"`` or "distributed" a
-    :class:`RPCDataCollector`. These take the arguments of that class.
+    :class:`RPCDataCollector`; with "ray" a :class:`RayDataCollector`. These take the arguments of
+    that class.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -112,9 +115,7 @@ def _backend(kwargs: Mapping[str, Any]) -> str:
     if given is None:
         return "direct" if count is None else "process"
     if given not in _BACKENDS:
-        raise ArgumentError(
-            f"backend={given!r}: use one of {', '.join(map(repr, _BACKENDS))}; there is no Ray here"
-        )
+        raise ArgumentError(f"backend={given!r}: use one of {', '.join(map(repr, _BACKENDS))}")
     return _BACKENDS[given]
 
 
@@ -157,8 +158,9 @@ def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             )
     else:
         given["num_workers"] = count or 1
-    if backend == "rpc":
-        return RPCDataCollector(*args, sync=bool(sync), **given)
+    if backend in ("rpc", "ray"):
+        anywhere = RayDataCollector if backend == "ray" else RPCDataCollector
+        return anywhere(*args, sync=bool(sync), **given)
     collector = MultiSyncDataCollector if sync else MultiaSyncDataCollector
     return collector(*args, **given)
 

@@ -29,6 +29,7 @@ from distcollect.config import Faults, Monitor
 from distcollect.engine.plan import StepOptions, WorkerPlan
 from distcollect.envs.make import is_env
 from distcollect.policy.base import Exploration
+from distcollect.policy.weight_layout import module_of, uncompiled
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 Env: TypeAlias = "gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]"
@@ -251,13 +252,21 @@ class CollectorOptions:
             models=self.named_models,
             max_env_faults=self.fault_limits.max_env_faults,
             traces=traces,
+            metrics=self.monitor.metrics if self.monitor is not None else {},
         )
 
 
 def _with_weights(factory: Callable[[], Any], weights: dict[str, torch.Tensor]) -> Any:
     """The policy that ``factory`` makes, with ``weights``."""
     policy = factory()
-    policy.load_state_dict(weights)
+    module = module_of(policy)
+    if module is None:
+        policy.load_state_dict(weights)
+        return policy
+    own = {uncompiled(name): name for name in module.state_dict()}
+    module.load_state_dict(
+        {own.get(uncompiled(name), name): value for name, value in weights.items()}
+    )
     return policy
 
 

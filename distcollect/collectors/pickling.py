@@ -15,6 +15,7 @@ from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.make import is_torchrl_env
 from distcollect.envs.registered import pickled_registry
 from distcollect.errors import ArgumentError, PolicyNotSendable
+from distcollect.policy.weight_layout import module_of
 
 
 class EnvCopies:
@@ -180,4 +181,5 @@ def _tensors(policy: Any, models: Mapping[str, nn.Module]) -> Iterator[torch.Ten
 
 
 def _modules(policy: Any, models: Mapping[str, nn.Module]) -> list[nn.Module]:
-    return [*([policy] if isinstance(policy, nn.Module) else []), *models.values()]
+    module = module_of(policy)
+    return [*([] if module is None else [module]), *models.values()]

@@ -15,7 +15,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from tensordict import TensorDict
 
-from distcollect.common.threads import LOOK_UP_S, Answer, Bell, SingleThread
+from distcollect.common.replies import LOOK_UP_S, Bell, Reply
+from distcollect.common.threads import SingleThread
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -358,8 +359,8 @@ class Background:
         self._stop_requested = False
         self._changed = Bell()  # the thread waits for it
         self._thread = SingleThread(self._run, "distcollect-collect")
-        self._begun: Answer[None] = Answer()
-        self._ended: Answer[None] = Answer()
+        self._begun: Reply[None] = Reply()
+        self._ended: Reply[None] = Reply()
 
     def begin(self) -> None:
         """Start the thread, and wait until it runs.
@@ -381,12 +382,12 @@ class Background:
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs, be it that it collects, waits or is paused."""
-        return self._begun.done and not self._ended.done
+        return self._begun.done() and not self._ended.done()
 
     def _run(self) -> None:
         if self._limit is not None:
             self._limit.begin()
-        self._begun.set(None)
+        self._begun.set_result(None)
         try:
             while self._collects_one():
                 pass
@@ -399,7 +400,7 @@ class Background:
         finally:
             if self._limit is not None:
                 self._limit.end(self.error)
-            self._ended.set(None)
+            self._ended.set_result(None)
 
     def _collects_one(self) -> bool:
         """Collect a batch once that may be; returns whether there is more to collect."""
@@ -434,4 +435,4 @@ class Background:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end; returns whether it has ended, or never began."""
-        return not self._begun.done or self._ended.arrives(timeout_s)
+        return not self._begun.done() or self._ended.arrives(timeout_s)

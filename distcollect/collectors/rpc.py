@@ -74,7 +74,7 @@ class RPCDataCollector(WorkerAccess):
         )
 
     def _release(self, *, close_envs: bool) -> None:
-        self._session.pool.claim(self._progress.claimed)
+        self._session.pool.deliveries.claim(self._progress.claimed)
         self._stop_session()
 
     @property
@@ -112,7 +112,7 @@ class RPCDataCollector(WorkerAccess):
         The count of a worker is updated with each of its rollouts, and at its end.
         """
         pool = self._session.pool
-        pool.claim(self._progress.claimed)
+        pool.deliveries.claim(self._progress.claimed)
         return pool.ledger
 
     def release(self, worker_ids: int | Sequence[int]) -> None:
@@ -179,14 +179,14 @@ class RPCDataCollector(WorkerAccess):
         if (limit := self._options.mask_above) is not None:
             for worker_id, counts in zip(workers, lags, strict=True):
                 masked[worker_id] += sum(num_frames for lag, num_frames in counts if lag > limit)
-        pool.delivered(delivery.number, list(zip(workers, lags, strict=True)), masked)
+        pool.deliveries.note(delivery.number, list(zip(workers, lags, strict=True)), masked)
         return Collected(batch, headers, _stats_of(lags), delivery.number)
 
     def _stamp(self) -> object:
         return self._session.pool.stamp
 
     def _let_go(self, then: Progress) -> None:
-        self._session.pool.forget(then.claimed)
+        self._session.pool.deliveries.forget(then.claimed)
 
     def _publish_automatically(self) -> None:
         if self._options.update_at_each_batch and self._progress.batches:
@@ -248,7 +248,7 @@ class RPCDataCollector(WorkerAccess):
         header, pool = reference.header, self._session.pool
         lag = pool.lag(header.worker_id, header.policy_version[0])
         lags = [(header.worker_id, [(lag, header.num_frames)])]
-        pool.delivered(number, lags, {})
+        pool.deliveries.note(number, lags, {})
         then = self._after(Collected(TensorDict(), [header], _stats_of([lags[0][1]]), number))
         return self._referred(reference, then)
 

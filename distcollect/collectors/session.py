@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from distcollect.collectors.closing import Closing, forgotten_closings
+from distcollect.collectors.closing import Closing, close_first_at_exit, forgotten_closings
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import BatchTimeout, WorkerLost
@@ -14,8 +14,9 @@ from distcollect.policy.weight_layout import published
 from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.supervision.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.trainer.deliveries import Delivery
 from distcollect.trainer.handover import HandoverReceiver, RolloutReference
-from distcollect.trainer.pool import Delivery, Pool
+from distcollect.trainer.pool import Pool
 from distcollect.trainer.publisher import Publisher
 from distcollect.trainer.remote_calls import RemoteCalls, evaluators
 from distcollect.trainer.worker_slots import BatchPlan
@@ -73,7 +74,10 @@ class Session:
             lambda worker_id: plans[worker_id % len(plans)],
             listen=options.listen,
             local=options.is_local,
+            ray=options.ray,
         )
+        if options.ray is not None:
+            close_first_at_exit()
         try:
             self._connect(stats_recorder)
         except BaseException:
@@ -165,7 +169,7 @@ class Session:
         while True:
             self.workers.await_enough()
             try:
-                return self.pool.deliver(timeout_s, claimed)
+                return self.pool.deliveries.get(timeout_s, claimed)
             except BatchTimeout:
                 if not self.workers.is_elastic or self.workers.num_present:
                     raise
@@ -195,7 +199,7 @@ class Session:
 
         Raises: as :meth:`gather`.
         """
-        delivery = self.pool.hand_over(timeout_s, keep_s, claimed)
+        delivery = self.pool.deliveries.hand_over(timeout_s, keep_s, claimed)
         [request] = delivery.requests
         assert request.offer is not None
         reference = RolloutReference(

@@ -218,7 +218,9 @@ class BatchStream(ABC):
         self._background: Background | None = None
         self._closes_envs = True
         self._monitor_thread = MonitorThread(options.monitor, options.trace)
-        self._stats_recorder = StatsRecorder(trace=self._monitor_thread.trace)
+        self._stats_recorder = StatsRecorder(
+            trace=self._monitor_thread.trace, metrics=self._monitor_thread.metrics
+        )
         self._is_released = False
         self._last_stats: list[Stats] = []  # what the monitor is closed with
         self._close_monitor = Closing(
@@ -414,7 +416,8 @@ class BatchStream(ABC):
             try:
                 self._check_not_over()
             except StopIteration:
-                # What was collected in vain for a buffer is one more turn of the caller's loop.
+                # Batches were collected, but no whole trajectory for the buffer: one more turn of
+                # the caller's loop.
                 if self._options.replay_buffer is not None and progress.batches > before:
                     return None, progress
                 self._drop_trajectories()

@@ -20,7 +20,7 @@ from distcollect.collectors.users_code import users_stack_level
 from distcollect.common.suggestions import unknown_argument
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.launch.worker_hosts import current
+from distcollect.launch.open_hosts import current
 
 # Accepted, and ignored: the comment says why nothing is lost.
 NO_EFFECT = frozenset(
@@ -48,8 +48,8 @@ WARNED: dict[str, str] = {
 # Accepted only as None or False: the text says what to do instead.
 REFUSED: dict[str, str] = {
     "interruptor": "use preemptive_threshold or batch_deadline_s",
-    "ray_init_config": "there is no Ray here: start the ranks by torchrun or SLURM",
-    "remote_configs": "there is no Ray here: start the ranks by torchrun or SLURM",
+    "ray_init_config": "a RayDataCollector takes it, whose workers Ray starts",
+    "remote_configs": "a RayDataCollector takes it, whose workers Ray starts",
     "worker_idx": "worker_ids are given out by the collector",
 }
 
@@ -229,6 +229,11 @@ def _num_workers_per_collector(value: Any, arguments: dict[str, Any]) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ArgumentError(
             f"num_workers_per_collector={value!r}: must be a whole number, 1 or more"
+        )
+    if value > 1 and arguments.get("remote_configs") is not None:
+        raise ArgumentError(
+            f"num_workers_per_collector={value!r} and remote_configs: each worker has an actor of "
+            "its own here. Give num_workers, and in remote_configs what one worker needs"
         )
     makers = arguments.get("create_env_fn")
     if isinstance(makers, list | tuple):

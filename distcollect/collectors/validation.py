@@ -17,7 +17,7 @@ from distcollect.collectors.users_code import users_stack_level
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from distcollect.envs.make import check_env_id, is_env, make_by_id, space_of
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.launch.worker_hosts import current
+from distcollect.launch.open_hosts import current
 from distcollect.rollout.spaces import leaves_of
 
 
@@ -273,7 +273,13 @@ class Devices(NamedTuple):
 
 
 def worker_devices(
-    device: object, storing_device: object, env: object, policy: object, num_workers: int
+    device: object,
+    storing_device: object,
+    env: object,
+    policy: object,
+    num_workers: int,
+    *,
+    elsewhere: bool = False,
 ) -> list[Devices]:
     """The devices of each worker, from single devices or lists of one for each worker.
 
@@ -292,7 +298,10 @@ def worker_devices(
                 f"{num_workers}"
             )
     found = [
-        devices(*(v[w] if isinstance(v, list | tuple) else v for v in given.values()))
+        devices(
+            *(v[w] if isinstance(v, list | tuple) else v for v in given.values()),
+            elsewhere=elsewhere,
+        )
         for w in range(num_workers)
     ]
     if len({each.storing for each in found}) > 1:
@@ -303,14 +312,23 @@ def worker_devices(
     return found
 
 
-def devices(device: object, storing_device: object, env: object, policy: object) -> Devices:
+def devices(
+    device: object,
+    storing_device: object,
+    env: object,
+    policy: object,
+    *,
+    elsewhere: bool = False,
+) -> Devices:
     """A collector's devices; ``device`` replaces each of the others that is None.
+
+    ``elsewhere``: the envs and policies are on other hosts, which may have devices that this one
+    lacks.
 
     Raises:
         ArgumentError: torch knows no such device, or this process needs it and doesn't have it.
     """
-    # Workers of a launch may be on hosts with devices that this host lacks.
-    elsewhere = current() is not None
+    elsewhere = elsewhere or current() is not None
 
     def found(name: str, value: object, *, here: bool) -> torch.device | None:
         return _device("device", device, here) if value is None else _device(name, value, here)

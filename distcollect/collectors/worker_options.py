@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -10,13 +11,16 @@ from typing import Any, ClassVar
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.options import CollectorOptions, EnvMaker
 from distcollect.collectors.torchrl_weights import made_updater
+from distcollect.collectors.users_code import users_stack_level
 from distcollect.collectors.validation import Devices
 from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Staleness, WeightSync
 from distcollect.engine.plan import StepOptions
 from distcollect.errors import ArgumentError
+from distcollect.launch import ray_job
 from distcollect.launch.cpu_placement import num_cores
-from distcollect.launch.worker_hosts import current
+from distcollect.launch.open_hosts import current
+from distcollect.launch.ray_settings import RaySettings
 from distcollect.weights.updaters import WeightUpdaterBase
 
 
@@ -97,6 +101,8 @@ class WorkerOptions(CollectorOptions):
 
     def __post_init__(self) -> None:
         checks.positive("num_workers", self.num_workers, optional=True)
+        if self.ray is not None:
+            self.ray.check_count(self.num_to_start)
         super().__post_init__()
         if self._cat_results != 0 and not self.sync:
             raise ArgumentError(
@@ -128,18 +134,27 @@ class WorkerOptions(CollectorOptions):
         return self.cat_results
 
     @cached_property
+    def ray(self) -> RaySettings | None:
+        """How Ray is asked for the workers; None: they are not Ray's."""
+        return None
+
+    @cached_property
     def num_to_start(self) -> int:
         """Number of workers to start with.
 
         Raises:
             ArgumentError: the launch has fewer.
         """
-        launched = None if self.is_local else current()
+        launched = None if self.is_local or self.ray is not None else current()
         if launched is not None:
             return launched.num_workers(self.num_workers)
         if self.num_workers is None and isinstance(self.create_env_fn, list | tuple):
             return len(self.create_env_fn)
-        return self.num_workers or num_cores()
+        return self.num_workers or self._most_workers()
+
+    def _most_workers(self) -> int:
+        """Number of workers where neither the user nor a launch says it."""
+        return num_cores() if self.ray is None else ray_job.num_workers()
 
     @cached_property
     def num_collecting(self) -> int:
@@ -179,7 +194,12 @@ class WorkerOptions(CollectorOptions):
     def worker_devices(self) -> list[Devices]:
         """The devices of each worker, by worker_id."""
         return validation.worker_devices(
-            self.device, self.storing_device, self.env_device, self.policy_device, self.num_to_start
+            self.device,
+            self.storing_device,
+            self.env_device,
+            self.policy_device,
+            self.num_to_start,
+            elsewhere=self.ray is not None,
         )
 
     @cached_property
@@ -330,6 +350,69 @@ class RPCOptions(WorkerOptions):
 
     squeeze: ClassVar[bool] = False
     is_local: ClassVar[bool] = False
+
+    @cached_property
+    def ray(self) -> RaySettings | None:
+        return ray_job.settings()
+
+
+@dataclass(frozen=True, eq=False)
+class RayOptions(RPCOptions):
+    """Arguments of :class:`~distcollect.RayDataCollector`.
+
+    Attributes:
+        num_workers: number of workers, each in an actor of its own; None: one for each maker in a
+            list. TorchRL's name is ``num_collectors``.
+        listen: "HOST:PORT" of this host, where the workers join; None: the value of
+            DISTCOLLECT_LISTEN, else this node's address in the Ray cluster, and any free port.
+        ray_init_config: arguments of ``ray.init``, if this process is not connected to Ray yet;
+            None: the cluster that RAY_ADDRESS names, else one that runs on this host, else a new
+            one on this host.
+        remote_configs: options of ``ray.remote`` for the actors: ``num_cpus``, ``num_gpus``,
+            ``memory``, ``resources``, ``runtime_env``, ``scheduling_strategy`` and so on; a list
+            has a dict for each worker. Without ``num_cpus`` it is 1; without ``max_restarts`` it is
+            -1: Ray restarts an actor as often as needed.
+        placement_group_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD": reserve the
+            resources of all workers at one time, in a placement group of this strategy. Then no
+            worker starts before there are resources for all. None: each starts as soon as there are
+            resources for it.
+    """
+
+    _: KW_ONLY
+    ray_init_config: Mapping[str, Any] | None = None
+    remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    placement_group_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._warn_of_hidden_gpus()
+
+    @cached_property
+    def ray(self) -> RaySettings:
+        return RaySettings(
+            {} if self.ray_init_config is None else self.ray_init_config,
+            {} if self.remote_configs is None else self.remote_configs,
+            self.placement_group_strategy,
+        )
+
+    def _most_workers(self) -> int:
+        raise ArgumentError(
+            "num_workers is missing: say how many workers Ray is to start (TorchRL's "
+            "num_collectors), or pass a list of env makers, one for each"
+        )
+
+    def _warn_of_hidden_gpus(self) -> None:
+        for worker_id, devices in enumerate(self.worker_devices):
+            wanted = [d for d in (devices.policy, devices.env) if d is not None]
+            uses_gpu = any(device.type == "cuda" for device in wanted)
+            if uses_gpu and "GPU" not in self.ray.resources(worker_id):
+                warnings.warn(
+                    f"worker {worker_id} is to compute on {wanted[0]}, but remote_configs asks for "
+                    "no GPU, and Ray hides the GPUs of a node from actors that ask for none: add "
+                    "'num_gpus'",
+                    stacklevel=users_stack_level(),
+                )
+                return
 
 
 @dataclass(frozen=True, eq=False)

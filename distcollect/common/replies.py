@@ -1,28 +1,63 @@
-"""A future that costs little: there is one for each rollout."""
+"""Answers of other threads, and waiting for them in a way that Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
-from collections.abc import Callable
+import queue
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+# Longest single wait of the user's thread, in seconds. A signal that arrives just as the main
+# thread begins to wait is handled only when the wait ends; short waits let Ctrl-C through.
+LOOK_UP_S = 0.5
+
+# Code that uses a condition enters its lock (``with lock``), not the condition: entering a
+# condition runs Python code, and Ctrl-C there could leave the lock taken. For the same reason the
+# user's thread waits for no future of another thread, but for a Reply.
+
+
+class Bell:
+    """Wakes one thread that waits for a change. Ringing is remembered until the next wait.
+
+    Unlike a condition it has no lock that an exception in the waiting thread could leave taken.
+    """
+
+    def __init__(self) -> None:
+        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ring(self) -> None:
+        """Wake the thread that waits, or let the next wait end at once."""
+        if self._rings.empty():
+            self._rings.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a ring, at most ``timeout_s``; may end earlier."""
+        with contextlib.suppress(queue.Empty):
+            self._rings.get(timeout=max(0.0, timeout_s))
+
 
 class Reply(Generic[T]):
-    """The answer to a call, once it is there.
+    """The answer of another thread or process, once it is there.
 
     It has the methods of ``concurrent.futures.Future`` that are needed here, but takes a fourth of
-    its time, and is two objects instead of ten: garbage collection looks at fewer.
+    its time, and is two objects instead of ten: garbage collection looks at fewer. Any exception,
+    such as Ctrl-C, may interrupt the thread that waits for it at any point: the thread that answers
+    does not notice, and the answer can still be waited for.
 
     It has no lock. Each callback is in a list until the thread that calls it takes it out, which
     only one thread can do.
     """
 
-    __slots__ = ("_callbacks", "_error", "_is_done", "_value")
+    __slots__ = ("_bell", "_callbacks", "_error", "_is_done", "_value")
 
     def __init__(self) -> None:
         """Not there yet."""
@@ -30,6 +65,7 @@ class Reply(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Any], object]] = []
+        self._bell: Bell | None = None  # the thread that waits for it waits for this
 
     @classmethod
     def of(cls, value: T) -> Reply[T]:
@@ -61,7 +97,10 @@ class Reply(Generic[T]):
             raise RuntimeError("it was answered before")
         self._value, self._error = value, error
         self._is_done = True
-        self._call_back()
+        if self._bell is not None:
+            self._bell.ring()
+        if self._callbacks:
+            self._call_back()
 
     def _call_back(self) -> None:
         callbacks = self._callbacks
@@ -75,26 +114,99 @@ class Reply(Generic[T]):
             except Exception:
                 log.exception("a callback of a reply raised")
 
-    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+    def arrives(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` on one thread; whether it is there."""
+        if not self._is_done and self._bell is None:
+            self._bell = Bell()
+        deadline = time.monotonic() + timeout_s
+        while not self._is_done:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return False
+            assert self._bell is not None
+            self._bell.wait(min(remaining, LOOK_UP_S))
+        return True
+
+    def exception(self, timeout_s: float = 0) -> BaseException | None:
         """The error, if the call failed; waits as :meth:`result` does."""
         if not self._is_done:
             self._wait(timeout_s)
         return self._error
 
-    def result(self, timeout_s: float | None = None) -> T:
+    def result(self, timeout_s: float = 0) -> T:
         """The value, or raise the error.
 
-        Waits up to ``timeout_s`` seconds, without a limit for None. TimeoutError if it isn't there
-        then.
+        Waits up to ``timeout_s`` seconds. TimeoutError if it isn't there then.
         """
         if not self._is_done:
             self._wait(timeout_s)
         if self._error is not None:
-            raise self._error
+            # Without the frames of an earlier raise, which its traceback keeps alive.
+            raise self._error.with_traceback(None)
         return self._value  # type: ignore[return-value]
 
-    def _wait(self, timeout_s: float | None) -> None:
-        there = threading.Event()
-        self.add_done_callback(lambda _: there.set())
-        if not there.wait(timeout_s):
+    def _wait(self, timeout_s: float) -> None:
+        if not self.arrives(timeout_s):
             raise TimeoutError(f"no reply within {timeout_s} s")
+
+
+def answer(reply: Future[T] | Reply[T], function: Callable[..., T], *args: Any) -> None:
+    """Call ``function``; ``reply`` gets what it returns or raises."""
+    try:
+        result = function(*args)
+    except Exception as error:  # noqa: BLE001 - it is raised where the reply is waited for
+        reply.set_exception(error)
+    else:
+        reply.set_result(result)
+
+
+class Replies(Generic[K, T]):
+    """The results of several futures of other threads, for the user's thread to wait for."""
+
+    def __init__(self, futures: Mapping[K, Future[T]]) -> None:
+        """Wait for ``futures``; the user's thread must not make this."""
+        self.by_key: dict[K, Reply[T]] = {key: Reply() for key in futures}
+        for key, future in futures.items():
+            future.add_done_callback(partial(_pass_on, self.by_key[key]))
+
+    def missing(self, timeout_s: float) -> list[K]:
+        """Wait up to ``timeout_s`` for all; the keys of those that did not come."""
+        deadline = time.monotonic() + timeout_s
+        return [
+            key
+            for key, reply in self.by_key.items()
+            if not reply.arrives(deadline - time.monotonic())
+        ]
+
+    def errors(self) -> dict[K, BaseException]:
+        """The errors that came, by key."""
+        return {
+            key: error
+            for key, reply in self.by_key.items()
+            if reply.done() and (error := reply.exception()) is not None
+        }
+
+
+def _pass_on(reply: Reply[T], future: Future[T]) -> None:
+    error = future.exception()
+    if error is None:
+        reply.set_result(future.result())
+    else:
+        reply.set_exception(error)
+
+
+def arrives(answer: Future[Any], timeout_s: float) -> bool:
+    """Wait up to ``timeout_s`` for ``answer``; whether it came (a result or an error)."""
+    deadline = time.monotonic() + timeout_s
+    while not wait([answer], max(0.0, min(deadline - time.monotonic(), LOOK_UP_S))).done:
+        if time.monotonic() >= deadline:
+            return False
+    return True
+
+
+def missing(answers: Mapping[K, Future[Any]], timeout_s: float) -> list[K]:
+    """Wait up to ``timeout_s`` for all of ``answers``; the keys of those that did not come."""
+    deadline = time.monotonic() + timeout_s
+    return [
+        key for key, answer in answers.items() if not arrives(answer, deadline - time.monotonic())
+    ]

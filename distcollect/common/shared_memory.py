@@ -19,42 +19,18 @@ from pathlib import Path
 
 import torch
 
+from distcollect.common.memory_segment import Segment
+
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Where shared memory is found.
+def map_segment(segment: Segment) -> torch.Tensor:
+    """The memory, uint8 ``[num_bytes]``; it stays mapped while the tensor lives.
 
-    Attributes:
-        pid: the process that made it.
-        fd: its descriptor in that process.
-        name: of the anonymous file; unlike a pid it is never used again.
-        num_bytes: its size.
-        host: where it can be mapped, see :func:`host_of_memory`.
+    Raises:
+        OSError: the process is gone, on another host, or belongs to another user.
     """
-
-    pid: int
-    fd: int
-    name: str
-    num_bytes: int
-    host: str
-
-    def map(self) -> torch.Tensor:
-        """The memory, uint8 ``[num_bytes]``; it stays mapped while the tensor lives.
-
-        Raises:
-            OSError: the process is gone, on another host, or belongs to another user.
-        """
-        path = f"/proc/{self.pid}/fd/{self.fd}"
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            # Checked on the opened descriptor, as another process may have the pid by now.
-            if f"memfd:{self.name} " not in str(Path(f"/proc/self/fd/{fd}").readlink()):
-                raise ProcessLookupError(f"{path} is no longer {self.name}")
-            return torch.frombuffer(mmap.mmap(fd, self.num_bytes), dtype=torch.uint8)
-        finally:
-            os.close(fd)
+    return torch.frombuffer(segment.open(), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -79,7 +55,7 @@ class SharedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor itself; ``memory`` is the segment's, see :meth:`Segment.map`."""
+        """The tensor itself; ``memory`` is the segment's, see :func:`map_segment`."""
         return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 

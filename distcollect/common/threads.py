@@ -1,132 +1,21 @@
-"""Threads that start once or do one job after the other; waiting that Ctrl-C can interrupt."""
+"""Threads that start once, or do one job after the other."""
 
 from __future__ import annotations
 
 import _thread
-import contextlib
+import logging
 import queue
 import threading
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-K = TypeVar("K")
+from distcollect.common.replies import Reply, answer
+
 T = TypeVar("T")
 
-# Longest single wait of the user's thread, in seconds. A signal that arrives just as the main
-# thread begins to wait is handled only when the wait ends; short waits let Ctrl-C through.
-LOOK_UP_S = 0.5
-
-# Code that uses a condition enters its lock (``with lock``), not the condition: entering a
-# condition runs Python code, and Ctrl-C there could leave the lock taken. For the same reason the
-# user's thread waits for no future of another thread, but for an Answer.
-
-
-class Bell:
-    """Wakes one thread that waits for a change. Ringing is remembered until the next wait.
-
-    Unlike a condition it has no lock that an exception in the waiting thread could leave taken.
-    """
-
-    def __init__(self) -> None:
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def ring(self) -> None:
-        """Wake the thread that waits, or let the next wait end at once."""
-        if self._rings.empty():
-            self._rings.put(None)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a ring, at most ``timeout_s``; may end earlier."""
-        with contextlib.suppress(queue.Empty):
-            self._rings.get(timeout=max(0.0, timeout_s))
-
-
-class Answer(Generic[T]):
-    """What another thread answers to the user's thread.
-
-    Any exception, such as Ctrl-C, may interrupt the wait at any point: the thread that answers does
-    not notice, and the answer can still be waited for.
-    """
-
-    def __init__(self) -> None:
-        self._bell = Bell()
-        self._outcome: tuple[T, None] | tuple[None, BaseException] | None = None
-
-    def set(self, value: T) -> None:
-        """Answer with ``value``."""
-        self._outcome = value, None
-        self._bell.ring()
-
-    def fail(self, error: BaseException) -> None:
-        """Answer with an error."""
-        self._outcome = None, error
-        self._bell.ring()
-
-    @property
-    def done(self) -> bool:
-        """Whether it was answered."""
-        return self._outcome is not None
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that it was answered with, if that is so."""
-        outcome = self._outcome
-        return None if outcome is None else outcome[1]
-
-    def arrives(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s``; whether it was answered."""
-        deadline = time.monotonic() + timeout_s
-        while self._outcome is None:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return False
-            self._bell.wait(min(remaining, LOOK_UP_S))
-        return True
-
-    def result(self) -> T:
-        """The value, or raise the error; only once it was answered."""
-        assert self._outcome is not None
-        value, error = self._outcome
-        if error is not None:
-            # Without the frames of an earlier raise, which its traceback keeps alive.
-            raise error.with_traceback(None)
-        return value  # type: ignore[return-value]
-
-
-class Answers(Generic[K, T]):
-    """The results of several futures of other threads, for the user's thread to wait for."""
-
-    def __init__(self, futures: Mapping[K, Future[T]]) -> None:
-        """Wait for ``futures``; the user's thread must not make this."""
-        self.by_key: dict[K, Answer[T]] = {key: Answer() for key in futures}
-        for key, future in futures.items():
-            future.add_done_callback(partial(_pass_on, self.by_key[key]))
-
-    def missing(self, timeout_s: float) -> list[K]:
-        """Wait up to ``timeout_s`` for all; the keys of those that did not come."""
-        deadline = time.monotonic() + timeout_s
-        return [
-            key
-            for key, answer in self.by_key.items()
-            if not answer.arrives(deadline - time.monotonic())
-        ]
-
-    def errors(self) -> dict[K, BaseException]:
-        """The errors that came, by key."""
-        return {
-            key: error for key, answer in self.by_key.items() if (error := answer.error) is not None
-        }
-
-
-def _pass_on(answer: Answer[T], future: Future[T]) -> None:
-    error = future.exception()
-    if error is None:
-        answer.set(future.result())
-    else:
-        answer.fail(error)
+log = logging.getLogger(__name__)
 
 
 class SingleThread:
@@ -164,9 +53,7 @@ class SerialThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[
-            tuple[Future[Any] | Answer[Any], Callable[[], Any]] | None
-        ] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -181,15 +68,19 @@ class SerialThread:
             except BaseException as error:  # such as SystemExit, which would end the thread
                 raise RuntimeError(f"{function!r} raised {error!r}") from error
 
-        answer: Future[T] = Future()
-        self._jobs.put((answer, call))
-        return answer
+        future: Future[T] = Future()
+        self._jobs.put(partial(answer, future, call))
+        return future
 
-    def ask(self, function: Callable[..., T], *args: Any) -> Answer[T]:
+    def ask(self, function: Callable[..., T], *args: Any) -> Reply[T]:
         """As :meth:`submit`, for the user's thread: one call in C hands the job over."""
-        answer: Answer[T] = Answer()
-        self._jobs.put((answer, partial(function, *args)))
-        return answer
+        reply: Reply[T] = Reply()
+        self._jobs.put(partial(answer, reply, function, *args))
+        return reply
+
+    def put(self, job: Callable[[], object]) -> None:
+        """As :meth:`ask`, without an answer: if the job raises, that is logged."""
+        self._jobs.put(job)
 
     def close(self) -> None:
         """End after all submitted jobs; doesn't wait for them."""
@@ -209,45 +100,11 @@ class SerialThread:
         do_jobs(self._jobs)
 
 
-def do_jobs(
-    jobs: queue.SimpleQueue[Any],
-) -> None:
-    """Do jobs on the calling thread until a None.
-
-    A job is a pair: a :class:`Future` or an :class:`Answer` for its result or error, and a function
-    without arguments.
-    """
+def do_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    """Call one function after the other on the calling thread, until a None."""
     while (job := jobs.get()) is not None:
-        _do(*job)
+        try:
+            job()
+        except Exception:
+            log.exception("a job of a thread raised")
         del job  # else it would live until the next one comes
-
-
-def _do(answer: Future[Any] | Answer[Any], work: Callable[[], Any]) -> None:
-    done, failed = (
-        (answer.set, answer.fail)
-        if isinstance(answer, Answer)
-        else (answer.set_result, answer.set_exception)
-    )
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - it is raised where the answer is waited for
-        failed(error)
-    else:
-        done(result)
-
-
-def arrives(answer: Future[Any], timeout_s: float) -> bool:
-    """Wait up to ``timeout_s`` for ``answer``; whether it came (a result or an error)."""
-    deadline = time.monotonic() + timeout_s
-    while not wait([answer], max(0.0, min(deadline - time.monotonic(), LOOK_UP_S))).done:
-        if time.monotonic() >= deadline:
-            return False
-    return True
-
-
-def missing(answers: Mapping[K, Future[Any]], timeout_s: float) -> list[K]:
-    """Wait up to ``timeout_s`` for all of ``answers``; the keys of those that did not come."""
-    deadline = time.monotonic() + timeout_s
-    return [
-        key for key, answer in answers.items() if not arrives(answer, deadline - time.monotonic())
-    ]

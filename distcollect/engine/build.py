@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from distcollect.common.step_counter import StepCounter
@@ -15,11 +15,12 @@ from distcollect.engine.plan import WorkerPlan
 from distcollect.engine.plan_weights import live_weights
 from distcollect.envs.base import EnvBatch, Envs
 from distcollect.envs.make import EnvContext, make_envs
-from distcollect.errors import EnvError
+from distcollect.errors import ArgumentError, EnvError
 from distcollect.policy.base import Exploration, Policy
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
-from distcollect.telemetry.step_timer import TracingStepTimer
+from distcollect.rollout.spaces import Key
+from distcollect.rollout.tree_layout import AnyLayout, TreeLayout, scalars
 
 
 def build_engine(
@@ -30,6 +31,7 @@ def build_engine(
     incarnation: int = 0,
     shared: bool = False,
     counter: StepCounter | None = None,
+    for_evaluation: bool = False,
 ) -> EngineBase:
     """Make the envs and the policy of ``plan``, and try them out.
 
@@ -40,6 +42,7 @@ def build_engine(
         incarnation: number of the process in that slot, counted from 0; env makers are given it.
         shared: the policy is the user's own object, not a copy.
         counter: counts the engine's frames; None: a new one.
+        for_evaluation: env makers are told that the policy is evaluated in these envs.
 
     Raises:
         ArgumentError: an option that these envs do not support.
@@ -47,7 +50,13 @@ def build_engine(
         PolicyError: the policy can't be made, raised, or its output doesn't fit the action space.
     """
     contexts = [
-        EnvContext(worker_id=worker_id, env_index=index, incarnation=incarnation, seed=None)
+        EnvContext(
+            worker_id=worker_id,
+            env_index=index,
+            incarnation=incarnation,
+            seed=None,
+            for_evaluation=for_evaluation,
+        )
         for index in range(plan.num_envs)
     ]
     envs = make_envs(
@@ -59,11 +68,13 @@ def build_engine(
     )
     try:
         plan = plan.with_policy_made()
-        return build_engine_for(envs, plan, traj_ids=traj_ids, shared=shared, counter=counter)
+        engine = build_engine_for(envs, plan, traj_ids=traj_ids, shared=shared, counter=counter)
+        _check_metrics(plan.metrics, engine.layout)
     except BaseException:
         with contextlib.suppress(EnvError):  # the first error is the one to raise
             envs.close()
         raise
+    return engine
 
 
 def build_engine_for(
@@ -102,8 +113,21 @@ def build_engine_for(
         options=plan.options,
         counter=counter,
         max_env_faults=plan.max_env_faults,
-        step_timer=TracingStepTimer(envs.num_envs) if plan.traces else None,
+        step_timer=plan.step_timer(envs.num_envs),
     )
+
+
+def _check_metrics(metrics: Mapping[str, Key], layout: AnyLayout) -> None:
+    """Raise ArgumentError unless frames of this layout have the entries of all metrics."""
+    if isinstance(layout, TreeLayout) and layout.is_loose:
+        return  # only the frames themselves show their entries
+    known = scalars(layout)
+    for name, key in metrics.items():
+        if key not in known:
+            raise ArgumentError(
+                f"Monitor(metrics={{{name!r}: {key}}}): frames have no such entry with one number. "
+                f"They have {', '.join(map(str, sorted(known)))}. info_keys adds entries of info"
+            )
 
 
 def build_evaluator(
@@ -120,12 +144,13 @@ def build_evaluator(
         # An episode spans several rollouts here, so a rollout must not begin with a reset.
         options = replace(plan.options, reset_at_each_iter=False)
         return build_engine(
-            replace(plan, exploration=exploration, options=options, traces=False),
+            replace(plan, exploration=exploration, options=options, traces=False, metrics={}),
             traj_ids=itertools.count(),
             worker_id=worker_id,
             incarnation=incarnation,
             shared=shared,
             counter=counter,
+            for_evaluation=True,
         )
 
-    return Evaluator(make_engine)
+    return Evaluator(make_engine, plan.metrics)

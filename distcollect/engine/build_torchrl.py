@@ -11,7 +11,6 @@ from distcollect.engine.tensordict_engine import TensorDictEngine
 from distcollect.engine.tensordict_policy import TensorDictPolicy
 from distcollect.envs.base import Envs
 from distcollect.envs.torchrl import TorchRLEnvs
-from distcollect.telemetry.step_timer import TracingStepTimer
 
 
 def build_tensordict_engine(
@@ -41,5 +40,5 @@ def build_tensordict_engine(
         options=plan.options,
         counter=counter,
         max_env_faults=plan.max_env_faults,
-        step_timer=TracingStepTimer(envs.num_envs) if plan.traces else None,
+        step_timer=plan.step_timer(envs.num_envs),
     )

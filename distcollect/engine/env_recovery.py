@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from distcollect.common.backoff import backoff_s
+from distcollect.common.replies import Reply
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.common.step_counter import StepCounter
-from distcollect.common.threads import Answer
 from distcollect.engine.interrupts import Stopped
 from distcollect.envs.base import Envs, Fault
 from distcollect.errors import EnvError
@@ -47,7 +48,7 @@ class EnvRecovery:
         self._seeds: Sequence[int] | None = None
         self._num_rebuilt = [0] * envs.num_envs  # by row, since the last seed()
         # No Event: an exception within its set(), in the user's thread, may leave its lock taken.
-        self._stopped: Answer[None] = Answer()
+        self._stopped: Reply[None] = Reply()
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Derive the seeds of new envs from ``seeds``, one for each row."""
@@ -56,7 +57,8 @@ class EnvRecovery:
 
     def stop(self) -> None:
         """Make the running or next :meth:`rebuild` raise :class:`Stopped`. From any thread."""
-        self._stopped.set(None)
+        with contextlib.suppress(RuntimeError):  # it was stopped before
+            self._stopped.set_result(None)
 
     def episodes_ended(self, rows: Iterable[int]) -> None:
         """Whole episodes ended in ``rows``, so the envs of these rows work."""

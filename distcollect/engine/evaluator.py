@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
 
+from distcollect.common import gpus
 from distcollect.common.seeding import Stream, env_seed, policy_seed, shares
 from distcollect.engine.base import EngineBase
 from distcollect.errors import DeadlineError
 from distcollect.policy.base import Exploration
 from distcollect.results import Evaluation
 from distcollect.rollout.slabs import new_slab
+from distcollect.rollout.spaces import Key
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +27,21 @@ _NUM_STEPS = 64  # of each rollout; steps after the last episode's end are waste
 class Evaluator:
     """Plays episodes with the policy of an engine that collects, on the same thread."""
 
-    def __init__(self, make_engine: Callable[[Exploration], EngineBase]) -> None:
+    def __init__(
+        self,
+        make_engine: Callable[[Exploration], EngineBase],
+        metrics: Mapping[str, Key] | None = None,
+    ) -> None:
         """Play with engines from ``make_engine``, one for each kind of exploration.
 
         An engine is made when it is first needed. It has envs of its own, but shares the policy.
+
+        Args:
+            make_engine: makes an engine.
+            metrics: metrics of episodes, see :class:`~distcollect.config.Monitor`.
         """
         self._make_engine = make_engine
+        self._metrics = metrics or {}
         self._engines: dict[Exploration, EngineBase] = {}
 
     def evaluate(
@@ -66,19 +77,21 @@ class Evaluator:
             if seed is None:
                 seed = int(np.random.SeedSequence().generate_state(1)[0])
             episodes = self._play(engine, seed, shares(num_episodes, num_envs), deadline)
-        returns, lengths = zip(*episodes, strict=True)
+        returns, lengths, values = zip(*episodes, strict=True)
+        columns = zip(self._metrics, zip(*values, strict=True), strict=True)
         return Evaluation(
             torch.tensor(returns, dtype=torch.float64),
             torch.tensor(lengths),
             torch.full((num_episodes,), version),
+            {name: torch.tensor(column, dtype=torch.float64) for name, column in columns},
         )
 
     def _play(
         self, engine: EngineBase, seed: int, owed: list[int], deadline: float
-    ) -> list[tuple[float, int]]:
-        """(return, length) of the episodes; ``owed``: how many episodes each env is to play."""
+    ) -> list[tuple[float, int, list[float]]]:
+        """(return, length, metrics) of the episodes; ``owed``: how many each env is to play."""
         slab = new_slab(engine.layout, _NUM_STEPS)
-        episodes: list[tuple[float, int]] = []
+        episodes: list[tuple[float, int, list[float]]] = []
         num_envs = len(owed)
         totals, lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
         num_starts = 0
@@ -110,7 +123,12 @@ class Evaluator:
                     for row in np.flatnonzero(over & ~slab.faulted[:, step]).tolist():
                         if owed[row]:
                             owed[row] -= 1
-                            episodes.append((float(totals[row]), int(lengths[row])))
+                            last = np.array([row * _NUM_STEPS + step])
+                            values = [
+                                float(slab.values_at(key, last)[0])
+                                for key in self._metrics.values()
+                            ]
+                            episodes.append((float(totals[row]), int(lengths[row]), values))
         return episodes
 
     def close(self) -> None:
@@ -131,9 +149,7 @@ def _random_state_restored() -> Iterator[None]:
     """Restore torch's and numpy's generators, so that evaluating does not change a collection."""
     numpy_state = np.random.get_state()  # noqa: NPY002 - for envs that still use it
     try:
-        # Asking for the number of GPUs would initialize CUDA where nobody uses it.
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(devices=range(num_gpus)):
+        with torch.random.fork_rng(devices=gpus.in_use()):
             yield
     finally:
         np.random.set_state(numpy_state)  # noqa: NPY002

@@ -11,6 +11,8 @@ from torch import nn
 
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration
+from distcollect.rollout.spaces import Key
+from distcollect.telemetry.step_timer import StepTimer, TracingStepTimer
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class WorkerPlan:
         registry: the env ids that the trainer knows, see
             :func:`~distcollect.envs.registered.pickled_registry`; None: only this process's.
         traces: record the times at which the worker steps, resets and swaps weights.
+        metrics: metrics of episodes, see :class:`~distcollect.config.Monitor`.
         init_fn: called in the worker before anything is made.
         pre_collect_hook: called in the worker before each rollout.
         post_collect_hook: called in the worker with each rollout.
@@ -75,9 +78,15 @@ class WorkerPlan:
     max_env_faults: int = 0
     registry: bytes | None = None
     traces: bool = False
+    metrics: Mapping[str, Key] = field(default_factory=dict)
     init_fn: Callable[[], Any] | None = None
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
+
+    def step_timer(self, num_envs: int) -> StepTimer:
+        """What measures the time that steps take, and records the episodes."""
+        kind = TracingStepTimer if self.traces else StepTimer
+        return kind(num_envs, self.metrics)
 
     def with_policy_made(self) -> WorkerPlan:
         """The same plan with the policy that ``policy_factory`` makes, if there is a factory.

@@ -16,11 +16,19 @@ from torch.distributions import Distribution
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 from torchrl.modules.utils import get_env_transforms_from_module
 
+from distcollect.common import gpus
 from distcollect.envs.base import describe
 from distcollect.envs.torchrl import TorchRLEnvs
 from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Contexts, Exploration
-from distcollect.policy.calling import assign, floating_dtype, parameters_of, takes_tensordict
+from distcollect.policy.calling import (
+    assign,
+    floating_dtype,
+    moved,
+    parameters_of,
+    takes_tensordict,
+)
+from distcollect.policy.weight_layout import module_of
 
 Call = Callable[[TensorDictBase], Any]
 
@@ -54,17 +62,20 @@ class TensorDictPolicy:
 
         Raises:
             PolicySignatureError: the policy has a parameter that is no entry of the observation.
+            PolicyError: ``device`` can't be used here.
         """
-        self.module: nn.Module | None = None
-        if isinstance(policy, nn.Module):
-            self.module = policy if device is None else policy.to(device)
+        self.module = module_of(policy)
+        if self.module is not None:
+            if device is not None:
+                self.module = moved(self.module, device)
             if adds_transforms:
-                _add_transforms(envs, policy)
-            set_exploration_modules_spec_from_env(policy, envs.members[0])
+                _add_transforms(envs, self.module)
+            set_exploration_modules_spec_from_env(self.module, envs.members[0])
         if callable(bind := getattr(policy, "set_action_spec_from_env", None)):
             bind(envs.members[0])
         self._exploration = exploration
         self._action_keys = list(envs.members[0].action_keys)
+        device, env_device = gpus.numbered(device), gpus.numbered(env_device)
         self._device = device
         # As TorchRL has it: a policy on another device than its envs gets copies, and a TensorDict
         # says on which device it is only if the user named the devices.
@@ -138,7 +149,7 @@ class TensorDictPolicy:
                 exploration type asks for.
         """
         copied = td.clone()
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=gpus.in_use()):
             self.exploring().call(self, copied)
         if self._exploration in (Exploration.MEAN, Exploration.MEDIAN):
             # Distributions of whole numbers have a mean of NaN, which an env may take as an action.

@@ -36,12 +36,15 @@ class EnvContext:
         env_index: the env's index within the worker; 0 for a maker of a vector env.
         incarnation: number of the process in the worker's slot, counted from 0.
         seed: always None: envs get their seed later, by ``reset``.
+        for_evaluation: whether the env is one in which the policy is evaluated; no batch has frames
+            of it.
     """
 
     worker_id: int
     env_index: int
     incarnation: int
     seed: int | None
+    for_evaluation: bool = False
 
 
 def check_env_id(env_id: str) -> None:

@@ -199,6 +199,8 @@ def finder(launch: Launch) -> Callable[[], TrainerAddress]:
                         f"torchrun's store is gone ({error}), and with it torchrun on the "
                         "trainer's host: look at its output there, and start all ranks again"
                     ) from error
+            except dist.DistStoreError as error:
+                raise TimeoutError(f"it is not in torchrun's store yet: {error}") from error
             host, port, token = latest
             return TrainerAddress(host, port, token or given or "")
 

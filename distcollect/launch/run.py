@@ -13,15 +13,17 @@ import torch.distributed
 from distcollect.common import checks
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
+from distcollect.launch import ray_job
 from distcollect.launch.exit_deadline import interpreter_exit_deadline
 from distcollect.launch.exit_deadline import timeout_s as exit_timeout_s
 from distcollect.launch.main_call import MainCall
+from distcollect.launch.open_hosts import current, set_launched
 from distcollect.launch.preemption import Interrupted
+from distcollect.launch.rank import supervise_rank
 from distcollect.launch.rendezvous import listen_address, listen_spec, own_address, read_token
 from distcollect.launch.run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
-from distcollect.launch.supervisor import supervise_rank
 from distcollect.launch.topology import Launch, Launcher, own_name
-from distcollect.launch.worker_hosts import WorkerHosts, current, set_launched
+from distcollect.launch.worker_hosts import WorkerHosts
 from distcollect.net.interfaces import LOOPBACK
 from distcollect.transport.peer_ids import identify
 
@@ -38,7 +40,8 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
 
     Under ``torchrun``, ``srun`` and submitit, rank 0 calls ``main``, and every other rank is a
     worker for the collectors that ``main`` makes, until it returns. Under ``distcollect submit
-    --worker-jobs`` the workers are in separate jobs. Without a launcher ``main`` is called in this
+    --worker-jobs`` the workers are in separate jobs. In a job of Ray (``ray job submit``), Ray
+    starts the workers, on any nodes of its cluster. Without a launcher ``main`` is called in this
     process, and collectors start local workers.
 
     Under a launcher, a process group that ``main`` has made and left is ended here. Objects that
@@ -66,12 +69,15 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     checks.positive("num_trainers", num_trainers)
     launch = Launch.detect()
     folder = RunFolder.here()
-    if launch.launcher is Launcher.NONE:
+    if launch.launcher in (Launcher.NONE, Launcher.RAY_JOB):
         if num_trainers > 1:
             raise ArgumentError(
                 f"num_trainers={num_trainers} needs a launcher: start the script by torchrun "
                 f"--nproc-per-node={2 * num_trainers} or more, or by srun"
             )
+        if launch.launcher is Launcher.RAY_JOB:
+            with ray_job.running():
+                return main()
         if folder is None or not folder.num_workers:
             return main()
     exit_timeout_s()  # raises now, before anything is started, if it can't be used
@@ -158,7 +164,8 @@ def num_workers(default: int) -> int:
     """Number of workers that this launch provides; ``default`` without a launcher.
 
     For sizes that depend on it, such as ``frames_per_batch``. With several trainers it is the
-    number of this trainer's workers: call it within ``main``.
+    number of this trainer's workers: call it within ``main``. In a job of Ray it is the number of
+    the cluster's CPUs that are free when this, or :func:`run`, is first called.
 
     Args:
         default: what to return for a script that was started by plain python.
@@ -169,6 +176,8 @@ def num_workers(default: int) -> int:
     if (launched := current()) is not None:
         return launched.num_workers(None)
     launch = Launch.detect()
+    if launch.launcher is Launcher.RAY_JOB:
+        return ray_job.num_workers()
     if launch.launcher is Launcher.NONE:
         folder = RunFolder.here()
         return default if folder is None else folder.num_workers or default

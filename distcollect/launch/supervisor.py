@@ -1,27 +1,23 @@
 """A supervisor: a process that starts worker processes for its trainer, and watches them.
 
-Every rank of a launch above 0 is one. A ``distcollect worker --join`` is one too.
+Every rank of a launch above 0 is one. A ``distcollect worker --join`` is one too, and so is each
+actor of Ray. It doesn't import torch, which takes seconds and 150 MB.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from torch.distributed import DistStoreError
-
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import LaunchError
 from distcollect.launch import zygote
-from distcollect.launch.cpu_placement import CpuPlacement, Host, choose, may_pin
+from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.launch.rendezvous import RENDEZVOUS_TIMEOUT_S, finder
-from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.client import ControlConnection, NoAnswer, join_once
 from distcollect.net.messages import (
     Exited,
@@ -70,6 +66,7 @@ def supervise(
     placement: CpuPlacement,
     timeout_s: float,
     patience_s: float | None = None,
+    name: str = "",
 ) -> None:
     """Start and watch worker processes as the trainer requests, until it needs them no more.
 
@@ -77,13 +74,13 @@ def supervise(
     reached again, it can have new ones started.
 
     Args:
-        find: returns where the trainer is; raises OSError or DistStoreError if that isn't known
-            yet.
+        find: returns where the trainer is; raises OSError if that isn't known yet.
         rank: of this process in its launch; None: it is in no launch.
         placement: of its worker process on this host.
         timeout_s: how long to try to reach the trainer.
         patience_s: how long to try to reach it again, after it was lost or said that it would be
             started again; None: a minute, and not if nobody listens at its address any more.
+        name: what to call this process in an error; "": after its rank.
 
     Raises:
         LaunchError: the trainer can't be reached, or refused.
@@ -98,6 +95,7 @@ def supervise(
             placement=placement,
             timeout_s=timeout_s,
             patience_s=patience_s,
+            name=name or ("this process" if rank is None else f"rank {rank}"),
         )
 
 
@@ -109,6 +107,7 @@ def _supervise(
     placement: CpuPlacement,
     timeout_s: float,
     patience_s: float | None,
+    name: str,
 ) -> None:
     joined_before = False
     while True:
@@ -118,7 +117,7 @@ def _supervise(
                 find,
                 SupervisorHello(rank=rank),
                 timeout_s,
-                name="this process" if rank is None else f"rank {rank}",
+                name=name,
                 give_up_if_refused=joined_before and patience_s is None,
             )
             goodbye = _serve(connection, trainer, placement, signals)
@@ -214,7 +213,7 @@ def join(
             trainer = find()
             where = f", at {trainer.host}:{trainer.port},"
             return join_once(trainer, hello, _TRY_TIMEOUT_S), trainer
-        except (OSError, NoAnswer, DistStoreError) as error:
+        except (OSError, NoAnswer) as error:
             if give_up_if_refused and isinstance(error, ConnectionRefusedError):
                 raise _Gone from error
             # It isn't there yet; or, after a restart by torchrun, this was its previous address.
@@ -303,16 +302,3 @@ def _kill_at_end(connection: ControlConnection, processes: LocalProcesses) -> No
             pass
     finally:
         processes.kill_all()
-
-
-def supervise_rank(launch: Launch) -> None:
-    """Be a launch's supervisor until its trainer is done."""
-    find = finder(launch)
-    placement = choose(
-        Host.inspect(),
-        launch.local_rank,
-        launch.local_world_size,
-        may_pin=may_pin(os.environ, threads_by_launcher=launch.launcher is Launcher.TORCHRUN),
-        cores=launch.cores_per_rank,
-    )
-    supervise(find, rank=launch.rank, placement=placement, timeout_s=RENDEZVOUS_TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import os
 import re
 import socket
@@ -41,6 +42,8 @@ _OTHER_LAUNCHERS = {
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _SUBMITIT = "SUBMITIT_LOCAL_GLOBALID"
+# Set for the driver of a job: its configuration, in which Ray names the job.
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # The ids of the steps in which sbatch runs its script, and salloc its shell: each has one process,
 # whatever SLURM_NTASKS says.
 _ONE_PROCESS_STEPS = {"4294967291", "batch", "4294967290", "interactive"}
@@ -60,6 +63,7 @@ class Launcher(enum.Enum):
     TORCHRUN = "torchrun"
     SLURM = "slurm"
     SUBMITIT_LOCAL = "submitit's local executor"
+    RAY_JOB = "ray job submit"
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,9 @@ class Launch:
             )
         if _SUBMITIT in env and _whole(env, "SUBMITIT_LOCAL_NTASKS", 1) > 1:
             return cls._from_submitit(env)
+        # Before SLURM: a Ray cluster that runs in a job of SLURM hands its variables down.
+        if job := _ray_job(env):
+            return cls(Launcher.RAY_JOB, run_id=job)
         if "SLURM_PROCID" in env and _slurm_tasks(env) > 1:
             return cls._from_slurm(env)
         return cls()
@@ -221,6 +228,15 @@ def one_of_several(env: Mapping[str, str] | None = None) -> str:
     return f"{by} started this process as rank {launch.rank} of {launch.world_size}"
 
 
+def _ray_job(env: Mapping[str, str]) -> str:
+    """The name of the Ray job that this process is the driver of; "" if it is of none."""
+    try:
+        metadata = json.loads(env.get(_RAY_JOB, "{}"))["metadata"]
+        return str(metadata.get("job_submission_id", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ""
+
+
 def _slurm_tasks(env: Mapping[str, str]) -> int:
     """The number of tasks of this process's step."""
     if env.get("SLURM_STEP_ID") in _ONE_PROCESS_STEPS:
@@ -234,6 +250,8 @@ def _refuse_other_launchers(env: Mapping[str, str], launch: Launch) -> None:
     Programs of MPI set these variables under srun too. They say the same as SLURM's then.
     """
     for name, (rank_variable, size_variable) in _OTHER_LAUNCHERS.items():
+        if launch.launcher is Launcher.RAY_JOB and rank_variable != "RANK":
+            continue  # of the launcher that started the cluster
         rank, size = env.get(rank_variable, ""), env.get(size_variable, "")
         if not (rank.isdigit() and size.isdigit()) or int(size) < 2:
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import Mapping
@@ -13,12 +12,9 @@ from typing import Any
 from distcollect.common import open_files
 from distcollect.common.reminder import wait_for
 from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError, LaunchError
-from distcollect.launch.cpu_placement import Host, choose, may_pin, num_cores
+from distcollect.launch.cpu_placement import Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
-from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
-from distcollect.launch.topology import one_of_several
-from distcollect.net.interfaces import LOOPBACK
+from distcollect.launch.placement import Placer
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -39,7 +35,6 @@ from distcollect.net.server import JoinServer, JoinServerEvents
 log = logging.getLogger(__name__)
 
 _LATE_RANKS_TIMEOUT_S = 20.0
-EACH_RANK = "DISTCOLLECT_EACH_RANK_TRAINS"
 
 
 class HostEvents(JoinServerEvents, ProcessEvents):
@@ -50,6 +45,9 @@ class HostEvents(JoinServerEvents, ProcessEvents):
 
     def slot_opened(self, worker_id: int) -> None:
         """Processes for this slot can be started from now on."""
+
+    def slot_given_up(self, worker_id: int, reason: str) -> None:
+        """The supervisor of this slot is not there, and will not come any more."""
 
     def slot_closed(self, worker_id: int) -> None:
         """No process for this slot can be started any more; a running one may go on."""
@@ -80,6 +78,7 @@ class WorkerHosts(JoinServerEvents):
         num_local: int = 0,
         num_expected: int | None = None,
         patience_s: float = 0.0,
+        placer: Placer | None = None,
         port: int = 0,
     ) -> None:
         """Listen on ``address``.
@@ -93,6 +92,7 @@ class WorkerHosts(JoinServerEvents):
             num_expected: how many workers are expected to join by themselves, at any time; None:
                 none.
             patience_s: see above.
+            placer: has the expected workers started, for one collector; None: something else does.
             port: to listen on; 0: any that is free.
 
         Raises:
@@ -106,6 +106,7 @@ class WorkerHosts(JoinServerEvents):
         self.patience_s = patience_s
         self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()
         self._num_expected = num_expected
+        self._placer = placer
         self._token = token
         self._num_ranks = num_ranks
         self._num_local = num_local
@@ -127,6 +128,28 @@ class WorkerHosts(JoinServerEvents):
     def is_elastic(self) -> bool:
         """Whether workers join and leave at any time, so that the trainer waits for enough."""
         return self._num_expected is not None
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a scheduler starts the workers, so that the first ones come at about one time."""
+        return self._placer is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no further worker is expected soon."""
+        return self._placer is None or self._placer.is_settled
+
+    @property
+    def supervised(self) -> list[int]:
+        """The slots whose processes a supervisor starts."""
+        with self._lock:
+            return sorted(self._supervisors)
+
+    def missing(self) -> str:
+        """Why expected workers may not be there, in words."""
+        if self._placer is None:
+            return "are their jobs still queued? 'distcollect status' shows that"
+        return self._placer.missing() or "they have joined, and their processes ended"
 
     def num_workers(self, wanted: int | None) -> int:
         """How many workers a collector gets if it asks for ``wanted`` (None: all there are).
@@ -168,7 +191,7 @@ class WorkerHosts(JoinServerEvents):
         """
         self._num_wanted = num_workers
         self._events = events
-        if self._num_ranks is None:
+        if self._num_local:
             self._local = LocalProcesses(events)
 
         first = self._num_local
@@ -192,6 +215,12 @@ class WorkerHosts(JoinServerEvents):
             further = [w for w in self._supervisors if w >= num_workers and self._is_wanted(w)]
         for worker_id in further:
             events.slot_opened(worker_id)
+        if self._placer is not None:
+            trainer = TrainerAddress(self.address, self.join_server.port, self._token)
+            self._placer.start(trainer, self._num_expected or 0, self._give_up)
+
+    def _give_up(self, worker_id: int, reason: str) -> None:
+        self._events.slot_given_up(worker_id, reason)
 
     def _is_wanted(self, worker_id: int) -> bool:
         """Whether the collector uses this slot; it doesn't use surplus ranks of the launch."""
@@ -259,7 +288,10 @@ class WorkerHosts(JoinServerEvents):
         with self._lock:
             self._remote.clear()
             self._is_in_use = False
-        if self._num_ranks is None and not self.is_elastic:
+        if self._placer is not None:
+            self._end_supervisors()
+            self._placer.close()
+        elif self._num_ranks is None and not self.is_elastic:
             self._end_supervisors()
 
     def close(self, *, failed: bool = False, resumes: bool = False) -> None:
@@ -311,6 +343,8 @@ class WorkerHosts(JoinServerEvents):
             if _rank_of(connection.hello):
                 self._seen.add(worker_id)
             self._changed.notify_all()
+        if self._placer is not None:
+            self._placer.joined(worker_id)
         if self._is_wanted(worker_id):
             if reconnected:  # its processes ended with its old connection, which still seems open
                 self._events.slot_closed(worker_id)
@@ -325,7 +359,8 @@ class WorkerHosts(JoinServerEvents):
         if rank:
             return rank - 1
         awaited = set(range(self._num_ranks or 0)) - self._seen
-        taken = {*self._slots.values(), *awaited}
+        placed = range(0 if self._placer is None else self._num_expected or 0)
+        taken = {*self._slots.values(), *awaited, *placed}
         return next(i for i in range(self._num_local, 2**31) if i not in taken)
 
     def refused(self, hello: Hello | None, reason: str) -> None:
@@ -356,87 +391,10 @@ class WorkerHosts(JoinServerEvents):
         if worker_id is None:
             self._events.closed(connection)
         elif is_current:  # it is not if the supervisor has reconnected already
+            if self._placer is not None:
+                self._placer.left(worker_id)
             self._events.slot_closed(worker_id)
 
 
 def _rank_of(hello: Hello) -> int | None:
     return hello.rank if isinstance(hello, SupervisorHello) else None
-
-
-_launched: WorkerHosts | None = None
-
-
-def set_launched(hosts: WorkerHosts | None) -> None:
-    """Have this process's collectors use ``hosts``; None: each starts its own local workers."""
-    global _launched  # noqa: PLW0603 - a process has one place in its launch
-    _launched = hosts
-
-
-def current() -> WorkerHosts | None:
-    """The launch's hosts; None without a launch."""
-    return _launched
-
-
-def _refuse_several() -> None:
-    """Refuse to start workers in each rank of a launch, as each would train on its own.
-
-    Raises:
-        LaunchError: this process is one of several, and the user hasn't said that this is meant.
-    """
-    if os.environ.get(EACH_RANK) == "1":
-        return
-    if by := one_of_several():
-        raise LaunchError(
-            f"{by}, and each of these processes would train on its own with workers of its own. "
-            "Put the script into a function, and call distcollect.run(main) in each of them, or "
-            "start `-m distcollect run SCRIPT` instead of the script: then one trains and the "
-            f"others are its workers. If each is meant to train on its own, set {EACH_RANK}=1"
-        )
-
-
-def open_hosts(
-    num_workers: int | None, listen: str | None = None, *, local: bool = False
-) -> WorkerHosts:
-    """The launch's hosts, or this host alone without a launch; for one collector until detached.
-
-    Args:
-        num_workers: local workers to start without a launch; None: one for each core.
-        listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
-        local: use this host alone, even in a launch; nobody else can join.
-
-    Raises:
-        CollectorStateError: another collector has the launch's hosts.
-        ArgumentError: ``listen`` is malformed, there is no token for processes that join, or this
-            process may not open enough files for so many workers.
-        LaunchError: see :func:`~distcollect.net.interfaces.listen`; or this process is one of
-            several of a launch, or the run's workers are in other jobs, and the script does not
-            call :func:`~distcollect.run`.
-    """
-    if _launched is not None and not local:
-        if listen is not None:
-            raise ArgumentError(
-                f"listen={listen!r}: under a launcher, workers join where its trainer listens; "
-                f"set {LISTEN} instead"
-            )
-        _launched.claim()
-        return _launched
-    if _launched is None:
-        _refuse_several()
-    folder = RunFolder.here()
-    if folder is not None and folder.num_workers and not local:
-        raise LaunchError(
-            f"the workers of the run in {folder.path} are in separate jobs, and can only join a "
-            "script that calls distcollect.run(main); or submit it without --worker-jobs"
-        )
-    address, port = (LOOPBACK, 0) if local else listen_address(listen)
-    if port and read_token() is None:
-        raise ArgumentError(
-            f"to let workers join at {address}:{port}, put a secret into a file that only you can "
-            f"read and name it by {TOKEN_VARIABLE}, here and where they are started"
-        )
-    token = read_token() or secrets.token_hex(16)
-    num_local = num_cores() if num_workers is None else num_workers
-    hosts = WorkerHosts(address, token, num_local=num_local, port=port)
-    if _launched is not None:
-        _launched.local_hosts.add(hosts)
-    return hosts

@@ -59,6 +59,9 @@ _READ_AT_IMPORT = (
 _DEFAULTS = {
     # Threads of numpy's OpenBLAS start when it is loaded, and a process with threads isn't forked.
     "OPENBLAS_NUM_THREADS": "1",
+    # Some libraries ask for the number of GPUs when they are loaded. Torch's usual way to answer
+    # loads the driver, and no fork of a process that has done so can use a GPU.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     # Torch's C++ side logs a warning for each peer whose process ends; that is reported anyhow.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }

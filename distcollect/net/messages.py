@@ -35,10 +35,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import torch
-
+from distcollect.common.memory_segment import Segment
 from distcollect.common.process_exit import ProcessExit
-from distcollect.common.shared_memory import Segment
 from distcollect.errors import LaunchError
 from distcollect.net.framing import Frame, pack
 
@@ -46,8 +44,8 @@ M = TypeVar("M")
 
 PROTOCOL = 4
 
-# Importing it takes a second, and a supervisor needs nothing of it but its version.
-_TENSORDICT = importlib.metadata.version("tensordict")
+# Importing them takes seconds, and a supervisor needs nothing of them but their versions.
+_TORCH, _TENSORDICT = map(importlib.metadata.version, ("torch", "tensordict"))
 
 
 def versions() -> dict[str, str]:
@@ -55,7 +53,7 @@ def versions() -> dict[str, str]:
     return {
         "protocol": str(PROTOCOL),
         "python": "{}.{}".format(*sys.version_info[:2]),
-        "torch": _minor(torch.__version__),
+        "torch": _minor(_TORCH),
         "tensordict": _minor(_TENSORDICT),
     }
 

@@ -12,7 +12,7 @@ from typing import Any, get_origin, get_type_hints
 import gymnasium as gym
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import CudaGraphModule, TensorDictModuleBase
 from torch import nn
 
 from distcollect.errors import PolicyError, PolicySignatureError
@@ -70,6 +70,22 @@ class Inputs:
         template = TensorDict(self.entries(), batch_size=[self.num_envs])
         make: Callable[[], TensorDict] = template.copy
         return make
+
+
+def moved(policy: nn.Module, device: torch.device) -> nn.Module:
+    """``policy``, moved to ``device``.
+
+    Raises:
+        PolicyError: this process can't use the device.
+    """
+    try:
+        return policy.to(device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise PolicyError(
+            f"the policy can't be moved to {str(device)!r} on this host ({error}). Workers compute "
+            "where the trainer's policy is, unless policy_device names another device, such as "
+            "policy_device='cpu'"
+        ) from error
 
 
 def floating_dtype(module: nn.Module | None) -> torch.dtype | None:
@@ -170,6 +186,7 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     That is so for a TensorDictModule, and for a callable whose only parameter is named ``td`` or
     ``tensordict``, or is annotated as a TensorDict.
     """
+    policy = _called_by(policy)
     if isinstance(policy, TensorDictModuleBase):
         return True
     parameters = parameters_of(policy)
@@ -190,12 +207,19 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
 
 def parameters_of(policy: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a policy that is not a TensorDictModule."""
+    policy = _called_by(policy)
     function = policy.forward if isinstance(policy, nn.Module) else policy
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         # A builtin without a signature gets the observation.
         return [inspect.Parameter("observation", inspect.Parameter.POSITIONAL_ONLY)]
+
+
+def _called_by(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """What a CudaGraphModule calls; its own parameters could be anything. Others are returned."""
+    called: Callable[..., Any] = policy.module if isinstance(policy, CudaGraphModule) else policy
+    return called
 
 
 def to_tensor(value: Any, name: object) -> torch.Tensor:

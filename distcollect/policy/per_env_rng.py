@@ -32,7 +32,7 @@ class PerEnvRng(SplitMixStreams):
 
     That applies to tensors whose first dimension is the number of envs or a multiple of it (each
     env may have several agents). Tensors of other shapes, which all envs share, are drawn from
-    torch's own generators; so is everything that compiled code draws itself.
+    torch's own generators; so is everything that compiled code and CUDA graphs draw.
     """
 
     def drawing(self) -> AbstractContextManager[Any]:

@@ -123,12 +123,14 @@ class ByMode:
 
 
 def _passes_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch has to carry out a call: a user's generator is given, or there is no data."""
+    """Whether torch has to carry out a call: it has a generator or no data, or is captured."""
     if kwargs.get("generator") is not None:
         return True
     for arg in args[:2]:
         if isinstance(arg, Tensor):
-            return not has_data(arg)
+            # A CUDA graph would hold the numbers of one frame, and give them again each time.
+            captures = arg.is_cuda and torch.cuda.is_current_stream_capturing()
+            return captures or not has_data(arg)
     return False
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import gymnasium as gym
 import torch
 from tensordict.nn import set_interaction_type
-from torch import nn
 
 from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Contexts, Exploration, Policy, PolicyOutput
-from distcollect.policy.calling import Inputs, calling_convention, watch_tensors
+from distcollect.policy.calling import Inputs, calling_convention, moved, watch_tensors
 from distcollect.policy.outputs import OutputReader
 from distcollect.policy.per_env_rng import PerEnvRng, draw
 from distcollect.policy.recurrent import state_of
+from distcollect.policy.weight_layout import module_of
 from distcollect.rollout.spaces import Arrays, Leaf
 
 
@@ -49,8 +49,9 @@ class UserPolicy(Policy):
             PolicyError: the policy can't be called with these observations, its initial state
                 can't be determined, or ``device`` can't be used here.
         """
-        if isinstance(policy, nn.Module):
-            self.module = policy if device is None else _moved(policy, device)
+        self.module = module_of(policy)
+        if self.module is not None and device is not None:
+            self.module = moved(self.module, device)
         self._exploration = exploration
         self._needs_autograd = shared
         self._num_envs = len(next(iter(observation.values())))
@@ -119,14 +120,3 @@ class UserPolicy(Policy):
             kind = PolicyKeyError if isinstance(error, KeyError) else PolicyError
             raise kind(f"the policy raised {type(error).__name__}: {error}") from error
         return self._outputs.read(output)
-
-
-def _moved(policy: nn.Module, device: torch.device) -> nn.Module:
-    try:
-        return policy.to(device)
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise PolicyError(
-            f"the policy can't be moved to {str(device)!r} on this host ({error}). Workers compute "
-            "where the trainer's policy is, unless policy_device names another device, such as "
-            "policy_device='cpu'"
-        ) from error

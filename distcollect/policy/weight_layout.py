@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import CudaGraphModule
 from torch import nn
 
 from distcollect.errors import ArgumentTypeError, WeightsError
@@ -96,7 +97,11 @@ class WeightLayout:
                 continue
             names.setdefault(id(value), []).append(name)
             tensors[id(value)] = value
-        buffers = {name for name, _ in module.named_buffers()} if module is not None else set()
+        buffers = (
+            {uncompiled(name) for name, _ in module.named_buffers()}
+            if module is not None
+            else set()
+        )
         return cls._packed(
             [(tuple(names[key]), tuple(t.shape), t.dtype) for key, t in tensors.items()],
             frozenset(excluded | (buffers - state.keys())),
@@ -265,12 +270,21 @@ def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
                 )
 
 
+def module_of(policy: object) -> nn.Module | None:
+    """The module that has a policy's weights: the policy, or the one that a CudaGraphModule calls.
+
+    None: it is neither.
+    """
+    called = policy.module if isinstance(policy, CudaGraphModule) else policy
+    return called if isinstance(called, nn.Module) else None
+
+
 def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | None:
     """The module whose weights are published: the policy, or one of it and ``models`` by name.
 
     None if there is none: the policy is no module, and there are no models.
     """
-    module = policy if isinstance(policy, nn.Module) else None
+    module = module_of(policy)
     if not models:
         return module
     return nn.ModuleDict({**models} if module is None else {"policy": module, **models})
@@ -286,7 +300,7 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
         return state_tensors(source)
     if isinstance(source, TensorDictBase):
         return {
-            name if isinstance(name, str) else ".".join(name): value
+            uncompiled(name if isinstance(name, str) else ".".join(name)): value
             for name, value in source.items(include_nested=True, leaves_only=True)
         }
     if isinstance(source, Mapping):
@@ -294,13 +308,13 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
         for name, value in source.items():
             if isinstance(value, nn.Module | Mapping | TensorDictBase):
                 parts = named_tensors(value)
-                named.update({f"{name}.{inner}": part for inner, part in parts.items()})
+                named.update({uncompiled(f"{name}.{inner}"): part for inner, part in parts.items()})
                 continue
             if not isinstance(value, torch.Tensor):
                 raise ArgumentTypeError(
                     f"weights: {name!r} is a {type(value).__name__}, not a tensor"
                 )
-            named[str(name)] = value
+            named[uncompiled(str(name))] = value
         return named
     raise ArgumentTypeError(
         "weights must be a module, a TensorDict of parameters, a state dict, or a dict of these by "
@@ -313,7 +327,14 @@ def state_tensors(module: nn.Module | None) -> dict[str, torch.Tensor]:
     if module is None:
         return {}
     state: dict[str, Any] = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {
+        uncompiled(name): value for name, value in state.items() if isinstance(value, torch.Tensor)
+    }
+
+
+def uncompiled(name: str) -> str:
+    """A weight's name without what ``torch.compile`` adds: perhaps only workers compile."""
+    return name.replace("_orig_mod.", "")
 
 
 def device_of(module: nn.Module | None) -> torch.device:

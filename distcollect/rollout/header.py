@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ class WorkReport(NamedTuple):
         cpu_ns: CPU time that the stepping thread used while it collected.
         returns: the sum of rewards of each episode.
         lengths: the number of frames of each episode.
+        metrics: for each metric of the monitor, its value at the last frame of each episode; None:
+            no episode ended, or there are no metrics.
     """
 
     busy_ns: int = 0
@@ -38,6 +41,7 @@ class WorkReport(NamedTuple):
     cpu_ns: int = 0
     returns: tuple[float, ...] = ()
     lengths: tuple[int, ...] = ()
+    metrics: Mapping[str, tuple[float, ...]] | None = None
 
 
 NO_WORK = WorkReport()
@@ -80,8 +84,7 @@ class Header:
     wire_form: WireForm = WireForm.PACKED
 
 
-@dataclass(frozen=True)
-class Rollout:
+class Rollout(NamedTuple):
     """A rollout at the trainer: its header, and its tensors as they travelled."""
 
     header: Header

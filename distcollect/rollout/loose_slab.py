@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
+from distcollect.errors import EnvError
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS
+from distcollect.rollout.spaces import Key
 from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.rollout.wire import WireForm, wire_layout
 
@@ -71,14 +73,40 @@ class LooseSlab:
             self.policy_version[:, num_steps:] = self.policy_version[:, num_steps - 1, None]
             self.num_frames = self.layout.num_envs * num_steps
 
+    def values_at(self, key: Key, at: np.ndarray) -> np.ndarray:
+        """One number of each of k frames, float64 ``[k]``; see :meth:`.Slab.values_at`.
+
+        Raises:
+            EnvError: a frame has no such entry with one number.
+        """
+        values = np.empty(len(at))
+        for index, (row, step) in enumerate(zip(*divmod(at, self.num_steps), strict=True)):
+            value = self._frames[step].get(key, None)
+            if not isinstance(value, torch.Tensor) or value.numel() != self.layout.num_envs:
+                raise EnvError(
+                    f"Monitor(metrics=...): a frame has no entry {key} with one number for each env"
+                )
+            values[index] = value.reshape(-1)[row]
+        return values
+
     def local_tensors(self) -> list[Any]:
         """The bookkeeping, and the frames as one TensorDict ``[*batch_size, T]``."""
-        return [*self._memory, stacked(self._frames, -1)]
+        return [*self._memory, _on_cpu(stacked(self._frames, -1))]
 
     def tensors(self, *, mapped: bool = True) -> list[torch.Tensor]:
         """The bookkeeping, and the frames pickled, uint8 ``[N]``."""
-        pickled = cloudpickle.dumps(stacked(self._frames, -1))
-        return [*self._memory, torch.frombuffer(bytearray(pickled), dtype=torch.uint8)]
+        return [*self._memory, packed(stacked(self._frames, -1))]
+
+
+def packed(frames: TensorDictBase) -> torch.Tensor:
+    """Frames as they travel: pickled, uint8 ``[N]``, on the CPU, as a trainer may have no GPU."""
+    return torch.frombuffer(bytearray(cloudpickle.dumps(_on_cpu(frames))), dtype=torch.uint8)
+
+
+def _on_cpu(frames: TensorDictBase) -> TensorDictBase:
+    if all(v.is_cpu for v in frames.values(True, True) if isinstance(v, torch.Tensor)):
+        return frames
+    return frames.to("cpu")
 
 
 def unpacked(tensors: Sequence[Any]) -> TensorDictBase:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
-from distcollect.rollout.spaces import Arrays
+from distcollect.rollout.spaces import Arrays, Key
 from distcollect.rollout.wire import WireForm, wire_layout
 
 
@@ -121,6 +121,27 @@ class Slab:
             self._final_room *= 2
             for key, kept in self._final.items():
                 self._final[key] = np.concatenate([kept, np.zeros_like(kept)])
+
+    def values_at(self, key: Key, at: np.ndarray) -> np.ndarray:
+        """One number of each of k frames, float64 ``[k]``.
+
+        Args:
+            key: as in a batch, of a leaf with one number per frame.
+            at: int64 ``[k]``, the frames' ``row * T + step``.
+        """
+        rows, steps = self.layout.num_envs, self.num_steps
+        if key[0] != "next":
+            values = self.frames[key].reshape(rows * steps)
+        elif key[1:] not in self.root:
+            values = self.frames[key[1:]].reshape(rows * steps)
+        else:
+            root = self.root[key[1:]].reshape(rows, steps)
+            after = np.concatenate([root[:, 1:], self.tail[key[1:]].reshape(rows, 1)], axis=1)
+            values = after.reshape(rows * steps)
+            count = len(self._final_at)
+            values[self._final_at] = self._final[key[1:]][:count].reshape(count)
+        chosen: np.ndarray = values[at].astype(np.float64)
+        return chosen
 
     def pad(self, lengths: np.ndarray, after: Arrays) -> None:
         """Turn all frames after the first ``lengths`` of each row into padding.

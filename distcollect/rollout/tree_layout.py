@@ -62,6 +62,21 @@ class TreeLayout:
 AnyLayout: TypeAlias = Layout | TreeLayout
 
 
+def scalars(layout: AnyLayout) -> set[Key]:
+    """Keys of the entries of a batch that have one number per frame, as the batch names them."""
+    if isinstance(layout, TreeLayout):
+        root: tuple[Leaf, ...] = (*layout.carried, *layout.root_only)
+        following: tuple[Leaf, ...] = (*layout.carried, *layout.next_only)
+    else:
+        root = (*layout.carried, *layout.action, *layout.extras)
+        following = (*layout.carried, *layout.outcomes)
+    keys = {leaf.key for leaf in root if math.prod(leaf.shape) == 1}
+    keys |= {("next", *leaf.key) for leaf in following if math.prod(leaf.shape) == 1}
+    if not isinstance(layout, TreeLayout):
+        keys |= {("next", name) for name in ("reward", "terminated", "truncated")}
+    return keys
+
+
 def row_dims(layout: AnyLayout, *, squeeze: bool) -> tuple[int, ...]:
     """The dimensions of the rows of one rollout in a batch.
 

@@ -126,6 +126,22 @@ class TreeSlab:
         self.policy_version[:, num_steps:] = self.policy_version[:, last : last + 1]
         self.num_frames = self._rows * num_steps
 
+    def values_at(self, key: Key, at: np.ndarray) -> np.ndarray:
+        """One number of each of k frames, float64 ``[k]``; see :meth:`.Slab.values_at`."""
+        size = self._rows * self.num_steps
+        if key[0] != "next":
+            values = self._columns[key].reshape(size)
+        elif key[1:] not in self._tails:
+            values = self._columns[key[1:]].reshape(size)
+        else:
+            root = self._columns[key[1:]].reshape(self._rows, self.num_steps)
+            tail = self._tails[key[1:]].reshape(self._rows, 1)
+            values = torch.cat([root[:, 1:], tail], dim=1).reshape(size)
+            if self._final_at:
+                values[torch.cat(self._final_at)] = torch.cat(self._final[key[1:]]).reshape(-1)
+        chosen: np.ndarray = values[torch.from_numpy(at)].double().numpy()
+        return chosen
+
     def local_tensors(self) -> list[Any]:
         """The rollout for a trainer in this process; this slab's memory."""
         return self.tensors()

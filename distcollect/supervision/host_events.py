@@ -99,5 +99,8 @@ class PostedHostEvents(HostEvents):
     def slot_closed(self, worker_id: int) -> None:
         self._post(partial(self._lifecycle.close_slot, worker_id))
 
+    def slot_given_up(self, worker_id: int, reason: str) -> None:
+        self._post(partial(self._lifecycle.give_up_slot, worker_id, reason))
+
     def launch_ended(self) -> None:
         self._end_launch()

@@ -108,6 +108,7 @@ class Lifecycle:
         )
         self._observer: MembershipObserver | None = None
         self._deaths: dict[int, str] = {}
+        self._given_up: set[int] = set()  # slots for which no supervisor will come
         self._answered: deque[Key] = deque()  # processes that answered a ping
         self._deadlines: DueTimes[Key] = DueTimes()
         self.processes: dict[Key, Process] = {}
@@ -332,6 +333,21 @@ class Lifecycle:
         elif process.connection is None:
             self.lose(process)  # its supervisor may have ended before it started the process
 
+    def give_up_slot(self, worker_id: int, reason: str) -> None:
+        """The scheduler of the workers will not start a slot's supervisor any more."""
+        self._deaths[worker_id] = reason
+        self._given_up.add(worker_id)
+        if self._status.is_stopping:
+            return
+        if self._status.is_starting:
+            self.fail(LaunchError(reason))
+            return
+        least, num_slots = self._faults.min_workers, self._hosts.num_workers(None)
+        log.warning("%s is not replaced: %s", worker_name(worker_id, self._collector), reason)
+        if max(self._membership.num_hopeful, num_slots - len(self._given_up)) < least:
+            message = f"{reason}; at least {least} wanted (Faults.min_workers)"
+            self.fail(WorkerLost(message, worker_id=worker_id))
+
     def _check_vacant(self, worker_id: int, reason: str) -> None:
         """A slot has no process; if none is going to be started, report that."""
         if self._membership.state(worker_id) not in (WorkerState.LOST, WorkerState.LEFT):
@@ -414,6 +430,8 @@ class Lifecycle:
     def _outlook(self, worker_id: int) -> str:
         delay_s = self._membership.delay(worker_id, time.monotonic())
         if self._membership.state(worker_id) is not WorkerState.JOINING:
+            if self._hosts.is_placed and worker_id not in self._given_up:
+                return "it is replaced once its supervisor is started again"
             return "it is not replaced"
         return "it is replaced" + (f" in {delay_s:.1f} s" if delay_s else "")
 

@@ -13,11 +13,12 @@ from concurrent.futures import Future
 from functools import partial
 
 from distcollect.common.reminder import Reminder
-from distcollect.common.threads import LOOK_UP_S
+from distcollect.common.replies import LOOK_UP_S
 from distcollect.config import Faults
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
+from distcollect.launch.open_hosts import open_hosts
 from distcollect.launch.preemption import exit_if_requested
-from distcollect.launch.worker_hosts import open_hosts
+from distcollect.launch.ray_settings import RaySettings
 from distcollect.results import WorkerState
 from distcollect.supervision.host_events import PostedHostEvents
 from distcollect.supervision.interfaces import MembershipObserver
@@ -64,8 +65,10 @@ class Workers:
         num_workers: int | None,
         faults: Faults,
         plan_for: Callable[[int], bytes],
+        *,
         listen: str | None = None,
         local: bool = False,
+        ray: RaySettings | None = None,
     ) -> None:
         """Start the workers, and wait until all have joined and were probed.
 
@@ -75,6 +78,7 @@ class Workers:
             plan_for: worker_id to its pickled :class:`~distcollect.engine.plan.WorkerPlan`.
             listen: "HOST:PORT" where further workers may join.
             local: start them on this host, even in a launch.
+            ray: have Ray start them.
 
         Raises:
             ArgumentError: the launch has fewer workers.
@@ -88,7 +92,9 @@ class Workers:
         self._number = _number()
         with contextlib.ExitStack() as on_error:
             on_error.callback(_open_numbers.discard, self._number)
-            self._hosts = open_hosts(num_workers, listen, local=local)
+            self._hosts = open_hosts(
+                num_workers, listen, local=local, ray=ray, patience_s=faults.start_timeout_s
+            )
             on_error.callback(self._hosts.detach)
             # Workers that join by themselves have no fixed number: none in particular has to come.
             count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)
@@ -210,7 +216,10 @@ class Workers:
         status = self._status
         if not self.is_elastic or status.num_present >= least:
             return
-        log.warning(
+        # A scheduler that starts them needs seconds, and says itself what it waits for.
+        level = logging.INFO if self._hosts.is_placed else logging.WARNING
+        log.log(
+            level,
             "waiting up to %g s for workers: %d there, %d wanted",
             limit_s,
             status.num_present,
@@ -225,7 +234,7 @@ class Workers:
                 raise DeadlineError(
                     f"waited {limit_s:g} s for workers to join at {self.address}: "
                     f"{status.num_present} of at least {least} (Faults.min_workers) are there; "
-                    "are their jobs still queued? 'distcollect status' shows that"
+                    f"{self._hosts.missing()}"
                 )
             with status.lock:
                 status.changed.wait_for(
@@ -243,17 +252,16 @@ class Workers:
     def _await_start(self) -> None:
         """Wait until the first process in every slot is ready, and one at least; enter RUNNING."""
         status = self._status
-        if self.is_elastic:
-            self.await_enough()
-        awaited = [] if self.is_elastic else range(max(1, self._num_first))
         limit_s = self._faults.start_timeout_s
         deadline = time.monotonic() + limit_s + EXIT_TIMEOUT_S
+        if self.is_elastic:
+            self.await_enough()
         with status.lock:
-            while status.phase is not Phase.STARTING or any(
-                w not in status.probes for w in awaited
-            ):
+            while status.phase is not Phase.STARTING or not self._have_started():
                 self._check_start()
                 remaining = deadline - time.monotonic()
+                if remaining <= 0 and self.is_elastic:
+                    break  # the others join later
                 if remaining <= 0:
                     missing = [w for w in status.states if w not in status.probes]
                     names = f"workers {missing}" if missing else "a worker"
@@ -264,6 +272,20 @@ class Workers:
                     )
                 status.changed.wait(min(remaining, LOOK_UP_S))
             status.enter(Phase.RUNNING)
+
+    def _have_started(self) -> bool:
+        """Whether the workers that the first batch should come from are ready."""
+        probes = self._status.probes
+        if not self.is_elastic:
+            return all(w in probes for w in range(max(1, self._num_first)))
+        if not self._hosts.is_placed:
+            return True
+        # Those that a scheduler can start now: with fewer, the first batches would depend on which
+        # of them was faster. One that failed is replaced, and joins later.
+        ended = self._status.ends.known()
+        return self._hosts.is_settled and all(
+            w in probes or w in ended for w in self._hosts.supervised
+        )
 
     def close(self) -> None:
         """End all workers and reap them; again it does nothing."""

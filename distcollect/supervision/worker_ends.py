@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from distcollect.common.threads import LOOK_UP_S, Bell
+from distcollect.common.replies import LOOK_UP_S, Bell
 from distcollect.errors import DistCollectError
 
 

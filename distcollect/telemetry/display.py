@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -23,6 +24,9 @@ _EVERY_S = 2.0  # drawing takes some 10 ms
 _YEARS_S = 2 * 365 * 86400.0
 # Lines of the display besides those of workers.
 _OTHER_LINES = 13
+_NOTEBOOK_LINES = 40
+_NOTEBOOK_WIDTH = 120
+_NOTEBOOK_HTML = '<pre style="font-family: monospace; line-height: 1.3">{code}</pre>'
 
 _on_screen = threading.Lock()  # a terminal has room for one display
 
@@ -113,6 +117,7 @@ def _episodes(stats: Stats) -> list[str]:
         f"{episodes.count:,} episodes",
         f"return {episodes.mean_return:,.4g} ({spread})",
         f"length {episodes.mean_length:,.4g}",
+        *(f"{name} {value:,.4g}" for name, value in episodes.metrics.items()),
     ]
 
 
@@ -229,6 +234,45 @@ class Display:
         # A killed run must not leave the terminal without a cursor.
         console.show_cursor(True)
         return True
+
+
+class NotebookDisplay:
+    """A display in the output of the notebook's cell that runs when it first appears."""
+
+    about = "the display"
+    every_s = _EVERY_S
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def write(self, stats: Stats) -> None:
+        """Show a snapshot; the last one stays in the notebook."""
+        if self._handle is not None:
+            self._handle.update(_mime_bundle(stats), raw=True)
+        elif stats.elapsed_s >= _FIRST_AFTER_S and not stats.ended:
+            from IPython.display import display  # noqa: PLC0415 - it is there, as this is a notebook
+
+            self._handle = display(_mime_bundle(stats), raw=True, display_id=True)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def _mime_bundle(stats: Stats) -> dict[str, str]:
+    from rich.console import Console  # noqa: PLC0415
+
+    console = Console(file=io.StringIO(), record=True, width=_NOTEBOOK_WIDTH, force_jupyter=False)
+    console.print(rendered(stats, _NOTEBOOK_LINES))
+    return {
+        "text/plain": console.export_text(clear=False),
+        "text/html": console.export_html(inline_styles=True, code_format=_NOTEBOOK_HTML),
+    }
+
+
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def is_terminal(stream: object) -> bool:

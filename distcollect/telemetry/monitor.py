@@ -17,7 +17,13 @@ from distcollect.config import Monitor
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
 from distcollect.telemetry.bottleneck import find_bottleneck
-from distcollect.telemetry.display import Display, is_terminal, log_line
+from distcollect.telemetry.display import (
+    Display,
+    NotebookDisplay,
+    is_notebook,
+    is_terminal,
+    log_line,
+)
 from distcollect.telemetry.prometheus import open_prometheus
 from distcollect.telemetry.stats_file import STATS_FILE, JsonLines
 from distcollect.telemetry.tensorboard import open_tensorboard
@@ -54,6 +60,7 @@ class MonitorThread:
 
     Attributes:
         trace: the trace that spans are written to; None: no trace.
+        metrics: names of the metrics of episodes.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class MonitorThread:
         options = Monitor() if options is None else options
         if not isinstance(options, Monitor):
             raise ArgumentTypeError(f"monitor={options!r}: must be a distcollect.Monitor")
+        self.metrics = tuple(options.metrics)
         self._writers: list[Writer] = []
         self._latest: Callable[[], Stats | None] = lambda: None
         self._last: Stats | None = None
@@ -79,9 +87,11 @@ class MonitorThread:
         self._begun = False
         self._closed = False
         path = options.trace if trace is None else trace
-        self.trace = None if path is None else Trace(path)
+        self.trace: Trace | None = None
         try:
             self._open(options)
+            if path is not None:  # it may be in the run_dir, which is there now
+                self.trace = Trace(path)
         except BaseException:
             self._drop_all()
             self._close_trace()
@@ -108,6 +118,8 @@ class MonitorThread:
         if wants_view(options):
             if is_terminal(sys.stderr):
                 add(Display())
+            elif is_notebook():
+                add(NotebookDisplay())
             elif log.isEnabledFor(logging.INFO):
                 add(LogLines())
 

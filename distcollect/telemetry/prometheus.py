@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distcollect.errors import ArgumentError
@@ -70,7 +71,11 @@ def figures(stats: Stats) -> dict[str, float]:
         values["workers"] = sum(w.state == "ready" for w in stats.workers.values())
     for who, times in (("trainer", stats.trainer), ("worker", stats.times)):
         values.update((f"{who}_share_{name}", value) for name, value in vars(times).items())
-    return {name: value for name, value in values.items() if value == value}  # noqa: PLR0124 - NaN
+    return dict(_known(values))
+
+
+def _known(values: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    return ((name, value) for name, value in values.items() if not math.isnan(value))
 
 
 class StatsCollector:
@@ -86,21 +91,25 @@ class StatsCollector:
 
         families: dict[str, Any] = {}
 
-        def add(name: str, labels: list[str], value: float) -> None:
+        def add(name: str, value: float, **labels: str) -> None:
             if name not in families:
                 is_counter = name.removeprefix("worker_") in _COUNTERS
                 kind: Any = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
-                families[name] = kind(f"distcollect_{name}", "", labels=["worker"])
-            families[name].add_metric(labels, value)
+                families[name] = kind(f"distcollect_{name}", "", labels=list(labels))
+            families[name].add_metric(list(labels.values()), value)
 
         stats = self._latest()
         if stats is None:
             return
         for name, value in figures(stats).items():
-            add(name, [], value)
+            add(name, value)
+        for metric, value in _known(stats.episodes.metrics):
+            add("episode_metric", value, metric=metric)
         for worker_id, worker in stats.workers.items():
             for name, of in _OF_WORKERS.items():
-                add(f"worker_{name}", [str(worker_id)], of(worker))
+                add(f"worker_{name}", of(worker), worker=str(worker_id))
+            for metric, value in _known(worker.metrics):
+                add("worker_episode_metric", value, worker=str(worker_id), metric=metric)
         yield from families.values()
 
 

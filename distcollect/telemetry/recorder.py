@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from distcollect.rollout.header import Header, WorkReport
 from distcollect.telemetry.trace import PushTimes, Trace
 
 Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
+
+_Recent: TypeAlias = deque[float]  # of the last episodes
 
 _NO_FRAMES = Frames()
 _RECENT_EPISODES = 100
@@ -53,6 +56,7 @@ class _Tally:
         num_env_faults: how often an env raised in the present process.
         faults_before: the same in its earlier processes.
         num_episodes: episodes that ended.
+        metrics: for each metric, its values in the last episodes.
     """
 
     incarnation: int = 0
@@ -66,6 +70,7 @@ class _Tally:
     num_env_faults: int = 0
     faults_before: int = 0
     num_episodes: int = 0
+    metrics: dict[str, _Recent] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,23 @@ class _Mark:
 class StatsRecorder:
     """Records what a collector does; every method may be called from any thread."""
 
-    def __init__(self, clock: Callable[[], int] = clock_ns, *, trace: Trace | None = None) -> None:
-        """``clock`` counts nanoseconds; ``trace`` gets everything that takes time."""
+    def __init__(
+        self,
+        clock: Callable[[], int] = clock_ns,
+        *,
+        trace: Trace | None = None,
+        metrics: Sequence[str] = (),
+    ) -> None:
+        """Record for one collector.
+
+        Args:
+            clock: counts nanoseconds.
+            trace: gets everything that takes time.
+            metrics: names of the metrics of episodes.
+        """
         self._clock = clock
         self._trace = trace
+        self._metrics = {name: _recent() for name in metrics}
         # Reentrant: garbage collection while it is held may close a collector.
         self._lock = threading.RLock()
         self._tallies: dict[int, _Tally] = {}
@@ -178,6 +196,11 @@ class StatsRecorder:
                 tally.num_episodes += len(work.returns)
                 self._num_episodes += len(work.returns)
                 self._recent.extend(zip(work.returns, work.lengths, strict=True))
+            if work.metrics:
+                for name, recent in self._metrics.items():
+                    values = work.metrics.get(name, ())
+                    recent.extend(values)
+                    tally.metrics[name].extend(values)
 
     def env_failed(self, worker_id: int, incarnation: int, error: EnvError) -> None:
         """An env of a worker raised too often; no header tells of its last faults."""
@@ -234,8 +257,11 @@ class StatsRecorder:
     def _tally(self, worker_id: int, incarnation: int = 0) -> _Tally:
         tally = self._tallies.get(worker_id)
         if tally is None:
-            tally = self._tallies[worker_id] = _Tally(incarnation)
+            tally = self._tallies[worker_id] = self._new_tally(incarnation)
         return tally
+
+    def _new_tally(self, incarnation: int = 0) -> _Tally:
+        return _Tally(incarnation, metrics={name: _recent() for name in self._metrics})
 
     def _mark(self, now: int) -> _Mark:
         by_worker = {worker_id: tally.frames for worker_id, tally in self._tallies.items()}
@@ -267,7 +293,7 @@ class StatsRecorder:
             rate_of = self._rates(now)
             workers = {}
             for worker_id in sorted(self._tallies.keys() | states.keys()):
-                tally = self._tallies.get(worker_id, _Tally())
+                tally = self._tallies.get(worker_id) or self._new_tally()
                 frames = ledger.workers.get(worker_id, _NO_FRAMES) if ledger else _NO_FRAMES
                 workers[worker_id] = WorkerStats(
                     state=states.get(worker_id, "lost"),
@@ -283,6 +309,7 @@ class StatsRecorder:
                     num_episodes=tally.num_episodes,
                     lost=dict(frames.lost),
                     may_be_lost=frames.at_most,
+                    metrics=_means(tally.metrics),
                 )
             tallies = list(self._tallies.values())
             together = WorkReport()
@@ -297,7 +324,7 @@ class StatsRecorder:
                 frames_per_s=rate_of(None),
                 mean_frames_per_s=self._frames / elapsed_s if elapsed_s else 0.0,
                 lag=_lags(lags),
-                episodes=_episodes(self._num_episodes, self._recent),
+                episodes=_episodes(self._num_episodes, self._recent, _means(self._metrics)),
                 trainer=_shares(spent),
                 times=_times(together, sum(tally.transfer_ns for tally in tallies)),
                 num_bytes=sum(tally.num_bytes for tally in tallies),
@@ -375,9 +402,23 @@ def _lags(counts: Counter[int]) -> Lags:
     return Lags(dict(sorted(counts.items())))
 
 
-def _episodes(count: int, recent: Iterable[tuple[float, int]]) -> EpisodeStats:
+def _recent() -> _Recent:
+    return deque(maxlen=_RECENT_EPISODES)
+
+
+def _means(metrics: Mapping[str, _Recent]) -> dict[str, float]:
+    """The mean of each metric over the episodes that have one; NaN: none has."""
+    known = {name: [v for v in recent if not math.isnan(v)] for name, recent in metrics.items()}
+    return {
+        name: sum(values) / len(values) if values else math.nan for name, values in known.items()
+    }
+
+
+def _episodes(
+    count: int, recent: Iterable[tuple[float, int]], metrics: Mapping[str, float]
+) -> EpisodeStats:
     if not count:
-        return EpisodeStats()
+        return EpisodeStats(metrics=metrics)
     returns, lengths = (np.array(column) for column in zip(*recent, strict=True))
     with np.errstate(invalid="ignore"):  # rewards may be infinite
         return EpisodeStats(
@@ -386,4 +427,5 @@ def _episodes(count: int, recent: Iterable[tuple[float, int]]) -> EpisodeStats:
             float(lengths.mean()),
             float(returns.min()),
             float(returns.max()),
+            metrics,
         )

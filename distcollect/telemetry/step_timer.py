@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 
 from distcollect.common.clock import clock_ns
 from distcollect.rollout.header import Span, WorkReport
 from distcollect.rollout.slabs import AnySlab
+from distcollect.rollout.spaces import Key
 from distcollect.telemetry.trace import ROLLOUT, STEPS, WEIGHTS
 
 # Of short steps one in so many is timed, and counts for all of them. It is a prime, since envs may
@@ -36,7 +38,8 @@ class StepTimer:
         stride: how many steps a timed step counts for.
     """
 
-    def __init__(self, num_envs: int) -> None:
+    def __init__(self, num_envs: int, metrics: Mapping[str, Key] | None = None) -> None:
+        """For ``num_envs`` envs; ``metrics``: see :class:`~distcollect.Monitor`."""
         self.env_ns = 0
         self.policy_ns = 0
         self.swap_ns = 0
@@ -50,6 +53,8 @@ class StepTimer:
         self._ended_at: int | None = None
         self._episodes = Episodes(num_envs)
         self._finished: tuple[list[float], list[int]] = ([], [])
+        self._metrics = metrics or {}
+        self._values: dict[str, tuple[float, ...]] | None = None
 
     def begin(self) -> None:
         """A rollout begins."""
@@ -98,6 +103,10 @@ class StepTimer:
         took_ns = clock_ns() - self._began_at
         self.stride = 1 if took_ns > _SHORT_NS * slab.num_steps else _STRIDE
         self._finished = self._episodes.add(slab)
+        if self._metrics:
+            at = self._episodes.ended_at
+            values = {name: slab.values_at(key, at) for name, key in self._metrics.items()}
+            self._values = {name: tuple(each.tolist()) for name, each in values.items()}
 
     def work(self) -> WorkReport:
         """All that was measured, up to the last rollout."""
@@ -111,14 +120,15 @@ class StepTimer:
             self._cpu_ns,
             tuple(returns),
             tuple(lengths),
+            self._values,
         )
 
 
 class TracingStepTimer(StepTimer):
     """A StepTimer that also keeps spans for a trace."""
 
-    def __init__(self, num_envs: int) -> None:
-        super().__init__(num_envs)
+    def __init__(self, num_envs: int, metrics: Mapping[str, Key] | None = None) -> None:
+        super().__init__(num_envs, metrics)
         self._num_begun = 0
         self._version = 0
         self._thinning = 0  # one in so many of the timed steps is kept; 0: none
@@ -178,13 +188,19 @@ class TracingStepTimer(StepTimer):
 
 
 class Episodes:
-    """Returns and lengths of the episodes of n envs; an episode may span several rollouts."""
+    """Returns and lengths of the episodes of n envs; an episode may span several rollouts.
+
+    Attributes:
+        ended_at: int64 ``[k]``, where the k episodes that ended in the last rollout have their last
+            frame: ``row * T + step``.
+    """
 
     def __init__(self, num_envs: int) -> None:
         # Id, and return and length so far, of the trajectory of each row's last frame.
         self._ids = np.full(num_envs, -1, np.int64)
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)
+        self.ended_at = np.zeros(0, np.int64)
 
     def add(self, slab: AnySlab) -> tuple[list[float], list[int]]:
         """Returns and lengths of the episodes that end in the next rollout.
@@ -208,6 +224,7 @@ class Episodes:
         lengths = last - first + 1
         parts = ids[first]
         is_end = ended.reshape(-1)[last]
+        self.ended_at = last[is_end]
         if slab.num_frames == len(ids):
             heads = first.searchsorted(np.arange(0, len(ids), num_steps))
             rows: slice | np.ndarray = slice(None)
@@ -216,6 +233,7 @@ class Episodes:
             of = first[real] // num_steps
             returns, lengths, parts = returns[real], lengths[real], parts[real]
             is_end = is_end[real]
+            self.ended_at = last[real][is_end]
             rows, heads = np.unique(of, return_index=True)
             if not len(rows):
                 return [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ class TensorBoard:
             group, share, part = name.partition("_share_")
             tag = f"{group}_share/{part}" if share else f"collector/{name}"
             self._events.add_scalar(tag, value, stats.frames)
+        for name, value in stats.episodes.metrics.items():
+            if not math.isnan(value):
+                self._events.add_scalar(f"metrics/{name}", value, stats.frames)
         self._events.flush()
 
     def close(self) -> None:

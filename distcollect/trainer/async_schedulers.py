@@ -5,61 +5,24 @@ Pure: no clock, no thread, no socket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Sequence
 
+from distcollect.trainer.queues import (
+    RequestQueue,
+    SlotLine,
+    SlotQueue,
+    by_last_request,
+    by_turn,
+)
 from distcollect.trainer.scheduler import Scheduler
-from distcollect.trainer.staleness import Pacer, SentVersions, StalenessTicket
+from distcollect.trainer.staleness import Pacer, SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
     RolloutRequest,
     RolloutState,
-    SlotQueue,
     WorkerSlot,
     WorkerSlots,
-    by_last_request,
-    by_turn,
 )
-
-
-class RequestQueue:
-    """Requests in the order of a key; those that are not wanted any more leave by themselves.
-
-    Each operation takes time O(log n), on average over many.
-    """
-
-    def __init__(
-        self,
-        key: Callable[[RolloutRequest], tuple[int, int]],
-        is_wanted: Callable[[RolloutRequest], bool],
-    ) -> None:
-        """Start empty; no two requests have the same ``key``."""
-        self._key = key
-        self._is_wanted = is_wanted
-        self._heap: list[tuple[tuple[int, int], RolloutRequest]] = []
-        self._max_length = 16
-
-    def put(self, request: RolloutRequest) -> None:
-        """Have a request in the queue."""
-        heappush(self._heap, (self._key(request), request))
-        if len(self._heap) > self._max_length:
-            self.sort_again()
-            self._max_length = 2 * len(self._heap) + 16
-
-    def sort_again(self) -> None:
-        """Keys have changed. Takes time O(n)."""
-        requests = [request for _, request in self._heap if self._is_wanted(request)]
-        self._heap = [(self._key(request), request) for request in requests]
-        heapify(self._heap)
-
-    def first(self) -> RolloutRequest | None:
-        """The request with the lowest key; None if there is none."""
-        while self._heap:
-            _, request = self._heap[0]
-            if self._is_wanted(request):
-                return request
-            heappop(self._heap)
-        return None
 
 
 def _by_arrival(request: RolloutRequest) -> tuple[int, int]:
@@ -84,14 +47,14 @@ class AsyncScheduler(Scheduler):
         super().__init__(plan, slots, versions)
         self._num_begun = 0  # batches that the user has asked for
         self._num_waiting = 0  # rollouts that arrived and were not delivered
-        self._idle = SlotQueue(by_last_request)
+        self._idle = SlotLine()  # those that may be asked
         self._deliverable = RequestQueue(_by_arrival, _is_here_and_oldest)
 
     def refresh(self, slot: WorkerSlot) -> None:
         self._idle.put(slot, present=self._may_ask(slot))
 
     def _may_ask(self, slot: WorkerSlot) -> bool:
-        if not slot.may_be_asked or slot.collecting is not None or not slot.has_a_slab:
+        if slot.collecting is not None or not slot.may_be_asked or not slot.has_a_slab:
             return False
         # A new process starts with the run's first weights: it is to have the newest ones first.
         return bool(slot.num_requests) or slot.is_up_to_date
@@ -110,10 +73,12 @@ class AsyncScheduler(Scheduler):
         return bool(self._num_begun) and has_room and not self._has_asked_for_all()
 
     def next_slot(self) -> WorkerSlot | None:
-        return self._idle.first() if self._may_request() else None
+        slot = self._idle.first()
+        return slot if slot is not None and self._may_request() else None
 
     def arrived(self, request: RolloutRequest) -> None:
         self._num_waiting += 1
+        self.refresh(request.slot)
 
     def fetched(self, request: RolloutRequest) -> None:
         self._note_oldest(request.slot)
@@ -157,11 +122,10 @@ class BoundedStalenessScheduler(AsyncScheduler):
         self._revision = 0  # of the versions by which these two are sorted
 
     def _by_slack(self, request: RolloutRequest) -> tuple[int, int]:
-        ticket = request.ticket
-        return self._pacer.slack(ticket.worker_id, ticket.version), request.arrival
+        return self._pacer.slack(request.worker_id, request.version), request.arrival
 
     def _is_fresh(self, request: RolloutRequest) -> bool:
-        return request in request.slot.arrived and not self._pacer.too_stale(request.ticket)
+        return request in request.slot.arrived and not self._pacer.too_stale(request)
 
     def _sort(self) -> None:
         if self._revision != self._versions.revision:
@@ -198,15 +162,17 @@ class BoundedStalenessScheduler(AsyncScheduler):
             return None
         needed = self._pacer.needed_slack()
         # The worker that has waited longest comes first: there may not be room for all.
-        firsts = (queue.first() for slack, queue in self._idle_by_slack.items() if slack >= needed)
-        return min((slot for slot in firsts if slot is not None), key=by_last_request, default=None)
+        found: WorkerSlot | None = None
+        for slack, queue in self._idle_by_slack.items():
+            slot = queue.first() if slack >= needed else None
+            if slot and (found is None or by_last_request(slot) < by_last_request(found)):
+                found = slot
+        return found
 
     def choose(self) -> RolloutRequest | None:
         self._sort()
         request = self._arrived.first()
-        if request is None or self._pacer.choose([request.ticket]) is None:
-            return None
-        return request
+        return request if request is not None and self._pacer.may_deliver(request) else None
 
     def choose_to_refer(self) -> RolloutRequest | None:
         self._sort()
@@ -215,11 +181,12 @@ class BoundedStalenessScheduler(AsyncScheduler):
     def choose_among(self, here: Sequence[RolloutRequest]) -> RolloutRequest:
         return min(here, key=self._by_slack)
 
-    def _ticket(self, slot: WorkerSlot) -> StalenessTicket:
-        return self._pacer.ask(slot.worker_id, slot.acknowledged)
+    def requested(self, request: RolloutRequest) -> None:
+        super().requested(request)
+        self._pacer.ask(request)
 
-    def offered(self, ticket: StalenessTicket, version: int) -> None:
-        self._pacer.arrived(ticket, version)
+    def offered(self, request: RolloutRequest, version: int) -> None:
+        self._pacer.arrived(request, version)
 
     def arrived(self, request: RolloutRequest) -> None:
         super().arrived(request)
@@ -230,11 +197,11 @@ class BoundedStalenessScheduler(AsyncScheduler):
         pass
 
     def delivered(self, request: RolloutRequest) -> None:
-        self._pacer.delivered(request.ticket)
+        self._pacer.delivered(request)
 
     def given_up(self, request: RolloutRequest, *, is_wanted: bool) -> None:
         super().given_up(request, is_wanted=is_wanted)
-        self._pacer.given_up(request.ticket)
+        self._pacer.given_up(request)
 
 
 class RoundRobinScheduler(Scheduler):
@@ -259,19 +226,23 @@ class RoundRobinScheduler(Scheduler):
         # It starts level with the worker that has delivered least.
         first = self._in_line.first()
         slot.turn = 0 if first is None else first.turn
+        self._line_up(slot)
         super().joined(slot)
 
     def leaves(self, slot: WorkerSlot) -> None:
         if slot.is_gone:
             for request in slot.arrived:
                 self.fetched(request)
+        self._line_up(slot)
         super().leaves(slot)
 
+    def _line_up(self, slot: WorkerSlot) -> None:
+        self._in_line.put(slot, present=not (slot.is_reserved or slot.is_gone))
+
     def refresh(self, slot: WorkerSlot) -> None:
-        is_in_line = not (slot.is_reserved or slot.is_gone)
-        self._in_line.put(slot, present=is_in_line)
-        self._at_work.put(slot, present=is_in_line and not slot.is_idle)
-        is_idle = slot.may_be_asked and slot.is_idle
+        is_idle = slot.is_idle
+        self._at_work.put(slot, present=not is_idle and slot in self._in_line)
+        is_idle = is_idle and slot.may_be_asked
         self._idle.put(slot, present=is_idle)
         if is_idle and not slot.is_up_to_date:
             self._idle_behind.add(slot)
@@ -304,4 +275,6 @@ class RoundRobinScheduler(Scheduler):
 
     def delivered(self, request: RolloutRequest) -> None:
         request.slot.turn += 1
-        self.refresh(request.slot)
+        if not request.slot.is_gone:
+            self._line_up(request.slot)
+            self.refresh(request.slot)

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.replies import Reply
-from distcollect.common.threads import LOOK_UP_S, Answer, SerialThread
+from distcollect.common.replies import LOOK_UP_S, Reply, answer
+from distcollect.common.threads import SerialThread
 from distcollect.errors import CollectorStateError, DeadlineError, EnvError
 from distcollect.rollout.layout import Tensors
 from distcollect.supervision.interfaces import FailureSink
@@ -23,6 +23,7 @@ from distcollect.trainer.pool_commands import (
     Collect,
     Command,
     Decline,
+    Deliver,
     Fetch,
     Keep,
     NoteActivity,
@@ -63,9 +64,19 @@ class EventLoop:
         failure_sink: FailureSink,
         stats_recorder: StatsRecorder,
         *,
+        deliver: Callable[[Deliver], None],
         wake_user: Callable[[], None],
     ) -> None:
-        """Start without events; for the arguments see :class:`~.pool.Pool`."""
+        """Start without events.
+
+        Args:
+            core: decides what is done.
+            transport: see :class:`~.pool.Pool`, as for the next two.
+            failure_sink: is told of workers.
+            stats_recorder: what to count in.
+            deliver: gives the user a batch.
+            wake_user: wakes the user's threads that wait for anything else.
+        """
         self.lock = threading.RLock()
         self._is_draining = False
         self._thread = SerialThread("distcollect-pool")
@@ -96,6 +107,7 @@ class EventLoop:
             ReportFailure: self._report_failure,
             ReportDrained: self._report_drained,
             NoteActivity: lambda it: stats_recorder.switch_to(it.activity),
+            Deliver: deliver,
             WakeUser: lambda _: wake_user(),
         }
 
@@ -113,9 +125,18 @@ class EventLoop:
             with self.lock:
                 self._drain()
 
-    def ask(self, event: Callable[..., T], *args: Any) -> Answer[T]:
+    def ask(self, event: Callable[..., T], *args: Any) -> Reply[T]:
         """Have the core handle an event of the user's thread, and answer what that returns."""
-        return self._thread.ask(partial(self._handle, event, *args))
+        return self.begin(answer, event, *args)
+
+    def begin(self, event: Callable[..., None], *args: Any) -> Reply[Any]:
+        """As :meth:`ask`, for an event that answers itself, at once or later.
+
+        It gets the reply before its other arguments.
+        """
+        reply: Reply[Any] = Reply()
+        self._thread.put(partial(self.post, _begin, reply, event, *args))
+        return reply
 
     def do(self, event: Callable[..., T], *args: Any) -> T:
         """As :meth:`ask`, and wait: an event takes no time, as it waits for nothing itself.
@@ -124,27 +145,17 @@ class EventLoop:
             CollectorStateError: the event loop was closed before.
             DeadlineError: the event was not handled in time.
         """
-        answer = self.ask(event, *args)
+        reply = self.ask(event, *args)
         deadline = time.monotonic() + _EVENT_TIMEOUT_S
-        while not answer.arrives(LOOK_UP_S):
-            if not self._thread.is_alive and not answer.done:
+        while not reply.arrives(LOOK_UP_S):
+            if not self._thread.is_alive and not reply.done():
                 raise CollectorStateError("the collector was shut down")
             if time.monotonic() >= deadline:
                 raise DeadlineError(
                     f"the pool did not handle a request of this thread within "
                     f"{_EVENT_TIMEOUT_S:g} s: the process gets no processor time; try again"
                 )
-        return answer.result()
-
-    def _handle(self, event: Callable[..., T], *args: Any) -> T:
-        results: list[T] = []
-
-        def handle() -> None:
-            results.append(event(*args))
-
-        with self.lock:
-            self.post(handle)
-        return results[0]
+        return reply.result()
 
     def close(self) -> None:
         """End the thread, once it has handled the events that it was given."""
@@ -162,31 +173,28 @@ class EventLoop:
             self._is_draining = True
             try:
                 while commands or events:
+                    command = commands.popleft() if commands else None
                     try:
-                        if commands:
-                            self._execute(commands.popleft())
+                        if command is not None:
+                            self._executors[type(command)](command)
                         else:
                             event, args = events.popleft()
                             event(*args)
                     except Exception as error:  # noqa: BLE001 - raised below, after all else
                         failure = failure or error
+                        self._not_executed(command, error)
             finally:
                 self._is_draining = False
         if failure is not None:
             raise failure
 
-    def _execute(self, command: Command) -> None:
-        try:
-            self._executors[type(command)](command)
-        except Exception as error:
-            # Whether the worker got the call, and whether its answer will be seen, is not known: it
-            # is replaced, rather than waited for.
-            slot = command.slot if isinstance(command, SetUp) else None
-            if isinstance(command, Collect | Fetch | Keep | AwaitTaken):
-                slot = command.request.slot
-            if slot is not None:
-                self._events.append((self._core.unreachable, (slot, error)))
-            raise
+    def _not_executed(self, command: Command | None, error: Exception) -> None:
+        """Have a worker replaced that may have got a call, and whose answer may never be seen."""
+        slot = command.slot if isinstance(command, SetUp) else None
+        if isinstance(command, Collect | Fetch | Keep | AwaitTaken):
+            slot = command.request.slot
+        if slot is not None:
+            self._events.append((self._core.unreachable, (slot, error)))
 
     def _then(self, answer: Owed, event: Callable[..., None], *about: Any) -> None:
         """Post an event when a worker's answer is there: it gets ``about``, then the answer.
@@ -292,3 +300,12 @@ class EventLoop:
 
     def _report_drained(self, command: ReportDrained) -> None:
         self._failure_sink.drained(command.slot.worker_id, command.slot.incarnation)
+
+
+def _begin(reply: Reply[Any], event: Callable[..., None], *args: Any) -> None:
+    try:
+        event(reply, *args)
+    except Exception as error:
+        if reply.done():
+            raise
+        reply.set_exception(error)

@@ -12,6 +12,7 @@ lock, hands one event at a time to the core, and executes the commands after eac
 parts; each knows only those below it, and all from PoolCore on are pure::
 
     Pool            what the collector, the supervision and the sender of weights call
+      Deliveries    the batches on their way to the user
       EventLoop     the lock, the queue of events, and the execution of commands
     PoolCore        what the user waits for, and what may be fetched
       Requests      what was requested, and what became of it, with the Ledger
@@ -25,20 +26,16 @@ import contextlib
 import copy
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from distcollect.common.clock import clock_ns
+from distcollect.common.replies import LOOK_UP_S, Bell, Replies
 from distcollect.common.seeding import process_seeds
-from distcollect.common.threads import LOOK_UP_S, Answers, Bell
 from distcollect.config import Staleness
 from distcollect.errors import (
-    BatchTimeout,
     CollectorStateError,
     DeadlineError,
     DistCollectError,
@@ -47,14 +44,14 @@ from distcollect.errors import (
 )
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.results import LedgerReport, WorkerThroughput
-from distcollect.rollout.header import Rollout
 from distcollect.supervision.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.trainer.deliveries import Deliveries
 from distcollect.trainer.event_loop import EventLoop
-from distcollect.trainer.pool_core import PoolCore, Wanted
-from distcollect.trainer.requests import origin
+from distcollect.trainer.pool_commands import Deliver
+from distcollect.trainer.pool_core import PoolCore
 from distcollect.trainer.setup_calls import SetupArguments, SetupCall
-from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
+from distcollect.trainer.worker_slots import BatchPlan, WorkerSlot
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import ResumeRequest, WorkerService
 from distcollect.weights.push_handle import PushHandle
@@ -63,35 +60,8 @@ from distcollect.weights.sender import WeightSender
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Of a delivery: its number; of each rollout the worker_id and pairs (lag, frames); how many frames
-# are masked, by worker_id; when it was, in nanoseconds.
-_Delivered: TypeAlias = tuple[
-    int, Sequence[tuple[int, Sequence[tuple[int, int]]]], Mapping[int, int], int
-]
-
 # At the end, for workers to say which of the rollouts that they keep were taken after all.
 _TAKE_BACK_S = 2.0
-
-
-@dataclass(eq=False)
-class Delivery:
-    """The rollouts of a batch on their way to the user.
-
-    They are the user's once the user's thread *claims* them by this number, which it passes to the
-    next call. A delivery that was not claimed, as an exception interrupted the user's thread, is
-    given to it again, or is given up if it has become too old.
-
-    Attributes:
-        number: counts the deliveries of a pool, from 1.
-        wanted: what the user asked for.
-        requests: of the rollouts.
-        rollouts: the rollouts, in the order of their workers' ids; empty for a reference.
-    """
-
-    number: int
-    wanted: Wanted
-    requests: list[RolloutRequest]
-    rollouts: list[Rollout]
 
 
 class Pool:
@@ -101,6 +71,7 @@ class Pool:
     exception in that thread, in whatever line, changes nothing here.
 
     Attributes:
+        deliveries: the batches, for the user's thread.
         version: policy_version of the newest publication.
         on_weights: called with worker_id and version when a worker has joined and when it has
             acknowledged new weights; without the pool's lock.
@@ -138,17 +109,14 @@ class Pool:
             transport,
             failure_sink,
             self._stats_recorder,
+            deliver=self._deliver,
             wake_user=self._wake_user,
         )
         self._lock = self._loop.lock
-        self._changed = Bell()  # the user's thread waits for it
         self._all_taken = Bell()  # close() waits for it
         self._all_set_up = Bell()  # who makes a setup call waits for it
-        self._num_deliveries = 0
-        self._num_counted = 0  # in the statistics
-        self._uncounted: deque[_Delivered] = deque()  # deliveries that are not counted there yet
-        self._delivery: Delivery | None = None  # the last one, unless it is known to be claimed
         self._failure: BaseException | None = None
+        self.deliveries = Deliveries(plan, self._core, self._loop, self._stats_recorder, self._end)
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
         sender.on_pushed = self._stats_recorder.pushed
@@ -183,18 +151,20 @@ class Pool:
         return self._look(self._read_stale_frames)
 
     def _read_stale_frames(self) -> dict[int, int]:
-        self._count()
+        self.deliveries.count()
         return self._core.requests.stale_frames.copy()
 
     @property
     def ledger(self) -> LedgerReport:
-        """Where all frames went. The user has the frames that it has claimed, see :meth:`claim`."""
+        """Where all frames went. The user has the frames that it has claimed.
+
+        See :meth:`.Deliveries.claim`.
+        """
         return self._look(self._read_ledger)
 
     def _read_ledger(self) -> LedgerReport:
-        self._count()
-        delivery = self._delivery
-        return self._core.requests.ledger_without(() if delivery is None else delivery.requests)
+        self.deliveries.count()
+        return self._core.requests.ledger_without(self.deliveries.on_their_way)
 
     def _look(self, read: Callable[[], T]) -> T:
         """Read something after all that this thread handed over before."""
@@ -203,6 +173,11 @@ class Pool:
                 return self._loop.do(read)
         with self._lock:
             return read()
+
+    @property
+    def stamp(self) -> object:
+        """Changes with all that decides whether a rollout may still be delivered."""
+        return self._core.stamp
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
@@ -257,195 +232,32 @@ class Pool:
         with self._lock:
             if self._failure is None:
                 self._failure = error
-        self._changed.ring()
+            self._loop.post(self.deliveries.end)
         self._sender.expect_nobody()
 
-    # What the user's thread wants.
-
-    def deliver(self, timeout_s: float, claimed: int = 0) -> Delivery:
-        """Wait for the rollouts of the next batch.
-
-        In sync mode they are fresh, one of every worker. A worker collects once it has the newest
-        weights that were sent to it. The share of one that is missing falls to the others. In async
-        mode it is the next rollout of whichever worker; all go on collecting meanwhile.
-
-        Args:
-            timeout_s: seconds to wait.
-            claimed: number of the last delivery that the user has. If there was one after it, that
-                is delivered again, unless it has become too old.
-
-        Raises:
-            BatchTimeout: not all within ``timeout_s``; names the workers waited for.
-            DistCollectError: the run can't go on.
-        """
-        if self._plan.sync:
-            deadline_s = self._plan.deadline_s
-            return self._gather(Wanted.ALL, timeout_s, claimed, deadline_s=deadline_s)
-        return self._gather(Wanted.NEXT, timeout_s, claimed)
-
-    def hand_over(self, timeout_s: float, keep_s: float, claimed: int = 0) -> Delivery:
-        """The next rollout of whichever worker, for another trainer to take; async mode only.
-
-        Its worker keeps it for ``keep_s``. It counts as delivered once it was taken, else as lost:
-        by "not_taken", "worker_lost" or "shut_down". If the only rollouts are some that were
-        fetched for :meth:`deliver`, it is one of these, and delivered.
-
-        Returns:
-            The one request. Its ``key`` opens the rollout on its worker; if it was fetched before,
-            its ``rollout`` is here.
-
-        Raises: as :meth:`deliver`.
-        """
-        return self._gather(Wanted.REFERENCE, timeout_s, claimed, keep_s=keep_s)
-
-    @property
-    def stamp(self) -> object:
-        """Changes with all that decides whether a rollout may still be delivered."""
-        return self._core.stamp
-
-    def claim(self, number: int) -> None:
-        """The user has all deliveries up to this number."""
-        self._loop.ask(self._settle_last, number)
-
-    def forget(self, number: int) -> None:
-        """The user has, or is about to get, a batch made of this delivery's rollouts."""
-        delivery = self._delivery
-        if delivery is not None and delivery.number == number:
-            delivery.rollouts = []
-
-    def delivered(
-        self,
-        number: int,
-        lags: Sequence[tuple[int, Sequence[tuple[int, int]]]],
-        masked: Mapping[int, int],
-    ) -> None:
-        """Count a delivery in the statistics, once: at the latest when :attr:`ledger` is read.
-
-        Args:
-            number: the delivery's.
-            lags: of each rollout the worker_id and pairs (lag, frames).
-            masked: maps a worker_id to how many of its frames are masked as too stale.
-        """
-        # The pool's thread counts it with the next call: waking it only for this takes time.
-        self._uncounted.append((number, lags, masked, clock_ns()))
-
-    def _gather(
-        self,
-        wanted: Wanted,
-        timeout_s: float,
-        claimed: int,
-        *,
-        keep_s: float = 0.0,
-        deadline_s: float | None = None,
-    ) -> Delivery:
-        """Wait for a batch; after ``deadline_s`` take what the workers have by then."""
-        end = time.monotonic() + timeout_s
-        try:
-            delivery = self._loop.do(self._want, wanted, keep_s, claimed)
-            if deadline_s is not None and deadline_s < timeout_s:
-                delivery = delivery or self._wait(end - timeout_s + deadline_s)
-                if delivery is None:
-                    self._loop.do(self._core.end_early)
-            delivery = delivery or self._wait(end)
-        except BaseException:  # Ctrl-C as well
-            self._loop.ask(self._cancel)
-            raise
-        if delivery is None:
-            awaited = self._core.awaited
-            delivery = self._loop.do(self._cancel)  # it may have come by now
-        if delivery is None:
-            raise BatchTimeout(
-                f"no batch within {timeout_s:g} s; waited for {awaited}. "
-                "Faults(batch_timeout_s=...) gives them longer"
-            )
-        self._stats_recorder.switch_to("assemble")
-        return delivery
-
-    def _wait(self, deadline: float) -> Delivery | None:
-        """Wait until the batch is there; None if it isn't at the deadline."""
-        while (delivery := self._delivery) is None:
-            exit_if_requested()
-            self._check()
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return None
-            self._changed.wait(min(remaining, LOOK_UP_S))
-        return delivery
-
-    # What the event loop does for the user's thread.
-
-    def _want(self, wanted: Wanted, keep_s: float, claimed: int) -> Delivery | None:
-        """The user wants a batch; returns it if it is there at once."""
-        self._check()
-        self._count()
-        if self._core.wanted is not None:
-            self._core.batch_cancelled()  # an exception ended the wait for it
-        self._settle_last(claimed)
-        if self._delivery is not None:
-            is_here = bool(self._delivery.rollouts) or wanted is Wanted.REFERENCE
-            if is_here and self._core.may_deliver_again(self._delivery.requests, wanted):
-                return self._delivery
-            self._take_back("given_up")
-        if wanted is not Wanted.REFERENCE:
-            self._stats_recorder.batch_requested(len(self._core.requests.arrived))
-        self._core.batch_wanted(wanted, keep_s)
-        return self._take()
-
-    def _take(self) -> Delivery | None:
-        """If what the user waits for is there, it is delivered."""
-        wanted = self._core.wanted
-        requests = self._core.take()
-        if requests is None or wanted is None:
-            return None
-        rollouts = []
-        if wanted is not Wanted.REFERENCE:
-            taken = [request.take_rollout() for request in requests]
-            rollouts = sorted(taken, key=lambda rollout: origin(rollout.header))
-        self._num_deliveries += 1
-        self._delivery = Delivery(self._num_deliveries, wanted, requests, rollouts)
-        self._changed.ring()
-        return self._delivery
-
-    def _cancel(self) -> Delivery | None:
-        """The user waits no longer; returns the batch if it came meanwhile."""
-        was_waiting = self._core.wanted is not None
-        self._core.batch_cancelled()
-        return None if was_waiting else self._delivery
-
-    def _settle_last(self, claimed: int) -> None:
-        if self._delivery is not None and claimed >= self._delivery.number:
-            self._delivery = None
-
-    def _take_back(self, cause: str) -> None:
-        if self._delivery is not None:
-            self._core.take_back(self._delivery.requests, cause)
-            self._delivery = None
-
-    def _count(self) -> None:
-        """Count what was delivered since the last call."""
-        while self._uncounted:
-            number, lags, masked, at = self._uncounted.popleft()
-            if number <= self._num_counted:
-                continue
-            self._num_counted = number
-            self._stats_recorder.delivered(lags, at)
-            for worker_id, num_frames in masked.items():
-                self._core.requests.stale_frames[worker_id] += num_frames
+    def _deliver(self, command: Deliver) -> None:
+        self.deliveries.deliver(command)
 
     def _wake_user(self) -> None:
-        self._loop.post(self._take)
-        self._changed.ring()
         self._all_taken.ring()
         self._all_set_up.ring()
 
     def _check(self) -> None:
         """Raise what ended the run, if anything did."""
+        if (error := self._end()) is not None:
+            raise error
+
+    def _end(self) -> BaseException | None:
+        """What ended the run, if anything did."""
         if self._core.closed:
-            raise CollectorStateError("the collector was shut down")
-        if self._failure is not None:
-            # A copy: an error that was raised refers to the frames that it passed, and so to the
-            # collector.
-            raise copy.copy(self._failure) from self._failure.__cause__
+            return CollectorStateError("the collector was shut down")
+        if self._failure is None:
+            return None
+        # A copy: an error that was raised refers to the frames that it passed, and so to the
+        # collector.
+        error = copy.copy(self._failure)
+        error.__cause__ = self._failure.__cause__
+        return error
 
     # Weights.
 
@@ -601,7 +413,7 @@ class Pool:
         self,
         method: Callable[..., Future[T]],
         arguments: Mapping[int, Sequence[Any]],
-    ) -> Answers[int, T]:
+    ) -> Replies[int, T]:
         """Call a method of several workers' services, for the user's thread.
 
         Args:
@@ -609,7 +421,7 @@ class Pool:
             arguments: maps the worker_id of each worker to the arguments for it.
         """
         return self._loop.do(
-            lambda: Answers({w: self.call(w, method, *args) for w, args in arguments.items()})
+            lambda: Replies({w: self.call(w, method, *args) for w, args in arguments.items()})
         )
 
     def call(
@@ -642,6 +454,7 @@ class Pool:
         self._sender.close()
 
     def _close(self) -> None:
-        self._count()
-        self._take_back("shut_down")
+        self.deliveries.count()
+        self.deliveries.take_back("shut_down")
         self._core.close()
+        self.deliveries.end()

@@ -8,11 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
 from distcollect.telemetry.recorder import Activity
 from distcollect.trainer.worker_slots import RolloutRequest, WorkerSlot
 from distcollect.transport.protocol import CollectRequest, Offer
+
+
+class Wanted(Enum):
+    """What the user's thread waits for.
+
+    Attributes:
+        ALL: a sync batch.
+        NEXT: the next rollout.
+        REFERENCE: the next rollout, for another trainer to take.
+    """
+
+    ALL = "all"
+    NEXT = "next"
+    REFERENCE = "reference"
 
 
 @dataclass(slots=True)
@@ -99,8 +114,16 @@ class NoteActivity:
 
 
 @dataclass(slots=True)
+class Deliver:
+    """Give the user what it waits for: these requests, in the order of their arrival."""
+
+    wanted: Wanted
+    requests: list[RolloutRequest]
+
+
+@dataclass(slots=True)
 class WakeUser:
-    """Wake the user's thread."""
+    """Wake the user's threads that wait for setup calls, or for the end."""
 
 
 Command: TypeAlias = (
@@ -115,5 +138,6 @@ Command: TypeAlias = (
     | ReportFailure
     | ReportDrained
     | NoteActivity
+    | Deliver
     | WakeUser
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 from distcollect.config import Staleness
@@ -23,10 +22,12 @@ from distcollect.trainer.pool_commands import (
     AwaitTaken,
     Collect,
     Command,
+    Deliver,
     NoteActivity,
     ReportFailure,
     TakeBack,
     WakeUser,
+    Wanted,
 )
 from distcollect.trainer.requests import Requests
 from distcollect.trainer.setup_calls import SetupArguments, SetupCall, SetupCalls
@@ -46,27 +47,12 @@ from distcollect.transport.protocol import Offer
 _PREFETCH = 2
 
 
-class Wanted(Enum):
-    """What the user's thread waits for.
-
-    Attributes:
-        ALL: a sync batch.
-        NEXT: the next rollout.
-        REFERENCE: the next rollout, for another trainer to take.
-    """
-
-    ALL = "all"
-    NEXT = "next"
-    REFERENCE = "reference"
-
-
 class PoolCore:
     """Requests rollouts from workers, fetches them, and says when the user's batch is there.
 
     Attributes:
         commands: what is to be done, in this order; whoever does it removes it.
         closed: events are ignored, but for the accounts of processes that ended.
-        user_is_due: :meth:`take` is to be called.
         wanted: what the user's thread waits for.
         slots: the worker processes.
         versions: which weights were sent to which worker.
@@ -85,7 +71,6 @@ class PoolCore:
         """
         self.commands: deque[Command] = deque()
         self.closed = False
-        self.user_is_due = False
         self.versions = SentVersions()
         self.slots = WorkerSlots(self.versions, plan.reserved)
         drops = staleness is not None and staleness.mode != "mask"
@@ -144,7 +129,7 @@ class PoolCore:
             slot.become(SlotState.LEAVING)
             self._forget_setup(slot)
             self._scheduler.leaves(slot)
-        self._fetch_ahead()
+        self._give_up_stale()
         self._fetch_from(slot)
         self.requests.check_drained(slot)
         self._advance()
@@ -156,6 +141,7 @@ class PoolCore:
             self._forget_setup(slot)
             self.requests.vacate(slot)
             self._scheduler.leaves(slot)
+            self._fetch_ahead()
         # Also if it is only certain now that there is no replacement: its share waited for that.
         self._advance()
 
@@ -239,8 +225,8 @@ class PoolCore:
         is_wanted = self.requests.offered(request, offer, now)
         self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
         if is_wanted:
-            self._fetch_ahead()
-            if self._plan.sync:
+            self._give_up_stale()
+            if self._plan.sync or len(self.requests.arrived) <= self._max_fetched:
                 self.requests.fetch(request)
             else:
                 self._fetch_from(request.slot)
@@ -260,6 +246,7 @@ class PoolCore:
     def not_fetched(self, request: RolloutRequest, error: BaseException) -> None:
         """A rollout can't be fetched."""
         self.requests.not_fetched(request)
+        self._fetch_ahead()
         self._failed(request.slot, error)
 
     def kept(self, request: RolloutRequest) -> None:
@@ -291,7 +278,7 @@ class PoolCore:
     # Events: what the user wants.
 
     def batch_wanted(self, wanted: Wanted, keep_s: float = 0.0) -> None:
-        """The user waits for a batch; :meth:`take` is called at once.
+        """The user waits for a batch.
 
         ``keep_s``: for how long a rollout's worker keeps it.
         """
@@ -302,39 +289,13 @@ class PoolCore:
         self._scheduler.begin()
         if wanted is not Wanted.ALL:
             referred, self._refers = self._refers, wanted is Wanted.REFERENCE
-            self._max_fetched = 0 if self._refers else _PREFETCH
+            max_fetched, self._max_fetched = self._max_fetched, 0 if self._refers else _PREFETCH
+            if self._max_fetched > max_fetched:
+                self._fetch_ahead()
             if referred and not self._refers:
                 for slot in self.slots:
                     self._fetch_from(slot)
-        self._ask()
-
-    def take(self) -> list[RolloutRequest] | None:
-        """What the user waits for, if it is there: then the user has it, and waits no longer.
-
-        The rollouts of a sync batch are in the order of their arrival.
-        """
-        self.user_is_due = False
-        if self.wanted is None:
-            return None
-        if not self._is_there():
-            self._note_activity()
-            return None
-        wanted, self.wanted = self.wanted, None
-        if wanted is Wanted.ALL:
-            return self.requests.deliver_all()
-        chosen = self._chosen
-        assert chosen is not None
-        self._chosen = None
-        self._scheduler.end()
-        if chosen.state is RolloutState.HERE:
-            self.requests.deliver(chosen)
-        else:
-            chosen.become(RolloutState.REFERRED)
-        self._scheduler.delivered(chosen)
-        if wanted is Wanted.NEXT:
-            self._fetch_ahead()
-        self._ask()
-        return [chosen]
+        self._advance()
 
     def batch_cancelled(self) -> None:
         """The user waits no longer, though the batch is not there."""
@@ -381,7 +342,6 @@ class PoolCore:
     def closing(self) -> None:
         """Learn which of the rollouts that other trainers may still take were taken."""
         self._is_closing = True
-        self.user_is_due = False
         self._untaken = "shut_down"
         self.commands.extend(TakeBack(request) for request in self.requests.kept)
 
@@ -390,7 +350,7 @@ class PoolCore:
         if not self.closed:
             self.closed = True
             self.requests.close()
-            self._wake()
+            self.commands.append(WakeUser())
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """A process is gone for ``cause`` and had stepped this many frames; None: not known."""
@@ -402,11 +362,11 @@ class PoolCore:
         """Do what an event has made possible."""
         self._ask()
         if self._is_closing and not self.requests.kept:
-            self._wake()
+            self.commands.append(WakeUser())
         if self.wanted is None:
             return
         if self._is_there():
-            self._wake()
+            self._deliver()
         else:
             self._note_activity()
 
@@ -416,10 +376,31 @@ class PoolCore:
             self._activity = activity
             self.commands.append(NoteActivity(activity))
 
-    def _wake(self) -> None:
-        if not self.user_is_due:
-            self.user_is_due = True
-            self.commands.append(WakeUser())
+    def _deliver(self) -> None:
+        """What the user waits for is there: the user has it, and waits no longer."""
+        wanted, self.wanted = self.wanted, None
+        assert wanted is not None
+        if wanted is Wanted.ALL:
+            requests = self.requests.deliver_all()
+        else:
+            requests = [self._delivered()]
+            if wanted is Wanted.NEXT:
+                self._fetch_ahead()
+            self._ask()
+        # At last: the user's thread runs at once.
+        self.commands.append(Deliver(wanted, requests))
+
+    def _delivered(self) -> RolloutRequest:
+        """The chosen rollout, or the reference to it, is the user's now."""
+        chosen, self._chosen = self._chosen, None
+        assert chosen is not None
+        self._scheduler.end()
+        if chosen.state is RolloutState.HERE:
+            self.requests.deliver(chosen)
+        else:
+            chosen.become(RolloutState.REFERRED)
+        self._scheduler.delivered(chosen)
+        return chosen
 
     def _ask(self) -> None:
         """Request rollouts from all workers that may be asked for one."""
@@ -433,12 +414,12 @@ class PoolCore:
 
     def _give_up_stale(self) -> None:
         if self._drops_stale and self.requests.give_up_stale():
+            self._fetch_ahead()
             self._ask()
 
     def _fetch_ahead(self) -> None:
-        """Fetch what there is room for. In sync mode rollouts are fetched when they arrive."""
-        self._give_up_stale()
-        if not self._plan.sync:
+        """Fetch what there is room for, as some do not wait any more."""
+        if not self._plan.sync:  # else all are fetched when they arrive
             for request in self.requests.arrived.first(self._max_fetched):
                 self.requests.fetch(request)
 
@@ -454,7 +435,7 @@ class PoolCore:
             self._give_up_stale()
             return self.requests.arrived.num_here == self._plan.num_rollouts
         if self.wanted is Wanted.NEXT:
-            self._fetch_ahead()
+            self._give_up_stale()
             self._chosen = self._scheduler.choose()
             if self._chosen is None:
                 return False

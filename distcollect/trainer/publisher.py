@@ -158,7 +158,13 @@ class Publisher:
         )
 
     def _with_policy_on(self, devices: Sequence[torch.device]) -> list[int]:
-        wanted = {gpu_of(device) for device in devices}
+        try:
+            wanted = {gpu_of(device) for device in devices}
+        except (AssertionError, RuntimeError) as error:
+            raise ArgumentError(
+                f"worker_ids={[*devices]}: this process has no such device ({error}). Name the "
+                "workers by their ids instead"
+            ) from error
         selected = [w for w in self._pool.worker_ids if self._gpus.get(w, "") in wanted]
         if not selected:
             raise ArgumentError(

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from distcollect.common.replies import Replies
 from distcollect.common.seeding import Stream, env_seed, shares
-from distcollect.common.threads import Answers
 from distcollect.config import EvaluationWorkers
 from distcollect.errors import DeadlineError, WorkerLost
 from distcollect.results import Evaluation
@@ -124,7 +124,7 @@ class RemoteCalls:
 
 def _await(
     what: str,
-    answers: Answers[int, Any],
+    answers: Replies[int, Any],
     timeout_s: float,
     grace_s: float,
     meanwhile: str = "",
@@ -141,13 +141,13 @@ def _await(
         )
 
 
-def _lost(answers: Answers[int, Any]) -> set[int]:
+def _lost(answers: Replies[int, Any]) -> set[int]:
     """The workers that are known not to answer, as they are gone."""
     return {w for w, error in answers.errors().items() if isinstance(error, WorkerLost)}
 
 
 def _answered(
-    answers: Answers[int, T], ends: Mapping[int, WorkerEnd], *, all_of_them: bool
+    answers: Replies[int, T], ends: Mapping[int, WorkerEnd], *, all_of_them: bool
 ) -> dict[int, T]:
     """The workers' answers, by worker_id; without lost workers, unless ``all_of_them``."""
     answered: dict[int, T] = {}

@@ -6,14 +6,14 @@ commands.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 from distcollect.results import LedgerReport, WorkerThroughput
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
+from distcollect.trainer.arrived_rollouts import ArrivedRollouts
 from distcollect.trainer.ledger import Ledger
 from distcollect.trainer.pool_commands import Command, Decline, Fetch, Keep, Preempt, ReportDrained
 from distcollect.trainer.scheduler import Scheduler
@@ -36,82 +36,6 @@ class _Throughput:
     num_rollouts: int = 0
     mean_s: float = 0.0
     num_preempted: int = 0
-
-
-class ArrivedRollouts:
-    """The rollouts that wait for delivery, on their workers or here, in the order of arrival.
-
-    Attributes:
-        num_here: how many of them are on the trainer.
-        num_fetching: how many are on their way to it.
-    """
-
-    def __init__(self) -> None:
-        self.num_here = 0
-        self.num_fetching = 0
-        self._num_arrived = 0
-        # Not plain dicts: finding the first key of these takes time when many were removed.
-        self._all: OrderedDict[RolloutRequest, None] = OrderedDict()
-        self._ready: OrderedDict[RolloutRequest, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._all)
-
-    def __iter__(self) -> Iterator[RolloutRequest]:
-        """All of them, in the order of arrival."""
-        return iter(self._all)
-
-    def __contains__(self, request: RolloutRequest) -> bool:
-        """Whether this one waits for delivery."""
-        return request in self._all
-
-    def first(self, count: int) -> list[RolloutRequest]:
-        """The first ``count`` of them."""
-        return list(islice(self._all, count))
-
-    def first_ready(self) -> RolloutRequest | None:
-        """The first that lies on its worker and is not being fetched."""
-        return next(iter(self._ready), None)
-
-    def here(self) -> list[RolloutRequest]:
-        """Those that are on the trainer."""
-        return [request for request in self._all if request.state is RolloutState.HERE]
-
-    def add(self, request: RolloutRequest) -> None:
-        """A rollout lies on its worker."""
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        self._all[request] = self._ready[request] = None
-        request.slot.arrived.append(request)
-
-    def become(self, request: RolloutRequest, state: RolloutState) -> None:
-        """Change the state of one that keeps waiting."""
-        self._count_out(request)
-        request.become(state)
-        if state is RolloutState.HERE:
-            self.num_here += 1
-        elif state is RolloutState.FETCHING:
-            self.num_fetching += 1
-
-    def remove(self, request: RolloutRequest) -> None:
-        """One waits no longer."""
-        del self._all[request]
-        request.slot.arrived.remove(request)
-        self._count_out(request)
-
-    def _count_out(self, request: RolloutRequest) -> None:
-        if request.state is RolloutState.HERE:
-            self.num_here -= 1
-        elif request.state is RolloutState.FETCHING:
-            self.num_fetching -= 1
-        elif request.state is RolloutState.READY:
-            del self._ready[request]
-
-    def clear(self) -> None:
-        """None waits any longer."""
-        for request in self.first(len(self)):
-            self.remove(request)
 
 
 class Requests:
@@ -156,6 +80,7 @@ class Requests:
         self._throughput: dict[int, _Throughput] = {}
         # (worker_id, incarnation) of a process that is gone: frames of its unanswered requests.
         self._unaccounted: dict[tuple[int, int], int] = {}
+        self._last_sent: CollectRequest | None = None
         self._epoch = 0  # how often all requests were given up
         self._collecting: dict[RolloutRequest, None] = {}  # for this batch, and not preempted
         # Rollouts whose lag was not looked at since they arrived, and the version of that look.
@@ -198,18 +123,23 @@ class Requests:
         """A worker's next rollout is requested."""
         random = self._scheduler.frames_asked < self._plan.random_frames
         number, slot.num_requests = slot.num_requests, slot.num_requests + 1
-        request = RolloutRequest(slot, self._scheduler.requested(slot), number, self._epoch)
+        request = RolloutRequest(slot.worker_id, slot.acknowledged, slot, number, self._epoch)
+        self._scheduler.requested(request)
         self._slots.begin_collecting(request)
         slot.unsettled.add(number)
         slot.open.add(request)
         self._collecting[request] = None
         self._scheduler.refresh(slot)
-        return request, CollectRequest(
-            self._plan.num_steps,
-            random=random,
-            fresh=self._plan.sync,
-            version=request.ticket.version,
-        )
+        return request, self._wire_form(request.version, random=random)
+
+    def _wire_form(self, version: int, *, random: bool) -> CollectRequest:
+        """What is sent to a worker; most requests in a row are equal, and share one."""
+        last = self._last_sent
+        if last is None or last.version != version or last.random != random:
+            plan = self._plan
+            last = CollectRequest(plan.num_steps, random=random, fresh=plan.sync, version=version)
+            self._last_sent = last
+        return last
 
     def preempt_all(self) -> None:
         """End the rollouts that are still collected for this batch."""
@@ -245,14 +175,13 @@ class Requests:
         throughput.num_preempted += request.state is RolloutState.PREEMPTED
         request.become(RolloutState.READY)
         lowest, _ = header.policy_version
-        self._scheduler.offered(request.ticket, lowest)
+        self._scheduler.offered(request, lowest)
         if not self.is_current(request):
             self._give_up(request, "given_up")
             return False
         self.arrived.add(request)
         self._check_later(request)
         self._scheduler.arrived(request)
-        self._scheduler.refresh(slot)
         return True
 
     def env_failed(self, slot: WorkerSlot, env_faults: int) -> None:
@@ -297,7 +226,6 @@ class Requests:
         request.become(RolloutState.DELIVERED)
         self._ledger.deliver(*origin(request.rollout.header))
         self._scheduler.removed(request)
-        self._scheduler.refresh(request.slot)
 
     def deliver_all(self) -> list[RolloutRequest]:
         """The user gets all that are here, which are all that arrived."""
@@ -309,7 +237,7 @@ class Requests:
     def may_deliver_again(self, request: RolloutRequest) -> bool:
         """Whether one that was delivered, but did not reach the user, is still what it wants."""
         max_lag = 0 if self._plan.sync else self._max_lag
-        lag = self._versions.lag(request.slot.worker_id, request.ticket.version)
+        lag = self._versions.lag(request.worker_id, request.version)
         return self.is_current(request) and (max_lag is None or lag <= max_lag)
 
     def take_back(self, request: RolloutRequest, cause: str) -> None:
@@ -377,7 +305,7 @@ class Requests:
         # One that is being fetched is looked at again when it is here.
         if request not in self.arrived or request.state is RolloutState.FETCHING:
             return False
-        return self._versions.lag(request.slot.worker_id, request.ticket.version) > max_lag
+        return self._versions.lag(request.worker_id, request.version) > max_lag
 
     def give_up_all(self) -> None:
         """Deliver nothing that was requested until now."""

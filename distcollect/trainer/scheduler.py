@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcollect.trainer.staleness import SentVersions, StalenessTicket
+from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
     RolloutRequest,
@@ -63,7 +63,11 @@ class Scheduler:
     # Events.
 
     def refresh(self, slot: WorkerSlot) -> None:
-        """Something changed that decides whether a rollout may be requested from this slot."""
+        """Something changed that decides whether a rollout may be requested from this slot.
+
+        It is called for all changes but these, of which there is an event of their own: a rollout
+        arrived, or was delivered.
+        """
 
     def joined(self, slot: WorkerSlot) -> None:
         """A process is in a slot."""
@@ -82,19 +86,15 @@ class Scheduler:
     def published(self) -> None:
         """New weights are on their way; call it after :meth:`SentVersions.publish`."""
 
-    def requested(self, slot: WorkerSlot) -> StalenessTicket:
+    def requested(self, request: RolloutRequest) -> None:
         """A rollout is requested from a worker."""
         self.frames_asked += self._plan.rollout_frames
         self._num_requests += 1
-        slot.last_request = self._num_requests
-        return self._ticket(slot)
+        request.slot.last_request = self._num_requests
 
-    def _ticket(self, slot: WorkerSlot) -> StalenessTicket:
-        return StalenessTicket(slot.worker_id, slot.acknowledged)
-
-    def offered(self, ticket: StalenessTicket, version: int) -> None:
+    def offered(self, request: RolloutRequest, version: int) -> None:
         """A rollout lies on its worker, and no frame of it has a version below this."""
-        ticket.version = version
+        request.version = version
 
     def arrived(self, request: RolloutRequest) -> None:
         """A rollout lies on its worker and waits for delivery."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 # Bounds on lag are small: no lag that matters is larger.
@@ -56,7 +56,9 @@ class SentVersions:
 
     def lag(self, worker_id: int, version: int) -> int:
         """How many versions newer than ``version`` were sent to this slot; at most 4096."""
-        sent = self._sent.get(worker_id, [])
+        sent = self._sent.get(worker_id)
+        if not sent or sent[-1] <= version:
+            return 0
         return len(sent) - bisect_right(sent, version)
 
 
@@ -66,8 +68,8 @@ class StalenessTicket:
 
     Attributes:
         worker_id: the worker that collects it.
-        version: no frame of it has a lower one. Until :meth:`Pacer.arrived` it is the version that
-            the worker had acknowledged at the request, then the one that the header says.
+        version: no frame of it has a lower one. Until it has arrived it is the version that the
+            worker had acknowledged at the request, then the one that the header says.
     """
 
     worker_id: int
@@ -145,17 +147,16 @@ class Pacer:
             self._needed = self._least_feasible()
         return self._needed
 
-    def ask(self, worker_id: int, acknowledged: int) -> StalenessTicket:
-        """Note that a rollout is requested from this worker."""
-        ticket = StalenessTicket(worker_id, acknowledged)
+    def ask(self, ticket: StalenessTicket) -> None:
+        """Note that this rollout is requested."""
         self._add(ticket)
-        return ticket
 
     def arrived(self, ticket: StalenessTicket, version: int) -> None:
         """Note that its header says that no frame has a version below ``version``."""
-        self._remove(ticket)
-        ticket.version = version
-        self._add(ticket)
+        if version != ticket.version:
+            self._remove(ticket)
+            ticket.version = version
+            self._add(ticket)
 
     def delivered(self, ticket: StalenessTicket) -> None:
         """Note that the user got this rollout; KeyError if it is not out."""
@@ -171,29 +172,20 @@ class Pacer:
         """Whether its lag is above the bound, as far as is known before it has arrived."""
         return self.slack(ticket.worker_id, ticket.version) < 0
 
-    def choose(self, arrived: Sequence[StalenessTicket]) -> StalenessTicket | None:
-        """Which of the arrived rollouts to deliver now.
+    def may_deliver(self, ticket: StalenessTicket) -> bool:
+        """Whether to deliver this rollout now, which has arrived and is not too stale.
 
-        Args:
-            arrived: in the order of their arrival; those too stale are passed over.
-
-        Returns:
-            The one with the least slack, the first of several; None if there is none, or if one
-            that has not arrived has to go first lest it or another gets too stale.
+        Not if one with less slack has to go first, lest it or another gets too stale.
         """
-        fresh = [ticket for ticket in arrived if not self.too_stale(ticket)]
-        if not fresh:
-            return None
-        chosen = min(fresh, key=lambda ticket: self.slack(ticket.worker_id, ticket.version))
         self._count()
-        if self._is_feasible():
-            slack = self._tickets[chosen]
-            self._num_by_slack[slack] -= 1
-            goes_first = self._is_feasible(first=1)
-            self._num_by_slack[slack] += 1
-            if not goes_first:
-                return None
-        return chosen
+        slack = self._tickets[ticket]
+        # By rising slack is the best order there is.
+        if slack == min(self._num_by_slack) or not self._is_feasible():
+            return True
+        self._num_by_slack[slack] -= 1
+        may = self._is_feasible(first=1)
+        self._num_by_slack[slack] += 1
+        return may
 
     def slack(self, worker_id: int, version: int) -> int:
         """How many more publications to this slot a frame of this version can take."""
@@ -230,6 +222,8 @@ class Pacer:
         It is the bound plus 1 if none does.
         """
         none = self._max_policy_lag + 1
+        if self._max_policy_lag < self._publications_within(sum(self._num_by_slack.values())):
+            return none  # not even one that is delivered after all others
         least = before = 0
         up_to = dict.fromkeys(range(none), 0)  # how many tickets have at most this slack
         for slack in sorted(self._num_by_slack):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
+from distcollect.trainer.queues import SlotLine
 from distcollect.trainer.scheduler import Scheduler
-from distcollect.trainer.staleness import SentVersions, StalenessTicket
+from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
     BatchPlan,
     RolloutRequest,
-    SlotQueue,
     WorkerSlot,
     WorkerSlots,
-    by_last_request,
 )
 
 
@@ -23,38 +22,35 @@ class SyncScheduler(Scheduler):
         super().__init__(plan, slots, versions)
         self._batch = 0
         self._num_wanted = 0  # rollouts of this batch that were not requested yet
-        self._without_share: set[WorkerSlot] = set()
+        self._staying: set[WorkerSlot] = set()  # that collect, and are not to leave
+        self._without_share: set[WorkerSlot] = set()  # of these, for this batch
         # Slots that may be asked now, for the first rollout of this batch or for a further one.
-        self._idle = SlotQueue(by_last_request)
-        self._idle_again = SlotQueue(by_last_request)
+        self._idle = SlotLine()
+        self._idle_again = SlotLine()
 
     def begin(self) -> None:
         self._batch += 1
         self._num_wanted = self._plan.num_rollouts
         self.ends_early = False
-        self._without_share = {slot for slot in self._slots.able if slot.is_staying}
-        for slot in self._slots.able:
-            self.refresh(slot)
+        self._without_share = self._staying.copy()
+        self._idle.take_all(self._idle_again)
 
     def joined(self, slot: WorkerSlot) -> None:
         if not slot.is_reserved:
+            self._staying.add(slot)
             self._without_share.add(slot)
         super().joined(slot)
 
     def leaves(self, slot: WorkerSlot) -> None:
+        self._staying.discard(slot)
         self._without_share.discard(slot)
         super().leaves(slot)
 
     def refresh(self, slot: WorkerSlot) -> None:
-        queue = None
-        if not slot.unsettled and slot.is_up_to_date and slot.may_be_asked:
-            queue = self._idle_again if slot.batch == self._batch else self._idle
-        if queue is not slot.queue:
-            if slot.queue is not None:
-                slot.queue.put(slot, present=False)
-            if queue is not None:
-                queue.put(slot)
-            slot.queue = queue
+        is_idle = not slot.unsettled and slot.is_up_to_date and slot.may_be_asked
+        has_share = slot.batch == self._batch
+        self._idle.put(slot, present=is_idle and not has_share)
+        self._idle_again.put(slot, present=is_idle and has_share)
 
     def next_slot(self) -> WorkerSlot | None:
         if self._num_wanted <= 0:
@@ -67,11 +63,11 @@ class SyncScheduler(Scheduler):
         coming = self._slots.num_coming if self._plan.waits_for_missing else 0
         return self._idle_again.first() if self._num_wanted > others + coming else None
 
-    def requested(self, slot: WorkerSlot) -> StalenessTicket:
-        slot.batch = self._batch
+    def requested(self, request: RolloutRequest) -> None:
+        super().requested(request)
+        request.slot.batch = self._batch
         self._num_wanted -= 1
-        self._without_share.discard(slot)
-        return super().requested(slot)
+        self._without_share.discard(request.slot)
 
     def given_up(self, request: RolloutRequest, *, is_wanted: bool) -> None:
         super().given_up(request, is_wanted=is_wanted)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from distcollect.rollout.header import Rollout
@@ -158,7 +157,6 @@ class WorkerSlot:
         arrived: requests whose rollout waits for delivery, in the order of their arrival.
         batch: number of the last sync batch that it collects for.
         last_request: number of its last request among those of the pool.
-        queue: in sync mode, the one of the scheduler's queues that it is in.
         turn: with ``in_turn``, how many rollouts it has delivered.
     """
 
@@ -181,7 +179,6 @@ class WorkerSlot:
     arrived: list[RolloutRequest] = field(default_factory=list)
     batch: int = -1
     last_request: int = 0
-    queue: SlotQueue | None = None
     turn: int = 0
 
     def become(self, state: SlotState) -> None:
@@ -211,7 +208,7 @@ class WorkerSlot:
     @property
     def has_a_slab(self) -> bool:
         """Whether there is memory for one more rollout."""
-        return self.num_requests - min(self.unsettled, default=self.num_requests) < NUM_SLABS
+        return self.num_requests - NUM_SLABS not in self.unsettled
 
     @property
     def is_idle(self) -> bool:
@@ -225,12 +222,11 @@ class WorkerSlot:
 
 
 @dataclass(eq=False, slots=True)
-class RolloutRequest:
+class RolloutRequest(StalenessTicket):
     """A rollout that was requested.
 
     Attributes:
         slot: the worker's process.
-        ticket: the lowest policy_version of its frames, as far as that is known.
         number: which of that process's rollouts, counted from 0.
         epoch: how often all requests had been given up before this one.
         asked_at: when the request was sent, in nanoseconds.
@@ -241,7 +237,6 @@ class RolloutRequest:
     """
 
     slot: WorkerSlot
-    ticket: StalenessTicket
     number: int
     epoch: int
     asked_at: int = 0
@@ -265,61 +260,6 @@ class RolloutRequest:
                 f"{self.slot.incarnation}: it is {self.state.value} and can't become {state.value}"
             )
         self.state = state
-
-
-class SlotQueue:
-    """Slots in the order of a key. Each operation takes time O(log n).
-
-    A slot's key may change while it is in the queue: :meth:`put` it again then.
-    """
-
-    def __init__(self, key: Callable[[WorkerSlot], tuple[int, int]]) -> None:
-        """Start empty; no two slots have the same ``key``."""
-        self._key = key
-        self._keys: dict[WorkerSlot, tuple[int, int]] = {}
-        # May hold entries of slots that were removed, or had another key.
-        self._heap: list[tuple[tuple[int, int], int, WorkerSlot]] = []
-
-    def __len__(self) -> int:
-        """How many slots are in it."""
-        return len(self._keys)
-
-    def __contains__(self, slot: WorkerSlot) -> bool:
-        """Whether a slot is in it."""
-        return slot in self._keys
-
-    def put(self, slot: WorkerSlot, *, present: bool = True) -> None:
-        """Have ``slot`` in the queue, or not."""
-        if not present:
-            self._keys.pop(slot, None)
-            return
-        key = self._key(slot)
-        if self._keys.get(slot) == key:
-            return
-        self._keys[slot] = key
-        heappush(self._heap, (key, slot.joined, slot))
-        if len(self._heap) > 2 * len(self._keys) + 16:
-            self._heap = [(key, slot.joined, slot) for slot, key in self._keys.items()]
-            heapify(self._heap)
-
-    def first(self) -> WorkerSlot | None:
-        """The slot with the lowest key; None if the queue is empty."""
-        while self._heap:
-            key, _, slot = self._heap[0]
-            if self._keys.get(slot) == key:
-                return slot
-            heappop(self._heap)
-        return None
-
-
-def by_last_request(slot: WorkerSlot) -> tuple[int, int]:
-    """Order by the time of the last request: the slot that has waited longest comes first."""
-    return slot.last_request, slot.joined
-
-
-def by_turn(slot: WorkerSlot) -> tuple[int, int]:
-    """Order by deliveries: the slot that has delivered least comes first."""
-    return slot.turn, slot.worker_id
 
 
 class WorkerSlots:

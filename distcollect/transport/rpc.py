@@ -25,8 +25,9 @@ import torch
 import torch.distributed.rpc
 
 from distcollect.common import tensor_cache
+from distcollect.common.memory_segment import Segment
 from distcollect.common.replies import Reply
-from distcollect.common.shared_memory import Segment, SharedTensor
+from distcollect.common.shared_memory import SharedTensor, map_segment
 from distcollect.common.threads import SerialThread
 from distcollect.errors import LaunchError, RolloutGone
 from distcollect.net.interfaces import check_not_public, same_address
@@ -143,7 +144,7 @@ class RpcTransport:
             self._addresses[peer] = address
         if address.memory_sample is not None:
             try:
-                address.memory_sample.map()
+                address.memory_sample.open()
                 self._mapped[peer] = {}
             except OSError:
                 log.debug("peer %d is on another host, or its memory can't be mapped here", peer)
@@ -256,7 +257,7 @@ class RpcTransport:
                 return cast("torch.Tensor", tensor)
             mapped = self._mapped[peer]
             if tensor.segment not in mapped:
-                mapped[tensor.segment] = tensor.segment.map()
+                mapped[tensor.segment] = map_segment(tensor.segment)
             return tensor_cache.copy_of(tensor.within(mapped[tensor.segment]))
 
         def copy_all() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import os
-import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -18,9 +15,11 @@ import torch
 import torch.distributed
 
 from distcollect.errors import ArgumentError
-from distcollect.net.interfaces import interface_of, listen
+from distcollect.net.interfaces import listen
 from distcollect.transport.worker_service import WeightSource
-from distcollect.weights.gloo import gloo_group, missing_gloo_parts
+from distcollect.weights.gloo import missing_gloo_parts
+from distcollect.weights.group_backends import GroupBackend, Place, backend_named
+from distcollect.weights.groups import Groups
 from distcollect.weights.updaters import (
     RPCUpdater,
     SharedMemoryUpdater,
@@ -30,211 +29,56 @@ from distcollect.weights.updaters import (
     gpu_of,
 )
 
+log = logging.getLogger(__name__)
+
 # Torch declares no types for its stores and process groups.
 dist: Any = torch.distributed
 
 # The trainer keeps the groups that were used most recently, and its workers the same ones.
 _MAX_GROUPS = 32
-# Between two looks at a broadcast: this share of the time that it has taken so far.
-_PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.0001, 0.02
-
-log = logging.getLogger(__name__)
-
-
-def choose_backend(wanted: str, gpus: Sequence[str]) -> str:
-    """The backend for a group whose members have their weights on ``gpus``.
-
-    NCCL needs a GPU of its own for each member; otherwise Gloo is used, through pinned memory.
-
-    Raises:
-        ArgumentError: NCCL is wanted and can't be used.
-    """
-    possible = dist.is_nccl_available() and all(gpus) and len(set(gpus)) == len(gpus)
-    if wanted == "nccl" and not possible:
-        raise ArgumentError(
-            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but have "
-            f"{[gpu or 'cpu' for gpu in gpus]} (trainer first); use backend='auto'"
-        )
-    return "nccl" if possible and wanted != "gloo" else "gloo"
-
-
-class Groups:
-    """The process groups that this process is in, by name, ordered by their last use."""
-
-    def __init__(self) -> None:
-        self._groups: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
-        self._under_way: dict[str, threading.Event] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all groups, the least recently used first."""
-        with self._lock:
-            return tuple(self._groups)
-
-    def keep_only(self, names: Collection[str]) -> None:
-        """Leave all other groups."""
-        for name in self.names:
-            if name not in names:
-                self.drop(name)
-
-    def join(self, place: BroadcastSource, store: Any, address: str) -> None:
-        """Join a group if this process is not in it yet, without waiting for the other members."""
-        with self._lock:
-            group = self._groups.get(place.group)
-        if group is None:
-            prefixed = dist.PrefixStore(place.group, store)
-            if place.on_gpu:
-                name_interface(address)
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = place.timeout  # noqa: SLF001 - there is no public way
-                group = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
-            else:
-                group = gloo_group(prefixed, place.rank, place.size, address)
-        with self._lock:
-            self._groups[place.group] = group
-            self._groups.move_to_end(place.group)
-
-    def broadcast(self, place: BroadcastSource, flat: torch.Tensor) -> None:
-        """Broadcast ``flat`` from rank 0; all members of the group must do so together.
-
-        Raises:
-            RuntimeError: a member is gone or too late, or :meth:`drop` was called. The group is
-                dropped then; ``flat`` may be torn, and may still be written to.
-        """
-        over = threading.Event()
-        with self._lock:
-            held = [self._groups.get(place.group)]
-            self._under_way[place.group] = over
-        try:
-            _broadcast(held, place, flat, over)
-        except RuntimeError:
-            self.drop(place.group)
-            # Gloo can't cancel a broadcast, and destroying the group waits for it to end.
-            threading.Thread(target=_destroy, args=(held, place), daemon=True).start()
-            raise
-        finally:
-            with self._lock:
-                del self._under_way[place.group]
-
-    def drop(self, name: str) -> None:
-        """Leave a group; a broadcast of it that is under way here fails at once."""
-        with self._lock:
-            group = self._groups.pop(name, None)
-            over = self._under_way.get(name)
-        # A NCCL kernel waits forever for a dead peer.
-        if group is not None and group.name() == "nccl":
-            group.abort()
-        if over is not None:
-            over.set()
-
-    def close(self) -> None:
-        """Leave all groups."""
-        self.keep_only(())
-
-
-def _broadcast(
-    held: list[Any], place: BroadcastSource, flat: torch.Tensor, over: threading.Event
-) -> None:
-    """Broadcast in the group in ``held``, and append the work to ``held``.
-
-    Both are kept in no local variable, so that the traceback of an error doesn't keep them alive.
-    """
-    if held[0] is None:
-        raise RuntimeError(f"process group {place.group} was left before its broadcast")
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    options.timeout = place.timeout
-    held.append(held[0].broadcast([flat], options))
-    if place.on_gpu:
-        held[1].wait(place.timeout)
-        torch.cuda.synchronize(flat.device)
-        return
-    if not _completes(held, over, place.timeout_s):
-        raise RuntimeError(
-            f"the broadcast in process group {place.group} was given up: a member is gone, or it "
-            f"took longer than {place.timeout_s:g} s"
-        )
-    held[1].wait()
-
-
-def _completes(held: list[Any], given_up: threading.Event, timeout_s: float) -> bool:
-    """Wait up to ``timeout_s``, or until it is given up; whether the work in ``held`` has ended.
-
-    It looks again and again, with pauses that grow with the time. Torch could also call a function
-    here, or wait for the work itself. But if the work fails while the interpreter shuts down, then
-    C++ code with an exception on its way can't take the interpreter's lock, and aborts the process.
-    """
-    begin = time.monotonic()
-    while not held[1].is_completed():
-        elapsed = time.monotonic() - begin
-        pause_s = min(max(elapsed * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
-        if elapsed > timeout_s or given_up.wait(pause_s):
-            return bool(held[1].is_completed())
-    return True
-
-
-def _destroy(held: list[Any], place: BroadcastSource) -> None:
-    """Drop the references to group and work in ``held`` once the work has ended."""
-    if len(held) > 1 and not place.on_gpu:
-        _completes(held, threading.Event(), 2 * place.timeout_s)
-    with contextlib.suppress(RuntimeError, IndexError):
-        held[1].wait()
-    held.clear()
-
-
-def name_interface(address: str) -> None:
-    """Have NCCL use the interface of ``address``; it takes that from the environment only.
-
-    Does nothing if the user has named an interface. Nor for loopback: NCCL reads the variable once
-    in a process, and later groups may need the network.
-    """
-    interface = interface_of(address)
-    if interface not in (None, "lo"):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+# What "auto" stands for, the best first.
+_AUTO = ("nccl", "gloo")
+# A backend that failed this often in a row, in groups where it had never worked, is not used any
+# more if there is another one. A single failure may be due to a member that died meanwhile.
+_MAX_FAILURES = 2
 
 
 @dataclass(frozen=True)
-class BroadcastSource(WeightSource):
+class BroadcastSource(Place, WeightSource):
     """The broadcast of a process group, which is made when its name comes up first.
 
     Attributes:
-        group: its name.
-        rank: the receiver's rank in it; the trainer's is 0.
-        size: how many members it has.
         store: host and port of the store where its members find each other.
-        timeout_s: for the broadcast.
-        on_gpu: whether it uses NCCL; else Gloo.
         kept: the names of the groups that the trainer keeps; receivers leave all others.
     """
 
-    group: str
-    rank: int
-    size: int
-    store: tuple[str, int]
-    timeout_s: float
-    on_gpu: bool = False
+    store: tuple[str, int] = ("", 0)
     kept: tuple[str, ...] = ()
 
     @property
-    def timeout(self) -> timedelta:
-        """``timeout_s`` as torch takes it."""
-        return timedelta(seconds=self.timeout_s)
+    def on_gpu(self) -> bool:  # type: ignore[override]
+        """Whether it writes to a GPU's memory directly."""
+        return backend_named(self.backend).on_gpu
 
     def join(self, receiver_state: dict[str, Any]) -> WeightSource | None:
         if "store" not in receiver_state:
-            host, port = self.store
-            receiver_state["store"] = dist.TCPStore(
-                host, port, is_master=False, timeout=self.timeout
-            )
+            receiver_state["store"] = self._connect()
             receiver_state["groups"] = Groups()
-        receiver_state["groups"].keep_only(self.kept)
-        receiver_state["groups"].join(self, receiver_state["store"], receiver_state["address"])
+        groups: Groups = receiver_state["groups"]
+        groups.keep_only(self.kept)
+        store = receiver_state["store"]
+        if self.group not in groups.names and backend_named(self.backend).needs_abort:
+            # It may wait for another member by this connection, which then serves nothing else.
+            store = self._connect()
+        groups.join(self, store, receiver_state["address"])
         return None
 
     def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
         receiver_state["groups"].broadcast(self, target)
+
+    def _connect(self) -> Any:
+        host, port = self.store
+        return dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
 
 
 @dataclass(frozen=True)
@@ -270,16 +114,27 @@ class BroadcastUpdater(WeightUpdaterBase):
 
     together = True
 
-    def __init__(self, backend: str = "auto") -> None:
-        """``backend``: "gloo"; "nccl"; or "auto", see :class:`~distcollect.WeightSync`."""
-        self._backend = backend
+    def __init__(self, backend: str | Sequence[str] = "auto") -> None:
+        """Broadcast by ``backend``.
+
+        Args:
+            backend: "gloo", "nccl", the name of a registered backend, or "auto", see
+                :class:`~distcollect.WeightSync`. Or several names: the first one that can be used
+                is used. "auto" is "nccl", then "gloo".
+        """
+        names = _AUTO if backend == "auto" else (backend,) if isinstance(backend, str) else backend
+        self._backends = [backend_named(name) for name in names]
         self._groups = Groups()
         self._names: dict[tuple[Any, ...], str] = {}
-        self._left: deque[tuple[float, str, int]] = deque()  # (when it was left, name, size)
+        self._left: deque[tuple[float, Place]] = deque()  # (when it was left, its first member)
         self._counter = itertools.count()
         self._store: Any = None
         self._current: BroadcastSource | None = None
+        self._peers: tuple[int, ...] = ()  # that the current one goes to
         self._staging: torch.Tensor | None = None
+        self._worked: set[str] = set()  # groups that have completed a broadcast
+        self._failures: Counter[tuple[str, int]] = Counter()  # in a row, of (backend, peer)
+        self._told: set[str] = set()  # what the user was told
 
     def attach(self, context: UpdaterContext) -> None:
         self._context = context
@@ -295,47 +150,80 @@ class BroadcastUpdater(WeightUpdaterBase):
         )
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
-        """Raise ArgumentError if NCCL is wanted, and not each process has a GPU of its own."""
-        self._backend_for(device, worker_ids)
+        """Raise ArgumentError if no backend can be used, as for NCCL where a GPU is missing."""
+        self._choose(device, dict.fromkeys(worker_ids))
 
-    def _backend_for(self, device: torch.device, worker_ids: Sequence[int]) -> str:
-        gpus = [
-            gpu_of(device),
-            *(self._context.gpus.get(worker_id, "") for worker_id in worker_ids),
+    def _choose(self, device: torch.device, peers: Mapping[int, int | None]) -> GroupBackend:
+        """The first backend that can be used between the trainer and these workers.
+
+        Raises:
+            ArgumentError: there is none.
+        """
+        gpus = [gpu_of(device), *(self._context.gpus.get(worker_id, "") for worker_id in peers)]
+        refusals: list[str] = []
+        for backend in self._backends:
+            reason = backend.refusal(gpus)
+            if not reason and backend is not self._backends[-1]:
+                reason = self._failed(backend, peers)
+            if not reason:
+                if any(gpus):
+                    self._tell(backend, refusals)
+                return backend
+            refusals.append(f"WeightSync(backend={backend.name!r}): {reason}")
+        raise ArgumentError(f"{'; '.join(refusals)}; use backend='auto'")
+
+    def _failed(self, backend: GroupBackend, peers: Mapping[int, int | None]) -> str:
+        failed = [
+            worker_id
+            for worker_id, peer in peers.items()
+            if peer is not None and self._failures[backend.name, peer] >= _MAX_FAILURES
         ]
-        return choose_backend(self._backend, gpus)
+        return f"it failed {_MAX_FAILURES} times with workers {failed}" if failed else ""
+
+    def _tell(self, backend: GroupBackend, refusals: Sequence[str]) -> None:
+        """Log once why it is not a better one."""
+        message = "; ".join(refusals)
+        if message and message not in self._told:
+            self._told.add(message)
+            log.info("weights are broadcast by %s: %s", backend.name, message)
 
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
     ) -> Mapping[int, BroadcastSource]:
-        on_gpu = self._backend_for(payload.device, list(peers)) == "nccl"
-        members = (on_gpu, *peers.values())
-        existing = self._groups.names
-        self._groups.keep_only(existing[-_MAX_GROUPS + 1 :])
+        backend = self._choose(payload.device, peers)
+        members = (backend.name, *peers.values())
+        self._groups.keep_only(self._groups.names[-_MAX_GROUPS + 1 :])
         existing = self._groups.names
         for left, name in [item for item in self._names.items() if item[1] not in existing]:
             del self._names[left]
-            self._left.append((time.monotonic(), name, len(left)))
+            self._worked.discard(name)
+            place = Place(name, 0, len(left), self._context.timeout_s, left[0])
+            self._left.append((time.monotonic(), place))
         self._clear_store()
         if members not in self._names:
             self._names[members] = f"weights{next(self._counter)}"
-        name, size = self._names[members], len(peers) + 1
-        kept = (*existing, name)
+        name = self._names[members]
         first = BroadcastSource(
-            name, 0, size, self._endpoint, self._context.timeout_s, on_gpu, kept
+            group=name,
+            rank=0,
+            size=len(members),
+            timeout_s=self._context.timeout_s,
+            backend=backend.name,
+            store=self._endpoint,
+            kept=(*existing, name),
         )
-        self._current = first
+        self._current, self._peers = first, tuple(peers.values())
         self._groups.join(first, self._store, self._context.address)
         return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
 
     def _clear_store(self) -> None:
-        """Delete the addresses that members of left groups had put there for each other."""
-        # A member that is late may need them until then.
+        """Delete what members of left groups had put there for each other."""
+        # A member that is late may need it until then.
         deadline = time.monotonic() - self._context.timeout_s
         while self._left and self._left[0][0] < deadline:
-            _, name, size = self._left.popleft()
-            for rank in range(size):
-                self._store.delete_key(f"{name}/0/{rank}")
+            _, place = self._left.popleft()
+            for key in backend_named(place.backend).keys(place):
+                self._store.delete_key(f"{place.group}/{key}")
 
     def send(self, payload: torch.Tensor) -> None:
         assert self._current is not None
@@ -343,7 +231,28 @@ class BroadcastUpdater(WeightUpdaterBase):
             if self._staging is None or len(self._staging) != len(payload):
                 self._staging = torch.empty_like(payload, device="cpu", pin_memory=True)
             payload = self._staging.copy_(payload)
-        self._groups.broadcast(self._current, payload)
+        try:
+            self._groups.broadcast(self._current, payload)
+        except RuntimeError as error:
+            self._staging = None  # the broadcast may go on reading it
+            self._note_failure(self._current, error)
+            raise
+        self._worked.add(self._current.group)
+        for peer in self._peers:
+            del self._failures[self._current.backend, peer]
+
+    def _note_failure(self, place: Place, error: RuntimeError) -> None:
+        """If it keeps failing where it never worked, the next backend takes its place."""
+        if place.group in self._worked or place.backend == self._backends[-1].name:
+            return
+        self._failures.update((place.backend, peer) for peer in self._peers)
+        if any(self._failures[place.backend, peer] >= _MAX_FAILURES for peer in self._peers):
+            log.warning(
+                "weights are not broadcast by %s any more where it failed %d times: %s",
+                place.backend,
+                _MAX_FAILURES,
+                error,
+            )
 
     def forget(self, peer: int) -> None:
         """A receiver is gone, or failed: its groups can't be used any more."""

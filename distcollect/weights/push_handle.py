@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distcollect.common.threads import LOOK_UP_S, Bell
+from distcollect.common.replies import LOOK_UP_S, Bell
 from distcollect.errors import DistCollectError, WeightsTimeout
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.threads import SerialThread, missing
+from distcollect.common.replies import missing
+from distcollect.common.threads import SerialThread
 from distcollect.config import WeightSync
 from distcollect.errors import DistCollectError, WeightsTimeout, WorkerError, WorkerLost
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, checksum
@@ -277,7 +278,7 @@ class WeightSender:
         entries = None
         base = 0
         last = self._last
-        if last is not None:
+        if last is not None and last.flat.device == flat.device:
             with self._lock:
                 are_changes = self._slots.all_have(last, push.receivers)
             if are_changes:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
-from distcollect.common.threads import missing
+from distcollect.common.replies import missing
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WorkerService
 from distcollect.weights.slots import PlannedPush

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from distcollect.common.shared_memory import Segment, SharedTensor, allocate
+from distcollect.common.memory_segment import Segment
+from distcollect.common.shared_memory import SharedTensor, allocate, map_segment
 from distcollect.transport.worker_service import WeightSource
 
 
@@ -163,7 +164,7 @@ class SharedMemorySource(WeightSource):
         mapped: dict[Segment, torch.Tensor] = receiver_state.setdefault("segments", {})
         if segment not in mapped:
             mapped.clear()  # the trainer uses one segment, until it needs a larger one
-            mapped[segment] = segment.map()
+            mapped[segment] = map_segment(segment)
         target.copy_(self.payload.within(mapped[segment]))
 
 

@@ -13,10 +13,13 @@ import queue
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
+from distcollect.common import gpus
+from distcollect.common.replies import answer
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
 from distcollect.engine.base import EngineBase
@@ -82,9 +85,7 @@ class Worker(WorkerService):
         self._address = address
         self._counts = counts
         self._first_traj_id = first_traj_id
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._pickled_plan = b""
         self._engine: EngineBase | None = None
         self._evaluator: Evaluator | None = None
@@ -157,9 +158,9 @@ class Worker(WorkerService):
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
     ) -> Future[list[Any]]:
         engine = self._configured
-        answer = engine.call_envs(name, args, kwargs, limit_s)
+        values = engine.call_envs(name, args, kwargs, limit_s)
         self._submit(engine.run_jobs)  # if nothing is collected
-        return answer
+        return values
 
     def evaluate(self, request: EvaluationRequest) -> Future[Evaluation]:
         return self._submit(lambda: self._evaluate(request))
@@ -176,9 +177,9 @@ class Worker(WorkerService):
     # The jobs, on the thread that steps the envs.
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        answer: Future[T] = Future()
-        self._jobs.put((answer, work))
-        return answer
+        future: Future[T] = Future()
+        self._jobs.put(partial(answer, future, work))
+        return future
 
     @property
     def _configured(self) -> EngineBase:
@@ -206,6 +207,7 @@ class Worker(WorkerService):
             register_all(plan.registry)
         if plan.init_fn is not None:
             _call_users("init_fn", plan.init_fn)
+        gpus.use(plan.device)  # only now, as init_fn may set CUDA_VISIBLE_DEVICES
         self._pre_collect_hook = plan.pre_collect_hook
         self._post_collect_hook = plan.post_collect_hook
         plan = plan.with_policy_made()

@@ -85,9 +85,10 @@ def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
     # Importing TorchRL makes "spawn" the default: a worker whose envs have processes of their own
     # and use nothing of TorchRL would start these as slowly as itself.
     multiprocessing.set_start_method(None, force=True)
+    unforkable = _loses_gpus()
     gc.collect()
     gc.freeze()  # a collection in a worker then doesn't write to the shared pages
-    zygote = _Zygote(socket.socket(fileno=fd))
+    zygote = _Zygote(socket.socket(fileno=fd), unforkable)
     try:
         zygote.run()
     except _Forked as forked:
@@ -97,8 +98,10 @@ def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
 
 
 class _Zygote:
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, unforkable: str) -> None:
+        """Serve ``sock``; ``unforkable``: why no worker can be forked, "" if they can."""
         self._sock = sock
+        self._unforkable = unforkable
         self._pid = os.getpid()
         self._retired = False
         self._workers: dict[int, _Worker] = {}
@@ -130,7 +133,7 @@ class _Zygote:
 
     def _fork(self, request: Fork, fds: list[int]) -> None:
         number = request.number
-        if reason := _why_not():
+        if reason := self._unforkable or _why_not():
             self._answer(Unforkable(number, reason))
         else:
             try:
@@ -169,6 +172,21 @@ class _Zygote:
     def _answer(self, answer: Forked | Ended | Unforkable) -> None:
         with contextlib.suppress(OSError):  # the parent is gone, which the loop sees next
             send(self._sock, answer)
+
+
+def _loses_gpus() -> str:
+    """Why a fork of this process could not use a GPU, in words; "" if it can.
+
+    Torch knows in the fork only. Where torch is built without CUDA there is nothing to lose.
+    """
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return ""
+    pid = os.fork()
+    if pid == 0:
+        is_lost = getattr(torch.cuda, "_is_in_bad_fork", None)  # there is no public way
+        os._exit(int(is_lost is not None and is_lost()))
+    _, status = os.waitpid(pid, 0)
+    return "what it imported has used CUDA, and a fork could not" if status else ""
 
 
 def _why_not() -> str:

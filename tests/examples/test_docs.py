@@ -18,6 +18,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch.utils.data
 from helpers.marked import Marked
@@ -36,16 +37,24 @@ PAGES = {
 }
 
 
-def saved_frames(folder: Path) -> str:
+def saved_frames(folder: Path, num_frames: int) -> str:
     from distcollect.commands.collect.saved import SavedFrames  # noqa: PLC0415
 
     with (
-        dc.SyncDataCollector("CartPole-v1", frames_per_batch=20) as collector,
-        SavedFrames(folder, 20, {}) as saved,
+        dc.SyncDataCollector("CartPole-v1", frames_per_batch=num_frames) as collector,
+        SavedFrames(folder, num_frames, {}) as saved,
     ):
         saved.begin()
         saved.add(collector.next())
     return str(folder)
+
+
+def saved_episodes(folder: Path) -> None:
+    from distcollect.commands.collect.minari_export import MinariTarget  # noqa: PLC0415
+
+    saved_frames(folder, 200)
+    env = gym.make("CartPole-v1")
+    MinariTarget("cartpole/random-v0", "random").write(folder, 200, env, {"seed": 0})
 
 
 SHORTER = {
@@ -59,8 +68,10 @@ SHORTER = {
 }
 NEEDS = {
     **dict.fromkeys(("envs.md", "migrating.md", "sequences.md", "training.md"), "torchrl"),
+    "minari.md": "minari",
     "multi_agent.md": "mpe2",
     "sweeps.md": "hydra",
+    "videos.md": "moviepy",
 }
 
 
@@ -132,7 +143,10 @@ def test_its_code_runs(
     namespace: dict[str, Any] = {"__name__": "page"}  # main() is called below
     instead = dict(SHORTER)
     if name == "collect.md":
-        instead['"data/cartpole"'] = repr(saved_frames(tmp_path / "frames"))
+        instead['"data/cartpole"'] = repr(saved_frames(tmp_path / "frames", 20))
+    if name == "minari.md":
+        monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+        saved_episodes(tmp_path / "frames")
     for block in blocks(PAGES[name]):
         code = block
         for written, run in instead.items():
@@ -149,6 +163,10 @@ def test_its_code_runs(
             namespace.pop("main")()
     preemption.stop_watching()  # the signals that a Checkpoint handles
     assert not marked.left()
+    if name == "videos.md":  # of two evaluations; the second one begins later than at episode 5
+        videos = sorted((tmp_path / "videos").glob("worker0-0-episode-*.mp4"))
+        assert len(videos) == 2
+        assert all(video.stat().st_size > 1000 for video in videos)
     if name == "logging.md":
         assert {"frames", "episodes/return", "loss"} <= logged["wandb"]
         assert logged["mlflow"] == {"frames_per_s", "lag", "return"}

@@ -11,13 +11,10 @@ import cloudpickle
 from helpers.error_rows import ARGUMENT, PORT, Row, rpc, with_env
 
 import distcollect as dc
+from distcollect.launch.open_hosts import set_launched
 from distcollect.launch.supervisor import join
 from distcollect.launch.topology import Launch
-from distcollect.launch.worker_hosts import (
-    HostEvents,
-    WorkerHosts,
-    set_launched,
-)
+from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
 from distcollect.net.messages import SupervisorHello, TrainerAddress
 from distcollect.net.server import JoinServer, JoinServerEvents
 

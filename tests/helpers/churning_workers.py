@@ -29,13 +29,12 @@ class ChurningWorkers(LoopbackWorkers):
         num_workers: int,
         faults: Faults,
         plan_for: Callable[[int], bytes],
-        listen: str | None = None,
-        local: bool = False,
+        **_: object,
     ) -> None:
         self._plan_for = plan_for
         self._supervision = SerialThread("supervision")
         self.incarnations = dict.fromkeys(range(num_workers), 0)
-        super().__init__(num_workers, faults, plan_for, listen, local)
+        super().__init__(num_workers, faults, plan_for)
         self._thread_of = dict(enumerate(self._threads))
 
     def attach(self, observer: MembershipObserver) -> None:

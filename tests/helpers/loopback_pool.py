@@ -30,8 +30,7 @@ class LoopbackWorkers:
         num_workers: int,
         faults: Faults,
         plan_for: Callable[[int], bytes],
-        listen: str | None = None,
-        local: bool = False,
+        **_: object,
     ) -> None:
         self.transport = LoopbackTransport()
         self.address = ADDRESS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from distcollect.common.threads import Answer
+from distcollect.common.replies import Reply
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout, DeadlineError, DistCollectError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
@@ -29,9 +29,9 @@ FLAT = torch.zeros(16, dtype=torch.uint8)
 
 def taken(pool: Pool, timeout_s: float) -> list[Rollout]:
     """The rollouts of the next batch, which the user has then."""
-    delivery = pool.deliver(timeout_s)
+    delivery = pool.deliveries.get(timeout_s)
     rollouts = delivery.rollouts
-    pool.claim(delivery.number)
+    pool.deliveries.claim(delivery.number)
     return rollouts
 
 
@@ -40,17 +40,24 @@ class CallingThread:
 
     is_alive = True
 
-    def ask(self, function: Callable[..., Any], *args: Any) -> Answer[Any]:
-        answer: Answer[Any] = Answer()
-        try:
-            result = function(*args)
-        except Exception as error:  # noqa: BLE001 - as the thread does
-            answer.fail(error)
-        else:
-            answer.set(result)
-        return answer
+    def put(self, job: Callable[[], object]) -> None:
+        job()
 
     def close(self) -> None: ...
+
+
+def wait_by(
+    monkeypatch: pytest.MonkeyPatch, pool: Pool, wait: Callable[[float, Reply[Any]], object]
+) -> None:
+    """Have the user's thread call ``wait`` where it waits for a batch, with seconds and reply."""
+
+    def arrives(reply: Reply[Any], timeout_s: float) -> bool:
+        if not reply.done() and timeout_s > 0:
+            wait(timeout_s, reply)
+        return reply.done()
+
+    pool._loop._thread = CallingThread()  # type: ignore[assignment]
+    monkeypatch.setattr(Reply, "arrives", arrives)
 
 
 class RolloutRequest:
@@ -198,6 +205,7 @@ class Run:
         self.on_acknowledged: Any = None
         self.on_left_out: Any = None
         monkeypatch.setattr("distcollect.trainer.pool.time", self.clock)
+        monkeypatch.setattr("distcollect.trainer.deliveries.time", self.clock)
         self.pool = Pool(
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
@@ -205,9 +213,9 @@ class Run:
             failure_sink=self,
             staleness=staleness,
         )
-        for bell in ("_changed", "_all_taken", "_all_set_up"):
+        for bell in ("_all_taken", "_all_set_up"):
             setattr(self.pool, bell, self)
-        self.pool._loop._thread = CallingThread()  # type: ignore[assignment]
+        wait_by(monkeypatch, self.pool, self.wait)
         for worker_id in range(num_workers):
             self.join(worker_id)
 
@@ -324,10 +332,12 @@ class Run:
     def ring(self) -> None:
         self.notified = True
 
-    def wait(self, timeout_s: float) -> None:
-        """Let random events happen until one of them notifies the pool."""
+    def wait(self, timeout_s: float, reply: Reply[Any] | None = None) -> None:
+        """Let random events happen until one of them notifies the pool, or answers ``reply``."""
         begin = self.clock.now
         self.notified = False
+        if reply is not None:
+            reply.add_done_callback(lambda _: self.ring())
         while not self.notified:
             assert self.happen(), f"stalls in batch {self.batch}: {self.about}"
             if self.clock.now >= self.deadline:
@@ -580,8 +590,8 @@ class Run:
         return rollouts
 
     def hand_over(self, timeout_s: float) -> None:
-        delivery = self.pool.hand_over(timeout_s, 60)
-        self.pool.claim(delivery.number)
+        delivery = self.pool.deliveries.hand_over(timeout_s, 60)
+        self.pool.deliveries.claim(delivery.number)
         [request] = delivery.requests
         offer = request.offer
         assert isinstance(offer, RolloutRequest)
@@ -644,7 +654,7 @@ class Run:
         return self
 
     def note_interruption(self) -> None:
-        is_complete = self.pool._delivery is not None
+        is_complete = self.pool.deliveries._last is not None
         self.counts["interrupted when complete"] += is_complete
         if not is_complete:
             self.interrupted = None

@@ -72,6 +72,22 @@ class TestCall:
 
 class TestEvaluate:
     @pytest.mark.parametrize("make", [sync, pooled])
+    def test_makers_know_which_envs_are_for_it(self, make: Any) -> None:
+        made = []
+
+        def make_env(context: dc.EnvContext) -> Levels:
+            made.append((context.worker_id, context.env_index, context.for_evaluation))
+            return Levels(context)
+
+        with make(make_env) as collector:
+            collector.next()
+            before = sorted(made)
+            assert not any(for_evaluation for *_, for_evaluation in before)
+            made.clear()
+            collector.evaluate(4)
+        assert sorted(made) == [(worker, env, True) for worker, env, _ in before]
+
+    @pytest.mark.parametrize("make", [sync, pooled])
     def test_whole_episodes(self, make: Any) -> None:
         with make(Levels, Acts(2)) as collector:
             found = collector.evaluate(7)

@@ -143,7 +143,7 @@ def test_who_leaves_delivers_what_it_has_and_is_drained_once(
     run.deadline = -1.0
     for _ in range(2):
         with pytest.raises(BatchTimeout):
-            run.pool.deliver(0)
+            run.pool.deliveries.get(0)
     run.answer(first)
     run.answer(first)
     run.answer(second)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -68,6 +69,26 @@ class TestWhatTravels:
         assert collector.update_policy_weights_(policy).num_bytes == 0
         assert collector.policy_version == 3
         assert (collector.next()["collector", "policy_version"] == 3).all()
+
+    def test_weights_from_another_device_are_sent_in_full(
+        self, collect: Collect, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """There are no changes to work out between a GPU's weights and the CPU's."""
+        collector = collect(weight_sync=dc.WeightSync(changes_only=True))
+        policy = Telling()
+        full = collector.update_policy_weights_(policy.fill(1)).num_bytes
+        sender = collector._session.pool._sender
+        waiting.eventually(lambda: sender._last is not None)
+        assert sender._last is not None
+        sender._last = replace(sender._last, flat=sender._last.flat.to("meta"))
+        assert collector.update_policy_weights_(policy).num_bytes == full
+        assert told(collector.next()) == dict.fromkeys(NAMES, 1.0)
+        assert "could not be sent" not in caplog.text
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+    def test_a_device_that_this_process_lacks(self, collect: Collect) -> None:
+        with pytest.raises(dc.ArgumentError, match=r"no such device .*workers by their ids"):
+            collect().update_policy_weights_(worker_ids=torch.device("cuda"))
 
     def test_who_missed_a_version_gets_all_of_it(self, collect: Collect) -> None:
         collector = collect(weight_sync=dc.WeightSync(changes_only=True))

@@ -129,3 +129,45 @@ def test_env_that_ends_its_worker() -> None:
     assert stats.num_env_faults == stats.workers[0].num_env_faults == 2
     assert [fault.worker_id for fault in stats.env_faults] == [0, 0]
     assert collector.ledger.workers[0].env_faults == 2
+
+
+class SolvedBy(CountdownEnv):
+    """Says in ``info`` whether an episode is solved: by worker 1, at the last frame."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0], {"solved": False}
+
+    def step(self, action: Any) -> Any:
+        *result, over, truncated, _ = super().step(action)
+        return (*result, over, truncated, {"solved": over and self.worker_id == 1})
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
+def test_metrics_of_workers(sync: bool) -> None:
+    collector = loopback_collector(
+        lambda context: SolvedBy(context.worker_id),
+        num_workers=2,
+        sync=sync,
+        frames_per_batch=20,
+        info_keys=["solved"],
+        monitor=dc.Monitor(metrics={"success": ("next", "solved")}, view=False),
+    )
+    with collector:
+        stats = collector.stats()
+        while not (stats.workers and all(w.num_episodes for w in stats.workers.values())):
+            collector.next()
+            stats = collector.stats()
+        evaluated = collector.evaluate(4)
+    assert sorted(evaluated.metrics["success"].tolist()) == [0.0, 0.0, 1.0, 1.0]
+    assert [w.metrics for w in stats.workers.values()] == [{"success": 0.0}, {"success": 1.0}]
+    share = stats.workers[1].num_episodes / stats.episodes.count
+    assert stats.episodes.metrics == {"success": pytest.approx(share)}
+
+
+def test_a_metric_that_workers_do_not_have() -> None:
+    monitor = dc.Monitor(metrics={"success": ("next", "solved")}, view=False)
+    with pytest.raises(dc.ArgumentError, match=r"\('next', 'solved'\)"):
+        loopback_collector(CountdownEnv, num_workers=1, frames_per_batch=20, monitor=monitor)

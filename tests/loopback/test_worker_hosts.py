@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from distcollect.common import reminder
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import CollectorStateError, DeadlineError, LaunchError
+from distcollect.launch.open_hosts import open_hosts, set_launched
 from distcollect.launch.rendezvous import listen_address
-from distcollect.launch.worker_hosts import HostEvents, WorkerHosts, open_hosts, set_launched
+from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
 from distcollect.net.messages import (
     Exited,
+    Goodbye,
     Kill,
     Message,
     Spawn,
     SupervisorHello,
+    TrainerAddress,
     WorkerSettings,
 )
 
@@ -120,3 +123,64 @@ def test_a_launch_serves_one_collector_and_then_the_next(
     finally:
         set_launched(None)
         launched.join_server.close()
+
+
+class Scheduler:
+    """Starts supervisors, as Ray does."""
+
+    address = "127.0.0.1"
+    is_settled = True
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def start(
+        self, trainer: TrainerAddress, num_workers: int, given_up: Callable[[int, str], None]
+    ) -> None:
+        self.told.append(num_workers)
+        self.given_up = given_up
+
+    def joined(self, worker_id: int) -> None:
+        self.told.append(f"{worker_id} joined")
+
+    def left(self, worker_id: int) -> None:
+        self.told.append(f"{worker_id} left")
+
+    def missing(self) -> str:
+        return "worker 1 is missing"
+
+    def close(self) -> None:
+        self.told.append("end")
+
+
+class Slots(HostEvents):
+    """What is reported about slots."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def slot_opened(self, worker_id: int) -> None:
+        self.told.append(f"{worker_id} open")
+
+    def slot_closed(self, worker_id: int) -> None:
+        self.told.append(f"{worker_id} closed")
+
+    def slot_given_up(self, worker_id: int, reason: str) -> None:
+        self.told.append(f"{worker_id} {reason}")
+
+
+def test_a_scheduler_starts_the_supervisors() -> None:
+    scheduler, slots = Scheduler(), Slots()
+    hosts = WorkerHosts("127.0.0.1", "a token", num_expected=2, placer=scheduler)
+    hosts.attach(slots, 0, 1.0)
+    second, by_itself, moved = Connection(rank=2), Connection(rank=None), Connection(rank=2)
+    for connection in (second, by_itself):
+        welcome(hosts, connection)
+    assert hosts.supervised == [1, 2], "slots of the scheduler are not given to others"
+    hosts.closed(second)  # type: ignore[arg-type]
+    welcome(hosts, moved)
+    scheduler.given_up(0, "is given up")
+    assert slots.told == ["1 open", "2 open", "1 closed", "1 open", "0 is given up"]
+    hosts.detach()
+    assert scheduler.told == [2, "1 joined", "2 joined", "1 left", "1 joined", "end"]
+    assert [type(message) for message in moved.sent] == [Goodbye]

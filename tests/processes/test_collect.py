@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.collect_command import arguments, recorded, scripted
 from helpers.counted_env import STEPS
@@ -115,4 +116,35 @@ def test_a_saved_policy_and_a_seed_give_the_same_frames_each_time(
     check_frames(runs[0])
     assert (runs[0]["action", "turn"][:, 0] == runs[0]["step"] % 2).all()
     assert (runs[0].exclude("collector") == runs[1].exclude("collector")).all()
+    assert not marked.left()
+
+
+def test_a_minari_data_set(
+    marked: Marked,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    minari = pytest.importorskip("minari", reason="needs minari (extra minari)")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    out = tmp_path / "frames"
+    given = {"env": "CartPole-v1", "frames": 300, "seed": 3}
+    assert cli.main(arguments(out, **given)) == 0
+    # It may be asked for later too.
+    assert cli.main(arguments(out, **given, minari="cartpole/random-v0", author="me")) == 0
+    said = capsys.readouterr().err
+    data = minari.load_dataset("cartpole/random-v0")
+    assert f"{data.total_episodes} whole episodes ({data.total_steps} frames) are in" in said
+    assert f"{300 - data.total_steps} frames of unfinished ones are not" in said
+    frames = TensorDict.load_memmap(out)
+    ended = frames["next", "done"][:, 0]
+    assert data.total_episodes == ended.sum() > 5
+    # One worker with one env: the frames are in order.
+    lengths = np.diff(ended.numpy().nonzero()[0], prepend=-1)
+    assert [len(episode.rewards) for episode in data] == lengths.tolist()
+    assert all(episode.terminations[-1] for episode in data)
+    seen = [episode.observations[1:] for episode in data]
+    after = frames["next", "observation"][: data.total_steps].numpy()
+    assert (np.concatenate(seen) == after).all()
+    assert data.storage.metadata["distcollect"]["seed"] == 3
     assert not marked.left()

@@ -318,3 +318,17 @@ def test_no_interrupt_is_lost_and_none_leaves_a_lock_behind() -> None:
     assert done.returncode == 0, done.stderr
     sent, seen = map(int, done.stdout.split())
     assert sent == seen > 20, done.stderr
+
+
+def test_what_is_open_is_closed_before_what_was_imported_later_ends() -> None:
+    """As Ray, which would end the workers' actors before their collector is closed."""
+    code = """
+import atexit
+from distcollect.collectors import closing
+owner = {1}
+kept = closing.Closing(owner, lambda: print("closed", flush=True), 60.0)
+atexit.register(lambda: print("Ray ends", flush=True))
+closing.close_first_at_exit()
+"""
+    done = subprocess.run([*PYTHON, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["closed", "Ray ends"]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import distcollect as dc
-from distcollect.common.shared_memory import Segment
+from distcollect.common.memory_segment import Segment
+from distcollect.common.shared_memory import map_segment
 
 HOLDER = """
 import json, sys
@@ -38,19 +39,19 @@ def holder():
 
 def test_another_process_maps_it(holder):
     process, segment = holder
-    memory = segment.map()
+    memory = map_segment(segment)
     assert memory.shape == (4096,)
     assert (memory == 7).all()
     process.kill()
     process.wait()
     assert (memory == 7).all(), "what is mapped stays"
     with pytest.raises(OSError, match=str(process.pid)):
-        segment.map()
+        map_segment(segment)
 
 
 def test_another_file_under_the_same_number_is_refused(holder):
     with pytest.raises(OSError, match="no longer"):
-        replace(holder[1], name="distcollect-other").map()
+        map_segment(replace(holder[1], name="distcollect-other"))
 
 
 class Counting(gym.Env):

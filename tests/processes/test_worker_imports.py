@@ -14,16 +14,27 @@ UNWANTED = (
     "distcollect.trainer",
     "http.server",
     "prometheus_client",
+    "ray",
     "rich",
     "submitit",
     "torchrl",
 )
 
 
-def test_a_worker_loads_nothing_of_the_trainer() -> None:
-    code = "import distcollect.worker.main, sys; print(*sys.modules, sep='\\n')"
-    loaded = subprocess.run(
+def loaded_by(code: str) -> list[str]:
+    code += "; import sys; print(*sys.modules, sep='\\n')"
+    return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()
+
+
+def test_a_worker_loads_nothing_of_the_trainer() -> None:
+    loaded = loaded_by("import distcollect.worker.main")
     assert "distcollect.worker.main" in loaded
     assert [name for name in UNWANTED if name in loaded] == []
+
+
+def test_ray_is_loaded_when_it_is_used() -> None:
+    loaded = loaded_by("import distcollect as dc; dc.RayDataCollector; dc.run(lambda: None)")
+    assert "distcollect.launch.ray_placer" in loaded
+    assert "ray" not in loaded

@@ -156,18 +156,34 @@ def test_an_unknown_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         collect(1)
 
 
-def test_what_starts_threads_at_import_is_not_forked_from(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+STARTS_A_THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+"""
+# As torch is after what was imported has loaded the driver of a GPU.
+USES_CUDA = """
+import torch
+torch.backends.cuda.is_built = torch.cuda._is_in_bad_fork = lambda: True
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "why"),
+    [(STARTS_A_THREAD, "has started 1 thread(s)"), (USES_CUDA, "has used CUDA")],
+)
+def test_what_uses_threads_or_cuda_at_import_is_not_forked_from(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    imported: str,
+    why: str,
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import threading, time\n"
-        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text(imported)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with collect(1) as collector:
         collector.next()
         assert processes(collector)[0]["started_by"] == os.getpid()
-    assert "has started 1 thread(s)" in caplog.text
+    assert why in caplog.text
     zygote.close()
 
 

@@ -25,6 +25,12 @@ from distcollect.telemetry.stats_file import JsonLines
 STATS = Stats(collector="X", elapsed_s=5.0, frames=10, delivered=10)
 
 
+def test_a_trace_may_be_in_the_run_dir(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "today"
+    MonitorThread(dc.Monitor(view=False, run_dir=folder, trace=folder / "trace.json")).close(None)
+    assert (folder / "trace.json").is_file()
+
+
 def watching(latest: Stats | None = STATS, **options: Any) -> MonitorThread:
     watch = MonitorThread(dc.Monitor(view=False, **options))
     watch.begin(lambda: latest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ from torch import nn
 
 from distcollect.collectors.pickling import home, pickled_plans
 from distcollect.collectors.worker_options import MultiSyncOptions
+from distcollect.common import gpus
+from distcollect.engine.build import build_engine
 from distcollect.engine.plan import WorkerPlan
-from distcollect.errors import ArgumentError
+from distcollect.errors import ArgumentError, PolicyError
 
 
 class Placed(nn.Module):
@@ -90,3 +93,30 @@ class TestAListHasOneForEachWorker:
             MultiSyncOptions(
                 "CartPole-v1", num_workers=3, frames_per_batch=6, policy_device=["cpu"] * 2
             )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+class TestADeviceThatAWorkerLacks:
+    @pytest.mark.parametrize("env", ["gymnasium", "torchrl"])
+    @pytest.mark.parametrize("moved", ["policy", "model"])
+    def test_the_error_says_what_to_do(self, env: str, moved: str) -> None:
+        plan = WorkerPlan(
+            "CartPole-v1" if env == "gymnasium" else _torchrl_cartpole,
+            1,
+            policy=nn.Linear(4, 2) if moved == "policy" else None,
+            models={"m": nn.Linear(4, 2)} if moved == "model" else {},
+            device=torch.device("cuda"),
+        )
+        with pytest.raises(PolicyError, match=r"can't be moved to 'cuda' .*policy_device='cpu'"):
+            build_engine(plan, traj_ids=itertools.count())
+
+    def test_it_does_not_become_the_usual_one(self) -> None:
+        for device in (None, torch.device("cpu"), torch.device("cuda"), torch.device("cuda:5")):
+            gpus.use(device)
+            assert gpus.numbered(device) == device
+
+
+def _torchrl_cartpole() -> Any:
+    from torchrl.envs import GymEnv  # noqa: PLC0415 - not where no test needs it
+
+    return GymEnv("CartPole-v1")

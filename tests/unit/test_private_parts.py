@@ -85,6 +85,18 @@ PARTS = [
     ),
     Part("torch.distributed.ProcessGroupGloo._Options", "_devices _timeout", "the same", _IN_CALLS),
     Part(
+        "torch.distributed.Backend",
+        "_plugins",
+        "groups of a backend that was registered",
+        "an ArgumentError for WeightSync(backend=...) with such a name",
+    ),
+    Part(
+        "torch.cuda",
+        "_is_in_bad_fork",
+        "to find out that the zygote has used CUDA, and to start workers by themselves then",
+        "a worker on a GPU fails with torch's message; DISTCOLLECT_ZYGOTE=off helps",
+    ),
+    Part(
         "tensordict.TensorDict",
         "_get_str _new_unsafe _set_str",
         "faster steps of TorchRL's envs",

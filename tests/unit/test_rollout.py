@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
+from distcollect.rollout.loose_slab import packed, unpacked
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Leaf
 
@@ -124,6 +126,30 @@ def test_memory(num_workers: int) -> None:
             for array in slab.frames.values():
                 array.fill(1)
         assert (batch == before).all()
+
+
+def test_frames_without_a_fixed_shape_travel_on_the_cpu() -> None:
+    frames = TensorDict({"a": torch.ones(2), "b": {"c": "text"}}, batch_size=[])
+    found = unpacked([packed(frames)])
+    assert found.device is None
+    assert (found["a"] == 1).all()
+    assert found["b", "c"] == "text"
+    # Nothing can be copied from this device; that shows that they are to be copied.
+    with pytest.raises(NotImplementedError, match="meta"):
+        packed(TensorDict({"a": torch.ones(2, device="meta")}, batch_size=[]))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_batch_elsewhere_has_the_same_entries(num_workers: int) -> None:
+    rollouts = [rollout(filled([(0, 1)]), k) for k in range(num_workers)]
+    here = assemble(LAYOUT, rollouts)
+    there = assemble(LAYOUT, rollouts, device=torch.device("meta"))
+    assert there.device == torch.device("meta")
+    assert (there.batch_size, there.names) == (here.batch_size, here.names)
+    mine, theirs = (dict(batch.items(include_nested=True)) for batch in (here, there))
+    assert mine.keys() == theirs.keys()
+    for key, value in mine.items():
+        assert (value.shape, value.dtype) == (theirs[key].shape, theirs[key].dtype)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

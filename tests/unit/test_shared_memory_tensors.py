@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from distcollect.common import tensor_cache
+from distcollect.common.memory_segment import Segment
 from distcollect.common.replies import Reply
-from distcollect.common.shared_memory import Segment, SharedTensor, allocate
+from distcollect.common.shared_memory import SharedTensor, allocate, map_segment
 from distcollect.common.threads import SerialThread
 from distcollect.transport.rpc import RpcTransport
 
@@ -22,18 +23,20 @@ def test_a_tensor_within():
     assert tensor.nbytes == 24
     tensor.within(memory)[:] = torch.arange(6.0).view(2, 3)
     assert torch.equal(memory[16:40].view(torch.float32), torch.arange(6.0))
-    assert torch.equal(tensor.within(Segment(**asdict(segment)).map()), tensor.within(memory))
+    assert torch.equal(
+        tensor.within(map_segment(Segment(**asdict(segment)))), tensor.within(memory)
+    )
 
 
 def test_memory_is_found_while_a_tensor_of_it_lives():
     memory, segment = allocate(64)
     part = memory[8:].view(torch.int64)
     del memory
-    mapped = segment.map()
+    mapped = map_segment(segment)
     part[0] = 5
     del part
     with pytest.raises(OSError, match=r"No such file|no longer"):
-        segment.map()
+        map_segment(segment)
     assert mapped[8] == 5  # who has mapped it keeps it
 
 

@@ -11,6 +11,21 @@ import pytest
 from distcollect.trainer.staleness import Pacer, SentVersions, StalenessTicket, lagging
 
 
+def ask(pacer: Pacer, worker_id: int, version: int) -> StalenessTicket:
+    ticket = StalenessTicket(worker_id, version)
+    pacer.ask(ticket)
+    return ticket
+
+
+def choose(pacer: Pacer, arrived: list[StalenessTicket]) -> StalenessTicket | None:
+    """The rollout to deliver now; ``arrived`` is in the order of arrival."""
+    fresh = [ticket for ticket in arrived if not pacer.too_stale(ticket)]
+    if not fresh:
+        return None
+    first = min(fresh, key=lambda ticket: pacer.slack(ticket.worker_id, ticket.version))
+    return first if pacer.may_deliver(first) else None
+
+
 class Trainer:
     """Publish to some workers, and report it to the pacer."""
 
@@ -27,13 +42,13 @@ class Trainer:
 
     def deliver(self) -> None:
         """Deliver a rollout that concerns no other."""
-        self.pacer.delivered(self.pacer.ask(0, self.version))
+        self.pacer.delivered(ask(self.pacer, 0, self.version))
 
     def ask_all(self) -> list[StalenessTicket]:
         """Request as many rollouts with the newest version as allowed."""
         tickets: list[StalenessTicket] = []
         while len(tickets) < 100 and self.pacer.may_ask(len(tickets), self.version):
-            tickets.append(self.pacer.ask(len(tickets), self.version))
+            tickets.append(ask(self.pacer, len(tickets), self.version))
         return tickets
 
 
@@ -139,25 +154,25 @@ def test_who_lags_too_much_waits_for_weights() -> None:
 def test_the_least_slack_goes_first_and_ties_first_come() -> None:
     trainer = habit(2, every=4)
     new, old, also_old = (
-        trainer.pacer.ask(worker_id, trainer.version - lag)
+        ask(trainer.pacer, worker_id, trainer.version - lag)
         for worker_id, lag in enumerate((0, 1, 1))
     )
-    assert trainer.pacer.choose([]) is None
-    assert trainer.pacer.choose([new]) is new
-    assert trainer.pacer.choose([new, also_old, old]) is also_old
-    assert trainer.pacer.choose([new, old, also_old]) is old
+    assert choose(trainer.pacer, []) is None
+    assert choose(trainer.pacer, [new]) is new
+    assert choose(trainer.pacer, [new, also_old, old]) is also_old
+    assert choose(trainer.pacer, [new, old, also_old]) is old
 
 
 def test_what_is_more_urgent_is_waited_for() -> None:
     trainer = habit(1, every=1)
-    urgent = trainer.pacer.ask(0, trainer.version - 1)
-    other = trainer.pacer.ask(1, trainer.version)
-    assert trainer.pacer.choose([other]) is None
+    urgent = ask(trainer.pacer, 0, trainer.version - 1)
+    other = ask(trainer.pacer, 1, trainer.version)
+    assert choose(trainer.pacer, [other]) is None
     trainer.pacer.arrived(urgent, trainer.version)
-    assert trainer.pacer.choose([other]) is other
+    assert choose(trainer.pacer, [other]) is other
     trainer.pacer.arrived(urgent, trainer.version - 1)
     trainer.pacer.given_up(urgent)
-    assert trainer.pacer.choose([other]) is other
+    assert choose(trainer.pacer, [other]) is other
 
 
 def test_nothing_is_waited_for_in_vain() -> None:
@@ -166,13 +181,13 @@ def test_nothing_is_waited_for_in_vain() -> None:
     assert len(tickets) == 8
     trainer.publish()
     # Now all have slack 0, and not all can be delivered in time.
-    assert trainer.pacer.choose(tickets[5:]) is tickets[5]
+    assert choose(trainer.pacer, tickets[5:]) is tickets[5]
     trainer.publish()
     # Now all are lost, and block nothing.
     assert all(trainer.pacer.too_stale(ticket) for ticket in tickets)
-    assert trainer.pacer.choose(tickets) is None
-    fresh = trainer.pacer.ask(0, trainer.version)
-    assert trainer.pacer.choose([*tickets, fresh]) is fresh
+    assert choose(trainer.pacer, tickets) is None
+    fresh = ask(trainer.pacer, 0, trainer.version)
+    assert choose(trainer.pacer, [*tickets, fresh]) is fresh
     assert trainer.pacer.may_ask(1, trainer.version)
 
 
@@ -238,7 +253,7 @@ class Simulation:
             self.dropped += 1
             self.arrived.remove(stale)
             self.pacer.given_up(stale)
-        if self.waiting and (chosen := self.pacer.choose(self.arrived)) is not None:
+        if self.waiting and (chosen := choose(self.pacer, self.arrived)) is not None:
             self.deliver(chosen)
         for worker_id in sorted(self.trainer.workers, key=self.request.__getitem__):
             # A worker has at most one ready rollout while it collects another.
@@ -251,7 +266,7 @@ class Simulation:
         return sum(ticket.worker_id == worker_id for ticket in self.arrived)
 
     def ask(self, worker_id: int) -> None:
-        self.collecting[worker_id] = self.pacer.ask(worker_id, self.acknowledged[worker_id])
+        self.collecting[worker_id] = ask(self.pacer, worker_id, self.acknowledged[worker_id])
         self.request[worker_id] = self.num_events
         self.later(self.rng.uniform(0, 0.01), lambda: self.collect(worker_id))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import distcollect as dc
+from distcollect.launch.open_hosts import open_hosts
 from distcollect.launch.topology import Launch, Launcher, first_host, last_host, one_of_several
-from distcollect.launch.worker_hosts import open_hosts
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run",
@@ -33,6 +33,9 @@ SUBMITIT = {
     "SUBMITIT_LOCAL_NTASKS": "3",
     "SUBMITIT_LOCAL_JOB_ID": "4711",
 }
+RAY = {
+    "RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {"job_submission_id": "raysubmit_1"}}',
+}
 FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), local_rank=1)
 
 
@@ -48,6 +51,10 @@ FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), lo
         {**SUBMITIT, "SUBMITIT_LOCAL_NTASKS": "1"},
         {"SUBMITIT_LOCAL_NTASKS": "3", "SUBMITIT_LOCAL_JOB_ID": "5"},  # what starts the tasks
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {
+            "RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {}}'
+        },  # set by other programs than Ray's jobs
+        {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"},
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},  # in a batch script, outside srun
     ],
@@ -64,6 +71,23 @@ def test_torchrun() -> None:
 
 def test_torchrun_under_srun_is_torchrun() -> None:
     assert Launch.detect({**SLURM, **TORCHRUN}) == FROM_TORCHRUN
+
+
+@pytest.mark.parametrize(
+    "started_by", [{}, SLURM, {"PMI_RANK": "0", "PMI_SIZE": "3"}, {"OMPI_COMM_WORLD_SIZE": "3"}]
+)
+def test_a_job_of_ray(started_by: dict[str, str]) -> None:
+    """Whatever started the cluster hands its variables down to the jobs."""
+    launch = Launch.detect({**started_by, **RAY})
+    assert launch == Launch(Launcher.RAY_JOB, run_id="raysubmit_1")
+    assert one_of_several({**started_by, **RAY}) == ""
+
+
+def test_a_launcher_within_a_job_of_ray() -> None:
+    assert Launch.detect({**RAY, **TORCHRUN}) == FROM_TORCHRUN
+    assert Launch.detect({**RAY, **SUBMITIT}).launcher is Launcher.SUBMITIT_LOCAL
+    with pytest.raises(dc.LaunchError, match="RANK=1, WORLD_SIZE=2"):
+        Launch.detect({**RAY, "RANK": "1", "WORLD_SIZE": "2"})
 
 
 def test_slurm() -> None:

@@ -76,6 +76,11 @@ class TestCollector:
                 "RPCDataCollector",
                 {"num_workers": 3, "sync": False, "launcher": "submitit"},
             ),
+            (
+                {"backend": "ray", "num_collectors": 2, "backend_options": {"remote_configs": {}}},
+                "RayDataCollector",
+                {"num_workers": 2, "sync": False, "remote_configs": {}},
+            ),
         ],
     )
     def test_selects_a_collector_with_workers(
@@ -101,7 +106,7 @@ class TestCollector:
             ({"num_collectors": True}, TypeError, "positive integer"),
             ({"backend": "direct", "num_collectors": 2}, ValueError, "at most one"),
             ({"sync": True}, ValueError, "sync is for collectors with workers"),
-            ({"backend": "ray"}, ValueError, "backend='ray': use one of 'direct'"),
+            ({"backend": "mpi"}, ValueError, "backend='mpi': use one of 'direct'"),
             ({"backend": "process", "sync": 1}, TypeError, "sync=1: must be True or False"),
             (
                 {"backend": "rpc", "backend_options": {"sync": True}},

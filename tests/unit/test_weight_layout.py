@@ -253,6 +253,23 @@ def test_buffers_go_round() -> None:
     assert len(seen) <= 3
 
 
+def test_versions_are_copied_to_where_the_weights_are() -> None:
+    """What has noted the weights' addresses, as a CUDA graph does, computes with each version."""
+    net = nn.Linear(2, 2)
+    noted = [parameter.detach() for parameter in net.parameters()]
+    live = LiveWeights(net, in_place=True)
+    buffers = set()
+    for version in range(1, 8):
+        buffers.add(offered(live, version, version).data_ptr())
+        offered(live, version, version)
+        live.apply()
+        assert all((weights == version).all() for weights in noted)
+        copied = torch.zeros(live.layout.num_bytes, dtype=torch.uint8)
+        live.copy_newest(copied)
+        assert all((view == version).all() for view in live.layout.views(copied))
+    assert len(buffers) <= 3
+
+
 def test_a_buffer_that_could_not_be_filled_is_not_used_again() -> None:
     """The thread that should fill it may still write to it."""
     live = LiveWeights(nn.Linear(2, 2))

@@ -15,6 +15,7 @@ from distcollect.commands.bench import (
     fetch,
     figures,
     native,
+    ray_workers,
     replay,
     scale,
     start,
@@ -258,6 +259,14 @@ _FIGURES = (
                 needs=WORKLOADS[name].needs,
             )
             for name in (*_CARTPOLES, "mujoco")
+        ),
+    ),
+    Item(
+        "ray",
+        "RayDataCollector and RPCDataCollector, two workers each, in turns within one process",
+        tuple(
+            Part(name, name, partial(ray_workers.run_beside_local, name=name), needs=("ray",))
+            for name in ("cartpole-16", "big-obs")
         ),
     ),
     Item(

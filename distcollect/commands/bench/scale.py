@@ -1,8 +1,10 @@
 """What the trainer's bookkeeping costs for each rollout, with 10 to 10,000 simulated workers.
 
 The pool, its ledger, the sender of weights and the planning of processes are the real ones. The
-workers are simulated in this process, answer at once, and move no data. So the CPU time of the
-process is that of the bookkeeping, and some of the simulation's.
+workers are simulated in this process, answer at once, and move no data. So the bookkeeping is what
+all threads of the process use, without what the simulation uses on its own thread. Waking these
+threads is part of it, and takes longer than the bookkeeping itself where each rollout is a batch.
+So the same is also measured on a single thread, which wakes nobody: that is the Python in it.
 """
 
 from __future__ import annotations
@@ -61,38 +63,72 @@ class _Offer:
     def decline(self) -> None: ...
 
 
-class _Simulation:
-    """Transport and workers: whatever is requested is answered by one thread, in order."""
+class _CallingThread:
+    """Stands in for the pool's thread: does each job on the thread that hands it over."""
 
-    def __init__(self) -> None:
+    is_alive = True
+
+    def put(self, job: Callable[[], object]) -> None:
+        job()
+
+    def close(self) -> None: ...
+
+
+class _Simulation:
+    """Transport and workers: whatever is requested is answered in order."""
+
+    def __init__(self, *, has_thread: bool) -> None:
+        """``has_thread``: a thread answers; False: the thread that requests does."""
+        self._has_thread = has_thread
         self._open: queue.SimpleQueue[tuple[int, CollectRequest, Reply[Any]]] = queue.SimpleQueue()
         self._num_rollouts: dict[int, int] = {}
         self.workers: dict[int, tuple[int, int]] = {}  # worker_id and incarnation, by peer
-        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._answering_s = 0.0  # of CPU, in what the pool does with the answers
+        self._thread = threading.Thread(target=self._answer_all, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._open.put((-1, CollectRequest(0), Reply()))
         self._thread.join(_LIMIT_S)
 
-    def _answer(self) -> None:
+    def _answer_all(self) -> None:
         while True:
             peer, request, answer = self._open.get()
             if peer < 0:
                 return
-            sequence = self._num_rollouts.get(peer, 0)
-            self._num_rollouts[peer] = sequence + 1
-            version = request.version
-            frames = _NUM_STEPS
-            stepped = frames * (sequence + 1)
-            header = Header(
-                *self.workers[peer], sequence, frames, frames, 0, (version, version), stepped
-            )
-            answer.set_result(_Offer(header))
+            worker = self.workers.get(peer)
+            if worker is None:
+                continue  # it was replaced
+            offer = self._rollout(peer, worker, request)
+            begin = time.thread_time()
+            answer.set_result(offer)
+            self._answering_s += time.thread_time() - begin
+
+    def forget(self, peer: int) -> None:
+        """A worker is replaced; it answers nothing more."""
+        self._num_rollouts.pop(peer, None)
+        del self.workers[peer]
+
+    def _rollout(self, peer: int, worker: tuple[int, int], request: CollectRequest) -> _Offer:
+        sequence = self._num_rollouts.get(peer, 0)
+        self._num_rollouts[peer] = sequence + 1
+        version = request.version
+        frames = _NUM_STEPS
+        stepped = frames * (sequence + 1)
+        header = Header(*worker, sequence, frames, frames, 0, (version, version), stepped)
+        return _Offer(header)
+
+    def used_s(self) -> float:
+        """Seconds of CPU that the simulation took until now, without what the pool did in it."""
+        assert self._thread.ident is not None
+        clock = time.pthread_getcpuclockid(self._thread.ident)
+        return time.clock_gettime(clock) - self._answering_s
 
     # The transport.
 
     def collect(self, peer: int, request: CollectRequest) -> Reply[Any]:
+        if not self._has_thread:
+            return Reply.of(self._rollout(peer, self.workers[peer], request))
         answer: Reply[Any] = Reply()
         self._open.put((peer, request, answer))
         return answer
@@ -123,10 +159,16 @@ class _Run:
     """A pool with simulated workers."""
 
     def __init__(
-        self, num_workers: int, *, sync: bool, staleness: Staleness | None = None, **plan: Any
+        self,
+        num_workers: int,
+        *,
+        sync: bool,
+        staleness: Staleness | None = None,
+        has_threads: bool = True,
+        **plan: Any,
     ) -> None:
         self.is_sync = sync
-        self.simulation = cast("Any", _Simulation())
+        self.simulation = cast("Any", _Simulation(has_thread=has_threads))
         self.layout = WeightLayout.of(nn.Linear(64, 64))
         self.sender = WeightSender(
             self.simulation, self.layout, _Updater(), options=WeightSync(), timeout_s=_LIMIT_S
@@ -138,12 +180,18 @@ class _Run:
             failure_sink=self.simulation,
             staleness=staleness,
         )
+        if not has_threads:
+            self.pool._loop._thread = cast("Any", _CallingThread())  # noqa: SLF001
         self._peers = itertools.count(1)
+        self._peer_of: dict[int, int] = {}  # by worker_id
         for worker_id in range(num_workers):
             self.join(worker_id, 0)
 
     def join(self, worker_id: int, incarnation: int) -> None:
         peer = next(self._peers)
+        if worker_id in self._peer_of:
+            self.simulation.forget(self._peer_of[worker_id])
+        self._peer_of[worker_id] = peer
         self.simulation.workers[peer] = worker_id, incarnation
         self.pool.join(worker_id, incarnation, peer)
 
@@ -151,51 +199,62 @@ class _Run:
         """Get batches as a collector does."""
         number = 0
         for _ in range(num_batches):
-            delivery = self.pool.deliver(_LIMIT_S, number)
+            delivery = self.pool.deliveries.get(_LIMIT_S, number)
             number = delivery.number
             headers = [rollout.header for rollout in delivery.rollouts]
             lags = [(header.worker_id, [(0, header.num_frames)]) for header in headers]
-            self.pool.delivered(number, lags, {})
+            self.pool.deliveries.note(number, lags, {})
             del delivery
-        self.pool.claim(number)
+        self.pool.deliveries.claim(number)
 
     def close(self) -> None:
         self.pool.close()
         self.simulation.close()
 
 
-MODES: dict[str, Callable[[int], _Run]] = {
-    "sync": lambda w: _Run(w, sync=True),
-    "async": lambda w: _Run(w, sync=False),
-    "paced": lambda w: _Run(w, sync=False, staleness=Staleness(4, "pace")),
-    "in turn": lambda w: _Run(w, sync=False, in_turn=True),
-    "replacement": lambda w: _Run(w, sync=True, waits_for_missing=True),
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"sync": True},
+    "async": {"sync": False},
+    "paced": {"sync": False, "staleness": Staleness(4, "pace")},
+    "in turn": {"sync": False, "in_turn": True},
+    "replacement": {"sync": True, "waits_for_missing": True},
 }
 
 
 def run_rollouts(_seconds: float, *, mode: str, num_workers: int) -> Values:
     """Bookkeeping of rollouts: CPU microseconds "us_per_rollout" and milliseconds "ms_per_batch".
 
+    "us_of_python" is the first without threads that wake each other.
+
     Args:
         mode: "sync", "async", "paced", "in turn", or "replacement": sync, where the share of a
             worker that is gone waits for its replacement, which comes after each batch.
         num_workers: W.
     """
-    run = MODES[mode](num_workers)
+    us_of_python, _ = _measured(mode, num_workers, has_threads=False)
+    us_per_rollout, ms_per_batch = _measured(mode, num_workers, has_threads=True)
+    return {
+        "us_per_rollout": us_per_rollout,
+        "us_of_python": us_of_python,
+        "ms_per_batch": ms_per_batch,
+    }
+
+
+def _measured(mode: str, num_workers: int, *, has_threads: bool) -> tuple[float, float]:
+    """Microseconds for each rollout, and milliseconds for each batch."""
+    run = _Run(num_workers, has_threads=has_threads, **MODES[mode])
     per_batch = num_workers if run.is_sync else 1
     num_batches = max(2, _NUM_ROLLOUTS // per_batch)
     run.collect(max(1, num_batches // 10))
-    begin = time.process_time()
+    begin, begin_of_simulation = time.process_time(), run.simulation.used_s()
     if mode == "replacement":
         _collect_with_replacements(run, num_batches)
     else:
         run.collect(num_batches)
     used_s = time.process_time() - begin
+    used_s -= run.simulation.used_s() - begin_of_simulation
     run.close()
-    return {
-        "us_per_rollout": used_s / num_batches / per_batch * 1e6,
-        "ms_per_batch": used_s / num_batches * 1e3,
-    }
+    return used_s / num_batches / per_batch * 1e6, used_s / num_batches * 1e3
 
 
 def _collect_with_replacements(run: _Run, num_batches: int) -> None:

@@ -71,6 +71,11 @@ def _beside_bare(workload: str, bound: float) -> Target:
     return Target(f"sync / bare, {workload}", ("alternating", workload, "speed_ratio"), (), bound)
 
 
+def _with_ray(workload: str) -> Target:
+    what = f"frames/s of two workers with Ray / without, {workload}"
+    return Target(what, ("ray", workload, "speed_ratio"), (), 0.95)
+
+
 def _beside_native(name: str, bound: float) -> Target:
     return Target(f"sync / bare, {name}", ("native", name, "speed_ratio"), (), bound)
 
@@ -179,6 +184,8 @@ TARGETS: tuple[Target, ...] = (
     _workers_beside_torchrl("frames/s", "frames_per_s"),
     _workers_beside_torchrl("frames per CPU second", "frames_per_cpu_s"),
     _over("cartpole-1", "sync-compiled", "bare", 1.3),
+    _with_ray("cartpole-16"),
+    _with_ray("big-obs"),
     _scaling(8, 0.95),
     _scaling(24, 0.90),
     _scaling(64, 0.90),
@@ -245,9 +252,9 @@ TARGETS: tuple[Target, ...] = (
     *(_bookkeeping(mode) for mode in ("sync", "async", "paced", "in turn", "replacement")),
     *(
         _at_most(
-            f"us of bookkeeping of a rollout, 1,000 workers, {mode}",
+            f"us of Python for a rollout, 1,000 workers, {mode}",
             60,
-            ("scale", f"{mode}-1000", "us_per_rollout"),
+            ("scale", f"{mode}-1000", "us_of_python"),
         )
         for mode in ("sync", "async", "paced", "in turn")
     ),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
 
 from distcollect.collectors.rpc import RPCDataCollector
+from distcollect.commands.collect.minari_export import MinariTarget
 from distcollect.commands.collect.policy_file import NamedPolicy, import_from_here, named_policy
 from distcollect.commands.collect.saved import SavedFrames, frame_bytes
 from distcollect.commands.main import INTERRUPTED
@@ -69,6 +75,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", metavar="S", type=int, help="a seed: the same seed gives the same frames"
     )
+    parser.add_argument(
+        "--minari",
+        metavar="NAME",
+        help="also write the whole episodes to a Minari data set, such as cartpole/random-v0",
+    )
+    for name, text in (
+        ("author", "who made the Minari data set"),
+        ("author-email", "how to reach its author"),
+        ("code-permalink", "where the code is that made it"),
+    ):
+        parser.add_argument(f"--{name}", metavar="TEXT", help=text)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -90,40 +107,71 @@ def _collect(given: argparse.Namespace) -> int:
         positive(f"--{name.replace('_', '-')}", getattr(given, name), optional=True)
     import_from_here()  # for --env module:ID as well
     policy = named_policy(given.policy, given.weights, trust=given.trust_policy)
-    bytes_per_frame = _frame_bytes(given.env)
+    minari = _minari_target(given)
+    with contextlib.closing(_made(given.env)) as env:
+        bytes_per_frame = frame_bytes(env)
+        if minari is not None:
+            minari.check(env)
     names = ("env", "deterministic", "num_workers", "envs_per_worker", "frames_per_batch", "seed")
     settings = {name: getattr(given, name) for name in names}
-    with SavedFrames(given.out, given.frames, {**settings, "policy": policy.identity}) as saved:
+    settings["policy"] = policy.identity
+    with SavedFrames(given.out, given.frames, settings) as saved:
         if saved.is_complete:
             _print(f"all {saved.frames:,} frames are in {given.out} already")
-            return 0
-        saved.check_room(bytes_per_frame)
-        saved.begin()
-        try:
-            _fill(saved, given, policy)
-        except KeyboardInterrupt:
+        else:
+            saved.check_room(bytes_per_frame)
+            saved.begin()
+            try:
+                _fill(saved, given, policy)
+            except KeyboardInterrupt:
+                _print(
+                    f"interrupted with {saved.frames:,} of {given.frames:,} frames in {given.out}: "
+                    "the same command continues from there"
+                )
+                return INTERRUPTED
             _print(
-                f"interrupted with {saved.frames:,} of {given.frames:,} frames in {given.out}: the "
-                "same command continues from there"
+                f"{saved.frames:,} frames are in {given.out}: TensorDict.load_memmap() reads them"
             )
-            return INTERRUPTED
-        _print(f"{saved.frames:,} frames are in {given.out}: TensorDict.load_memmap() reads them")
+        if minari is not None:
+            _write_minari(minari, saved, given.env, settings)
     return 0
 
 
-def _frame_bytes(env_id: str) -> int:
+def _minari_target(given: argparse.Namespace) -> MinariTarget | None:
+    about = {name: getattr(given, name) for name in ("author", "author_email", "code_permalink")}
+    if given.minari is not None:
+        return MinariTarget(given.minari, given.policy or "random", **about)
+    for name, value in about.items():
+        if value is not None:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} {value}: it goes into a Minari data set; name one by "
+                "--minari NAME"
+            )
+    return None
+
+
+def _write_minari(
+    minari: MinariTarget, saved: SavedFrames, env_id: str, settings: Mapping[str, Any]
+) -> None:
+    with contextlib.closing(_made(env_id)) as env:
+        num_episodes, num_frames = minari.write(saved.folder, saved.frames, env, settings)
+    rest = saved.frames - num_frames
+    _print(
+        f"{num_episodes:,} whole episodes ({num_frames:,} frames) are in the Minari data set "
+        f"{minari.dataset_id}, in {minari.folder}; {rest:,} frames of unfinished ones are not"
+    )
+
+
+def _made(env_id: str) -> gym.Env[Any, Any]:
     check_env_id(env_id)
     try:
-        env = make_by_id(env_id)
+        env: gym.Env[Any, Any] = make_by_id(env_id)
     except Exception as error:
         raise ArgumentError(
             f"--env {env_id} can't be made here ({type(error).__name__}: {error}): install what it "
             "needs, or name another"
         ) from error
-    try:
-        return frame_bytes(env)
-    finally:
-        env.close()
+    return env
 
 
 def _fill(saved: SavedFrames, given: argparse.Namespace, policy: NamedPolicy) -> None:

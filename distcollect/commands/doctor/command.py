@@ -11,19 +11,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from distcollect.commands.argtypes import above_0
 from distcollect.commands.doctor import checks, report
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Hop, Link, Links, link_problem
+from distcollect.commands.doctor.ray_nodes import RayNodes
 from distcollect.commands.doctor.server import DoctorHello, DoctorServer, take_part
 from distcollect.errors import DistCollectError, LaunchError
+from distcollect.launch.ray_cluster import ADDRESS as RAY_ADDRESS
 from distcollect.launch.rendezvous import (
     LISTEN,
     ListenSpec,
     finder,
     host_and_port,
+    listen_address,
     listen_spec,
     read_token,
 )
@@ -61,8 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Finds problems that would keep a run from working, and says how to solve them. Start it "
         "the way you start your script: torchrun ... -m distcollect doctor, or srun python -m "
-        "distcollect doctor. Without a launcher it checks only this machine. The exit status is 1 "
-        "if there is a problem."
+        "distcollect doctor. In a job of Ray (ray job submit -- python -m distcollect doctor), or "
+        "with RAY_ADDRESS set, it looks at all nodes of the cluster. Without a launcher it checks "
+        "only this machine. The exit status is 1 if there is a problem."
     )
     parser.add_argument(
         "--wait",
@@ -89,17 +94,38 @@ def _run(given: argparse.Namespace) -> int:
         trainer = TrainerAddress(*host_and_port("--join", given.join), read_token() or "")
         return _serve_trainer(lambda: trainer, 1, given.wait)
     launch = Launch.detect()
+    if launch.launcher is Launcher.RAY_JOB or (
+        launch.launcher is Launcher.NONE and RAY_ADDRESS in os.environ
+    ):
+        return _inspect_ray(launch, given.wait)
     if launch.launcher is Launcher.NONE:
         listen = ListenSpec(LOOPBACK, 0, secrets.token_hex(16))
         alone = replace(launch, world_size=2)
-        return _inspect_all(alone, listen, given.wait, lambda port: _second_process(listen, port))
+        return _inspect_all(alone, listen, given.wait, partial(_second_process, listen))
     if launch.rank > 0:
         return _serve_trainer(finder(launch), launch.rank, given.wait)
-    return _inspect_all(launch, listen_spec(launch), given.wait, lambda _: contextlib.nullcontext())
+    return _inspect_all(
+        launch, listen_spec(launch), given.wait, lambda *_: contextlib.nullcontext()
+    )
+
+
+def _inspect_ray(launch: Launch, timeout_s: float) -> int:
+    """Inspect this process, and a rank on each node of the Ray cluster."""
+    with contextlib.closing(RayNodes()) as nodes:
+        _say(nodes.about)
+        address, port = listen_address(default=nodes.address)
+        listen = ListenSpec(address, port, read_token() or secrets.token_hex(16))
+        # Ray knows its nodes by their addresses: what their names stand for doesn't matter.
+        launch = replace(launch, launcher=Launcher.RAY_JOB, world_size=1 + len(nodes), num_hosts=1)
+
+        def ranks(server: DoctorServer, port: int) -> contextlib.AbstractContextManager[None]:
+            return nodes.ranks(server, port, listen.token, timeout_s)
+
+        return _inspect_all(launch, listen, timeout_s, ranks)
 
 
 @contextlib.contextmanager
-def _second_process(listen: ListenSpec, port: int) -> Iterator[None]:
+def _second_process(listen: ListenSpec, _: DoctorServer, port: int) -> Iterator[None]:
     without_file = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     process = subprocess.Popen(
         [sys.executable, "-m", "distcollect", "doctor", "--join", f"{listen.address}:{port}"],
@@ -123,7 +149,7 @@ def _inspect_all(
     launch: Launch,
     listen: ListenSpec,
     timeout_s: float,
-    others: Callable[[int], contextlib.AbstractContextManager[None]],
+    others: Callable[[DoctorServer, int], contextlib.AbstractContextManager[None]],
 ) -> int:
     with contextlib.ExitStack() as undo:
         transport = RpcTransport(address=listen.address)
@@ -134,7 +160,7 @@ def _inspect_all(
         join_server = JoinServer(listen.address, listen.token, server, listen.port)
         undo.callback(join_server.close)
         listen.announce(join_server.port)
-        undo.enter_context(others(join_server.port))
+        undo.enter_context(others(server, join_server.port))
         undo.callback(server.end)
         findings = _examine(launch, inspect_host(0, listen.address), server, links, timeout_s)
     return int(bool(findings))
@@ -146,10 +172,14 @@ def _examine(
     """Inspect all ranks and print what was found; return the problems."""
     missing = server.wait(timeout_s)
     reports = {0: trainer, **dict(sorted(server.reports.items()))}
-    by = {Launcher.NONE: "on this machine"}.get(launch.launcher, f"by {launch.launcher.value}")
+    by = {
+        Launcher.NONE: "on this machine",
+        Launcher.RAY_JOB: "in the Ray cluster, one of them on each node",
+    }.get(launch.launcher, f"by {launch.launcher.value}")
     hosts = {host_report.host_id: host_report for host_report in reversed(reports.values())}
     _say(f"distcollect doctor: {launch.world_size} process(es) {by}, rank 0 is the trainer", "")
-    whys = {rank: _why(host_report, len(hosts)) for rank, host_report in reports.items()}
+    is_ray = launch.launcher is Launcher.RAY_JOB
+    whys = {rank: _why(each, len(hosts), is_ray=is_ray) for rank, each in reports.items()}
     _say(report.ranks(reports.values(), whys), "")
     _say("workers that a host can serve, by each of its limits (without what envs and policy need)")
     _say(report.capacities(hosts.values()), "")
@@ -184,12 +214,14 @@ def _examine(
     return findings
 
 
-def _why(host_report: HostReport, num_hosts: int) -> str:
+def _why(host_report: HostReport, num_hosts: int, *, is_ray: bool) -> str:
     """Why a rank uses its interface, in words."""
     if "TP_SOCKET_IFNAME" in host_report.variables:
         return "TP_SOCKET_IFNAME"
     if host_report.rank == 0 and LISTEN in os.environ:
         return LISTEN
+    if host_report.rank == 0 and is_ray:
+        return "this node's address in the Ray cluster"
     if num_hosts == 1:
         return "all ranks are on one host"
     return "the route to the other hosts" if host_report.rank == 0 else "the route to the trainer"
@@ -200,6 +232,16 @@ def _about_missing(server: DoctorServer, missing: list[int], timeout_s: float) -
         Finding("versions", f"a rank on {host}", f"it was refused: {reason}", remedy)
         for host, reason in server.refusals
         for remedy in ["all hosts need the same versions, and the same DISTCOLLECT_TOKEN_FILE"]
+    ]
+    found += [
+        Finding(
+            "ranks",
+            where,
+            reason,
+            "install distcollect there, with the versions of Python and torch that rank 0 has; or "
+            "have Ray install it by a runtime_env",
+        )
+        for where, reason in server.failures
     ]
     if len(missing) > len(found):
         found.append(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Rank
-from distcollect.common.shared_memory import Segment, sample_of_memory
+from distcollect.common.memory_segment import Segment
+from distcollect.common.shared_memory import sample_of_memory
 from distcollect.net.client import ControlConnection
 from distcollect.net.messages import Exit, Hello, Message, Refused, WorkerWelcome
 from distcollect.net.peer import Connection
@@ -46,6 +47,7 @@ class DoctorServer(JoinServerEvents):
         reports: maps a rank to its report.
         peers: maps a rank to its id in RPC.
         refusals: host and reason of each process that was refused.
+        failures: name and reason of each process that could not be started, or failed.
     """
 
     def __init__(self, transport: RpcTransport, num_ranks: int) -> None:
@@ -53,6 +55,7 @@ class DoctorServer(JoinServerEvents):
         self.reports: dict[int, HostReport] = {}
         self.peers: dict[int, int] = {}
         self.refusals: list[tuple[str, str]] = []
+        self.failures: list[tuple[str, str]] = []
         self._transport = transport
         self._num_ranks = num_ranks
         self._connections: dict[Connection, int] = {}
@@ -66,7 +69,10 @@ class DoctorServer(JoinServerEvents):
 
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while len(missing()) > len(self.refusals) and time.monotonic() < deadline:
+            while (
+                len(missing()) > len(self.refusals) + len(self.failures)
+                and time.monotonic() < deadline
+            ):
                 self._changed.wait(deadline - time.monotonic())
             return missing()
 
@@ -85,6 +91,12 @@ class DoctorServer(JoinServerEvents):
     def refused(self, hello: Hello | None, reason: str) -> None:
         with self._changed:
             self.refusals.append(("an unknown host" if hello is None else hello.host, reason))
+            self._changed.notify_all()
+
+    def failed(self, where: str, reason: str) -> None:
+        """A rank could not be started, or failed."""
+        with self._changed:
+            self.failures.append((where, reason))
             self._changed.notify_all()
 
     def received(self, connection: Connection, message: Message) -> None:

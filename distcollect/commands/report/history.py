@@ -26,6 +26,7 @@ class Point(NamedTuple):
         episode_length: mean over the last hundred episodes, in frames.
         lag_mean: mean policy lag of the frames delivered since the last point.
         lag_max: highest policy lag of these frames.
+        metrics: for each metric of episodes, the mean over the last hundred.
     """
 
     t_s: float
@@ -34,6 +35,7 @@ class Point(NamedTuple):
     episode_length: float | None
     lag_mean: float | None
     lag_max: float | None
+    metrics: Mapping[str, float | None]
 
 
 class Span(NamedTuple):
@@ -175,6 +177,7 @@ def _point(t_s: float, snapshot: Snapshot, last: Snapshot | None) -> Point:
         episodes.get("mean_length"),
         sum(lag * count for lag, count in new.items()) / sum(new.values()) if new else None,
         max(new) if new else None,
+        episodes.get("metrics", {}),
     )
 
 
@@ -187,10 +190,13 @@ def _add_point(history: History, waiting: list[Point]) -> None:
     if not waiting:
         return
     columns = list(zip(*waiting, strict=True))
-    rate, episode_return, episode_length, lag = map(_mean, columns[1:-1])
-    highest = max((each for each in columns[-1] if each is not None), default=None)
-    t_s = waiting[-1].t_s
-    history.points.append(Point(t_s, rate, episode_return, episode_length, lag, highest))
+    rate, episode_return, episode_length, lag = map(_mean, columns[1:5])
+    highest = max((point.lag_max for point in waiting if point.lag_max is not None), default=None)
+    last = waiting[-1]
+    metrics = {name: _mean(p.metrics.get(name) for p in waiting) for name in last.metrics}
+    history.points.append(
+        Point(last.t_s, rate, episode_return, episode_length, lag, highest, metrics)
+    )
     waiting.clear()
 
 

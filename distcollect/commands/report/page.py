@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from distcollect.commands.report.charts import Curve, Lane, bars, curves, duration, lanes, short
-from distcollect.commands.report.history import Event, History
+from distcollect.commands.report.history import Event, History, Point
 
 _MAX_LANES = 64
 _MAX_FAULTS = 100
@@ -98,14 +98,15 @@ def _tiles(history: History) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _over_time(history: History, figure: str) -> list[tuple[float, float] | None]:
-    of = operator.attrgetter(figure)
-
+def _over_time(
+    history: History, of: Callable[[Point], float | None]
+) -> list[tuple[float, float] | None]:
     # Where a figure is unknown, as with no batch since the last snapshot, the curve goes on.
+    values = [(point, None if point is None else of(point)) for point in history.points]
     return [
-        None if point is None else (point.t_s, of(point))
-        for point in history.points
-        if point is None or of(point) is not None
+        None if point is None or value is None else (point.t_s, value)
+        for point, value in values
+        if point is None or value is not None
     ]
 
 
@@ -117,16 +118,25 @@ def _curves(history: History) -> list[str]:
         ("Episode return, mean of the last hundred", "episode_return"),
         ("Episode length in frames, mean of the last hundred", "episode_length"),
     ):
-        curve = Curve(title.partition(",")[0].lower(), "a", _over_time(history, figure))
+        at = _over_time(history, operator.attrgetter(figure))
+        curve = Curve(title.partition(",")[0].lower(), "a", at)
         from_zero = figure != "episode_return"
         parts += [f"<h2>{title}</h2>", curves(title, [curve], end_s, from_zero=from_zero)]
+    for name in sorted({name for p in history.points if p is not None for name in p.metrics}):
+        curve = Curve(name, "a", _over_time(history, _metric(name)))
+        title = f"{name} of episodes, mean of the last hundred"
+        parts += [f"<h2>{escape(title)}</h2>", curves(title, [curve], end_s)]
     both = [
-        Curve("mean lag", "a", _over_time(history, "lag_mean")),
-        Curve("highest lag", "b", _over_time(history, "lag_max")),
+        Curve("mean lag", "a", _over_time(history, lambda point: point.lag_mean)),
+        Curve("highest lag", "b", _over_time(history, lambda point: point.lag_max)),
     ]
     legend = [("--a", "mean"), ("--b", "highest")]
     parts += ["<h2>Lag of the delivered frames, in versions</h2>", _legend(legend)]
     return [*parts, curves("Lag", both, end_s)]
+
+
+def _metric(name: str) -> Callable[[Point], float | None]:
+    return lambda point: point.metrics.get(name)
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:

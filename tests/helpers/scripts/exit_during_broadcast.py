@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from distcollect.weights.broadcast import BroadcastSource, Groups
+from distcollect.weights.group_backends import Place
+from distcollect.weights.groups import Groups
 
 dist: Any = torch.distributed
 HOST = "127.0.0.1"
@@ -31,10 +32,10 @@ class EndsLate:
         self._sleep(0.5)  # Gloo's thread sees it
 
 
-def join(rank: int, store: Any) -> tuple[Groups, BroadcastSource]:
+def join(rank: int, store: Any) -> tuple[Groups, Place]:
     """Join the group of two."""
     groups = Groups()
-    place = BroadcastSource("group", rank, 2, (HOST, store.port), 60.0)
+    place = Place("group", rank, 2, 60.0, "gloo")
     groups.join(place, store, HOST)
     return groups, place
 

@@ -1,0 +1,129 @@
+"""Which hosts a collector gets: those of this process's launch, or hosts of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+
+from distcollect.errors import ArgumentError, LaunchError
+from distcollect.launch.cpu_placement import num_cores
+from distcollect.launch.ray_placer import RayPlacer
+from distcollect.launch.ray_settings import RaySettings
+from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
+from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
+from distcollect.launch.topology import one_of_several
+from distcollect.launch.worker_hosts import WorkerHosts
+from distcollect.net.interfaces import LOOPBACK
+
+EACH_RANK = "DISTCOLLECT_EACH_RANK_TRAINS"
+
+_launched: WorkerHosts | None = None
+
+
+def set_launched(hosts: WorkerHosts | None) -> None:
+    """Have this process's collectors use ``hosts``; None: each starts its own local workers."""
+    global _launched  # noqa: PLW0603 - a process has one place in its launch
+    _launched = hosts
+
+
+def current() -> WorkerHosts | None:
+    """The launch's hosts; None without a launch."""
+    return _launched
+
+
+def _refuse_several() -> None:
+    """Refuse to start workers in each rank of a launch, as each would train on its own.
+
+    Raises:
+        LaunchError: this process is one of several, and the user hasn't said that this is meant.
+    """
+    if os.environ.get(EACH_RANK) == "1":
+        return
+    if by := one_of_several():
+        raise LaunchError(
+            f"{by}, and each of these processes would train on its own with workers of its own. "
+            "Put the script into a function, and call distcollect.run(main) in each of them, or "
+            "start `-m distcollect run SCRIPT` instead of the script: then one trains and the "
+            f"others are its workers. If each is meant to train on its own, set {EACH_RANK}=1"
+        )
+
+
+def open_hosts(
+    num_workers: int | None,
+    listen: str | None = None,
+    *,
+    local: bool = False,
+    ray: RaySettings | None = None,
+    patience_s: float = 0.0,
+) -> WorkerHosts:
+    """The launch's hosts, or this host alone without a launch; for one collector until detached.
+
+    Args:
+        num_workers: local workers to start without a launch; None: one for each core. With ``ray``:
+            workers that Ray is to start.
+        listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
+        local: use this host alone, even in a launch; nobody else can join.
+        ray: use the hosts of a Ray cluster, even in a launch.
+        patience_s: with ``ray``: how long to wait for enough workers.
+
+    Raises:
+        CollectorStateError: another collector has the launch's hosts.
+        ArgumentError: ``listen`` is malformed, there is no token for processes that join, or this
+            process may not open enough files for so many workers.
+        LaunchError: see :func:`~distcollect.net.interfaces.listen`; or this process is one of
+            several of a launch, or the run's workers are in other jobs, and the script does not
+            call :func:`~distcollect.run`.
+    """
+    if ray is not None:
+        assert num_workers is not None
+        return _open_ray(ray, num_workers, listen, patience_s)
+    if _launched is not None and not local:
+        if listen is not None:
+            raise ArgumentError(
+                f"listen={listen!r}: under a launcher, workers join where its trainer listens; "
+                f"set {LISTEN} instead"
+            )
+        _launched.claim()
+        return _launched
+    if _launched is None:
+        _refuse_several()
+    folder = RunFolder.here()
+    if folder is not None and folder.num_workers and not local:
+        raise LaunchError(
+            f"the workers of the run in {folder.path} are in separate jobs, and can only join a "
+            "script that calls distcollect.run(main); or submit it without --worker-jobs"
+        )
+    address, port = (LOOPBACK, 0) if local else listen_address(listen)
+    if port and read_token() is None:
+        raise ArgumentError(
+            f"to let workers join at {address}:{port}, put a secret into a file that only you can "
+            f"read and name it by {TOKEN_VARIABLE}, here and where they are started"
+        )
+    token = read_token() or secrets.token_hex(16)
+    num_local = num_cores() if num_workers is None else num_workers
+    hosts = WorkerHosts(address, token, num_local=num_local, port=port)
+    if _launched is not None:
+        _launched.local_hosts.add(hosts)
+    return hosts
+
+
+def _open_ray(
+    settings: RaySettings, num_workers: int, listen: str | None, patience_s: float
+) -> WorkerHosts:
+    with contextlib.ExitStack() as on_error:
+        placer = RayPlacer(settings)
+        on_error.callback(placer.close)
+        address, port = listen_address(listen, default=placer.address)
+        hosts = WorkerHosts(
+            address,
+            read_token() or secrets.token_hex(16),
+            num_expected=num_workers,
+            patience_s=patience_s,
+            placer=placer,
+            port=port,
+        )
+        on_error.pop_all()
+    if _launched is not None:
+        _launched.local_hosts.add(hosts)
+    return hosts

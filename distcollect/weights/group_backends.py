@@ -1,0 +1,193 @@
+"""The kinds of process groups that weights are broadcast in: Gloo, NCCL, registered backends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+from distcollect.common import torch_backends
+from distcollect.errors import ArgumentError
+from distcollect.net.interfaces import interface_of
+from distcollect.weights.gloo import gloo_group
+
+# Torch declares no types for its stores and process groups.
+dist: Any = torch.distributed
+
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_environment_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A member's place in a process group.
+
+    Attributes:
+        group: the group's name.
+        rank: the member's rank in it; the sender's is 0.
+        size: how many members it has.
+        timeout_s: for a broadcast.
+        backend: the name of its backend.
+    """
+
+    group: str
+    rank: int
+    size: int
+    timeout_s: float
+    backend: str
+
+    @property
+    def timeout(self) -> timedelta:
+        """``timeout_s`` as torch takes it."""
+        return timedelta(seconds=self.timeout_s)
+
+
+class GroupBackend(ABC):
+    """A kind of process group.
+
+    Attributes:
+        name: as in :class:`~distcollect.WeightSync`.
+        on_gpu: whether it takes tensors on GPUs, and no others.
+        needs_abort: whether a member waits for a dead one until its group is aborted, and to start
+            a broadcast may wait for all other members.
+    """
+
+    name: str
+    on_gpu: bool = False
+    needs_abort: bool = True
+
+    def refusal(self, gpus: Sequence[str]) -> str:
+        """Why members can't form a group, as a clause; "": nothing is known against it.
+
+        Args:
+            gpus: a name of the GPU that has the weights of each member, "" for the CPU. The
+                sender's comes first.
+        """
+        return ""
+
+    @abstractmethod
+    def make(self, store: Any, place: Place, address: str) -> Any:
+        """A process group, without waiting for other members.
+
+        Args:
+            store: where the members of this group, and no others, find each other.
+            place: of this process.
+            address: this host's, on the interface to use.
+        """
+
+    def keys(self, place: Place) -> list[str]:
+        """The keys that the group leaves in its store."""
+        return []
+
+
+class GlooBackend(GroupBackend):
+    """Gloo: between CPUs. A member's death is an error for those that are connected with it."""
+
+    name = "gloo"
+    needs_abort = False
+
+    def make(self, store: Any, place: Place, address: str) -> Any:
+        return gloo_group(store, place.rank, place.size, address)
+
+    def keys(self, place: Place) -> list[str]:
+        return [f"0/{rank}" for rank in range(place.size)]
+
+
+class NcclBackend(GroupBackend):
+    """NCCL: between GPUs, one for each member."""
+
+    name = "nccl"
+    on_gpu = True
+
+    def refusal(self, gpus: Sequence[str]) -> str:
+        if dist.is_nccl_available() and all(gpus) and len(set(gpus)) == len(gpus):
+            return ""
+        lacks = "" if dist.is_nccl_available() else ", and this torch has no NCCL"
+        return (
+            f"trainer and workers need a GPU each, but have {[gpu or 'cpu' for gpu in gpus]} "
+            f"(trainer first){lacks}"
+        )
+
+    def make(self, store: Any, place: Place, address: str) -> Any:
+        name_interface(address)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = place.timeout  # noqa: SLF001 - there is no public way
+        with _without_watchdog():
+            return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
+
+    def keys(self, place: Place) -> list[str]:
+        return ["0"]
+
+
+class RegisteredBackend(GroupBackend):
+    """A backend that was registered with ``torch.distributed.Backend.register_backend``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.on_gpu = "cpu" not in torch_backends.device_types(name)
+
+    def refusal(self, gpus: Sequence[str]) -> str:
+        kind = "GPU" if self.on_gpu else "CPU"
+        if all(bool(gpu) == self.on_gpu for gpu in gpus):
+            return ""
+        return (
+            f"it is registered for the {kind}, and the weights of trainer and workers are on "
+            f"{[gpu or 'cpu' for gpu in gpus]} (trainer first)"
+        )
+
+    def make(self, store: Any, place: Place, address: str) -> Any:
+        make = torch_backends.creator(self.name)
+        if make is None:
+            raise ArgumentError(
+                f"WeightSync(backend={self.name!r}): no such backend is registered in this "
+                "process; register it on trainer and workers, there for example in init_fn"
+            )
+        return make(store, place.rank, place.size, place.timeout)
+
+
+def backend_named(name: str) -> GroupBackend:
+    """The backend with this name; one that torch doesn't bring must be registered to be used."""
+    return _BUILT_IN.get(name) or RegisteredBackend(name)
+
+
+_BUILT_IN: dict[str, GroupBackend] = {
+    backend.name: backend for backend in (GlooBackend(), NcclBackend())
+}
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """A group that is made meanwhile has no watchdog.
+
+    A watchdog ends the whole process when another member dies or is late. Without it, a work tells
+    that it failed, and what waits for it has its own time limit. Torch takes this from the
+    environment only, when a group is made. The user's own groups keep their watchdog.
+    """
+    with _environment_lock:
+        before = os.environ.get(_BLOCKING_WAIT)
+        os.environ[_BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_BLOCKING_WAIT]
+            else:
+                os.environ[_BLOCKING_WAIT] = before
+
+
+def name_interface(address: str) -> None:
+    """Have NCCL use the interface of ``address``; it takes that from the environment only.
+
+    Does nothing if the user has named an interface. Nor for loopback: NCCL reads the variable once
+    in a process, and later groups may need the network.
+    """
+    interface = interface_of(address)
+    if interface not in (None, "lo"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
