@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
@@ -250,9 +251,9 @@ class NotebookDisplay:
         if self._handle is not None:
             self._handle.update(_mime_bundle(stats), raw=True)
         elif stats.elapsed_s >= _FIRST_AFTER_S and not stats.ended:
-            from IPython.display import display  # noqa: PLC0415 - it is there, as this is a notebook
-
-            self._handle = display(_mime_bundle(stats), raw=True, display_id=True)
+            # It is there, as this is a notebook; it declares types in some versions only.
+            ipython: Any = importlib.import_module("IPython.display")
+            self._handle = ipython.display(_mime_bundle(stats), raw=True, display_id=True)
 
     def close(self) -> None:
         """Nothing to do."""
