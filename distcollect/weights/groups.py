@@ -46,8 +46,15 @@ class _Held:
         self.is_over = False
 
     def look(self) -> bool:
-        """Whether it has ended, or could not begin."""
-        return self.error is not None or self.work.is_completed()
+        """Whether it has ended, could not begin, or can't be looked at."""
+        if self.error is None:
+            try:
+                ended: bool = self.work.is_completed()
+            except Exception as error:  # noqa: BLE001 - raised again by what waits for it
+                self.error = error
+            else:
+                return ended
+        return True
 
     def finish(self) -> None:
         """Take the outcome of a broadcast that has ended."""
@@ -63,7 +70,32 @@ class _Held:
         self.group = self.flat = self.work = None
 
 
-# Broadcasts that never ended, though their group was aborted: their memory is not used again.
+class _Ending:
+    """How a broadcast that is under way is ended early.
+
+    Attributes:
+        given_up: set when nobody waits for it any more.
+        aborted: set once an abort of its group has returned.
+    """
+
+    def __init__(self) -> None:
+        self.given_up = threading.Event()
+        self.aborted = threading.Event()
+        self._lock = threading.Lock()
+
+    def give_up(self) -> None:
+        """Wait no longer; when this returns, no :meth:`look` is under way."""
+        with self._lock:
+            self.given_up.set()
+
+    def look(self, held: _Held) -> bool:
+        """Whether the broadcast was given up, or has ended."""
+        with self._lock:
+            return self.given_up.is_set() or held.look()
+
+
+# Broadcasts that perhaps have not ended, though their group was aborted: their memory is not used
+# again.
 _stuck: list[_Held] = []
 
 
@@ -73,7 +105,7 @@ class Groups:
     def __init__(self) -> None:
         self._groups: OrderedDict[str, tuple[Any, Place]] = OrderedDict()
         self._lock = threading.Lock()
-        self._under_way: dict[str, threading.Event] = {}
+        self._under_way: dict[str, _Ending] = {}
         self._aborting: list[threading.Thread] = []
 
     @property
@@ -107,14 +139,14 @@ class Groups:
                 called. The group is dropped then; ``flat`` may be torn, and may still be written
                 to.
         """
-        over = threading.Event()
+        ending = _Ending()
         with self._lock:
             group, _ = self._groups.get(place.group, (None, None))
             held = _Held(group, flat)
             del group
-            self._under_way[place.group] = over
+            self._under_way[place.group] = ending
         try:
-            _broadcast(held, place, over)
+            _broadcast(held, place, ending)
         except RuntimeError:
             self.drop(place.group)
             if not backend_named(place.backend).needs_abort:
@@ -129,13 +161,13 @@ class Groups:
         """Leave a group; a broadcast of it that is under way here fails at once."""
         with self._lock:
             group, place = self._groups.pop(name, (None, None))
-            over = self._under_way.get(name)
-        if over is not None:
+            ending = self._under_way.get(name)
+        if ending is not None:
             # Before the abort: what was aborted can't be told from what was completed.
-            over.set()
+            ending.give_up()
         if place is not None and backend_named(place.backend).needs_abort:
             # An abort may block, as a member that is being connected can't be aborted.
-            thread = threading.Thread(target=_abort, args=(group,), daemon=True)
+            thread = threading.Thread(target=_abort, args=(group, ending), daemon=True)
             thread.start()
             with self._lock:
                 self._aborting = [each for each in self._aborting if each.is_alive()]
@@ -151,23 +183,28 @@ class Groups:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _abort(group: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # it took longer than the group's timeout
-        group.abort()
+def _abort(group: Any, ending: _Ending | None) -> None:
+    try:
+        with contextlib.suppress(RuntimeError):  # it took longer than the group's timeout
+            group.abort()
+    finally:
+        if ending is not None:
+            ending.aborted.set()
 
 
-def _broadcast(held: _Held, place: Place, over: threading.Event) -> None:
+def _broadcast(held: _Held, place: Place, ending: _Ending) -> None:
     """Broadcast in the group that is held."""
     if held.group is None:
         raise RuntimeError(f"process group {place.group} was left before its broadcast")
-    backend = backend_named(place.backend)
+    backend, given_up = backend_named(place.backend), ending.given_up
     if backend.needs_abort:
         # The first broadcast connects all members, and waits for a dead one without an end.
-        threading.Thread(target=_broadcast_aside, args=(held, place, over), daemon=True).start()
-        is_over = _comes(lambda: held.is_over, over, place.timeout_s) and not over.is_set()
+        threading.Thread(target=_broadcast_aside, args=(held, place, ending), daemon=True).start()
+        is_over = _comes(lambda: held.is_over, given_up, place.timeout_s)
+        is_over = is_over and not given_up.is_set()
     else:
         _begin(held, place)
-        is_over = _comes(held.look, over, place.timeout_s)
+        is_over = _comes(held.look, given_up, place.timeout_s)
         if is_over:
             held.finish()
     if not is_over:
@@ -196,16 +233,33 @@ def _begin(held: _Held, place: Place) -> None:
         held.error = error
 
 
-def _broadcast_aside(held: _Held, place: Place, over: threading.Event) -> None:
+def _broadcast_aside(held: _Held, place: Place, ending: _Ending) -> None:
     """Broadcast on a thread of its own: it may hang in each call of the backend."""
     _begin(held, place)
-    if over.is_set() and held.error is None:
-        _abort(held.group)  # the first abort came too early to end this
-    if _comes(held.look, threading.Event(), 2 * place.timeout_s):
+    has_begun = held.error is None
+    if has_begun and ending.given_up.is_set():
+        _abort(held.group, None)  # the first abort came too early to end this
+    has_ended = _ends(held, ending, 2 * place.timeout_s)
+    if has_ended and has_begun and held.error is not None:  # a look failed, and told nothing
+        held.is_over = True
+        has_ended = False
+    if has_ended:
         held.finish()
         held.release()
     else:
         _stuck.append(held)
+
+
+def _ends(held: _Held, ending: _Ending, limit_s: float) -> bool:
+    """Wait for a broadcast to end, or for each step of its abort, up to ``limit_s``."""
+    never = threading.Event()
+    if not _comes(lambda: ending.look(held), never, limit_s):
+        return False
+    if not ending.given_up.is_set() or held.error is not None:
+        return True
+    # Torch aborts under a lock that a look waits for while it holds the interpreter's lock. So a
+    # look during an abort would stop all threads of this process until the abort has returned.
+    return ending.aborted.wait(limit_s) and _comes(held.look, never, limit_s)
 
 
 def _comes(condition: Callable[[], bool], given_up: threading.Event, timeout_s: float) -> bool:

@@ -115,6 +115,9 @@ class WeightReceiver:
             self._weights.copy_newest(buffer)
         layout = self._weights.layout
         layout.reduced(push.encoding).transfer(payload, buffer, layout)
+        if buffer.is_cuda:
+            # The thread that steps the envs reads it, perhaps with another stream.
+            torch.cuda.current_stream(buffer.device).synchronize()
 
     def _memory_for(self, push: Push, buffer: torch.Tensor) -> torch.Tensor:
         """Where the source can write to: for a GPU's weights pinned memory, or the GPU's own."""

@@ -177,7 +177,9 @@ def raw_broadcast(device: torch.device, num_bytes: int, *, one_gpu: bool = False
             member.communicate()
     if any(member.returncode for member in members):
         return {"failed": outputs[0][-1500:] + outputs[1][-1500:]}
-    values: Values = json.loads(outputs[0].splitlines()[-1])
+    # Torch and NCCL may write lines of their own, also at the end.
+    found = next(line for line in outputs[0].splitlines() if line.startswith("{"))
+    values: Values = json.loads(found)
     return values
 
 

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import nccl_stand_in
-from helpers.nccl_stand_in import DEVICE_VARIABLE, HALFWAY_VARIABLE, HOST, NAME, StandInGroup
+from helpers.nccl_stand_in import (
+    DEVICE_VARIABLE,
+    HALFWAY_VARIABLE,
+    HOST,
+    NAME,
+    StandInGroup,
+    StandInWork,
+)
 from helpers.publishing import NAMES, Collect, Telling, collect, told
 from helpers.waiting import eventually
 
@@ -169,6 +176,60 @@ class TestGroups:
                 answer.result(WAIT_S)
         eventually(lambda: len(aborted) == 2)
         assert not members.groups[0].names
+
+    def test_nobody_looks_at_it_while_it_is_aborted(
+        self, members: Members, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """With torch's NCCL, a look would stop all threads until the abort has returned."""
+        places = members.join("group", [0, 1])
+        halfway = tmp_path / "halfway"
+        monkeypatch.setenv(HALFWAY_VARIABLE, str(halfway))
+        abort, is_completed = StandInGroup.abort, StandInWork.is_completed
+        aborting, looked, go_on = threading.Event(), threading.Event(), threading.Event()
+
+        both = threading.Barrier(2, aborting.set)
+
+        def hang(group: StandInGroup) -> None:
+            both.wait(WAIT_S)
+            go_on.wait(WAIT_S)
+            abort(group)
+
+        def look(work: StandInWork) -> bool:
+            if aborting.is_set() and not go_on.is_set():
+                looked.set()
+            return is_completed(work)
+
+        monkeypatch.setattr(StandInGroup, "abort", hang)
+        monkeypatch.setattr(StandInWork, "is_completed", look)
+        answers = [members.broadcast(rank, places[rank], flat()) for rank in (0, 1)]
+        try:
+            eventually(halfway.exists)
+            for rank in (0, 1):
+                members.groups[rank].drop("group")
+            for answer in answers:
+                with pytest.raises(RuntimeError, match="was given up"):
+                    answer.result(WAIT_S)
+            eventually(aborting.is_set)
+            assert not looked.wait(0.2)
+        finally:
+            go_on.set()
+
+    def test_a_broadcast_that_can_t_be_looked_at(
+        self, members: Members, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As while a CUDA graph is captured in this process, or after an error of the GPU."""
+
+        def fail(work: StandInWork) -> bool:
+            raise ValueError("not permitted when stream is capturing")
+
+        places = members.join("group", [0, 1])
+        monkeypatch.setattr(StandInWork, "is_completed", fail)
+        answers = [members.broadcast(rank, places[rank], flat()) for rank in (0, 1)]
+        for answer in answers:
+            with pytest.raises(RuntimeError, match=r"could not broadcast.*is capturing"):
+                answer.result(WAIT_S)
+        monkeypatch.undo()
+        members.all_get(members.join("next", [0, 1]))
 
     def test_what_the_backend_refuses(
         self, members: Members, monkeypatch: pytest.MonkeyPatch

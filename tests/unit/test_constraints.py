@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,11 @@ def test_pythons_are_those_that_are_claimed() -> None:
     readme = (ROOT / "README.md").read_text()
     newest = max(claimed, key=numbers)
     assert f"Python {lowest[1]} to {newest}" in readme
+
+
+def test_wheels_for_a_gpu_have_the_versions_that_are_tested() -> None:
+    wanted = runpy.run_path(str(ROOT / "tests" / "gpu" / "run"))["wheels_to_get"]()
+    tested = pinned("tested")
+    for name in ("tensordict", "gymnasium", "torchrl", "pytest"):
+        assert f"{name}=={tested[name]}" in wanted
+    assert not [name for name in wanted if name.startswith(("torch=", "numpy"))]
