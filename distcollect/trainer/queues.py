@@ -31,11 +31,6 @@ class SlotLine:
         """The slot that was put in first; None if there is none."""
         return next(iter(self._slots), None)
 
-    def take_all(self, other: SlotLine) -> None:
-        """Put all slots of another line at the end of this one."""
-        self._slots.update(other._slots)
-        other._slots.clear()
-
 
 class SlotQueue:
     """Slots in the order of a key. Each operation takes time O(log n).

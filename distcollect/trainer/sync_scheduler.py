@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from distcollect.trainer.queues import SlotLine
+from distcollect.trainer.queues import SlotQueue, by_last_request
 from distcollect.trainer.scheduler import Scheduler
 from distcollect.trainer.staleness import SentVersions
 from distcollect.trainer.worker_slots import (
@@ -24,16 +24,18 @@ class SyncScheduler(Scheduler):
         self._num_wanted = 0  # rollouts of this batch that were not requested yet
         self._staying: set[WorkerSlot] = set()  # that collect, and are not to leave
         self._without_share: set[WorkerSlot] = set()  # of these, for this batch
-        # Slots that may be asked now, for the first rollout of this batch or for a further one.
-        self._idle = SlotLine()
-        self._idle_again = SlotLine()
+        # Slots that may be asked now, for the first rollout of this batch or for a further one. Not
+        # in the order in which they became idle: that which gets new weights last would be last.
+        self._idle = SlotQueue(by_last_request)
+        self._idle_again = SlotQueue(by_last_request)
 
     def begin(self) -> None:
         self._batch += 1
         self._num_wanted = self._plan.num_rollouts
         self.ends_early = False
         self._without_share = self._staying.copy()
-        self._idle.take_all(self._idle_again)
+        for slot in self._staying:
+            self.refresh(slot)
 
     def joined(self, slot: WorkerSlot) -> None:
         if not slot.is_reserved:

@@ -98,16 +98,11 @@ def test_is_found_by_a_workers_probe(
 def test_other_versions_on_a_worker(
     marked: Marked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A sitecustomize in the worker's interpreter changes the version that torch reports."""
+    """A sitecustomize in the worker's interpreter changes the version of torch that is found."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import builtins, sys\n"
-        "real = builtins.__import__\n"
-        "def altered(name, *args, **more):\n"
-        "    module = real(name, *args, **more)\n"
-        "    if name.startswith('distcollect') and 'torch' in sys.modules:\n"
-        "        sys.modules['torch'].__version__ = '1.13.1'\n"
-        "    return module\n"
-        "builtins.__import__ = altered\n"
+        "import importlib.metadata\n"
+        "real = importlib.metadata.version\n"
+        "importlib.metadata.version = lambda name: '1.13.1' if name == 'torch' else real(name)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     mine = ".".join(torch.__version__.split(".")[:2])

@@ -161,6 +161,21 @@ def test_the_share_of_who_is_replaced_waits_where_that_is_wanted() -> None:
     assert play.ask() == [1]
 
 
+def test_where_a_batch_needs_fewer_workers_than_there_are_each_gets_its_turn() -> None:
+    """Also one that always gets new weights last."""
+    play = Play(replace(SYNC, num_rollouts=1), 3)
+    asked = []
+    for version in range(1, 10):
+        play.scheduler.begin()
+        asked += play.ask()
+        play.come(asked[-1], version - 1)
+        play.requests.deliver_all()
+        play.publish(version, [0, 1, 2])
+        for worker_id in (0, 2, 1):
+            play.acknowledge(worker_id, version)
+    assert asked == [0, 1, 2] * 3
+
+
 def test_what_is_collected_ahead_is_bounded_by_slabs_and_by_the_total() -> None:
     num_rollouts = 5
     play = Play(replace(AHEAD, num_frames=num_rollouts * FRAMES), 3)
