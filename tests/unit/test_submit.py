@@ -14,6 +14,7 @@ from helpers.paths import SCRIPTS
 import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.commands.slurm import disks, states
+from distcollect.commands.slurm.status import trainer_in_words
 from distcollect.commands.slurm.submit import _check_folder, minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 
@@ -181,6 +182,22 @@ def test_states_of_jobs() -> None:
 def test_each_ending_has_words_of_its_own() -> None:
     ends = ["PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY", "COMPLETED"]
     assert len({states.JobState("1", end).meaning for end in ends}) == len(ends)
+
+
+def test_the_report_says_in_words_what_the_trainer_does(run: RunFolder) -> None:
+    def said(is_running: bool) -> str:
+        said = run.read("trainer.json")
+        assert said is not None
+        return trainer_in_words(said, is_running).replace(said["since"], "NOON")
+
+    run.tell(LISTENING, host="10.0.0.1", port=12345)
+    listening = "the trainer has been listening since NOON, at 10.0.0.1:12345"
+    assert said(is_running=True) == listening
+    assert said(is_running=False).startswith(f"{listening}; but its job isn't running")
+    run.tell(REQUEUED)
+    assert said(is_running=False) == "the trainer has been requeued since NOON"
+    run.tell(ENDED, why="it is done")
+    assert said(is_running=False) == "the trainer ended at NOON: it is done"
 
 
 def test_the_folder_tells_where_the_trainer_is(run: RunFolder) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from distcollect.commands.slurm import states
 from distcollect.commands.slurm.jobs import check_slurm
 from distcollect.commands.slurm.states import JobState
 from distcollect.errors import ArgumentError
-from distcollect.launch.run_folder import LISTENING, RunFolder
+from distcollect.launch.run_folder import ENDED, LISTENING, RunFolder
 
 _POLL_S = 3.0
 # A job whose host failed, or that was preempted, may soon be back in the queue.
@@ -77,6 +79,24 @@ def submitted(path: Path) -> RunFolder:
     return folder
 
 
+def trainer_in_words(said: Mapping[str, Any], is_running: bool) -> str:
+    """What ``trainer.json`` says, as a line of the report.
+
+    Args:
+        said: the content of that file.
+        is_running: whether the trainer's job is running.
+    """
+    if said["state"] == ENDED:
+        words = f"the trainer ended at {said['since']}"
+    else:
+        words = f"the trainer has been {said['state']} since {said['since']}"
+    if said["state"] == LISTENING:
+        words += f", at {said['host']}:{said['port']}"
+        if not is_running:
+            words += "; but its job isn't running: that address is stale"
+    return words + (f": {said['why']}" if "why" in said else "")
+
+
 class Report:
     """The state of a run at one moment.
 
@@ -113,20 +133,11 @@ class Report:
                 row = f"  {kind}  {state.job_id:<12} {state.state:<13} {state.run_time:<11}"
                 lines.append(f"{row} {state.nodes:<12} {state.meaning}".rstrip())
         if self._said:
-            lines.append(f"the trainer {self._trainer_says()}")
+            lines.append(trainer_in_words(self._said, self.trainer.state == "RUNNING"))
         restarted = [s.job_id for _, found in self._jobs for s in found if s.restarts]
         lines += [f"an earlier start of job {start}" for start in states.earlier_starts(restarted)]
         lines += self._folder.history()
         return "\n".join([*lines, *self._failures()])
-
-    def _trainer_says(self) -> str:
-        said = self._said
-        words = f"is {said['state']} since {said['since']}"
-        if said["state"] == LISTENING:
-            words += f", at {said['host']}:{said['port']}"
-            if self.trainer.state != "RUNNING":
-                words += "; but its job isn't running: that address is stale"
-        return words + (f": {said['why']}" if "why" in said else "")
 
     def _failures(self) -> list[str]:
         """The last lines of the logs of tasks that failed."""

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# lib.sh - settings and helpers shared by netns_*.sh and slurm_*.sh.  WeightSource it.
+# lib.sh - settings and helpers shared by netns_*.sh and slurm_*.sh.  Source it.
 #
 # Everything made lives under $DC_STATE or carries the name prefix $DC_PREFIX,
 # so two copies can run side by side if DC_STATE, DC_PREFIX and DC_NET differ.
