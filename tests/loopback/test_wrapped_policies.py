@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,11 +14,12 @@ from torch import nn
 
 __all__ = ["collect"]
 
+# Without a GPU it calls the policy all the same. Not by `catch_warnings`: the workers are threads.
+pytestmark = pytest.mark.filterwarnings("ignore:This module is instantiated on a machine without")
+
 
 def in_graph(value: float = 0.0) -> CudaGraphModule:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # there may be no GPU; it calls the policy all the same
-        return CudaGraphModule(Telling(value))
+    return CudaGraphModule(Telling(value))
 
 
 def compiled(value: float = 0.0) -> Any:
