@@ -15,7 +15,10 @@ from torch import nn
 __all__ = ["collect"]
 
 # Without a GPU it calls the policy all the same. Not by `catch_warnings`: the workers are threads.
-pytestmark = pytest.mark.filterwarnings("ignore:This module is instantiated on a machine without")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This module is instantiated on a machine without"),
+    pytest.mark.filterwarnings("ignore:Tensordict is registered in PyTree"),
+]
 
 
 def in_graph(value: float = 0.0) -> CudaGraphModule:
