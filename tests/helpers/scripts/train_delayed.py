@@ -11,7 +11,7 @@ import sys
 import torch
 from train_submitted import Paced, Policy
 
-from distcollect import RPCDataCollector, submitit_delayed_launcher
+from distcollect import Faults, RPCDataCollector, submitit_delayed_launcher
 
 TRAINER = {
     "timeout_min": 10,
@@ -46,6 +46,8 @@ def main():
         frames_per_batch=80,
         total_frames=240,
         sync=True,
+        # SLURM may start one job of workers long after the other.
+        faults=Faults(min_workers=2),
     )
     frames, workers = 0, set()
     for batch in collector:
