@@ -22,8 +22,7 @@ class SyncScheduler(Scheduler):
         super().__init__(plan, slots, versions)
         self._batch = 0
         self._num_wanted = 0  # rollouts of this batch that were not requested yet
-        self._staying: set[WorkerSlot] = set()  # that collect, and are not to leave
-        self._without_share: set[WorkerSlot] = set()  # of these, for this batch
+        self._without_share: set[WorkerSlot] = set()  # workers that are to have one, and stay
         # Slots that may be asked now, for the first rollout of this batch or for a further one. Not
         # in the order in which they became idle: that which gets new weights last would be last.
         self._idle = SlotQueue(by_last_request)
@@ -33,18 +32,16 @@ class SyncScheduler(Scheduler):
         self._batch += 1
         self._num_wanted = self._plan.num_rollouts
         self.ends_early = False
-        self._without_share = self._staying.copy()
-        for slot in self._staying:
+        self._without_share = {slot for slot in self._slots.able if slot.is_staying}
+        for slot in self._slots.able:
             self.refresh(slot)
 
     def joined(self, slot: WorkerSlot) -> None:
         if not slot.is_reserved:
-            self._staying.add(slot)
             self._without_share.add(slot)
         super().joined(slot)
 
     def leaves(self, slot: WorkerSlot) -> None:
-        self._staying.discard(slot)
         self._without_share.discard(slot)
         super().leaves(slot)
 
