@@ -147,9 +147,9 @@ def words(resources: Mapping[str, float]) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def nodes(ray: Any) -> list[dict[str, float]]:
-    """The resources of each node that is up."""
-    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+def nodes(ray: Any) -> list[dict[str, Any]]:
+    """What Ray knows of each node that is up."""
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def fits(request: Mapping[str, float], resources: Mapping[str, float]) -> bool:

@@ -48,6 +48,7 @@ _NEXT: dict[_State, frozenset[_State]] = {
     _State.JOINED: frozenset({_State.WAITING, _State.GIVEN_UP}),
     _State.GIVEN_UP: frozenset(),
 }
+_PENDING = frozenset({_State.WAITING, _State.STARTED})
 
 
 @dataclass(eq=False)
@@ -90,7 +91,6 @@ class RayPlacer:
         self._placement_group: Any = None
         self._changed_at = math.inf
         self._is_closed = False
-        self._is_released = False
 
     def start(
         self, trainer: TrainerAddress, num_workers: int, given_up: Callable[[int, str], None]
@@ -98,7 +98,8 @@ class RayPlacer:
         """Create the actors; see :class:`~.placement.Placer`."""
         name = f"distcollect-{secrets.token_hex(3)}-worker"
         log.info("asking Ray for %d actor(s), named %s-0 and so on", num_workers, name)
-        self._warn_if_too_large(range(num_workers))
+        if large := self._too_large(range(num_workers)):
+            log.warning("%s", large)
         try:
             groups = self._group_options(name, num_workers)
             for worker_id in range(num_workers):
@@ -160,13 +161,9 @@ class RayPlacer:
             for i in range(num_workers)
         ]
 
-    def _warn_if_too_large(self, worker_ids: Sequence[int]) -> None:
-        if large := self._too_large(worker_ids):
-            log.warning("%s", large)
-
     def _too_large(self, worker_ids: Sequence[int]) -> str:
         """Which of these actors no node of the cluster is large enough for, in words."""
-        nodes = ray_cluster.nodes(self._ray)
+        nodes = [node["Resources"] for node in ray_cluster.nodes(self._ray)]
         large = [
             w
             for w in worker_ids
@@ -219,14 +216,14 @@ class RayPlacer:
     def is_settled(self) -> bool:
         """See :class:`~.placement.Placer`."""
         with self._changed:
-            missing = [s for s in self._slots if s.state in (_State.WAITING, _State.STARTED)]
-            if any(slot.state is _State.STARTED for slot in missing):
+            states = {slot.state for slot in self._slots}
+            if _State.STARTED in states:
                 return False
-            return not missing or time.monotonic() - self._changed_at >= _SETTLED_S
+            is_missing = _State.WAITING in states
+            return not is_missing or time.monotonic() - self._changed_at >= _SETTLED_S
 
     def _missing(self) -> list[int]:
-        pending = (_State.WAITING, _State.STARTED)
-        return [w for w, slot in enumerate(self._slots) if slot.state in pending]
+        return [w for w, slot in enumerate(self._slots) if slot.state in _PENDING]
 
     def missing(self) -> str:
         """See :class:`~.placement.Placer`."""
@@ -278,10 +275,11 @@ class RayPlacer:
 
     def close(self) -> None:
         """Kill the actors, wait until they have ended, and release the connection to Ray."""
-        if not self._owner.is_here or self._is_released:
+        if not self._owner.is_here:
             return
-        self._is_released = True
         with self._changed:
+            if self._is_closed:
+                return
             self._is_closed = True
             self._changed.notify_all()
             slots = list(self._slots)

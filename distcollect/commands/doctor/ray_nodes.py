@@ -39,7 +39,7 @@ class RayNodes:
         """
         self._ray = ray_cluster.connect({})
         self.address = str(self._ray.util.get_node_ip_address())
-        self._nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        self._nodes = ray_cluster.nodes(self._ray)
 
     def close(self) -> None:
         """Release the connection."""
