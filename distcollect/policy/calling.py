@@ -12,10 +12,11 @@ from typing import Any, get_origin, get_type_hints
 import gymnasium as gym
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import CudaGraphModule, TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from distcollect.errors import PolicyError, PolicySignatureError
+from distcollect.policy.weight_layout import called_by
 from distcollect.rollout.spaces import Arrays, Key, nested
 
 Tensors = dict[Key, torch.Tensor]
@@ -186,7 +187,7 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     That is so for a TensorDictModule, and for a callable whose only parameter is named ``td`` or
     ``tensordict``, or is annotated as a TensorDict.
     """
-    policy = _called_by(policy)
+    policy = called_by(policy)
     if isinstance(policy, TensorDictModuleBase):
         return True
     parameters = parameters_of(policy)
@@ -207,19 +208,13 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
 
 def parameters_of(policy: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a policy that is not a TensorDictModule."""
-    policy = _called_by(policy)
+    policy = called_by(policy)  # the parameters of a CudaGraphModule itself could be anything
     function = policy.forward if isinstance(policy, nn.Module) else policy
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         # A builtin without a signature gets the observation.
         return [inspect.Parameter("observation", inspect.Parameter.POSITIONAL_ONLY)]
-
-
-def _called_by(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """What a CudaGraphModule calls; its own parameters could be anything. Others are returned."""
-    called: Callable[..., Any] = policy.module if isinstance(policy, CudaGraphModule) else policy
-    return called
 
 
 def to_tensor(value: Any, name: object) -> torch.Tensor:

@@ -270,12 +270,17 @@ def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
                 )
 
 
+def called_by(policy: Any) -> Any:
+    """What a CudaGraphModule calls; any other policy is returned as it is."""
+    return policy.module if isinstance(policy, CudaGraphModule) else policy
+
+
 def module_of(policy: object) -> nn.Module | None:
     """The module that has a policy's weights: the policy, or the one that a CudaGraphModule calls.
 
     None: it is neither.
     """
-    called = policy.module if isinstance(policy, CudaGraphModule) else policy
+    called = called_by(policy)
     return called if isinstance(called, nn.Module) else None
 
 
