@@ -17,7 +17,6 @@ import torch.distributed
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import listen
 from distcollect.transport.worker_service import WeightSource
-from distcollect.weights.gloo import missing_gloo_parts
 from distcollect.weights.group_backends import GroupBackend, Place, backend_named
 from distcollect.weights.groups import Groups
 from distcollect.weights.updaters import (
@@ -275,13 +274,13 @@ class AutoUpdater(WeightUpdaterBase):
 
     def __init__(self) -> None:
         self._near = SharedMemoryUpdater()
-        missing = missing_gloo_parts()
-        self._far: WeightUpdaterBase = RPCUpdater() if missing else BroadcastUpdater()
-        if missing:
+        reason = backend_named("gloo").refusal(())
+        self._far: WeightUpdaterBase = RPCUpdater() if reason else BroadcastUpdater()
+        if reason:
             log.warning(
-                "torch %s lacks %s, so weights are not broadcast: each worker on another host gets "
-                "them in a call of its own, which takes longer",
-                *(torch.__version__, ", ".join(missing)),
+                "%s, so weights are not broadcast: each worker on another host gets them in a call "
+                "of its own, which takes longer",
+                reason,
             )
 
     def attach(self, context: UpdaterContext) -> None:
@@ -344,9 +343,9 @@ def default_updater(backend: str) -> WeightUpdaterBase:
             f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but this process "
             f"{lacks}; use backend='auto'"
         )
-    if backend == "gloo" and (missing := missing_gloo_parts()):
+    if backend == "gloo" and (reason := backend_named("gloo").refusal(())):
         raise ArgumentError(
-            f"WeightSync(backend='gloo'): torch {torch.__version__} lacks {', '.join(missing)}; "
-            "use backend='auto', or the torch version that constraints/tested.txt names"
+            f"WeightSync(backend='gloo'): {reason}; use backend='auto', or the torch version that "
+            "constraints/tested.txt names"
         )
     return AutoUpdater() if backend == "auto" else BroadcastUpdater(backend)

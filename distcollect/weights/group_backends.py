@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed
 
 from distcollect.common import torch_backends
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import interface_of
-from distcollect.weights.gloo import gloo_group
+from distcollect.weights.gloo import gloo_group, missing_gloo_parts
 
 # Torch declares no types for its stores and process groups.
 dist: Any = torch.distributed
@@ -92,6 +93,10 @@ class GlooBackend(GroupBackend):
 
     name = "gloo"
     needs_abort = False
+
+    def refusal(self, gpus: Sequence[str]) -> str:
+        missing = missing_gloo_parts()
+        return f"torch {torch.__version__} lacks {', '.join(missing)}" if missing else ""
 
     def make(self, store: Any, place: Place, address: str) -> Any:
         return gloo_group(store, place.rank, place.size, address)
