@@ -221,8 +221,7 @@ class Monitor:
             ``Stats.from_dict``; less often with hundreds of workers, whose lines are long. While
             another collector writes there, ``stats-2.jsonl`` is used, and so on.
         tensorboard: write TensorBoard events to ``run_dir`` as well: scalars by frames, in the
-            groups collector, trainer_share, worker_share and metrics; needs
-            tensorboard.
+            groups collector, trainer_share, worker_share and metrics; needs tensorboard.
         prometheus_port: serve the newest figures to Prometheus at this port of 127.0.0.1, under
             ``/metrics``; 0: any free port, which is logged. Needs prometheus_client.
         callback: called with a :class:`~distcollect.Stats` every ``every_s`` and at the end, on a
