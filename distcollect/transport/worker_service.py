@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from distcollect.common.memory_segment import Segment
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
@@ -134,8 +135,16 @@ class WorkerService(Service, Protocol):
     threads of the transport; the envs are stepped on another.
     """
 
-    def receive_plan(self, plan: bytes) -> None:
-        """Keep a pickled WorkerPlan for :meth:`configure`."""
+    def receive_plan(self, plan: bytes, share: bool = False) -> Segment | None:
+        """Keep a pickled WorkerPlan for :meth:`configure`.
+
+        Returns:
+            With ``share``, where other processes on this host find the plan for as long as this one
+            lives. None: there is no shared memory.
+        """
+
+    def read_plan(self, place: Segment) -> None:
+        """Read a plan that another process on this host has, for :meth:`configure`."""
 
     def configure(self) -> Future[Probe]:
         """Build envs and policy as the WorkerPlan says, and try them out."""

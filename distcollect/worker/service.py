@@ -8,6 +8,7 @@ and return futures. Weights arrive on one more thread (:mod:`distcollect.weights
 from __future__ import annotations
 
 import gc
+import mmap
 import pickle
 import queue
 import socket
@@ -17,9 +18,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from distcollect.common import gpus
+from distcollect.common.memory_segment import Segment
 from distcollect.common.replies import answer
+from distcollect.common.shared_memory import allocate, sample_of_memory
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
 from distcollect.engine.base import EngineBase
@@ -86,7 +90,8 @@ class Worker(WorkerService):
         self._counts = counts
         self._first_traj_id = first_traj_id
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._pickled_plan = b""
+        self._pickled_plan: bytes | mmap.mmap = b""
+        self._shared_plan: torch.Tensor | None = None  # its memory, which others read
         self._engine: EngineBase | None = None
         self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
@@ -117,8 +122,16 @@ class Worker(WorkerService):
 
     # The calls; WorkerService documents them.
 
-    def receive_plan(self, plan: bytes) -> None:
+    def receive_plan(self, plan: bytes, share: bool = False) -> Segment | None:
         self._pickled_plan = plan
+        if not share or sample_of_memory() is None:
+            return None
+        self._shared_plan, place = allocate(len(plan))
+        self._shared_plan.numpy()[:] = np.frombuffer(plan, np.uint8)
+        return place
+
+    def read_plan(self, place: Segment) -> None:
+        self._pickled_plan = place.open()
 
     def configure(self) -> Future[Probe]:
         return self._submit(self._configure)

@@ -124,6 +124,7 @@ def test_weights_travel_once_to_each_host(on_host):
     finally:
         subprocess.run([*host, "off"], check=True, timeout=20)
     told = json.loads(next(line for line in outputs[0].splitlines() if line.startswith("{")))
+    assert 1 < told["copies_of_plan"] < 1.1
     assert 1 < told["copies"] < 1.05
     assert told["acknowledged"] == [*range(8)]
     assert told["copies_with_a_death"] < 2.6, "one attempt more, and one for the replacement"

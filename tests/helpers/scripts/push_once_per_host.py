@@ -1,6 +1,7 @@
 """Sends weights to workers on three hosts, three ranks each, and counts bytes on the wire.
 
-Prints how many copies of the weights leave the trainer's host for each other host; then a relay,
+Prints how many copies of the plan, which holds the weights, and of the weights alone leave the
+trainer's host for each other host; then a relay,
 which passes the weights on to the other workers of its host, kills itself while it receives.
 """
 
@@ -56,12 +57,14 @@ def sent_bytes():
 
 def main():
     policy = Large()
+    num_bytes = sent_bytes()
     with dc.RPCDataCollector(
         Mortal,
         policy,
         frames_per_batch=20,
         faults=dc.Faults(silence_timeout_s=300, weights_timeout_s=300, stop_timeout_s=30),
     ) as collector:
+        copies_of_plan = (sent_bytes() - num_bytes) / PAYLOAD / (NUM_HOSTS - 1)
 
         def push():
             policy.ballast.random_(0, 256)
@@ -73,7 +76,7 @@ def main():
 
         push()  # makes connections
         copies, took_s, handle = push()
-        told = {"copies": copies, "took_s": took_s, "transfer_s": handle.timings["transfer_s"],
+        told = {"copies_of_plan": copies_of_plan, "copies": copies, "took_s": took_s, "transfer_s": handle.timings["transfer_s"],
                 "acknowledged": sorted(handle.acknowledged)}  # fmt: skip
         relay = ON_SECOND_HOST[0]
         collector.call("die_in", took_s / 2, worker_ids=relay)
