@@ -11,10 +11,11 @@ import cloudpickle
 import torch
 from torch import nn
 
+from distcollect.engine.pickled_plan import PickledPlan, TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.make import is_torchrl_env
 from distcollect.envs.registered import pickled_registry
-from distcollect.errors import ArgumentError, PolicyNotSendable
+from distcollect.errors import ArgumentError, DistCollectError, PolicyNotSendable
 from distcollect.policy.weight_layout import module_of
 
 
@@ -84,8 +85,10 @@ def pickled_plans(
     plan: WorkerPlan,
     makers: Sequence[object],
     others: Sequence[Mapping[str, Any]] = (),
-) -> list[bytes]:
+) -> list[PickledPlan]:
     """``plan`` with the env maker of each worker, pickled; one for each maker.
+
+    The tensors of policy and models are pickled once, and what is the same for all workers too.
 
     Args:
         plan: what is the same for all workers.
@@ -103,13 +106,20 @@ def pickled_plans(
     policy, models = _on_cpu(plan.policy, plan.models)
     registry = pickled_registry([maker for maker in makers if isinstance(maker, str)])
     plan = replace(plan, policy=policy, models=models, device=device, registry=registry)
-    payloads: list[bytes] = []
+    payloads: list[PickledPlan] = []
     first: Mapping[str, Any] = {}
-    for index, maker in enumerate(makers):
-        own = {"create_env_fn": maker, **(others[index] if others else {})}
-        first = first or own
-        is_same = bool(payloads) and all(own[name] is first[name] for name in own)
-        payloads.append(payloads[0] if is_same else _pickled(replace(plan, **own)))
+    try:
+        table = TensorTable(_tensors(policy, models))
+        for index, maker in enumerate(makers):
+            own = {"create_env_fn": maker, **(others[index] if others else {})}
+            first = first or own
+            if payloads and all(own[name] is first[name] for name in own):
+                payloads.append(payloads[0])
+            else:
+                plan = replace(plan, **own)
+                payloads.append(table.pickled(plan))
+    except Exception as error:
+        raise _not_sendable(plan, error) from error
     return payloads
 
 
@@ -132,25 +142,23 @@ def home(policy: Any, models: Mapping[str, nn.Module]) -> torch.device | None:
     return torch.device(devices.pop().type)
 
 
-def _pickled(plan: WorkerPlan) -> bytes:
-    try:
-        return bytes(cloudpickle.dumps(plan))
-    except Exception as error:
-        if _fails(plan.policy):
-            raise PolicyNotSendable(
-                f"the policy can't be sent to a worker ({type(error).__name__}: {error}); pass "
-                "policy_factory, a callable that makes it there, instead"
-            ) from error
-        named = {
-            "create_env_fn": plan.create_env_fn,
-            "policy_factory": plan.policy_factory,
-            "models": plan.models,
-        }
-        what = next((name for name, value in named.items() if _fails(value)), "an argument")
-        raise ArgumentError(
-            f"{what} can't be sent to a worker ({type(error).__name__}: {error}); create what "
-            "can't be pickled inside of it"
-        ) from error
+def _not_sendable(plan: WorkerPlan, error: Exception) -> DistCollectError:
+    """The error that names the part of ``plan`` which can't be pickled."""
+    if _fails(plan.policy):
+        return PolicyNotSendable(
+            f"the policy can't be sent to a worker ({type(error).__name__}: {error}); pass "
+            "policy_factory, a callable that makes it there, instead"
+        )
+    named = {
+        "create_env_fn": plan.create_env_fn,
+        "policy_factory": plan.policy_factory,
+        "models": plan.models,
+    }
+    what = next((name for name, value in named.items() if _fails(value)), "an argument")
+    return ArgumentError(
+        f"{what} can't be sent to a worker ({type(error).__name__}: {error}); create what "
+        "can't be pickled inside of it"
+    )
 
 
 def _fails(value: object) -> bool:

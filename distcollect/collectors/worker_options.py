@@ -15,6 +15,7 @@ from distcollect.collectors.users_code import users_stack_level
 from distcollect.collectors.validation import Devices
 from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Staleness, WeightSync
+from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.engine.plan import StepOptions
 from distcollect.errors import ArgumentError
 from distcollect.launch import ray_job
@@ -240,7 +241,7 @@ class WorkerOptions(CollectorOptions):
             exact_version=self.reproducible,
         )
 
-    def pickled_plans(self, *, traces: bool) -> list[bytes]:
+    def pickled_plans(self, *, traces: bool) -> list[PickledPlan]:
         """The pickled :class:`WorkerPlan` of each worker, by worker_id.
 
         Args:

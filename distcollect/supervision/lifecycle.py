@@ -19,6 +19,7 @@ from typing import Any
 from distcollect.common.due_times import DueTimes
 from distcollect.common.process_exit import ProcessExit
 from distcollect.config import Faults
+from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import (
     DistCollectError,
     EnvError,
@@ -72,7 +73,7 @@ class Lifecycle:
         hosts: WorkerHosts,
         transport: RpcTransport,
         faults: Faults,
-        plan_for: Callable[[int], bytes],
+        plan_for: Callable[[int], PickledPlan],
         status: Status,
         *,
         num_first: int,
@@ -85,7 +86,7 @@ class Lifecycle:
             hosts: where processes are started.
             transport: reaches them.
             faults: the timeouts.
-            plan_for: worker_id to its pickled :class:`~distcollect.engine.plan.WorkerPlan`.
+            plan_for: worker_id to its plan.
             status: shared with the user's thread.
             num_first: slots, from 0, whose first processes all have to become ready.
             post: has the supervision thread call a function.

@@ -15,6 +15,7 @@ from functools import partial
 from distcollect.common.reminder import Reminder
 from distcollect.common.replies import LOOK_UP_S
 from distcollect.config import Faults
+from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
 from distcollect.launch.open_hosts import open_hosts
 from distcollect.launch.preemption import exit_if_requested
@@ -64,7 +65,7 @@ class Workers:
         self,
         num_workers: int | None,
         faults: Faults,
-        plan_for: Callable[[int], bytes],
+        plan_for: Callable[[int], PickledPlan],
         *,
         listen: str | None = None,
         local: bool = False,
@@ -75,7 +76,7 @@ class Workers:
         Args:
             num_workers: None: all that the launch provides, or one for each core.
             faults: the timeouts.
-            plan_for: worker_id to its pickled :class:`~distcollect.engine.plan.WorkerPlan`.
+            plan_for: worker_id to its plan.
             listen: "HOST:PORT" where further workers may join.
             local: start them on this host, even in a launch.
             ray: have Ray start them.

@@ -29,7 +29,7 @@ from distcollect.common.threads import do_jobs
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_evaluator
 from distcollect.engine.evaluator import Evaluator
-from distcollect.engine.plan import WorkerPlan
+from distcollect.engine.pickled_plan import unpickled
 from distcollect.envs.registered import register_all
 from distcollect.errors import EnvError, PolicyError, RolloutGone, WorkerError
 from distcollect.results import EnvFault, Evaluation
@@ -90,8 +90,8 @@ class Worker(WorkerService):
         self._counts = counts
         self._first_traj_id = first_traj_id
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._pickled_plan: bytes | mmap.mmap = b""
-        self._shared_plan: torch.Tensor | None = None  # its memory, which others read
+        self._plan: list[bytes | mmap.mmap] = []  # its parts
+        self._shared_parts: list[torch.Tensor] = []  # memory that other processes map
         self._engine: EngineBase | None = None
         self._evaluator: Evaluator | None = None
         self._receiver: WeightReceiver | None = None
@@ -122,16 +122,17 @@ class Worker(WorkerService):
 
     # The calls; WorkerService documents them.
 
-    def receive_plan(self, plan: bytes, share: bool = False) -> Segment | None:
-        self._pickled_plan = plan
+    def receive_part(self, part: bytes, share: bool = False) -> Segment | None:
+        self._plan.append(part)
         if not share or sample_of_memory() is None:
             return None
-        self._shared_plan, place = allocate(len(plan))
-        self._shared_plan.numpy()[:] = np.frombuffer(plan, np.uint8)
+        memory, place = allocate(len(part))
+        memory.numpy()[:] = np.frombuffer(part, np.uint8)
+        self._shared_parts.append(memory)
         return place
 
-    def read_plan(self, place: Segment) -> None:
-        self._pickled_plan = place.open()
+    def read_part(self, place: Segment) -> None:
+        self._plan.append(place.open())
 
     def configure(self) -> Future[Probe]:
         return self._submit(self._configure)
@@ -207,9 +208,9 @@ class Worker(WorkerService):
         return self._receiver
 
     def _configure(self) -> Probe:
-        pickled, self._pickled_plan = self._pickled_plan, b""
+        parts, self._plan = self._plan, []
         try:
-            plan: WorkerPlan = pickle.loads(pickled)
+            plan = unpickled(parts)
         except Exception as error:
             # As an env that can't be made, it fails in the same way wherever it is tried again.
             raise EnvError(

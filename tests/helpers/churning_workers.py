@@ -13,6 +13,7 @@ import distcollect as dc
 from distcollect.collectors import session
 from distcollect.common.threads import SerialThread
 from distcollect.config import Faults
+from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import WorkerLost
 from distcollect.results import WorkerState
 from distcollect.supervision.interfaces import MembershipObserver
@@ -28,7 +29,7 @@ class ChurningWorkers(LoopbackWorkers):
         self,
         num_workers: int,
         faults: Faults,
-        plan_for: Callable[[int], bytes],
+        plan_for: Callable[[int], PickledPlan],
         **_: object,
     ) -> None:
         self._plan_for = plan_for
@@ -92,8 +93,8 @@ class ChurningWorkers(LoopbackWorkers):
         thread.start()
         self._threads.append(thread)
         self._thread_of[worker_id] = thread
-        plan = self._plan_for(worker_id)
-        self.transport.call(peer, WorkerService.receive_plan, plan).result(60)
+        for part in self._plan_for(worker_id):
+            self.transport.call(peer, WorkerService.receive_part, part).result(60)
         probe = self.transport.call(peer, WorkerService.configure).result(60)
         self.gpus[worker_id] = probe.gpu
         self.services[worker_id], self.peers[worker_id] = worker, peer

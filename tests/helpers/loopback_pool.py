@@ -10,6 +10,7 @@ from unittest.mock import patch
 import distcollect as dc
 from distcollect.collectors import session
 from distcollect.config import Faults
+from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.results import WorkerState
 from distcollect.supervision.interfaces import MembershipObserver
 from distcollect.supervision.worker_ends import WorkerEnds
@@ -29,7 +30,7 @@ class LoopbackWorkers:
         self,
         num_workers: int,
         faults: Faults,
-        plan_for: Callable[[int], bytes],
+        plan_for: Callable[[int], PickledPlan],
         **_: object,
     ) -> None:
         self.transport = LoopbackTransport()
@@ -46,8 +47,8 @@ class LoopbackWorkers:
             thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
             thread.start()
             self._threads.append(thread)
-            plan = plan_for(worker_id)
-            self.transport.call(peer, WorkerService.receive_plan, plan).result(SOON_S)
+            for part in plan_for(worker_id):
+                self.transport.call(peer, WorkerService.receive_part, part).result(SOON_S)
             request[worker_id] = self.transport.call(peer, WorkerService.configure)
         self.probes: dict[int, Probe] = {
             worker_id: answer.result(faults.start_timeout_s)

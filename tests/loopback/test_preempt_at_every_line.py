@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.interrupting import LineTracer
 
+from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.rollout.header import Header
 from distcollect.transport.protocol import CollectRequest
@@ -32,7 +32,8 @@ class Rollouts:
 
     def __init__(self, maker: Any) -> None:
         self.worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
-        self.worker.receive_plan(cloudpickle.dumps(WorkerPlan(maker, 1)))
+        for part in TensorTable([]).pickled(WorkerPlan(maker, 1)):
+            self.worker.receive_part(part)
         self.worker._configure()
 
     def collect(self) -> Header:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -21,6 +20,7 @@ from tensordict.nn import TensorDictModule as Mod
 from torch import nn
 
 import distcollect as dc
+from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.transport import peer_ids
 from distcollect.transport.protocol import CollectRequest
@@ -392,7 +392,8 @@ def test_one_env_is_copied_to_all_workers() -> None:
 def test_a_hook_gets_a_copy_of_a_rollout(shared: bool) -> None:
     """Also of one that lies in shared memory, or was preempted."""
     worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
-    worker.receive_plan(cloudpickle.dumps(WorkerPlan(Wide, 1, post_collect_hook=called)))
+    for part in TensorTable([]).pickled(WorkerPlan(Wide, 1, post_collect_hook=called)):
+        worker.receive_part(part)
     worker._configure()
     for sequence in range(4):
         if sequence == 3:

@@ -32,10 +32,10 @@ class Transport:
 
     def call(self, peer: int, method: Any, *args: Any, share: bool = False) -> Future[Any]:
         answer: Future[Any] = Future()
-        if method is WorkerService.receive_plan:
+        if method is WorkerService.receive_part:
             self.plans.append((peer, *args, answer))
             self.most = max(self.most, len(self.plans))
-        elif method is WorkerService.read_plan:
+        elif method is WorkerService.read_part:
             self.reads.append((peer, *args, answer))
         else:
             assert method is WorkerService.configure
@@ -58,7 +58,7 @@ def test_plans_of_a_thousand_workers_are_sent_some_at_a_time_and_built_all_at_on
     sender = PlanSender(transport, run)  # type: ignore[arg-type]
     done: list[Future[Any]] = []
     for peer in range(NUM_WORKERS):
-        sender.send(peer, b"plan %d" % peer, done.append)
+        sender.send(peer, [b"plan %d" % peer], done.append)
     seen = []
     while transport.plans:
         peer, plan, answer = transport.plans.popleft()
@@ -78,7 +78,7 @@ def test_a_worker_that_is_lost_leaves_room_for_others(transport: Transport) -> N
     sender = PlanSender(transport, run)  # type: ignore[arg-type]
     done: list[Future[Any]] = []
     for peer in range(2 * plans._MAX_ON_THE_WAY):
-        sender.send(peer, b"", done.append)
+        sender.send(peer, [b""], done.append)
     for _ in range(plans._MAX_ON_THE_WAY):
         transport.plans.popleft()[-1].set_exception(WorkerLost("it is gone"))
     assert len(done) == len(transport.plans) == plans._MAX_ON_THE_WAY
@@ -97,7 +97,7 @@ def test_a_large_plan_is_sent_once_to_each_host(transport: Transport) -> None:
     sender = PlanSender(transport, run)  # type: ignore[arg-type]
     done: list[Future[Any]] = []
     for peer in range(30):
-        sender.send(peer, LARGE, done.append)
+        sender.send(peer, [LARGE], done.append)
     assert [peer for peer, _, _ in transport.plans] == [0, 10, 20]
     assert not transport.reads
     for peer, _, answer in transport.plans:
@@ -109,8 +109,8 @@ def test_a_large_plan_is_sent_once_to_each_host(transport: Transport) -> None:
         answer.set_result(None)
     assert sorted(transport.probes) == [*range(30)]
     # One that joins later reads it as well, one with another plan gets its own.
-    sender.send(5, LARGE, done.append)
-    sender.send(6, LARGE + b"x", done.append)
+    sender.send(5, [LARGE], done.append)
+    sender.send(6, [LARGE + b"x"], done.append)
     assert transport.reads[-1][0] == 5
     assert transport.plans[-1][0] == 6
 
@@ -120,7 +120,7 @@ def test_another_worker_shares_the_plan(transport: Transport, lost: bool) -> Non
     sender = PlanSender(transport, run)  # type: ignore[arg-type]
     done: list[Future[Any]] = []
     for peer in range(3):
-        sender.send(peer, LARGE, done.append)
+        sender.send(peer, [LARGE], done.append)
     _, _, first = transport.plans.popleft()
     if lost:
         first.set_exception(WorkerLost("it is gone"))
@@ -141,14 +141,14 @@ def test_a_plan_that_cannot_be_read_is_sent(transport: Transport) -> None:
     sender = PlanSender(transport, run)  # type: ignore[arg-type]
     done: list[Future[Any]] = []
     for peer in range(4):
-        sender.send(peer, LARGE, done.append)
+        sender.send(peer, [LARGE], done.append)
     transport.plans.popleft()[-1].set_result(place_at(0))
     for _, _, read in transport.reads:
         read.set_exception(WorkerError("no such process"))
     assert [peer for peer, _, _ in transport.plans] == [1, 2, 3]
     # The next to join shares it again.
-    sender.send(4, LARGE, done.append)
-    sender.send(5, LARGE, done.append)
+    sender.send(4, [LARGE], done.append)
+    sender.send(5, [LARGE], done.append)
     assert [peer for peer, _, _ in transport.plans] == [1, 2, 3, 4]
     while transport.plans:
         peer, _, answer = transport.plans.popleft()
@@ -156,3 +156,24 @@ def test_a_plan_that_cannot_be_read_is_sent(transport: Transport) -> None:
     transport.reads.pop()[-1].set_result(None)
     assert sorted(transport.probes) == [*range(6)]
     assert not done
+
+
+def test_parts_come_one_after_the_other(transport: Transport) -> None:
+    """Two workers with the same policy, and env makers of their own."""
+    sender = PlanSender(transport, run)  # type: ignore[arg-type]
+    done: list[Future[Any]] = []
+    for peer in range(2):
+        sender.send(peer, [LARGE, b"maker %d" % peer], done.append)
+    [(peer, part, answer)] = transport.plans
+    assert (peer, part) == (0, LARGE)
+    transport.plans.clear()
+    answer.set_result(place_at(0))
+    [(peer, part, answer)] = transport.plans
+    assert (peer, part) == (0, b"maker 0")
+    answer.set_result(None)
+    transport.reads.pop()[-1].set_result(None)
+    peer, part, answer = transport.plans.pop()
+    assert (peer, part) == (1, b"maker 1")
+    assert {*transport.probes} == {0}
+    answer.set_result(None)
+    assert {*transport.probes} == {0, 1}

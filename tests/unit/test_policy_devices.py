@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from distcollect.collectors.pickling import home, pickled_plans
 from distcollect.collectors.worker_options import MultiSyncOptions
 from distcollect.common import gpus
 from distcollect.engine.build import build_engine
+from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import ArgumentError, PolicyError
 
@@ -36,7 +36,7 @@ def test_a_policy_on_the_cpu_stays_there() -> None:
     assert home(None, {}) is None
     assert home(lambda observation: observation, {}) is None
     [payload] = pickled_plans(WorkerPlan("CartPole-v1", 1, policy=policy), ["CartPole-v1"])
-    assert pickle.loads(payload).device is None
+    assert unpickled(payload).device is None
 
 
 def test_a_policy_on_a_gpu_computes_on_one() -> None:
@@ -60,7 +60,7 @@ def test_which_device_is_not_known() -> None:
 def test_the_device_that_was_named_counts() -> None:
     plan = WorkerPlan("CartPole-v1", 1, policy=nn.Linear(4, 2), device=torch.device("cuda:3"))
     [payload] = pickled_plans(plan, ["CartPole-v1"])
-    assert pickle.loads(payload).device == torch.device("cuda:3")
+    assert unpickled(payload).device == torch.device("cuda:3")
 
 
 class TestAListHasOneForEachWorker:
@@ -73,7 +73,7 @@ class TestAListHasOneForEachWorker:
             policy_device=["cpu", "meta"],
             env_device=["meta", "cpu"],
         )
-        plans = [pickle.loads(plan) for plan in options.pickled_plans(traces=False)]
+        plans = [unpickled(plan) for plan in options.pickled_plans(traces=False)]
         assert [plan.device.type for plan in plans] == ["cpu", "meta"]
         assert [plan.env_device.type for plan in plans] == ["meta", "cpu"]
         assert [plan.policy_factory for plan in plans] == factories
@@ -82,7 +82,7 @@ class TestAListHasOneForEachWorker:
     def test_the_default_of_all_devices(self) -> None:
         settings: dict[str, Any] = {"frames_per_batch": 4, "device": ["cpu", "meta"]}
         options = MultiSyncOptions(["CartPole-v1"] * 2, storing_device="cpu", **settings)
-        plans = [pickle.loads(plan) for plan in options.pickled_plans(traces=False)]
+        plans = [unpickled(plan) for plan in options.pickled_plans(traces=False)]
         assert [plan.device.type for plan in plans] == ["cpu", "meta"]
         assert [plan.env_device.type for plan in plans] == ["cpu", "meta"]
         with pytest.raises(ArgumentError, match="give one storing_device"):

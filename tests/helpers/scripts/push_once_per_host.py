@@ -76,7 +76,8 @@ def main():
 
         push()  # makes connections
         copies, took_s, handle = push()
-        told = {"copies_of_plan": copies_of_plan, "copies": copies, "took_s": took_s, "transfer_s": handle.timings["transfer_s"],
+        told = {"copies_of_plan": copies_of_plan, "copies": copies,
+                "took_s": took_s, "transfer_s": handle.timings["transfer_s"],
                 "acknowledged": sorted(handle.acknowledged)}  # fmt: skip
         relay = ON_SECOND_HOST[0]
         collector.call("die_in", took_s / 2, worker_ids=relay)

@@ -1,0 +1,71 @@
+"""A worker's plan as it travels: the tensors of its policy in a part of their own.
+
+Plans whose env makers differ have this part in common, so it is pickled, kept and sent once.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import cloudpickle
+import torch
+
+from distcollect.engine.plan import WorkerPlan
+
+# The pickled tensors and the pickled plan, which refers to them by their indices.
+PickledPlan: TypeAlias = Sequence[bytes]
+
+
+class TensorTable:
+    """Tensors that are pickled once for several plans."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Pickle ``tensors``; one that occurs twice is pickled once."""
+        by_id = {id(tensor): tensor for tensor in tensors}
+        self._tensors = list(by_id.values())  # also keeps the ids valid
+        self._index_of = {each: index for index, each in enumerate(by_id)}
+        self._pickled = cloudpickle.dumps(self._tensors)
+
+    def pickled(self, plan: WorkerPlan) -> PickledPlan:
+        """``plan``, which refers to the table where it has one of its tensors.
+
+        An error that one of its objects raises is passed on.
+        """
+        file = io.BytesIO()
+        _PlanPickler(file, self._index_of).dump(plan)
+        return self._pickled, file.getvalue()
+
+
+class _PlanPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle declares no types
+    def __init__(self, file: io.BytesIO, index_of: dict[int, int]) -> None:
+        super().__init__(file)
+        self._index_of = index_of
+
+    def persistent_id(self, obj: object) -> int | None:
+        """See :meth:`pickle.Pickler.persistent_id`."""
+        return self._index_of.get(id(obj))
+
+
+class _PlanUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        """See :meth:`pickle.Unpickler.persistent_load`."""
+        return self._tensors[pid]
+
+
+def unpickled(parts: Sequence[bytes | mmap.mmap]) -> WorkerPlan:
+    """The plan, from the parts that :meth:`TensorTable.pickled` returned.
+
+    An error that one of its objects raises is passed on.
+    """
+    tensors, plan = parts
+    unpickler = _PlanUnpickler(io.BytesIO(plan), pickle.loads(tensors))
+    loaded: WorkerPlan = unpickler.load()
+    return loaded
