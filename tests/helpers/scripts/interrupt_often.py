@@ -20,11 +20,13 @@ _LOST_AFTER_S = 5.0
 
 sent = seen = 0
 done = threading.Event()
+can_catch = threading.Event()  # the user's loop is inside of its try
 
 
 def interrupt():
     global sent  # noqa: PLW0603 - a whole program
     while not done.wait(random.uniform(0.001, 0.02)):
+        can_catch.wait(_LOST_AFTER_S)
         before = seen
         sent += 1
         os.kill(os.getpid(), signal.SIGINT)
@@ -50,11 +52,13 @@ if __name__ == "__main__":
                 if not started:
                     started = True
                     interrupter.start()
+                can_catch.set()
                 while time.monotonic() < end:
                     collector.next()
                 done.set()
                 interrupter.join()
                 break
             except KeyboardInterrupt:
+                can_catch.clear()
                 seen += 1
     print(sent, seen, flush=True)
