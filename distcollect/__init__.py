@@ -13,7 +13,10 @@
 import importlib as _importlib
 from typing import TYPE_CHECKING, Any
 
+from distcollect.common.lazy_compiler import import_compiler_late as _import_compiler_late
 from distcollect.version import __version__
+
+_import_compiler_late()
 
 if TYPE_CHECKING:
     from distcollect.collectors.base import BaseCollector, DataCollectorBase
