@@ -8,7 +8,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
@@ -22,6 +21,7 @@ from distcollect.config import Faults
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.interrupts import Stopped
+from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.assemble import assemble
@@ -314,7 +314,7 @@ def test_from_another_thread_while_an_env_is_slow() -> None:
 def test_through_a_transport() -> None:
     """The message overtakes the request that it ends; the header has the number of frames."""
     Slow.stepped = threading.Event()
-    payload = cloudpickle.dumps(WorkerPlan(lambda: Slow(lengths=(1000,)), N))
+    payload = TensorTable([]).pickled(WorkerPlan(lambda: Slow(lengths=(1000,)), N))
     workers = LoopbackWorkers(1, Faults(), lambda worker_id: payload)
     try:
         [peer] = workers.peers.values()

@@ -8,7 +8,6 @@ import time
 from itertools import count
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -44,6 +43,7 @@ from distcollect.config import Faults
 from distcollect.engine import env_recovery
 from distcollect.engine.build import build_engine
 from distcollect.engine.interrupts import Stopped
+from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.base import Faulted
 from distcollect.envs.make import make_envs
@@ -395,7 +395,7 @@ ECHOED = [(10, echo_of([0])), (1, echo_of([1])), (2, echo_of([2]))]
 
 def test_the_header_tells_how_often_an_env_raised() -> None:
     maker = Maker({0: [("step", 3), ("step", 2)], 1: [("step", T + 1)]})
-    payload = cloudpickle.dumps(WorkerPlan(maker, N, max_env_faults=2))
+    payload = TensorTable([]).pickled(WorkerPlan(maker, N, max_env_faults=2))
     workers = LoopbackWorkers(1, Faults(), lambda worker_id: payload)
     try:
         [peer] = workers.peers.values()

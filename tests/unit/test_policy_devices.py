@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from torch import nn
@@ -120,3 +122,18 @@ def _torchrl_cartpole() -> Any:
     from torchrl.envs import GymEnv  # noqa: PLC0415 - not where no test needs it
 
     return GymEnv("CartPole-v1")
+
+
+def test_tensors_are_pickled_once_for_all_workers() -> None:
+    """Envs may refer to the policy; weights that are tied stay tied."""
+    policy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy[1].weight = policy[0].weight
+    makers = [partial(gym.make, "CartPole-v1", critic=policy[index]) for index in range(2)]
+    (tensors, first), (same, second) = pickled_plans(WorkerPlan("", 1, policy=policy), makers)
+    assert same is tensors
+    plans = [unpickled((tensors, plan)) for plan in (first, second)]
+    for index, plan in enumerate(plans):
+        assert plan.create_env_fn.keywords["critic"] is plan.policy[index]
+        assert plan.policy[1].weight is plan.policy[0].weight
+        torch.testing.assert_close(plan.policy.state_dict(), policy.state_dict())
+    assert plans[0].policy[0].weight is not plans[1].policy[0].weight
