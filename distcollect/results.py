@@ -117,7 +117,8 @@ class LagStats(NamedTuple):
 class EpisodeStats:
     """Episodes that were ended by their env or by ``max_frames_per_traj``.
 
-    All but the count are of the last hundred episodes, and NaN before the first has ended.
+    All but the count are of the last hundred episodes, or of all episodes of an evaluation. They
+    are NaN before the first has ended.
 
     Attributes:
         count: number of episodes that have ended.
@@ -213,6 +214,8 @@ class Stats(dict[str, Any]):
         policy_version: version of the weights that were published last.
         lag: policy lags of the delivered frames.
         episodes: episodes that ended.
+        evaluation: episodes of the evaluation of the newest version so far, by ``evaluate()`` or by
+            :class:`~distcollect.EvaluationWorkers`.
         trainer: how the thread that takes batches spent its time.
         times: how all workers together spent their time.
         num_bytes: size in bytes of all rollouts fetched from workers.
@@ -244,6 +247,7 @@ class Stats(dict[str, Any]):
     policy_version: int = 0
     lag: Lags = Lags()
     episodes: EpisodeStats = EpisodeStats()
+    evaluation: EpisodeStats = EpisodeStats()
     trainer: TrainerTimes = TrainerTimes()
     times: WorkerTimes = WorkerTimes()
     num_bytes: int = 0
@@ -309,6 +313,7 @@ class Stats(dict[str, Any]):
         parts: dict[str, Callable[[Any], Any]] = {
             "lag": _lags,
             "episodes": _episodes,
+            "evaluation": _episodes,
             "trainer": lambda value: _known(TrainerTimes, value),
             "times": lambda value: _known(WorkerTimes, value),
             "env_faults": lambda value: tuple(_known(EnvFault, each) for each in value),
@@ -390,6 +395,17 @@ class Evaluation:
     def mean_return(self) -> float:
         """Mean of the returns, NaN without episodes."""
         return self.returns.mean().item()
+
+    def summary(self) -> EpisodeStats:
+        """The statistics of all its episodes; an episode whose metric is NaN does not count in it."""
+        return EpisodeStats(
+            len(self.returns),
+            self.mean_return,
+            self.lengths.double().mean().item(),
+            self.returns.min().item(),
+            self.returns.max().item(),
+            {name: values.nanmean().item() for name, values in self.metrics.items()},
+        )
 
 
 @dataclass(frozen=True)

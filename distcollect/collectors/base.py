@@ -18,7 +18,7 @@ from distcollect.collectors.torchrl_compat import make_known_to_torchrl
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
-from distcollect.results import Evaluation, LagStats, Stats
+from distcollect.results import EpisodeStats, Evaluation, LagStats, Stats
 from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.trainer.publisher import Weights, WorkerIds
@@ -60,6 +60,7 @@ class DataCollectorBase(BatchStream):
     def __init__(self, options: CollectorOptions) -> None:
         """Build the collector, see :class:`~distcollect.collectors.stream.BatchStream`."""
         self._seed: tuple[int, bool] | None = None
+        self._evaluated: Evaluation | None = None
         make_known_to_torchrl(DataCollectorBase)
         super().__init__(options)
 
@@ -175,8 +176,10 @@ class DataCollectorBase(BatchStream):
                 f"stats(workers={workers!r}): workers must be one of 'aggregate', 'per_worker' and "
                 "'both'"
             )
+        newest = self._newest_evaluation()
         known = Stats(
             collector=type(self).__name__,
+            evaluation=EpisodeStats() if newest is None else newest.summary(),
             frames=self._progress.frames,
             resumed_frames=self._progress.resumed_frames,
             total_frames=self.total_frames,
@@ -323,7 +326,13 @@ class DataCollectorBase(BatchStream):
         self._check_open()
         checks.positive("num_episodes", num_episodes)
         limit_s = self._limit_s(timeout_s)
-        return self._evaluate(num_episodes, worker_ids, deterministic, seed, limit_s)
+        result = self._evaluate(num_episodes, worker_ids, deterministic, seed, limit_s)
+        self._evaluated = result
+        return result
+
+    def _newest_evaluation(self) -> Evaluation | None:
+        """That of the newest version; None: there was none."""
+        return self._evaluated
 
     @abstractmethod
     def _evaluate(

@@ -419,6 +419,11 @@ class RPCDataCollector(WorkerAccess):
         running = self._session.evaluators
         return [] if running is None else list(running.results)
 
+    def _newest_evaluation(self) -> Evaluation | None:
+        by_call, in_background = super()._newest_evaluation(), self.evaluations[-1:]
+        candidates = in_background if by_call is None else [by_call, *in_background]
+        return max(candidates, key=lambda each: int(each.policy_version.max()), default=None)
+
     def _resume(
         self, version: int, first_traj_id: int, frames: int, count: Callable[[], None]
     ) -> None:

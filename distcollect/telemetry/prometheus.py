@@ -61,6 +61,8 @@ def figures(stats: Stats) -> dict[str, float]:
         "episodes": stats.episodes.count,
         "episode_return": stats.episodes.mean_return,
         "episode_length": stats.episodes.mean_length,
+        "evaluation_return": stats.evaluation.mean_return,
+        "evaluation_length": stats.evaluation.mean_length,
         "bytes": stats.num_bytes,
         "ready_rollouts": stats.num_ready,
         "restarts": stats.num_restarts,
@@ -105,6 +107,8 @@ class StatsCollector:
             add(name, value)
         for metric, value in _known(stats.episodes.metrics):
             add("episode_metric", value, metric=metric)
+        for metric, value in _known(stats.evaluation.metrics):
+            add("evaluation_metric", value, metric=metric)
         for worker_id, worker in stats.workers.items():
             for name, of in _OF_WORKERS.items():
                 add(f"worker_{name}", of(worker), worker=str(worker_id))

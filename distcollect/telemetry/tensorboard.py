@@ -45,9 +45,11 @@ class TensorBoard:
             group, share, part = name.partition("_share_")
             tag = f"{group}_share/{part}" if share else f"collector/{name}"
             self._events.add_scalar(tag, value, stats.frames)
-        for name, value in stats.episodes.metrics.items():
-            if not math.isnan(value):
-                self._events.add_scalar(f"metrics/{name}", value, stats.frames)
+        of = {"metrics": stats.episodes, "evaluation_metrics": stats.evaluation}
+        for group, episodes in of.items():
+            for name, value in episodes.metrics.items():
+                if not math.isnan(value):
+                    self._events.add_scalar(f"{group}/{name}", value, stats.frames)
         self._events.flush()
 
     def close(self) -> None:

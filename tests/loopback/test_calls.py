@@ -98,6 +98,8 @@ class TestEvaluate:
             collector.update_policy_weights_(Acts(1))
             found = collector.evaluate(1)
             assert (found.returns.item(), found.policy_version.item()) == (5.0, 1)
+            newest = collector.stats().evaluation
+        assert (newest.count, newest.mean_return, newest.mean_length) == (1, 5.0, 5.0)
 
     @pytest.mark.parametrize("kind", [dc.SyncDataCollector])
     def test_random_numbers(self, kind: Any) -> None:

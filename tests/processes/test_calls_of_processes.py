@@ -59,3 +59,5 @@ class TestEvaluationWorkers:
             assert found.returns.tolist() == [5.0 * (version % 3)] * 2
         versions = [int(found.policy_version[0]) for found in collector.evaluations]
         assert versions == sorted(set(versions))
+        newest = collector.stats().evaluation
+        assert (newest.count, newest.mean_return) == (2, collector.evaluations[-1].mean_return)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.counting_envs import IN_PROCESS_KINDS, CountingMaker
 from helpers.envs import CountdownEnv
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 import distcollect as dc
 from distcollect.commands.report.history import history_of
 from distcollect.commands.report.page import page
-from distcollect.results import EpisodeStats, Stats, WorkerStats
+from distcollect.results import EpisodeStats, Evaluation, Stats, WorkerStats
 from distcollect.rollout.header import Header, WorkReport
 from distcollect.telemetry.display import log_line
 from distcollect.telemetry.prometheus import StatsCollector
@@ -130,6 +131,7 @@ def test_the_last_hundred_episodes_of_each_worker_and_of_all() -> None:
 STATS = Stats(
     frames=10,
     episodes=EpisodeStats(3, 1.0, 2.0, 1.0, 1.0, {"success": 0.25, "late": NAN}),
+    evaluation=EpisodeStats(2, 1.5, 2.0, 1.0, 2.0, {"success": 0.75, "late": NAN}),
     workers={1: WorkerStats(metrics={"success": 0.5, "late": NAN})},
 )
 
@@ -140,6 +142,8 @@ def test_where_they_are_shown() -> None:
     registry.register(StatsCollector(lambda: STATS))
     text = generate_latest(registry).decode()
     assert '\ndistcollect_episode_metric{metric="success"} 0.25\n' in text
+    assert '\ndistcollect_evaluation_metric{metric="success"} 0.75\n' in text
+    assert "\ndistcollect_evaluation_return 1.5\n" in text
     assert '\ndistcollect_worker_episode_metric{metric="success",worker="1"} 0.5\n' in text
     assert "late" not in text
 
@@ -167,6 +171,8 @@ def test_tensorboard_has_them(tmp_path: Path) -> None:
     assert "metrics/late" not in events.Tags()["scalars"]
     [event] = events.Scalars("metrics/success")
     assert (event.step, event.value) == (10, 0.25)
+    [event] = events.Scalars("evaluation_metrics/success")
+    assert (event.step, event.value) == (10, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -199,3 +205,13 @@ def test_without_metrics_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) ->
         collector.next()
         assert collector.stats().episodes.count == 4
         assert collector.stats().episodes.metrics == {}
+
+
+def test_the_summary_of_an_evaluation_has_those_that_count() -> None:
+    played = Evaluation(
+        returns=torch.tensor([1.0, 2.0], dtype=torch.float64),
+        lengths=torch.tensor([3, 4]),
+        policy_version=torch.tensor([5, 5]),
+        metrics={"success": torch.tensor([1.0, NAN], dtype=torch.float64)},
+    )
+    assert played.summary() == EpisodeStats(2, 1.5, 3.5, 1.0, 2.0, {"success": 1.0})
