@@ -134,7 +134,8 @@ class Faults:
         max_env_faults: an env that raises is closed and made again, and its trajectory ends at its
             last real frame, where ``("collector", "faulted")`` is True. After this many rebuilds in
             a row, without a whole episode or 1,000 frames in between, the next exception raises an
-            :class:`~distcollect.EnvError`. 0: the first exception does.
+            :class:`~distcollect.EnvError`, and a worker in which it does is replaced. 0: the first
+            exception ends the run.
     """
 
     start_timeout_s: float = 180.0

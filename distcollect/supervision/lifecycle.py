@@ -443,9 +443,11 @@ class Lifecycle:
             return
         present = any(state in PRESENT for state in self._membership.states.values())
         hopeful, least = self._membership.num_hopeful, self._faults.min_workers
-        if isinstance(failure, EnvError) and (not present or hopeful < least):
-            self.fail(failure)
-            return
+        if isinstance(failure, EnvError):
+            tolerates_none = self._faults.max_env_faults == 0
+            if tolerates_none or not present or hopeful < least:
+                self.fail(failure)
+                return
         if hopeful < least and not self._hosts.is_elastic:
             others = [f"worker {w}: {d}" for w, d in sorted(self._deaths.items()) if w != worker_id]
             before = f"; before that {'; '.join(others)}" if others else ""

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.envs import SamplingEnv
+from helpers.envs import SamplingEnv, StumblingEnv
 from helpers.marked import Marked
 from torch import nn
 
@@ -109,6 +110,23 @@ def test_other_versions_on_a_worker(
     with pytest.raises(dc.WorkerMismatch, match=rf"torch is 1\.13.*trainer's is {mine}") as caught:
         make(num_workers=1)
     assert caught.value.worker_id == 0
+    assert not marked.left()
+
+
+def stumbles_in_worker_0(context: dc.EnvContext) -> gym.Env[Any, Any]:
+    return StumblingEnv(SamplingEnv(), 20 if context.worker_id == 0 else None)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_first_exception_ends_the_run(sync: bool, marked: Marked) -> None:
+    faults = dc.Faults(max_env_faults=0)
+    collector = make(
+        create_env_fn=stumbles_in_worker_0, sync=sync, total_frames=2400, faults=faults
+    )
+    # Though worker 1 could go on, and worker 0 could be replaced.
+    with collector, pytest.raises(dc.EnvError, match="worker 0: .*stumbled"):
+        for _ in collector:
+            pass
     assert not marked.left()
 
 
