@@ -404,13 +404,16 @@ class PoolCore:
 
     def _ask(self) -> None:
         """Request rollouts from all workers that may be asked for one."""
-        if self.closed:
+        scheduler = self._scheduler
+        if self.closed or (slot := scheduler.next_slot()) is None:
             return
-        while (slot := self._scheduler.next_slot()) is not None:
-            request, wire_request = self.requests.request(slot)
-            self.commands.append(Collect(request, wire_request))
-            if self._scheduler.ends_early:
-                self.requests.preempt_all()
+        requests = []
+        while slot is not None:
+            requests.append(self.requests.request(slot))
+            slot = scheduler.next_slot()
+        self.commands.append(Collect(requests))
+        if scheduler.ends_early:
+            self.requests.preempt_all()
 
     def _give_up_stale(self) -> None:
         if self._drops_stale and self.requests.give_up_stale():
