@@ -86,7 +86,7 @@ class EventLoop:
         self._transport = transport
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder
-        self._events: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._events: deque[tuple[Any, ...]] = deque()  # see post()
         # Bound once: of each, one for each open rollout would be much to do for garbage collection.
         self._post = self.post
         self._post_collected = partial(self.post, self._note_collected)
@@ -111,15 +111,16 @@ class EventLoop:
             WakeUser: lambda _: wake_user(),
         }
 
-    def post(self, event: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    def post(self, *event: Any) -> None:
         """Have the core handle an event, after those that came before.
 
         If another thread handles events now, it handles this one too. A thread that holds the lock
         finds it handled when this returns.
+
+        Args:
+            event: a function and its arguments; one tuple, as many events may wait.
         """
-        if kwargs:
-            event = partial(event, **kwargs)
-        self._events.append((event, args))
+        self._events.append(event)
         # Else the thread that drains sees the event: it looks once more after it has ended.
         if not self._is_draining:
             with self.lock:
@@ -178,8 +179,8 @@ class EventLoop:
                         if command is not None:
                             self._executors[type(command)](command)
                         else:
-                            event, args = events.popleft()
-                            event(*args)
+                            event = events.popleft()
+                            event[0](*event[1:])
                     except Exception as error:  # noqa: BLE001 - raised below, after all else
                         failure = failure or error
                         self._not_executed(command, error)
@@ -194,7 +195,7 @@ class EventLoop:
         if isinstance(command, Fetch | Keep | AwaitTaken):
             slot = command.request.slot
         if slot is not None:
-            self._events.append((self._core.unreachable, (slot, error)))
+            self._events.append((self._core.unreachable, slot, error))
 
     def call(
         self, slot: WorkerSlot, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -211,7 +212,7 @@ class EventLoop:
                 _then(answer, self._post_collected, request)
             except Exception as error:  # noqa: BLE001 - raised below, after the other requests
                 failure = failure or error
-                self._events.append((self._core.unreachable, (request.slot, error)))
+                self._events.append((self._core.unreachable, request.slot, error))
         if failure is not None:
             raise failure
 

@@ -7,7 +7,7 @@ commands.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from distcollect.results import LedgerReport, WorkerThroughput
@@ -27,6 +27,8 @@ from distcollect.trainer.worker_slots import (
     WorkerSlots,
 )
 from distcollect.transport.protocol import CollectRequest, Offer
+
+_NONE_LOST: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -155,7 +157,7 @@ class Requests:
         slot, header = request.slot, offer.header
         self._slots.end_collecting(slot)
         self._collecting.pop(request, None)
-        if slot.is_gone:
+        if slot.state is SlotState.GONE:
             self._commands(Decline(offer))  # it was given up when its worker was lost
             return False
         self._ledger.announce(
@@ -164,7 +166,7 @@ class Requests:
             header.sequence,
             header.num_frames,
             stepped=header.stepped,
-            lost=dict(header.lost),
+            lost=dict(header.lost) if header.lost else _NONE_LOST,
             env_faults=header.env_faults,
         )
         request.header, request.offer = header, offer
@@ -182,7 +184,8 @@ class Requests:
             self._give_up(request, "given_up")
             return False
         self.arrived.add(request)
-        self._check_later(request)
+        if self._max_lag is not None:
+            self._unchecked.append(request)
         self._scheduler.arrived(request)
         return True
 
@@ -204,7 +207,8 @@ class Requests:
             return
         self.arrived.become(request, RolloutState.HERE)
         request.tensors, request.offer = tensors, None
-        self._check_later(request)
+        if self._max_lag is not None:
+            self._unchecked.append(request)
         self._scheduler.fetched(request)
         self._settle(request)
 
@@ -295,10 +299,6 @@ class Requests:
             self._give_up(request, "stale")
         return bool(stale)
 
-    def _check_later(self, request: RolloutRequest) -> None:
-        if self._max_lag is not None:
-            self._unchecked.append(request)
-
     def _is_stale(self, request: RolloutRequest, max_lag: int) -> bool:
         # One that is being fetched is looked at again when it is here.
         if request not in self.arrived or request.state is RolloutState.FETCHING:
@@ -338,7 +338,8 @@ class Requests:
         slot.unsettled.discard(request.number)
         slot.open.discard(request)
         self._scheduler.refresh(slot)
-        self.check_drained(slot)
+        if slot.state is SlotState.LEAVING:
+            self.check_drained(slot)
 
     # The end of a worker.
 

@@ -44,8 +44,9 @@ class SyncScheduler(Scheduler):
         super().leaves(slot)
 
     def refresh(self, slot: WorkerSlot) -> None:
-        is_idle = not slot.unsettled and slot.is_up_to_date and slot.may_be_asked
-        self._idle.put(slot, present=is_idle)
+        self._idle.put(
+            slot, present=not slot.unsettled and slot.is_up_to_date and slot.may_be_asked
+        )
 
     def next_slot(self) -> WorkerSlot | None:
         if self._num_wanted <= 0:
