@@ -180,7 +180,7 @@ class RPCDataCollector(WorkerAccess):
         if (limit := self._options.mask_above) is not None:
             for worker_id, counts in zip(workers, lags, strict=True):
                 masked[worker_id] += sum(num_frames for lag, num_frames in counts if lag > limit)
-        pool.deliveries.note(delivery.number, list(zip(workers, lags, strict=True)), masked)
+        pool.deliveries.note(delivery.number, workers, lags, masked)
         return Collected(batch, headers, _stats_of(lags), delivery.number)
 
     def _stamp(self) -> object:
@@ -248,9 +248,9 @@ class RPCDataCollector(WorkerAccess):
             raise
         header, pool = reference.header, self._session.pool
         lag = pool.lag(header.worker_id, header.policy_version[0])
-        lags = [(header.worker_id, [(lag, header.num_frames)])]
-        pool.deliveries.note(number, lags, {})
-        then = self._after(Collected(TensorDict(), [header], _stats_of([lags[0][1]]), number))
+        lags = [[(lag, header.num_frames)]]
+        pool.deliveries.note(number, [header.worker_id], lags, {})
+        then = self._after(Collected(TensorDict(), [header], _stats_of(lags), number))
         return self._referred(reference, then)
 
     def _referred(self, reference: RolloutReference, then: Progress) -> RolloutReference:

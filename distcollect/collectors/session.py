@@ -201,16 +201,15 @@ class Session:
         """
         delivery = self.pool.deliveries.hand_over(timeout_s, keep_s, claimed)
         [request] = delivery.requests
-        assert request.offer is not None
         reference = RolloutReference(
             identity().trainer,
             identity().run_id,
-            request.offer.header,
+            request.known_header,
             self.layout,
             request.slot.peer,
             self.workers.transport.address_of(request.slot.peer),
             request.key,
-            None if request.rollout is None else request.rollout.tensors,
+            request.tensors,
         )
         return reference, delivery.number
 

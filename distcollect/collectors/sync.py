@@ -198,8 +198,7 @@ class SyncDataCollector(DataCollectorBase):
             self._engine.collect(slab, random=self.frames < self._options.random_frames, fresh=True)
         except Stopped:
             raise CollectorStateError("the collector was shut down meanwhile") from None
-        header = replace(
-            self._header(slab),
+        header = self._header(slab)._replace(
             env_faults=self._engine.counter.env_faults,
             faults=tuple(
                 EnvFault(0, 0, socket.gethostname(), time_s, message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distcollect.results import EnvFault
@@ -47,9 +46,10 @@ class WorkReport(NamedTuple):
 NO_WORK = WorkReport()
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What the trainer learns of a rollout before any of its data moves.
+
+    A tuple: one object for garbage collection to look at, and pickled fast.
 
     Attributes:
         worker_id: the slot that collected it.
@@ -60,7 +60,7 @@ class Header:
         num_bytes: size of its tensors.
         policy_version: (lowest, highest) version among its frames.
         stepped: frames that its process has stepped in all.
-        lost: how many of these frames are in no rollout, by cause.
+        lost: pairs (cause, frames): how many of these frames are in no rollout, by cause.
         env_faults: how often an env of its process raised.
         faults: the newest of these since the header before.
         work: how its process has spent its time.
@@ -76,7 +76,7 @@ class Header:
     num_bytes: int
     policy_version: tuple[int, int]
     stepped: int = 0
-    lost: dict[str, int] = field(default_factory=dict)
+    lost: tuple[tuple[str, int], ...] = ()
     env_faults: int = 0
     faults: tuple[EnvFault, ...] = ()
     work: WorkReport = NO_WORK

@@ -20,10 +20,10 @@ from distcollect.trainer.pool_core import PoolCore
 from distcollect.trainer.requests import origin
 from distcollect.trainer.worker_slots import BatchPlan, RolloutRequest
 
-# Of a delivery: its number; of each rollout the worker_id and pairs (lag, frames); how many frames
+# Of a delivery: its number; of each rollout the worker_id, and pairs (lag, frames); how many frames
 # are masked, by worker_id; when it was, in nanoseconds.
 _Delivered: TypeAlias = tuple[
-    int, Sequence[tuple[int, Sequence[tuple[int, int]]]], Mapping[int, int], int
+    int, Sequence[int], Sequence[Sequence[tuple[int, int]]], Mapping[int, int], int
 ]
 
 
@@ -128,18 +128,20 @@ class Deliveries:
     def note(
         self,
         number: int,
-        lags: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+        worker_ids: Sequence[int],
+        lags: Sequence[Sequence[tuple[int, int]]],
         masked: Mapping[int, int],
     ) -> None:
         """Count a delivery in the statistics, once: at the latest when :attr:`ledger` is read.
 
         Args:
             number: the delivery's.
-            lags: of each rollout the worker_id and pairs (lag, frames).
+            worker_ids: of each rollout, its worker's.
+            lags: of each rollout, pairs (lag, frames).
             masked: maps a worker_id to how many of its frames are masked as too stale.
         """
         # The pool's thread counts it with the next call: waking it only for this takes time.
-        self._uncounted.append((number, lags, masked, clock_ns()))
+        self._uncounted.append((number, worker_ids, lags, masked, clock_ns()))
 
     def _gather(
         self,
@@ -256,10 +258,10 @@ class Deliveries:
     def count(self) -> None:
         """Count what was delivered since the last call."""
         while self._uncounted:
-            number, lags, masked, at = self._uncounted.popleft()
+            number, worker_ids, lags, masked, at = self._uncounted.popleft()
             if number <= self._num_counted:
                 continue
             self._num_counted = number
-            self._stats_recorder.delivered(lags, at)
+            self._stats_recorder.delivered(zip(worker_ids, lags, strict=True), at)
             for worker_id, num_frames in masked.items():
                 self._core.requests.stale_frames[worker_id] += num_frames

@@ -86,11 +86,11 @@ class EventLoop:
         self._transport = transport
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder
-        self._events: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._events: deque[tuple[Any, ...]] = deque()  # see post()
         # Bound once: of each, one for each open rollout would be much to do for garbage collection.
         self._post = self.post
-        self._collected = self._note_collected
-        self._fetched = self._note_fetched
+        self._post_collected = partial(self.post, self._note_collected)
+        self._post_fetched = partial(self.post, self._note_fetched)
         self._executors: dict[type[Command], Callable[[Any], object]] = {
             Collect: self._collect,
             Preempt: lambda it: self.call(
@@ -111,15 +111,16 @@ class EventLoop:
             WakeUser: lambda _: wake_user(),
         }
 
-    def post(self, event: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    def post(self, *event: Any) -> None:
         """Have the core handle an event, after those that came before.
 
         If another thread handles events now, it handles this one too. A thread that holds the lock
         finds it handled when this returns.
+
+        Args:
+            event: a function and its arguments; one tuple, as many events may wait.
         """
-        if kwargs:
-            event = partial(event, **kwargs)
-        self._events.append((event, args))
+        self._events.append(event)
         # Else the thread that drains sees the event: it looks once more after it has ended.
         if not self._is_draining:
             with self.lock:
@@ -178,8 +179,8 @@ class EventLoop:
                         if command is not None:
                             self._executors[type(command)](command)
                         else:
-                            event, args = events.popleft()
-                            event(*args)
+                            event = events.popleft()
+                            event[0](*event[1:])
                     except Exception as error:  # noqa: BLE001 - raised below, after all else
                         failure = failure or error
                         self._not_executed(command, error)
@@ -191,18 +192,10 @@ class EventLoop:
     def _not_executed(self, command: Command | None, error: Exception) -> None:
         """Have a worker replaced that may have got a call, and whose answer may never be seen."""
         slot = command.slot if isinstance(command, SetUp) else None
-        if isinstance(command, Collect | Fetch | Keep | AwaitTaken):
+        if isinstance(command, Fetch | Keep | AwaitTaken):
             slot = command.request.slot
         if slot is not None:
-            self._events.append((self._core.unreachable, (slot, error)))
-
-    def _then(self, answer: Owed, event: Callable[..., None], *about: Any) -> None:
-        """Post an event when a worker's answer is there: it gets ``about``, then the answer.
-
-        Nothing here refers to ``answer``: that would be a cycle, which only the garbage collector
-        could free. And little is made here, as this is done for each rollout.
-        """
-        answer.add_done_callback(partial(self._post, event, *about))
+            self._events.append((self._core.unreachable, slot, error))
 
     def call(
         self, slot: WorkerSlot, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -211,10 +204,17 @@ class EventLoop:
         return self._transport.call(slot.peer, method, *args, **kwargs)
 
     def _collect(self, command: Collect) -> None:
-        request = command.request
-        request.asked_at = clock_ns()
-        answer = self._transport.collect(request.slot.peer, command.wire_request)
-        self._then(answer, self._collected, request)
+        failure: Exception | None = None
+        for request in command.requests:
+            request.asked_at = clock_ns()
+            try:
+                answer = self._transport.collect(request.slot.peer, request.wire_request)
+                _then(answer, self._post_collected, request)
+            except Exception as error:  # noqa: BLE001 - raised below, after the other requests
+                failure = failure or error
+                self._events.append((self._core.unreachable, request.slot, error))
+        if failure is not None:
+            raise failure
 
     def _note_collected(self, request: RolloutRequest, answer: Reply[Offer]) -> None:
         if self._core.closed:
@@ -228,19 +228,18 @@ class EventLoop:
         self._core.offered(request, offer, clock_ns())
 
     def _fetch(self, command: Fetch) -> None:
-        begin = clock_ns()
-        self._then(command.offer.fetch(), self._fetched, command.request, command.offer, begin)
+        command.began_at = clock_ns()
+        _then(command.offer.fetch(), self._post_fetched, command)
 
-    def _note_fetched(
-        self, request: RolloutRequest, offer: Offer, begin: int, answer: Reply[Tensors]
-    ) -> None:
+    def _note_fetched(self, command: Fetch, answer: Reply[Tensors]) -> None:
         if self._core.closed:
             return
+        request = command.request
         if (error := answer.exception()) is not None:
             self._core.not_fetched(request, error)
             return
-        header = offer.header
-        self._stats_recorder.fetched(header.worker_id, header.num_bytes, clock_ns() - begin)
+        header, took_ns = command.offer.header, clock_ns() - command.began_at
+        self._stats_recorder.fetched(header.worker_id, header.num_bytes, took_ns)
         self._core.fetched(request, answer.result())
 
     def _then_either(
@@ -250,7 +249,8 @@ class EventLoop:
         failed: Callable[[BaseException], None],
     ) -> None:
         """Post one of these events when a worker's answer is there."""
-        self._then(answer, self._answered, answered, failed)
+        # Nothing here refers to ``answer``: only the garbage collector could free that cycle.
+        answer.add_done_callback(partial(self._post, self._answered, answered, failed))
 
     def _answered(
         self,
@@ -300,6 +300,18 @@ class EventLoop:
 
     def _report_drained(self, command: ReportDrained) -> None:
         self._failure_sink.drained(command.slot.worker_id, command.slot.incarnation)
+
+
+def _then(answer: Owed, callback: Callable[[Any, Any], None], about: object) -> None:
+    """Have ``callback`` called with ``about`` and the answer, once it is there.
+
+    Almost nothing is made here, as this is done for each rollout. Nothing that the answer refers to
+    refers to it: that would be a cycle, which only the garbage collector could free.
+    """
+    if isinstance(answer, Reply):
+        answer.then(callback, about)
+    else:
+        answer.add_done_callback(partial(callback, about))
 
 
 def _begin(reply: Reply[Any], event: Callable[..., None], *args: Any) -> None:

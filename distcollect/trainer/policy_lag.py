@@ -31,14 +31,19 @@ def count_lags(
     versions = batch["collector", "policy_version"]
     by_rollout = versions.reshape(len(rollouts), -1)
     traj_ids = batch["collector", "traj_ids"].reshape(len(rollouts), -1)
-    lags: list[list[tuple[int, int]]] = [[] for _ in rollouts]
+    lags: list[list[tuple[int, int]]] = []
+    last: list[tuple[int, int]] = []
     stale: list[tuple[int, int]] = []
     for index, rollout in enumerate(rollouts):
+        counts = []
         for version, num_frames in _versions(rollout.header, by_rollout[index], traj_ids[index]):
             lag = lag_of(rollout.header.worker_id, version)
-            lags[index].append((lag, num_frames))
+            counts.append((lag, num_frames))
             if mask_above is not None and lag > mask_above:
                 stale.append((index, version))
+        if counts != last:  # most are equal: garbage collection looks at one of them only
+            last = counts
+        lags.append(last)
     if mask_above is not None:
         fresh = torch.ones_like(by_rollout, dtype=torch.bool)
         for index, version in stale:

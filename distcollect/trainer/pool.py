@@ -28,6 +28,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -220,7 +221,8 @@ class Pool:
         with self._lock:
             if self._core.closed:
                 return
-            self._loop.post(self._core.worker_lost, worker_id, incarnation, replaced=replaced)
+            lost = partial(self._core.worker_lost, replaced=replaced)
+            self._loop.post(lost, worker_id, incarnation)
         self._sender.forget(worker_id, replaced=replaced)
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:

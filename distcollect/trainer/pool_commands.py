@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from distcollect.telemetry.recorder import Activity
 from distcollect.trainer.worker_slots import RolloutRequest, WorkerSlot
-from distcollect.transport.protocol import CollectRequest, Offer
+from distcollect.transport.protocol import Offer
 
 
 class Wanted(Enum):
@@ -32,10 +32,12 @@ class Wanted(Enum):
 
 @dataclass(slots=True)
 class Collect:
-    """Request a rollout; answered by ``offered`` or ``not_collected``."""
+    """Request rollouts; each is answered by ``offered`` or ``not_collected``.
 
-    request: RolloutRequest
-    wire_request: CollectRequest
+    It is one command for all workers of a sync batch: garbage collection looks at each object.
+    """
+
+    requests: list[RolloutRequest]
 
 
 @dataclass(slots=True)
@@ -47,10 +49,15 @@ class Preempt:
 
 @dataclass(slots=True)
 class Fetch:
-    """Move a rollout here; answered by ``fetched`` or ``not_fetched``."""
+    """Move a rollout here; answered by ``fetched`` or ``not_fetched``.
+
+    Attributes:
+        began_at: when the shell did it, in nanoseconds.
+    """
 
     request: RolloutRequest
     offer: Offer
+    began_at: int = 0
 
 
 @dataclass(slots=True)

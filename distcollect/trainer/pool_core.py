@@ -225,7 +225,8 @@ class PoolCore:
         is_wanted = self.requests.offered(request, offer, now)
         self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
         if is_wanted:
-            self._give_up_stale()
+            if self._drops_stale:
+                self._give_up_stale()
             if self._plan.sync or len(self.requests.arrived) <= self._max_fetched:
                 self.requests.fetch(request)
             else:
@@ -404,16 +405,19 @@ class PoolCore:
 
     def _ask(self) -> None:
         """Request rollouts from all workers that may be asked for one."""
-        if self.closed:
+        scheduler = self._scheduler
+        if self.closed or (slot := scheduler.next_slot()) is None:
             return
-        while (slot := self._scheduler.next_slot()) is not None:
-            request, wire_request = self.requests.request(slot)
-            self.commands.append(Collect(request, wire_request))
-            if self._scheduler.ends_early:
-                self.requests.preempt_all()
+        requests = []
+        while slot is not None:
+            requests.append(self.requests.request(slot))
+            slot = scheduler.next_slot()
+        self.commands.append(Collect(requests))
+        if scheduler.ends_early:
+            self.requests.preempt_all()
 
     def _give_up_stale(self) -> None:
-        if self._drops_stale and self.requests.give_up_stale():
+        if self.requests.give_up_stale():
             self._fetch_ahead()
             self._ask()
 
@@ -431,11 +435,11 @@ class PoolCore:
 
     def _is_there(self) -> bool:
         """Whether what the user waits for is there."""
-        if self.wanted is Wanted.ALL:
+        if self._drops_stale and self.wanted is not Wanted.REFERENCE:
             self._give_up_stale()
+        if self.wanted is Wanted.ALL:
             return self.requests.arrived.num_here == self._plan.num_rollouts
         if self.wanted is Wanted.NEXT:
-            self._give_up_stale()
             self._chosen = self._scheduler.choose()
             if self._chosen is None:
                 return False
@@ -447,7 +451,8 @@ class PoolCore:
         """Whether a rollout can be handed over; if none is kept yet, have a worker keep one."""
         chosen = self._chosen
         if chosen is None or chosen.state not in (RolloutState.KEEPING, RolloutState.KEPT):
-            self._give_up_stale()
+            if self._drops_stale:
+                self._give_up_stale()
             self._chosen = chosen = self._next_to_refer()
             if chosen is not None and chosen.state is RolloutState.READY:
                 self.requests.keep(chosen, self._make_key(), self._keep_s)

@@ -8,8 +8,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
+from typing import TypeAlias
 
 from distcollect.trainer.worker_slots import RolloutRequest, WorkerSlot
+
+# The key of a slot, and the slot; one tuple, as garbage collection looks at each. The three numbers
+# are different for all slots: slots can't be compared.
+_Entry: TypeAlias = tuple[int, int, int, WorkerSlot]
 
 
 class SlotLine:
@@ -38,53 +43,55 @@ class SlotQueue:
     A slot's key may change while it is in the queue: :meth:`put` it again then.
     """
 
-    def __init__(self, key: Callable[[WorkerSlot], tuple[int, int]]) -> None:
-        """Start empty; no two slots have the same ``key``."""
+    def __init__(self, key: Callable[[WorkerSlot], _Entry]) -> None:
+        """Start empty; ``key`` makes the entry of a slot, and no two slots have the same."""
         self._key = key
-        self._keys: dict[WorkerSlot, tuple[int, int]] = {}
+        self._entries: dict[WorkerSlot, _Entry] = {}
         # May hold entries of slots that were removed, or had another key.
-        self._heap: list[tuple[tuple[int, int], int, WorkerSlot]] = []
+        self._heap: list[_Entry] = []
 
     def __len__(self) -> int:
         """How many slots are in it."""
-        return len(self._keys)
+        return len(self._entries)
 
     def __contains__(self, slot: WorkerSlot) -> bool:
         """Whether a slot is in it."""
-        return slot in self._keys
+        return slot in self._entries
 
     def put(self, slot: WorkerSlot, *, present: bool = True) -> None:
         """Have ``slot`` in the queue, or not."""
         if not present:
-            self._keys.pop(slot, None)
+            self._entries.pop(slot, None)
             return
-        key = self._key(slot)
-        if self._keys.get(slot) == key:
+        entry = self._key(slot)
+        if self._entries.get(slot) == entry:
             return
-        self._keys[slot] = key
-        heappush(self._heap, (key, slot.joined, slot))
-        if len(self._heap) > 2 * len(self._keys) + 16:
-            self._heap = [(key, slot.joined, slot) for slot, key in self._keys.items()]
+        self._entries[slot] = entry
+        heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + 16:
+            self._heap = list(self._entries.values())
             heapify(self._heap)
 
     def first(self) -> WorkerSlot | None:
         """The slot with the lowest key; None if the queue is empty."""
-        while self._heap:
-            key, _, slot = self._heap[0]
-            if self._keys.get(slot) == key:
+        heap, entries = self._heap, self._entries
+        while heap:
+            entry = heap[0]
+            slot = entry[-1]
+            if entries.get(slot) is entry:
                 return slot
-            heappop(self._heap)
+            heappop(heap)
         return None
 
 
-def by_last_request(slot: WorkerSlot) -> tuple[int, int]:
+def by_last_request(slot: WorkerSlot) -> _Entry:
     """Order by the time of the last request: the slot that has waited longest comes first."""
-    return slot.last_request, slot.joined
+    return slot.last_request, slot.joined, 0, slot
 
 
-def by_turn(slot: WorkerSlot) -> tuple[int, int]:
+def by_turn(slot: WorkerSlot) -> _Entry:
     """Order by deliveries: the slot that has delivered least comes first."""
-    return slot.turn, slot.worker_id
+    return slot.turn, slot.worker_id, slot.joined, slot
 
 
 class RequestQueue:

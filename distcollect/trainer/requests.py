@@ -7,11 +7,11 @@ commands.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from distcollect.results import LedgerReport, WorkerThroughput
-from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.trainer.arrived_rollouts import ArrivedRollouts
 from distcollect.trainer.ledger import Ledger
@@ -27,6 +27,8 @@ from distcollect.trainer.worker_slots import (
     WorkerSlots,
 )
 from distcollect.transport.protocol import CollectRequest, Offer
+
+_NONE_LOST: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -95,9 +97,9 @@ class Requests:
     def ledger_without(self, on_their_way: Iterable[RolloutRequest]) -> LedgerReport:
         """Where all frames went, if the user does not have these delivered rollouts yet."""
         return self._ledger.report(
-            (request.slot.worker_id, request.offer.header.num_frames)
+            (request.slot.worker_id, request.known_header.num_frames)
             for request in on_their_way
-            if request.state is RolloutState.DELIVERED and request.offer is not None
+            if request.state is RolloutState.DELIVERED
         )
 
     @property
@@ -119,18 +121,20 @@ class Requests:
 
     # From the request to the rollout.
 
-    def request(self, slot: WorkerSlot) -> tuple[RolloutRequest, CollectRequest]:
+    def request(self, slot: WorkerSlot) -> RolloutRequest:
         """A worker's next rollout is requested."""
         random = self._scheduler.frames_asked < self._plan.random_frames
         number, slot.num_requests = slot.num_requests, slot.num_requests + 1
-        request = RolloutRequest(slot.worker_id, slot.acknowledged, slot, number, self._epoch)
+        version = slot.acknowledged
+        wire_request = self._wire_form(version, random=random)
+        request = RolloutRequest(slot.worker_id, version, slot, number, self._epoch, wire_request)
         self._scheduler.requested(request)
         self._slots.begin_collecting(request)
         slot.unsettled.add(number)
         slot.open.add(request)
         self._collecting[request] = None
         self._scheduler.refresh(slot)
-        return request, self._wire_form(request.version, random=random)
+        return request
 
     def _wire_form(self, version: int, *, random: bool) -> CollectRequest:
         """What is sent to a worker; most requests in a row are equal, and share one."""
@@ -153,7 +157,7 @@ class Requests:
         slot, header = request.slot, offer.header
         self._slots.end_collecting(slot)
         self._collecting.pop(request, None)
-        if slot.is_gone:
+        if slot.state is SlotState.GONE:
             self._commands(Decline(offer))  # it was given up when its worker was lost
             return False
         self._ledger.announce(
@@ -162,10 +166,10 @@ class Requests:
             header.sequence,
             header.num_frames,
             stepped=header.stepped,
-            lost=header.lost,
+            lost=dict(header.lost) if header.lost else _NONE_LOST,
             env_faults=header.env_faults,
         )
-        request.offer = offer
+        request.header, request.offer = header, offer
         throughput = self._throughput.get(slot.worker_id)
         if throughput is None:
             throughput = self._throughput[slot.worker_id] = _Throughput()
@@ -180,7 +184,8 @@ class Requests:
             self._give_up(request, "given_up")
             return False
         self.arrived.add(request)
-        self._check_later(request)
+        if self._max_lag is not None:
+            self._unchecked.append(request)
         self._scheduler.arrived(request)
         return True
 
@@ -200,10 +205,10 @@ class Requests:
         if request not in self.arrived:
             self._give_up(request, "given_up")  # as all requests of its time
             return
-        assert request.offer is not None
         self.arrived.become(request, RolloutState.HERE)
-        request.rollout = Rollout(request.offer.header, tensors)
-        self._check_later(request)
+        request.tensors, request.offer = tensors, None
+        if self._max_lag is not None:
+            self._unchecked.append(request)
         self._scheduler.fetched(request)
         self._settle(request)
 
@@ -221,10 +226,9 @@ class Requests:
 
     def deliver(self, request: RolloutRequest) -> None:
         """The user gets it."""
-        assert request.rollout is not None
         self.arrived.remove(request)
         request.become(RolloutState.DELIVERED)
-        self._ledger.deliver(*origin(request.rollout.header))
+        self._ledger.deliver(*origin(request.known_header))
         self._scheduler.removed(request)
 
     def deliver_all(self) -> list[RolloutRequest]:
@@ -242,10 +246,10 @@ class Requests:
 
     def take_back(self, request: RolloutRequest, cause: str) -> None:
         """One that was delivered did not reach the user; it is lost by ``cause``."""
-        assert request.offer is not None
+        header = request.known_header
         request.become(RolloutState.GIVEN_UP)
-        self._ledger.take_back(*origin(request.offer.header), request.offer.header.num_frames)
-        self._ledger.lose(*origin(request.offer.header), cause)
+        self._ledger.take_back(*origin(header), header.num_frames)
+        self._ledger.lose(*origin(header), cause)
         self._scheduler.taken_back()
 
     def keep(self, request: RolloutRequest, key: str, keep_s: float) -> None:
@@ -261,9 +265,8 @@ class Requests:
 
     def keep_no_longer(self, request: RolloutRequest, cause: str | None) -> None:
         """Another trainer has it, or it is lost for ``cause``."""
-        assert request.offer is not None
         del self.kept[request]
-        slot, header = request.slot, request.offer.header
+        slot, header = request.slot, request.known_header
         # Without a reference no trainer gets it, so that another one is to be collected.
         counts = request.state is RolloutState.REFERRED
         if cause is None:
@@ -291,15 +294,10 @@ class Requests:
             unchecked = self.arrived.first(len(self.arrived))
         stale = [request for request in unchecked if self._is_stale(request, self._max_lag)]
         for request in stale:
-            assert request.offer is not None
-            self.stale_frames[request.slot.worker_id] += request.offer.header.num_frames
+            self.stale_frames[request.slot.worker_id] += request.known_header.num_frames
             self._discard(request)
             self._give_up(request, "stale")
         return bool(stale)
-
-    def _check_later(self, request: RolloutRequest) -> None:
-        if self._max_lag is not None:
-            self._unchecked.append(request)
 
     def _is_stale(self, request: RolloutRequest, max_lag: int) -> bool:
         # One that is being fetched is looked at again when it is here.
@@ -320,11 +318,11 @@ class Requests:
 
     def _give_up(self, request: RolloutRequest, cause: str) -> None:
         request.become(RolloutState.GIVEN_UP)
+        if request.header is not None:
+            self._ledger.lose(*origin(request.header), cause)
         if request.offer is not None:
-            self._ledger.lose(*origin(request.offer.header), cause)
-            if request.rollout is None:
-                self._commands(Decline(request.offer))
-        request.rollout = None
+            self._commands(Decline(request.offer))
+        request.offer = request.tensors = None
         self._scheduler.given_up(request, is_wanted=self.is_current(request))
         self._settle(request)
 
@@ -340,7 +338,8 @@ class Requests:
         slot.unsettled.discard(request.number)
         slot.open.discard(request)
         self._scheduler.refresh(slot)
-        self.check_drained(slot)
+        if slot.state is SlotState.LEAVING:
+            self.check_drained(slot)
 
     # The end of a worker.
 
@@ -362,7 +361,7 @@ class Requests:
 
     def _note_unknown(self, slot: WorkerSlot) -> None:
         """Count the frames that a worker may have stepped without a header that says so."""
-        unknown = sum(request.offer is None for request in slot.open)
+        unknown = sum(request.header is None for request in slot.open)
         self._unaccounted[slot.worker_id, slot.incarnation] = unknown * self._plan.rollout_frames
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:

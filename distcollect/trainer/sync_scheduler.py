@@ -23,18 +23,16 @@ class SyncScheduler(Scheduler):
         self._batch = 0
         self._num_wanted = 0  # rollouts of this batch that were not requested yet
         self._without_share: set[WorkerSlot] = set()  # workers that are to have one, and stay
-        # Slots that may be asked now, for the first rollout of this batch or for a further one. Not
-        # in the order in which they became idle: that which gets new weights last would be last.
+        # Slots that may be asked now. Not in the order in which they became idle: that which gets
+        # new weights last would be last. Those that have a share of this batch come after all that
+        # have none, as they were asked later.
         self._idle = SlotQueue(by_last_request)
-        self._idle_again = SlotQueue(by_last_request)
 
     def begin(self) -> None:
         self._batch += 1
         self._num_wanted = self._plan.num_rollouts
         self.ends_early = False
         self._without_share = {slot for slot in self._slots.able if slot.is_staying}
-        for slot in self._slots.able:
-            self.refresh(slot)
 
     def joined(self, slot: WorkerSlot) -> None:
         if not slot.is_reserved:
@@ -46,21 +44,20 @@ class SyncScheduler(Scheduler):
         super().leaves(slot)
 
     def refresh(self, slot: WorkerSlot) -> None:
-        is_idle = not slot.unsettled and slot.is_up_to_date and slot.may_be_asked
-        has_share = slot.batch == self._batch
-        self._idle.put(slot, present=is_idle and not has_share)
-        self._idle_again.put(slot, present=is_idle and has_share)
+        self._idle.put(
+            slot, present=not slot.unsettled and slot.is_up_to_date and slot.may_be_asked
+        )
 
     def next_slot(self) -> WorkerSlot | None:
         if self._num_wanted <= 0:
             return None
         slot = self._idle.first()
-        if slot is not None:
+        if slot is None or slot.batch != self._batch:
             return slot
         # A worker gets a second share only if there is no other worker for it.
         others = len(self._without_share)
         coming = self._slots.num_coming if self._plan.waits_for_missing else 0
-        return self._idle_again.first() if self._num_wanted > others + coming else None
+        return slot if self._num_wanted > others + coming else None
 
     def requested(self, request: RolloutRequest) -> None:
         super().requested(request)

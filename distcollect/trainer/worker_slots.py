@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from distcollect.rollout.header import Rollout
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.layout import Tensors
 from distcollect.trainer.staleness import SentVersions, StalenessTicket
-from distcollect.transport.protocol import NUM_SLABS, Offer
+from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Offer
 
 if TYPE_CHECKING:
     from distcollect.trainer.setup_calls import SetupCall
@@ -229,9 +230,11 @@ class RolloutRequest(StalenessTicket):
         slot: the worker's process.
         number: which of that process's rollouts, counted from 0.
         epoch: how often all requests had been given up before this one.
-        asked_at: when the request was sent, in nanoseconds.
-        offer: once it lies on its worker.
-        rollout: once it is on the trainer.
+        wire_request: what is sent to the worker.
+        asked_at: when that was, in nanoseconds.
+        header: once it lies on its worker.
+        offer: while it lies on its worker.
+        tensors: while it is on the trainer and not the user's.
         arrival: how many rollouts arrived before it; -1 until it does.
         key: opens it for other trainers, if it is kept for them.
     """
@@ -239,18 +242,26 @@ class RolloutRequest(StalenessTicket):
     slot: WorkerSlot
     number: int
     epoch: int
+    wire_request: CollectRequest
     asked_at: int = 0
     state: RolloutState = RolloutState.COLLECTING
+    header: Header | None = None
     offer: Offer | None = None
-    rollout: Rollout | None = None
+    tensors: Tensors | None = None
     arrival: int = -1
     key: str = ""
 
     def take_rollout(self) -> Rollout:
         """The rollout, for the user. Nothing here refers to its tensors any more."""
-        rollout, self.rollout = self.rollout, None
-        assert rollout is not None
-        return rollout
+        tensors, self.tensors = self.tensors, None
+        assert tensors is not None
+        return Rollout(self.known_header, tensors)
+
+    @property
+    def known_header(self) -> Header:
+        """Its header, which must have come."""
+        assert self.header is not None
+        return self.header
 
     def become(self, state: RolloutState) -> None:
         """Change the state; RuntimeError if that is not possible from the present one."""

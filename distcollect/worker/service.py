@@ -280,7 +280,7 @@ class Worker(WorkerService):
             num_bytes=sum(tensor.nbytes for tensor in tensors),
             policy_version=(int(versions.min()), int(versions.max())),
             stepped=engine.counter.stepped,
-            lost=dict(engine.counter.lost),
+            lost=tuple(engine.counter.lost.items()),
             env_faults=engine.counter.env_faults,
             faults=self._faults(engine.counter),
             work=engine.step_timer.work(),

@@ -18,6 +18,7 @@ from distcollect.errors import BatchTimeout, DeadlineError, DistCollectError, Wo
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.trainer.pool import Pool
+from distcollect.trainer.requests import origin
 from distcollect.trainer.worker_slots import BatchPlan
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Offer
 from distcollect.transport.worker_service import WorkerService
@@ -414,7 +415,7 @@ class Run:
             0,
             (lowest, process.held),
             process.stepped,
-            dict(process.lost),
+            tuple(process.lost.items()),
         )
         self.offers[request.key] = request
         request.answer.set_result(request)
@@ -593,12 +594,12 @@ class Run:
         delivery = self.pool.deliveries.hand_over(timeout_s, 60)
         self.pool.deliveries.claim(delivery.number)
         [request] = delivery.requests
-        offer = request.offer
-        assert isinstance(offer, RolloutRequest)
-        if request.rollout is not None:
+        assert request.header is not None
+        offer = self.offers[origin(request.header)]
+        if request.tensors is not None:
             assert not offer.keeping
             self.counts["sent along"] += 1
-            self.check_rollout(request.rollout.header)
+            self.check_rollout(request.header)
         else:
             offer.referred = True
 

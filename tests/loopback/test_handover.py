@@ -262,9 +262,9 @@ def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollecto
     assert any(isinstance(tensor, SharedTensor) for tensor in shared.tensors())
     sent = shared.tensors(mapped=False)
     assert all(isinstance(tensor, torch.Tensor) for tensor in sent)
-    header = replace(collector.hand_over(SOON_S).header, num_steps=3, num_frames=6)
+    header = collector.hand_over(SOON_S).header._replace(num_steps=3, num_frames=6)
     batches = [
-        assemble(layout, [Rollout(replace(header, wire_form=slab.wire_form), tensors)])
+        assemble(layout, [Rollout(header._replace(wire_form=slab.wire_form), tensors)])
         for slab, tensors in ((shared, sent), (plain, plain.tensors()))
     ]
     assert (batches[0] == batches[1]).all()

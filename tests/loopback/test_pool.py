@@ -258,10 +258,11 @@ def test_garbage_collection_has_little_to_look_at_for_an_open_request() -> None:
     gc.collect()
     gc.disable()
     try:
-        before = len(gc.get_objects())
+        before = gc.get_count()[0]  # what was made and not freed: at 700 of them it runs
         ask(pool)  # this ends, but the workers' answers are still awaited
+        made = gc.get_count()[0] - before
         assert len(answers) == num_workers
-        assert len(gc.get_objects()) - before <= 6 * num_workers
+        assert made <= 2.5 * num_workers
     finally:
         gc.enable()
     pool.close()

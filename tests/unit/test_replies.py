@@ -86,12 +86,58 @@ def _add(first: int, reply: Reply[int], called: list[int], begin: threading.Barr
         reply.add_done_callback(lambda _, number=number: called.append(number))
 
 
-def test_garbage_collection_sees_two_objects_of_it() -> None:
+def test_what_comes_then_gets_what_it_is_about_and_the_reply() -> None:
+    called: list[tuple[str, int]] = []
+
+    def then(about: str, reply: Reply[int]) -> None:
+        called.append((about, reply.result()))
+
+    reply: Reply[int] = Reply()
+    reply.then(then, "before")
+    assert called == []
+    reply.set_result(7)
+    Reply.of(8).then(then, "after")
+    assert called == [("before", 7), ("after", 8)]
+
+
+def test_what_comes_then_may_raise_and_hinders_no_callback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reply: Reply[int] = Reply()
+    called: list[object] = []
+    reply.then(lambda *_: 1 // 0, None)
+    reply.add_done_callback(called.append)
+    with caplog.at_level(logging.ERROR):
+        reply.set_result(1)
+    reply.add_done_callback(called.append)
+    assert called == [reply, reply]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_what_comes_then_is_called_once_however_threads_interleave() -> None:
+    called: list[int] = []
+    replies: list[Reply[int]] = [Reply() for _ in range(20_000)]
+
+    def answer() -> None:
+        for reply in replies:
+            reply.set_result(0)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    for number, reply in enumerate(replies):
+        reply.then(lambda number, _: called.append(number), number)
+    thread.join(60)
+    assert sorted(called) == [*range(len(replies))]
+
+
+def test_garbage_collection_sees_one_object_of_it() -> None:
     gc.collect()
     gc.disable()
     try:
-        before = len(gc.get_objects())
+        before = gc.get_count()[0]
         replies: tuple[Reply[int], ...] = tuple(Reply() for _ in range(1000))
-        assert len(gc.get_objects()) - before <= 2 * len(replies) + 10
+        for reply in replies:
+            reply.then(max, 1)
+        assert gc.get_count()[0] - before <= len(replies) + 100
     finally:
         gc.enable()

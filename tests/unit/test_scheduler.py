@@ -95,7 +95,7 @@ class Play:
         """Ask all that can be asked; who that is."""
         asked = []
         while (slot := self.scheduler.next_slot()) is not None:
-            self.open.append(self.requests.request(slot)[0])
+            self.open.append(self.requests.request(slot))
             asked.append(slot.worker_id)
         return asked
 

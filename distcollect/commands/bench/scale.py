@@ -201,9 +201,9 @@ class _Run:
         for _ in range(num_batches):
             delivery = self.pool.deliveries.get(_LIMIT_S, number)
             number = delivery.number
-            headers = [rollout.header for rollout in delivery.rollouts]
-            lags = [(header.worker_id, [(0, header.num_frames)]) for header in headers]
-            self.pool.deliveries.note(number, lags, {})
+            worker_ids = [rollout.header.worker_id for rollout in delivery.rollouts]
+            lags = [[(0, _NUM_STEPS)]] * len(worker_ids)
+            self.pool.deliveries.note(number, worker_ids, lags, {})
             del delivery
         self.pool.deliveries.claim(number)
 
