@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,9 +17,31 @@ from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
 
+class _Ends(NamedTuple):
+    """The episodes that ended in one step.
+
+    Attributes:
+        step: the step.
+        rows: int64 ``[m]``, their rows.
+        terminated: bool ``[m]``.
+        truncated: bool ``[m]``.
+        final: ``{key: [m, *shape]}`` of the carried leaves after the step.
+    """
+
+    step: int
+    rows: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    final: Arrays
+
+
 @dataclass(eq=False)
 class AlignedLoop(RolloutLoop):
     """Fills rollouts of envs whose rows can be reset at any time, so all rows stay aligned."""
+
+    # Where many episodes end in each step, these are written to the slab together. Until then the
+    # slab and ``trajectories`` lack them.
+    _ends: list[_Ends] = field(init=False, default_factory=list)
 
     def fill(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
         self, slab: Slab, policy: Policy, *, fresh: bool
@@ -41,9 +64,11 @@ class AlignedLoop(RolloutLoop):
         step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
         action: Arrays = {}
         cut = None
+        self._ends.clear()
         for step in range(slab.num_steps):
             if interrupts.pending or (weights.pending and swaps):
                 if self.between_steps():
+                    self._write_ends(slab)
                     slab.pad(np.full(num_envs, step), current)
                     return
                 slab.policy_version[:, step:] = weights.version
@@ -86,6 +111,7 @@ class AlignedLoop(RolloutLoop):
                 if recovery.streaks:
                     recovery.episodes_ended(result.ended)
                 self._end_trajectories(slab, step, result)
+        self._write_ends(slab)
         for key, array in slab.tail.items():
             array[:] = current[key]
 
@@ -97,7 +123,7 @@ class AlignedLoop(RolloutLoop):
 
     def _end_trajectories(self, slab: Slab, step: int, result: Step) -> None:
         rows, trajectories = result.ended, self.trajectories
-        if len(rows) < MANY_ROWS:
+        if len(rows) < MANY_ROWS and not self._ends:
             for row in rows:
                 slab.terminated[row, step] = result.terminated[row]
                 slab.truncated[row, step] = result.truncated[row]
@@ -105,17 +131,38 @@ class AlignedLoop(RolloutLoop):
                 slab.traj_ids[row, step + 1 :] = trajectories.new_id(row)
                 trajectories.lengths[row] = 0
         else:
-            slab.terminated[:, step] = result.terminated
-            slab.truncated[:, step] = result.truncated
             at = np.array(rows)
-            slab.add_finals(at, step, {key: array[at] for key, array in self.final.items()})
-            slab.traj_ids[at, step + 1 :] = trajectories.new_ids(at)[:, None]
-            trajectories.lengths[at] = 0
+            final = {key: array.take(at, 0) for key, array in self.final.items()}
+            terminated, truncated = result.terminated.take(at), result.truncated.take(at)
+            self._ends.append(_Ends(step, at, terminated, truncated, final))
+            if self.options.max_frames_per_traj is not None:
+                trajectories.lengths[at] = 0
         trajectories.reset_policy_state(rows)
         self.envs.finish_resets()
 
+    def _write_ends(self, slab: Slab) -> None:
+        """Write the episodes that ended and are not in the slab yet."""
+        if not self._ends:
+            return
+        of_step, of_rows, terminated, truncated, finals = zip(*self._ends, strict=True)
+        self._ends.clear()
+        rows = np.concatenate(of_rows)
+        steps = np.repeat(of_step, [len(each) for each in of_rows])
+        slab.terminated[rows, steps] = np.concatenate(terminated)
+        slab.truncated[rows, steps] = np.concatenate(truncated)
+        final = {key: np.concatenate([each[key] for each in finals]) for key in self.final}
+        slab.add_finals(rows, steps, final)
+        traj_ids = self.trajectories.new_ids(rows)
+        # [n, T + 1]: the number, from 1, of the end that each frame follows; 0: it follows none.
+        newest = np.zeros((slab.traj_ids.shape[0], slab.num_steps + 1), np.int64)
+        newest[rows, steps + 1] = np.arange(1, len(rows) + 1)
+        newest = np.maximum.accumulate(newest, axis=1)[:, :-1]
+        begun = newest > 0
+        slab.traj_ids[begun] = traj_ids[newest[begun] - 1]
+
     def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
         """Replace the envs that raised, until every row has made its transition of this step."""
+        self._write_ends(slab)
         result, longest = faulted.result, self.options.max_frames_per_traj
         rows: Sequence[int] = range(self.envs.num_envs)
         while True:

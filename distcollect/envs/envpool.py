@@ -168,8 +168,10 @@ class EnvPoolBatch(VectorBatch):
         try:
             state = pool._recv()
             for leaf, obs, _, place in self._carried_at:
-                some = np.empty((len(ended), *leaf.shape), leaf.numpy_dtype)
-                self._write(some, state[place], leaf, "reset")
+                some = state[place]
+                if some.dtype != obs.dtype or some.shape[1:] != leaf.shape:
+                    some = np.empty((len(ended), *leaf.shape), leaf.numpy_dtype)
+                    self._write(some, state[place], leaf, "reset")
                 obs[ended] = some
         except Exception as error:  # noqa: BLE001 - the next step raises it
             self._late_error = error
