@@ -144,21 +144,16 @@ class AlignedLoop(RolloutLoop):
         """Write the episodes that ended and are not in the slab yet."""
         if not self._ends:
             return
-        of_step, of_rows, terminated, truncated, finals = zip(*self._ends, strict=True)
-        self._ends.clear()
-        rows = np.concatenate(of_rows)
-        steps = np.repeat(of_step, [len(each) for each in of_rows])
-        slab.terminated[rows, steps] = np.concatenate(terminated)
-        slab.truncated[rows, steps] = np.concatenate(truncated)
-        final = {key: np.concatenate([each[key] for each in finals]) for key in self.final}
+        ends, self._ends = self._ends, []
+        rows = np.concatenate([each.rows for each in ends])
+        steps = np.repeat([each.step for each in ends], [len(each.rows) for each in ends])
+        slab.terminated[rows, steps] = np.concatenate([each.terminated for each in ends])
+        slab.truncated[rows, steps] = np.concatenate([each.truncated for each in ends])
+        final = {key: np.concatenate([each.final[key] for each in ends]) for key in self.final}
         slab.add_finals(rows, steps, final)
-        traj_ids = self.trajectories.new_ids(rows)
-        # [n, T + 1]: the number, from 1, of the end that each frame follows; 0: it follows none.
-        newest = np.zeros((slab.traj_ids.shape[0], slab.num_steps + 1), np.int64)
-        newest[rows, steps + 1] = np.arange(1, len(rows) + 1)
-        newest = np.maximum.accumulate(newest, axis=1)[:, :-1]
-        begun = newest > 0
-        slab.traj_ids[begun] = traj_ids[newest[begun] - 1]
+        for each in ends:
+            new_ids = self.trajectories.new_ids(each.rows)
+            slab.traj_ids[each.rows, each.step + 1 :] = new_ids[:, None]
 
     def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
         """Replace the envs that raised, until every row has made its transition of this step."""

@@ -188,7 +188,9 @@ def test_many_ends_of_episodes_give_the_same_frames_as_few(
         policy = Told(lambda call: engine.preempt() if call == preempted_at else None)
         # From the fourth episode on they differ, so in some steps many end and in others few.
         envs: list[Any] = [CountingEnv(i, lengths=(3, 1, 2, 1 + i % 3)) for i in range(8)]
-        engine = build_engine(WorkerPlan([lambda e=e: e for e in envs], 8, policy), traj_ids=count())
+        engine = build_engine(
+            WorkerPlan([lambda e=e: e for e in envs], 8, policy), traj_ids=count()
+        )
         return [collect(engine, 9, random=False) for _ in range(4)]
 
     as_few = batches(1000)
