@@ -151,9 +151,12 @@ class AlignedLoop(RolloutLoop):
         slab.truncated[rows, steps] = np.concatenate([each.truncated for each in ends])
         final = {key: np.concatenate([each.final[key] for each in ends]) for key in self.final}
         slab.add_finals(rows, steps, final)
+        traj_ids = self.trajectories.new_ids(rows)[:, None]
+        begin = 0
         for each in ends:
-            new_ids = self.trajectories.new_ids(each.rows)
-            slab.traj_ids[each.rows, each.step + 1 :] = new_ids[:, None]
+            end = begin + len(each.rows)
+            slab.traj_ids[each.rows, each.step + 1 :] = traj_ids[begin:end]
+            begin = end
 
     def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
         """Replace the envs that raised, until every row has made its transition of this step."""
