@@ -83,6 +83,8 @@ class BatchFormat:
         if isinstance(layout, TreeLayout) and layout.is_loose:
             return self._shaped_loose(rows)
         dims = row_dims(layout, squeeze=self.squeeze)
+        if self.cat_results not in ("stack", -1) and len(dims) == 1:
+            return rows  # each operation on a TensorDict takes long
         stacked = rows.unflatten(0, (rows.shape[0] // layout.num_envs, *(dims or (1,))))
         if not dims:
             stacked = stacked.squeeze(1)

@@ -136,17 +136,18 @@ class EnvPoolBatch(VectorBatch):
             inputs[self._action_at] = action[key].astype(self._native_dtype, "C")
             pool._send(inputs)
         state = pool._recv()
-        done = state[self._done_at]
-        truncated[:] = state[self._trunc_at]
-        np.greater(done, truncated, out=terminated)  # done, but not truncated
-        over = done | truncated
+        done, over_limit = state[self._done_at], state[self._trunc_at]
+        over = done | over_limit
         if cut is not None:
-            truncated |= cut & ~terminated
             over |= cut
         ended: np.ndarray = over.nonzero()[0]
         if len(ended):
             # These envs reset themselves while the results of the step are written.
             pool._reset(ended.astype(np.int32))
+        truncated[:] = over_limit
+        np.greater(done, over_limit, out=terminated)  # done, but not truncated
+        if cut is not None:
+            truncated |= cut & ~terminated
         for leaf, obs, _, place in self._carried_at:
             self._write(obs, state[place], leaf, "step")
         write(reward, state[self._reward_at])
@@ -168,8 +169,10 @@ class EnvPoolBatch(VectorBatch):
         try:
             state = pool._recv()
             for leaf, obs, _, place in self._carried_at:
-                some = np.empty((len(ended), *leaf.shape), leaf.numpy_dtype)
-                self._write(some, state[place], leaf, "reset")
+                some = state[place]
+                if some.dtype != obs.dtype or some.shape[1:] != leaf.shape:
+                    some = np.empty((len(ended), *leaf.shape), leaf.numpy_dtype)
+                    self._write(some, state[place], leaf, "reset")
                 obs[ended] = some
         except Exception as error:  # noqa: BLE001 - the next step raises it
             self._late_error = error

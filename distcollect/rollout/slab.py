@@ -117,10 +117,13 @@ class Slab:
 
     def _make_room(self, count: int) -> None:
         """Make room for as many final observations."""
-        while count > self._final_room:
-            self._final_room *= 2
-            for key, kept in self._final.items():
-                self._final[key] = np.concatenate([kept, np.zeros_like(kept)])
+        if count <= self._final_room:
+            return
+        more = max(count - self._final_room, self._final_room)
+        self._final_room += more
+        for key, kept in self._final.items():
+            room = np.zeros((more, *kept.shape[1:]), kept.dtype)
+            self._final[key] = np.concatenate([kept, room])
 
     def values_at(self, key: Key, at: np.ndarray) -> np.ndarray:
         """One number of each of k frames, float64 ``[k]``.

@@ -120,7 +120,7 @@ class WireLayout:
             uint8: ``packed``, then k, ``at`` and the final values.
         """
         tensors = (torch.from_numpy(array) for array in final)
-        return self.with_final_tensors(packed, torch.tensor(at), tensors)
+        return self.with_final_tensors(packed, torch.from_numpy(np.array(at)), tensors)
 
     def with_final_tensors(
         self, packed: torch.Tensor, at: torch.Tensor, final: Iterable[torch.Tensor]

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.common.step_counter import TASK, StepCounter, Task
+from distcollect.engine import aligned_loop
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.interrupts import Interrupts, Stopped
@@ -174,6 +175,30 @@ def test_trajectory_ids(kind: str) -> None:
     assert torch.equal(ids.diff(dim=1) != 0, done[:, :-1])
     assert ids[:, 0].tolist() == [100, 101]
     assert ids.unique().numel() == N + int(done[:, :-1].sum())
+
+
+@pytest.mark.parametrize("preempted_at", [None, 15])
+def test_many_ends_of_episodes_give_the_same_frames_as_few(
+    preempted_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written together at the end of a rollout; few are written in each step."""
+
+    def batches(many_rows: int) -> list[TensorDict]:
+        monkeypatch.setattr(aligned_loop, "MANY_ROWS", many_rows)
+        policy = Told(lambda call: engine.preempt() if call == preempted_at else None)
+        # From the fourth episode on they differ, so in some steps many end and in others few.
+        envs: list[Any] = [CountingEnv(i, lengths=(3, 1, 2, 1 + i % 3)) for i in range(8)]
+        engine = build_engine(
+            WorkerPlan([lambda e=e: e for e in envs], 8, policy), traj_ids=count()
+        )
+        return [collect(engine, 9, random=False) for _ in range(4)]
+
+    as_few = batches(1000)
+    num_ends = [int(each["next", "done"].sum(0)[step]) for each in as_few for step in range(9)]
+    assert max(num_ends) >= 5 > min(num_ends)
+    for many_rows in (1, 5):
+        for one, other in zip(as_few, batches(many_rows), strict=True):
+            assert (one == other).all()
 
 
 def test_phases_of_a_rollout() -> None:

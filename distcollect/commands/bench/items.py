@@ -187,7 +187,8 @@ def _torchrl_async(name: str, regime: str) -> Part:
         values: Values = getattr(module, function)(seconds, regime=regime)
         return values
 
-    return Part(f"{regime}-{name}", f"{about}, {regime}", run, needs=_TORCHRL)
+    # Eight processes import TorchRL, which takes minutes while two cores do other work.
+    return Part(f"{regime}-{name}", f"{about}, {regime}", run, needs=_TORCHRL, limit_s=600)
 
 
 _FIGURES = (
