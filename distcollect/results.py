@@ -397,7 +397,7 @@ class Evaluation:
         return self.returns.mean().item()
 
     def summary(self) -> EpisodeStats:
-        """The statistics of all its episodes; an episode whose metric is NaN does not count in it."""
+        """The statistics of its episodes; one whose metric is NaN does not count in that metric."""
         return EpisodeStats(
             len(self.returns),
             self.mean_return,
