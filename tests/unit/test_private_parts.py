@@ -129,7 +129,7 @@ PARTS = [
         "envpool.classic_control.CartPoleGymnasiumEnvPool",
         "_from _recv _reset _send _state_keys _to",
         "to step EnvPool's envs",
-        "ArgumentError before any process is started, or, if an env maker makes the env, from there",
+        "ArgumentError: for an env id before any process is started, else once the env is made",
     ),
 ]
 # Attributes that only objects have, once they are made: those that use them look for them first.
