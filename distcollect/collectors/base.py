@@ -12,8 +12,9 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.collectors import validation
+from distcollect.collectors.buffer_filler import BufferFiller
 from distcollect.collectors.options import CollectorOptions
-from distcollect.collectors.stream import BatchStream, CollectorState, Hooks
+from distcollect.collectors.stream import CollectorState, Hooks
 from distcollect.collectors.torchrl_compat import make_known_to_torchrl
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, env_seed
@@ -29,7 +30,7 @@ _STATE_FORMAT = 2
 _FORMATS = (1, _STATE_FORMAT)  # that can be loaded
 
 
-class DataCollectorBase(BatchStream):
+class DataCollectorBase(BufferFiller):
     """What all collectors have in common: an iterable of batches.
 
     A batch is a TensorDict with exactly ``frames_per_batch`` frames, its last dimension named

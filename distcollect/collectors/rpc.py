@@ -13,9 +13,10 @@ from tensordict import TensorDict
 
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.closing import Closing
+from distcollect.collectors.progress import Collected, Progress
 from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stop
 from distcollect.collectors.signature import takes
-from distcollect.collectors.stream import Collected, Hooks, Progress, timed
+from distcollect.collectors.stream import Hooks, timed
 from distcollect.collectors.worker_attributes import WorkerAccess
 from distcollect.collectors.worker_options import RPCOptions
 from distcollect.common import checks

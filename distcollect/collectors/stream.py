@@ -1,16 +1,14 @@
-"""Delivers batches: one by one to a loop, or in the background into a replay buffer."""
+"""Delivers batches one by one to a loop."""
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -20,9 +18,8 @@ from tensordict import TensorDict
 from distcollect.collectors.batch_format import WholeTrajectories
 from distcollect.collectors.closing import Closing
 from distcollect.collectors.options import CollectorOptions
+from distcollect.collectors.progress import Collected, Progress, Ready
 from distcollect.collectors.replay import (
-    Background,
-    RateLimited,
     ReplayBuffer,
     check_can_hold,
     parts_for,
@@ -30,8 +27,7 @@ from distcollect.collectors.replay import (
 from distcollect.common import tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentTypeError, CollectorStateError
-from distcollect.results import LagStats, Stats
-from distcollect.rollout.header import Header
+from distcollect.results import Stats
 from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
@@ -57,69 +53,6 @@ class CollectorState(enum.Enum):
 
     OPEN = "open"
     SHUT_DOWN = "shut down"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What the user has got of a collector so far, and the batch that comes next.
-
-    It is replaced as a whole, by one assignment. So an exception in the user's thread, in whatever
-    line, finds either the old or the new one: a batch that was collected and not returned is
-    returned by the next call, and counted once.
-
-    Attributes:
-        frames: frames collected, with padding and with those of the run that was resumed.
-        resumed_frames: those of the run that was resumed.
-        batches: batches collected.
-        resumes: how often the run was resumed.
-        claimed: number of the last of the pool's deliveries that it contains.
-        workers: ids of the workers whose frames are in the last batch.
-        lag: the lags of the last batch.
-        trajectories: with ``trajs_per_batch``: the trajectories that were not returned yet.
-        ready: a batch that is complete, and that the user does not have yet.
-    """
-
-    frames: int = 0
-    resumed_frames: int = 0
-    batches: int = 0
-    resumes: int = 0
-    claimed: int = 0
-    workers: tuple[int, ...] = ()
-    lag: LagStats | None = None
-    trajectories: WholeTrajectories | None = None
-    ready: Ready | None = None
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A complete batch that the user does not have yet.
-
-    Attributes:
-        batch: the batch; None: all frames are collected, and no trajectory is whole.
-        then: what has been collected, once the user has it.
-        stamp: what it was made under; it is only for the user as long as that is so.
-    """
-
-    batch: TensorDict | None
-    then: Progress
-    stamp: object
-
-
-@dataclass(frozen=True)
-class Collected:
-    """The rollouts of a batch, as :meth:`BatchStream._next` gives them.
-
-    Attributes:
-        rows: ``[W * n, T]``.
-        headers: of the W rollouts.
-        lag: the lags of their frames.
-        number: the delivery's; 0 without workers.
-    """
-
-    rows: TensorDict
-    headers: Sequence[Header]
-    lag: LagStats
-    number: int = 0
 
 
 class _Batches(Iterator[TensorDict]):
@@ -215,7 +148,6 @@ class BatchStream(ABC):
                     pads=options.batch_format.pads_trajectories,
                 )
             )
-        self._background: Background | None = None
         self._closes_envs = True
         self._monitor_thread = MonitorThread(options.monitor, options.trace)
         self._stats_recorder = StatsRecorder(
@@ -457,125 +389,17 @@ class BatchStream(ABC):
     def _limit_s(self, timeout_s: float | None) -> float:
         return self._options.fault_limits.batch_timeout_s if timeout_s is None else timeout_s
 
-    def start(self) -> None:
-        """Fill the replay buffer in the background, until ``total_frames`` are collected.
-
-        The policy that collects is a copy; :meth:`update_policy_weights_` sends it new weights. Use
-        :meth:`async_shutdown` to end. If collection fails, the next call to the collector raises
-        the reason, and so does ``sample()`` of a :class:`~distcollect.RateLimited` buffer. A call
-        that an exception broke off, such as Ctrl-C, is completed by the next one.
-
-        Raises:
-            CollectorStateError: there is no ``replay_buffer``, or it was started already.
-            DeadlineError: the thread that collects did not start in time.
-        """
-        self._check_open()
-        buffer = self._options.replay_buffer
-        if buffer is None:
-            raise CollectorStateError(
-                "start() needs a replay_buffer to fill: pass replay_buffer= to the collector"
-            )
-        if self._background is None:
-            self._use(self._made_background(buffer))
-        elif self._background.was_started:
-            raise CollectorStateError(
-                "the collector was started already: end that by async_shutdown(), or use pause()"
-            )
-        assert self._background is not None
-        self._background.begin()
-
-    def _made_background(self, buffer: ReplayBuffer) -> Background:
-        # Weakly, as the workers must end when the user drops the collector.
-        fill = weakref.WeakMethod(self._fill)
-
-        def collect() -> bool:
-            found = fill()
-            return found is not None and found()
-
-        return Background(collect, buffer if isinstance(buffer, RateLimited) else None)
-
-    def _use(self, background: Background) -> None:
-        """Collect only on this thread from now on, which was not started yet."""
-        self._background = background
-
-    def _fill(self) -> bool:
-        """Add one batch to the replay buffer; False if ``total_frames`` are collected."""
-        try:
-            self._prepare(None)
-        except StopIteration:
-            return False
-        self._hand_out()
-        return True
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it is collecting in the background, after :meth:`start`."""
-        return self._background is not None and self._background.is_alive
-
-    def pause(self, timeout_s: float = 600.0) -> AbstractContextManager[None]:
-        """A context within which nothing is added to the replay buffer.
-
-        A batch that is being collected when it is entered is added first.
-
-        Args:
-            timeout_s: seconds to wait for that batch.
-
-        Raises:
-            CollectorStateError: :meth:`start` was not called.
-            DeadlineError: that batch was not finished in time.
-        """
-        self._check_open()
-        if self._background is None:
-            raise CollectorStateError("pause() is for a collector that was started by start()")
-        return self._background.paused(timeout_s)
-
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Shut down a collector that was started by :meth:`start`.
-
-        Args:
-            timeout: seconds to wait for the batch that is being collected, which is then added to
-                the buffer; None: don't wait, and drop this batch.
-            close_env: whether to close the envs. False leaves an env of yours open that this
-                process steps; workers always close theirs.
-
-        Raises:
-            The error that ended collection in the background.
-        """
-        background = self._background
-        if background is not None:
-            background.stop()
-            if timeout is not None:
-                background.join(timeout)
-        self._closes_envs = close_env
-        self.shutdown()
-        if background is not None:
-            background.join(JOIN_TIMEOUT_S)
-        self._raise_from_background()
-
-    def _raise_from_background(self) -> None:
-        """Raise the error that ended collection in the background, once."""
-        if self._background is not None and self._background.error is not None:
-            error, self._background.error = self._background.error, None
-            raise error
-
     def _check_open(self) -> None:
         if not self._owner.is_here:
             raise CollectorStateError(
                 f"this process is a forked child of process {self._owner.pid}, which has the "
                 "collector; only that process can use it"
             )
-        if self._background is not None and self._background.error is not None:
-            raise copy.copy(self._background.error) from self._background.error
         if self._state is CollectorState.SHUT_DOWN:
             raise CollectorStateError("the collector was shut down: make a new one")
 
     def _check_delivers(self) -> None:
         self._check_open()
-        if self._background is not None:
-            raise CollectorStateError(
-                "the collector fills its replay buffer in the background since start(): sample "
-                "from that, or end it by async_shutdown(). If start() was interrupted, repeat it"
-            )
 
     @property
     @abstractmethod
@@ -617,8 +441,6 @@ class BatchStream(ABC):
             log.exception("shutting down failed")
 
     def _shut_down(self) -> None:
-        if self._background is not None:
-            self._background.stop()
         self._state = CollectorState.SHUT_DOWN
         self._stats_recorder.end()
         tensor_cache.forget()
@@ -649,5 +471,3 @@ class BatchStream(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
-        if kind is None:
-            self._raise_from_background()

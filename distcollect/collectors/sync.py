@@ -16,9 +16,10 @@ from tensordict import TensorDict
 from distcollect.collectors import validation
 from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.options import SyncOptions
+from distcollect.collectors.progress import Collected
 from distcollect.collectors.replay import Background
 from distcollect.collectors.signature import takes
-from distcollect.collectors.stream import JOIN_TIMEOUT_S, Collected
+from distcollect.collectors.stream import JOIN_TIMEOUT_S
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, checked_seed, env_seed, policy_seed
 from distcollect.engine.base import EngineBase

@@ -26,6 +26,7 @@ import distcollect as dc
 SCRIPT = SCRIPTS / "end_in_some_way.py"
 START_S = 60
 END_S = 30
+slow = pytest.mark.slow
 PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ONE_WORKER = [*TORCHRUN, "--nproc-per-node=2"]
@@ -121,11 +122,19 @@ def run(marked: Marked) -> Iterator[Callable[..., Program]]:
 Run = Callable[..., Program]
 
 
-@pytest.mark.parametrize("end", ["normal", "break", "raise"])
 @pytest.mark.parametrize(
-    ("launcher", "kind"),
-    [(PYTHON, "fine"), (PYTHON, "vector"), (ONE_WORKER, "fine")],
-    ids=["python", "python-vector", "torchrun"],
+    ("launcher", "kind", "end"),
+    [
+        pytest.param(PYTHON, "fine", "normal", id="python-normal"),
+        pytest.param(PYTHON, "fine", "break", id="python-break"),
+        pytest.param(PYTHON, "fine", "raise", id="python-raise"),
+        pytest.param(PYTHON, "vector", "normal", id="python-vector-normal", marks=slow),
+        pytest.param(PYTHON, "vector", "break", id="python-vector-break"),
+        pytest.param(PYTHON, "vector", "raise", id="python-vector-raise"),
+        pytest.param(ONE_WORKER, "fine", "normal", id="torchrun-normal", marks=slow),
+        pytest.param(ONE_WORKER, "fine", "break", id="torchrun-break", marks=slow),
+        pytest.param(ONE_WORKER, "fine", "raise", id="torchrun-raise"),
+    ],
 )
 def test_ends_by_itself(run: Run, launcher: list[str], kind: str, end: str) -> None:
     program = run(launcher, kind, end)
@@ -148,10 +157,10 @@ def test_ends_by_itself(run: Run, launcher: list[str], kind: str, end: str) -> N
     ("kind", "number", "group"),
     [
         ("fine", "SIGINT", True),
-        ("fine", "SIGTERM", False),
+        pytest.param("fine", "SIGTERM", False, marks=slow),
         ("fine", "SIGKILL", False),
         ("hang", "SIGINT", False),
-        ("hang", "SIGKILL", False),
+        pytest.param("hang", "SIGKILL", False, marks=slow),
         ("gil", "SIGINT", True),
         ("gil", "SIGTERM", False),
         ("gil", "SIGKILL", False),
@@ -178,7 +187,7 @@ def test_ctrl_c_while_weights_go_to_a_worker_that_is_stuck(run: Run) -> None:
     ("kind", "number", "whom"),
     [
         ("fine", "SIGINT", "group"),
-        ("fine", "SIGTERM", "torchrun"),
+        pytest.param("fine", "SIGTERM", "torchrun", marks=slow),
         ("hang", "SIGTERM", "torchrun"),
         ("gil", "SIGKILL", "trainer"),
     ],

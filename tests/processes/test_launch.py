@@ -112,6 +112,7 @@ def check_trainers(output, num_workers):
     assert not first & second
 
 
+@pytest.mark.slow  # on three hosts it is a usual test
 def test_two_trainers_by_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     [output] = finish([start([*command, "--nproc-per-node=5", TRAINERS])])
