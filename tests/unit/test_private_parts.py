@@ -135,7 +135,8 @@ PARTS = [
 # Attributes that only objects have, once they are made: those that use them look for them first.
 OF_OBJECTS = {
     "_env _env_input_keys _shared_tensordict_parent_next _shared_tensordict_parent_root": "torchrl",
-    "_shm_done_flags _worker_indices _workers": "torchrl",
+    "_shm_done_flags _workers": "torchrl",
+    "_worker_indices": "torchrl, since 0.14",
     "_get_collector_next_keys_to_exclude": "torchrl, since 0.14",
 }
 # Public, although their names begin with an underscore.
