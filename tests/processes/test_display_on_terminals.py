@@ -51,7 +51,7 @@ def test_on_a_terminal(ending: str, says: str) -> None:
     assert says in shown
     assert shown.count("SyncDataCollector: ") >= 2
     # Each printed text has its own line.
-    lines = re.split(r"[\r\n]+|\x1b\[[0-9;]*[A-Z]", shown)
+    lines = re.split(r"[\r\n]+|\x1b\[[?0-9;]*[A-Za-z]", shown)
     printed = [line for line in lines if line.startswith("batch ")]
     assert printed == [f"batch {5 * n} is here" for n in range(len(printed))]
     assert len(printed) > 3
