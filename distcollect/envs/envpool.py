@@ -11,6 +11,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from distcollect.envs.base import AnyVectorEnv, Faulted, InfoKeys, KeyPath, Step
+from distcollect.envs.envpool_parts import check_envpool_parts
 from distcollect.envs.fitting import write
 from distcollect.envs.vector import VectorBatch
 from distcollect.envs.vector_ids import VectorMaker
@@ -49,8 +50,10 @@ class EnvPoolBatch(VectorBatch):
         """Bring ``env`` into the form of an :class:`~distcollect.envs.base.EnvBatch`.
 
         Raises:
-            ArgumentError: the env has several players.
+            ArgumentError: the env has several players, or this EnvPool lacks a private part that is
+                needed.
         """
+        check_envpool_parts(type(env))
         _check_players(env)
         super().__init__(env, info_keys, maker)
         self._find_places(env)

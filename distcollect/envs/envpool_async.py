@@ -59,7 +59,8 @@ class AsyncPoolBatch(EnvPoolBatch):
         """Bring ``env`` into the form of an :class:`~distcollect.envs.base.EnvBatch`.
 
         Raises:
-            ArgumentError: the env has several players.
+            ArgumentError: the env has several players, or this EnvPool lacks a private part that is
+                needed.
         """
         self._pool: Any = env  # the env that the following is about
         self._at_work = np.zeros(env.num_envs, bool)

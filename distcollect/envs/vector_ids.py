@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distcollect.envs.envpool_parts import check_envpool_parts
 from distcollect.errors import ArgumentError
 
 _FILTERING = threading.Lock()
@@ -41,7 +42,7 @@ class VectorMaker(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ArgumentError if there is no such env, or its package is not installed."""
+        """Raise ArgumentError if there is no such env, or its package is missing or of no use."""
 
     @property
     def num_threads(self) -> int:
@@ -82,6 +83,10 @@ class EnvPoolMaker(VectorMaker):
                 f"no env {self.env_id!r}: EnvPool has no {self.name!r}; "
                 "envpool.list_all_envs() names those that it has"
             )
+        # The parts that are checked come from EnvPool itself: no class of an env has its own.
+        check_envpool_parts(
+            self._module("envpool.classic_control", "envpool").CartPoleGymnasiumEnvPool
+        )
 
 
 class AtariMaker(VectorMaker):

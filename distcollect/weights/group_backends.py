@@ -122,10 +122,8 @@ class NcclBackend(GroupBackend):
 
     def make(self, store: Any, place: Place, address: str) -> Any:
         name_interface(address)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = place.timeout  # noqa: SLF001 - there is no public way
         with _without_watchdog():
-            return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
+            return dist.ProcessGroupNCCL(store, place.rank, place.size, place.timeout)
 
     def keys(self, place: Place) -> list[str]:
         return ["0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -9,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,11 +255,10 @@ class TestNccl:
         """A watchdog would end the process when another member dies."""
         seen: list[Any] = []
 
-        def make(store: Any, rank: int, size: int, options: Any) -> str:
-            seen.append((os.environ.get("TORCH_NCCL_BLOCKING_WAIT"), options._timeout))
+        def make(store: Any, rank: int, size: int, timeout: Any) -> str:
+            seen.append((os.environ.get("TORCH_NCCL_BLOCKING_WAIT"), timeout))
             return "group"
 
-        make.Options = SimpleNamespace  # type: ignore[attr-defined]
         monkeypatch.setattr(dist, "ProcessGroupNCCL", make, raising=False)
         place = Place("group", 0, 2, 7.0, "nccl")
         for before in (None, "0"):
@@ -270,6 +269,15 @@ class TestNccl:
             assert NcclBackend().make(None, place, HOST) == "group"
             assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
         assert seen == [("1", place.timeout)] * 2
+
+    def test_torch_takes_its_arguments(self) -> None:
+        if not dist.is_nccl_available():
+            pytest.skip("this torch has no NCCL")
+        refused: Any = contextlib.nullcontext()
+        if not torch.cuda.is_available():
+            refused = pytest.raises(ValueError, match="no GPUs found")
+        with refused:
+            NcclBackend().make(dist.HashStore(), Place("group", 0, 1, 7.0, "nccl"), HOST)
 
     @pytest.mark.parametrize("gpus", [["", ""], ["a", ""], ["a", "a"], ["a", "b", "a"]])
     def test_it_needs_a_gpu_for_each(

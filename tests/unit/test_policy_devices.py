@@ -102,6 +102,8 @@ class TestADeviceThatAWorkerLacks:
     @pytest.mark.parametrize("env", ["gymnasium", "torchrl"])
     @pytest.mark.parametrize("moved", ["policy", "model"])
     def test_the_error_says_what_to_do(self, env: str, moved: str) -> None:
+        if env == "torchrl":
+            pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
         plan = WorkerPlan(
             "CartPole-v1" if env == "gymnasium" else _torchrl_cartpole,
             1,

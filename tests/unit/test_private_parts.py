@@ -48,7 +48,6 @@ _NO_RPC = "LaunchError before any process is started; `distcollect doctor` says 
 _BY_MODE = "a slower way is used: ByMode in policy/redirected_ops.py"
 _IN_CALLS = "each worker on another host gets weights in a call; backend='gloo' is an ArgumentError"
 _OWN_METHOD = "the env is stepped by its own method, which takes longer"
-_EXTRA = "envs of EnvPool can't be used"
 
 PARTS = [
     Part("torch._C._distributed_rpc", "TensorPipeAgent WorkerInfo", "RPC without groups", _NO_RPC),
@@ -124,16 +123,21 @@ PARTS = [
         "submitit.slurm.slurm",
         "_make_sbatch_string",
         "to show and test an sbatch file before a job is submitted",
-        "distcollect submit does not work",
+        "LaunchError before a job is submitted; `distcollect submit --no-check` works",
     ),
-    Part("envpool.python.envpool.EnvPoolMixin", "_from", "to step EnvPool's envs", _EXTRA),
+    Part(
+        "envpool.classic_control.CartPoleGymnasiumEnvPool",
+        "_from _recv _reset _send _state_keys _to",
+        "to step EnvPool's envs",
+        "ArgumentError: for an env id before any process is started, else once the env is made",
+    ),
 ]
 # Attributes that only objects have, once they are made: those that use them look for them first.
 OF_OBJECTS = {
     "_env _env_input_keys _shared_tensordict_parent_next _shared_tensordict_parent_root": "torchrl",
-    "_shm_done_flags _worker_indices _workers": "torchrl",
+    "_shm_done_flags _workers": "torchrl",
+    "_worker_indices": "torchrl, since 0.14",
     "_get_collector_next_keys_to_exclude": "torchrl, since 0.14",
-    "_recv _send _reset _state_keys _to": "envpool: classes made at run time",
 }
 # Public, although their names begin with an underscore.
 PUBLIC = {"_exit": "os", "_replace": "namedtuple", "_C": "torch; what is used of it is above"}

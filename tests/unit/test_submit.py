@@ -62,6 +62,15 @@ def test_dry_run_prints_the_sbatch_files(
     assert not folder.exists()
 
 
+def test_a_submitit_without_a_private_part_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr("submitit.slurm.slurm._make_sbatch_string")
+    assert main(dry("--run-folder", tmp_path / "run", SCRIPT)) == 2
+    complaint = r"submitit [\d.]+ lacks _make_sbatch_string, .* constraints/tested.txt .*--no-check"
+    assert re.search(complaint, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

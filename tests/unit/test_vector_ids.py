@@ -101,6 +101,19 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         dc.SyncDataCollector("envpool:Pong-v5", frames_per_batch=8)
 
 
+@pytest.mark.parametrize("by_id", [True, False], ids=["by id", "by maker"])
+def test_an_envpool_without_a_private_part_is_refused(
+    by_id: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envpool = pytest.importorskip("envpool", reason="EnvPool is not installed")
+    env = "envpool:CartPole-v1" if by_id else lambda: envpool.make_gymnasium("CartPole-v1")
+    monkeypatch.delattr("envpool.classic_control.CartPoleGymnasiumEnvPool._to")
+    complaint = r"CartPoleGymnasiumEnvPool: EnvPool [\d.]+ lacks _to, .* constraints/tested.txt"
+    make: Any = dc.MultiSyncDataCollector if by_id else dc.SyncDataCollector
+    with pytest.raises(dc.ArgumentError, match=complaint):
+        make(env, frames_per_batch=8)
+
+
 def test_other_ids_are_those_of_gymnasium() -> None:
     for env_id in ("CartPole-v1", "ale_py:ALE/Pong-v5", VectorEnv, None):
         assert vector_maker(env_id) is None

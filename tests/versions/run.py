@@ -27,6 +27,7 @@ TESTS = (
     "tests/unit",
     "tests/loopback",
     "tests/processes/test_launch.py",
+    "tests/processes/test_lazy_compiler.py",
     "tests/processes/test_recovery.py",
     "tests/processes/test_rpc_transport.py",
     "tests/processes/test_weights.py",

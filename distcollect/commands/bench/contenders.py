@@ -38,7 +38,7 @@ NUM_WORKERS = 2
 # as long as the network itself.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = (
     {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    if hasattr(torch.compiler, "skip_all_guards_unsafe")  # not in torch 2.7
+    if hasattr(torch.compiler, "skip_all_guards_unsafe")  # not in torch 2.8
     else {}
 )
 

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,21 @@ class Submitter:
     max_time_limits: int
 
     def sbatch_file(self, job: Job) -> str:
-        """The file that is given to sbatch."""
+        """The file that is given to sbatch.
+
+        Raises:
+            LaunchError: this submitit lacks a private part that is needed.
+        """
+        # There is no public way before a job is submitted.
+        make = getattr(submitit_slurm, "_make_sbatch_string", None)
+        if make is None:
+            raise LaunchError(
+                f"submitit {metadata.version('submitit')} lacks _make_sbatch_string, which shows "
+                "an sbatch file before its job is submitted; use the submitit version that "
+                "constraints/tested.txt names, or submit with --no-check"
+            )
         executor = [sys.executable, "-u", "-m", "submitit.core._submit", str(self.folder.logs)]
-        text: str = submitit_slurm._make_sbatch_string(  # noqa: SLF001 - no public way before submitting
+        text: str = make(
             command=shlex.join(executor),
             folder=self.folder.logs,
             map_count=job.count if job.count > 1 else None,
@@ -109,7 +122,11 @@ class Submitter:
         return text
 
     def test(self, job: Job) -> str:
-        """Ask SLURM whether it could ever run a job; return why not, or "" if it could."""
+        """Ask SLURM whether it could ever run a job; return why not, or "" if it could.
+
+        Raises:
+            LaunchError: this submitit lacks a private part that is needed.
+        """
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
             file.write(self.sbatch_file(job))
             file.flush()
