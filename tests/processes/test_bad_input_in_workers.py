@@ -124,7 +124,7 @@ def test_the_first_exception_ends_the_run(sync: bool, marked: Marked) -> None:
         create_env_fn=stumbles_in_worker_0, sync=sync, total_frames=2400, faults=faults
     )
     # Though worker 1 could go on, and worker 0 could be replaced.
-    with collector, pytest.raises(dc.EnvError, match="worker 0: .*stumbled"):
+    with collector, pytest.raises(dc.EnvError, match=r"worker 0: .*stumbled"):
         for _ in collector:
             pass
     assert not marked.left()
