@@ -276,11 +276,7 @@ class Zygote:
                 message = None
             if message is None:
                 break
-            with self._lock:
-                forked = self._forked[message.number]
-            if forked.note(message):
-                with self._lock:
-                    del self._forked[message.number]
+            self._note(message)
         # It has ended, or does so at once: it closes its socket only then.
         code = process.wait()
         with self._lock:
@@ -290,6 +286,14 @@ class Zygote:
         self._sock.close()
         for forked in lost:
             forked.lose(f"the process to fork it from has ended with code {code}")
+
+    def _note(self, message: FromZygote) -> None:
+        # Not in the loop above: its variables would keep an ended child while it waits.
+        with self._lock:
+            forked = self._forked[message.number]
+        if forked.note(message):
+            with self._lock:
+                del self._forked[message.number]
 
 
 def _start(fd: int) -> subprocess.Popen[bytes]:
