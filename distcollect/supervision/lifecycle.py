@@ -421,8 +421,8 @@ class Lifecycle:
         if left:
             log.info("%s has left%s", self._name(process), process.where)
         elif not process.is_retired:
-            why, outlook = message_of(failure), self._outlook(worker_id)
-            log.warning("%s is lost: %s; %s", self._name(process), why, outlook)
+            outlook = "the run ends" if self._is_fatal(failure) else self._outlook(worker_id)
+            log.warning("%s is lost: %s; %s", self._name(process), message_of(failure), outlook)
         self._check_remaining(worker_id, failure)
 
     def _name(self, process: Process) -> str:
@@ -436,18 +436,22 @@ class Lifecycle:
             return "it is not replaced"
         return "it is replaced" + (f" in {delay_s:.1f} s" if delay_s else "")
 
+    def _is_fatal(self, failure: DistCollectError) -> bool:
+        """Whether the run ends though other workers remain."""
+        if isinstance(failure, EnvError):
+            return self._faults.max_env_faults == 0
+        return isinstance(failure, PolicyError)  # all workers have the same policy
+
     def _check_remaining(self, worker_id: int, failure: DistCollectError) -> None:
-        """Fail the run if too few workers remain, or if replacements would fail in the same way."""
-        if isinstance(failure, PolicyError):
-            self.fail(failure)  # all workers have the same policy
+        """Fail the run if it can't go on without this worker."""
+        if self._is_fatal(failure):
+            self.fail(failure)
             return
         present = any(state in PRESENT for state in self._membership.states.values())
         hopeful, least = self._membership.num_hopeful, self._faults.min_workers
-        if isinstance(failure, EnvError):
-            tolerates_none = self._faults.max_env_faults == 0
-            if tolerates_none or not present or hopeful < least:
-                self.fail(failure)
-                return
+        if isinstance(failure, EnvError) and (not present or hopeful < least):
+            self.fail(failure)
+            return
         if hopeful < least and not self._hosts.is_elastic:
             others = [f"worker {w}: {d}" for w, d in sorted(self._deaths.items()) if w != worker_id]
             before = f"; before that {'; '.join(others)}" if others else ""
