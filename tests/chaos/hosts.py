@@ -150,6 +150,7 @@ class Joiners:
                 env={
                     **os.environ,
                     **self._hosts.env,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # of the envs' module
                     JOINER_VARIABLE: str(number),
                     "DISTCOLLECT_TOKEN_FILE": str(self._token_file),
                 },

@@ -215,7 +215,8 @@ def test_a_stopped_worker_is_found_by_its_silence(marked: Marked, sync: bool) ->
         begin = time.monotonic()
         until(collector, checker, lambda: checker.pids[1] != stopped, JOIN_S)
         assert not Path(f"/proc/{stopped}").exists()
-        assert time.monotonic() - begin > 2
+    # Its last sign of life was up to half a second before.
+    assert time.monotonic() - begin > 1.4
     balances(collector, checker)
     assert marked.gone(END_S), marked.left()
 
