@@ -3,7 +3,7 @@
 The bare loop calls the policy and steps the env, and writes observation, action, log-probability,
 reward, terminated and truncated into preallocated arrays. An env that resets a row in the step
 after its end makes filler steps. The bare loop leaves them in, and each of them counts as one of
-its frames; the collector delivers none.
+its frames, but not in "real_ratio"; the collector delivers none.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _UNEVEN = NativeWorkload(
 
 
 def run_beside_loop(seconds: float, *, name: str) -> Values:
-    """Frames/s of SyncDataCollector over the bare loop's, and the same by CPU time."""
+    """Frames/s of SyncDataCollector over the bare loop's, by wall time and by CPU time."""
     torch.set_num_threads(1)
     workload = NATIVE[name]
     policy = workload.make_policy()
@@ -129,7 +129,8 @@ def run_beside_loop(seconds: float, *, name: str) -> Values:
     with _collector(workload, policy) as collector:
         wall, pairs = ratio_of_pairs(bare.next, collector.next, seconds / 2, time.perf_counter)
         cpu, _ = ratio_of_pairs(bare.next, collector.next, seconds / 2, time.process_time)
-    return {"speed_ratio": wall, "cpu_ratio": cpu, "pairs": pairs}
+    real = wall / bare.share_of_real
+    return {"speed_ratio": wall, "cpu_ratio": cpu, "real_ratio": real, "pairs": pairs}
 
 
 def run_uneven_loop(seconds: float) -> Values:

@@ -56,6 +56,12 @@ class VectorLoop:
                 store.truncated[step] = truncated
         self._observation = observation
 
+    @property
+    def share_of_real(self) -> float:
+        """The share of the last frames that are no filler steps, of an env that makes these."""
+        ended = self._store.terminated[:-1] | self._store.truncated[:-1]
+        return 1 - np.count_nonzero(ended) / self._store.reward.size
+
     def batches(self) -> Iterator[Batch]:
         """Make T steps again and again."""
         while True:
