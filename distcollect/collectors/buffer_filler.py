@@ -6,10 +6,13 @@ import copy
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import TypeVar
 
 from distcollect.collectors.replay import Background, RateLimited, ReplayBuffer
 from distcollect.collectors.stream import JOIN_TIMEOUT_S, BatchStream
 from distcollect.errors import CollectorStateError
+
+_Self = TypeVar("_Self", bound="BufferFiller")
 
 
 class BufferFiller(BatchStream):
@@ -137,12 +140,15 @@ class BufferFiller(BatchStream):
             self._background.stop()
         super()._shut_down()
 
+    def __enter__(self: _Self) -> _Self:
+        return self
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, trace)
+        self.shutdown()
         if kind is None:
             self._raise_from_background()

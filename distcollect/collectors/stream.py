@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
 from tensordict import TensorDict
@@ -39,7 +38,6 @@ JOIN_TIMEOUT_S = 10.0
 # For the last statistics to be written.
 _MONITOR_LIMIT_S = 60.0
 
-_Self = TypeVar("_Self", bound="BatchStream")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -460,14 +458,3 @@ class BatchStream(ABC):
     @abstractmethod
     def _release(self, *, close_envs: bool) -> None:
         """Close what :meth:`_open` made; called again if an exception broke it off."""
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.shutdown()
