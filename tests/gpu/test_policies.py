@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from helpers.gpu_policies import Graphed, Reporting, Sampling, Where, gpu_files
+from helpers.gpu_policies import Graphed, Sampling, Where, collect, gpu_files
 from tensordict.nn import CudaGraphModule, TensorDictModule
 from torch import nn
 
@@ -21,19 +21,6 @@ import distcollect as dc
 from distcollect.launch import zygote
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
-
-
-def collect(policy: Any, num_workers: int = 2, **kwargs: Any) -> dc.RPCDataCollector:
-    return dc.RPCDataCollector(
-        **{
-            "create_env_fn": Reporting,
-            "policy": policy,
-            "num_workers": num_workers,
-            "frames_per_batch": 8 * num_workers,
-            "sync": True,
-            **kwargs,
-        }
-    )
 
 
 def processes(collector: dc.RPCDataCollector) -> list[dict[str, Any]]:

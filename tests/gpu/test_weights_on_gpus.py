@@ -18,8 +18,8 @@ import cloudpickle
 import figures
 import pytest
 import torch
-from helpers import nccl_stand_in
-from helpers.gpu_policies import Reporting, Where
+from helpers import gpu_policies, nccl_stand_in
+from helpers.gpu_policies import Where
 from helpers.waiting import eventually
 
 import distcollect as dc
@@ -80,18 +80,7 @@ def shared_gpu(device: torch.device) -> None:
         pytest.skip(f"NCCL doesn't take two processes on one GPU here: {reason[-300:]}")
 
 
-def collect(policy: Any, num_workers: int = 2, **kwargs: Any) -> dc.RPCDataCollector:
-    return dc.RPCDataCollector(
-        **{
-            "create_env_fn": Reporting,
-            "policy": policy,
-            "num_workers": num_workers,
-            "frames_per_batch": 4 * num_workers,
-            "sync": True,
-            "init_fn": be_on_a_host,
-            **kwargs,
-        }
-    )
+collect = partial(gpu_policies.collect, num_steps=4, init_fn=be_on_a_host)
 
 
 def push(collector: dc.RPCDataCollector, policy: Where, value: float) -> Any:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+import distcollect as dc
+
 
 class Where(nn.Module):
     """Tells in each frame where it computes, and the lowest and highest of its weights."""
@@ -162,3 +164,19 @@ def gpu_files(pid: int) -> int:
         except OSError:  # closed meanwhile
             continue
     return found
+
+
+def collect(
+    policy: Any, num_workers: int = 2, *, num_steps: int = 8, **kwargs: Any
+) -> dc.RPCDataCollector:
+    """A sync collector whose envs are :class:`Reporting`; ``kwargs`` change its arguments."""
+    return dc.RPCDataCollector(
+        **{
+            "create_env_fn": Reporting,
+            "policy": policy,
+            "num_workers": num_workers,
+            "frames_per_batch": num_steps * num_workers,
+            "sync": True,
+            **kwargs,
+        }
+    )
