@@ -51,10 +51,13 @@ def guard(parent: int) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     libc.prctl(_PR_SET_PDEATHSIG, int(CHECK), 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    guard_pid = os.getpid()
     worker = os.fork()
     if worker == 0:
         os.setsid()
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # if the guard is killed
+        if os.getppid() != guard_pid:  # it was, before the kernel knew
+            os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     try:

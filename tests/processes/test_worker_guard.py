@@ -28,6 +28,21 @@ hold()
 os.kill(os.getpid(), signal.SIGSEGV)
 """
 
+# The worker goes on only when its guard is gone.
+KILLED_AT_ONCE = """
+import os, signal, time
+from distcollect.common import worker_guard
+guard, setsid = os.getpid(), os.setsid
+def outlive_the_guard():
+    os.kill(guard, signal.SIGKILL)
+    while os.getppid() == guard:
+        time.sleep(0.001)
+    setsid()
+os.setsid = outlive_the_guard
+worker_guard.guard(os.getppid())
+print("the worker runs")
+"""
+
 
 def test_a_kill_does_not_hide_how_a_worker_ended() -> None:
     seen, connection = os.pipe()
@@ -44,3 +59,10 @@ def test_a_kill_does_not_hide_how_a_worker_ended() -> None:
         reader.read()  # until it is closed
         process.send_signal(worker_guard.KILL)
         assert process.wait(END_S) == -signal.SIGSEGV
+
+
+def test_a_worker_whose_guard_is_killed_at_once_does_not_run() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED_AT_ONCE], stdout=subprocess.PIPE) as guard:
+        assert guard.stdout is not None
+        assert guard.stdout.read() == b""  # until the worker, too, has closed it
+    assert guard.returncode == -signal.SIGKILL
