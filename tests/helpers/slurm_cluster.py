@@ -56,6 +56,7 @@ class SlurmCluster:
     def __init__(self, env: dict[str, str], runs: Path) -> None:
         self.env, self.runs = env, runs
         self._count = 0
+        self._without_slurmd: set[str] = set()  # nodes that a test has crashed or stopped
 
     def new_folder(self) -> Path:
         self._count += 1
@@ -75,18 +76,42 @@ class SlurmCluster:
     def node(self, host: str, action: str) -> None:
         """See testbed/slurm_node.sh."""
         self.command(TESTBED / "slurm_node.sh", host, action)
+        if action == "start":
+            self._without_slurmd.discard(host)
+        else:
+            self._without_slurmd.add(host)
+
+    def aborted(self) -> list[str]:
+        """The nodes whose slurmd has ended by itself."""
+        return [
+            node
+            for node in ("node1", "node2", "node3")
+            if node not in self._without_slurmd and not self._has_slurmd(node)
+        ]
+
+    def _has_slurmd(self, node: str) -> bool:
+        command = [TESTBED / "slurm_node.sh", node, "alive"]
+        return subprocess.run(command, timeout=60, check=False).returncode == 0
 
     def await_idle(self) -> None:
-        """Wait until all nodes are up and idle."""
+        """Wait until all nodes are up and idle; start the slurmd that have ended by themselves."""
+        for node in self.aborted():
+            self.node(node, "start")
         self.until(
             lambda: self.command("sinfo", "-hNp", "main", "-o", "%T").split() == ["idle"] * 3, 60
         )
 
     def until(self, holds: Callable[[], Any], timeout_s: float = 90) -> Any:
-        """Wait until ``holds()`` is true, and return its value."""
+        """Wait until ``holds()`` is true, and return its value.
+
+        The test is skipped if SLURM itself has failed.
+        """
         deadline = time.monotonic() + timeout_s
         while not (found := holds()):
-            assert time.monotonic() < deadline, f"not within {timeout_s} s\n{self.all_logs()}"
+            if time.monotonic() >= deadline:
+                if aborted := self.aborted():
+                    pytest.skip(f"slurmd has ended by itself on {', '.join(aborted)}")
+                raise AssertionError(f"not within {timeout_s} s\n{self.all_logs()}")
             time.sleep(0.1)
         return found
 

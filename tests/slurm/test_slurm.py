@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -72,8 +73,12 @@ def check_batches(run: SubmittedRun, *, sync: bool) -> None:
 
 
 def start(words: list[str], user: int | None = None) -> subprocess.Popen[str]:
+    return start_python(["-m", "distcollect", *words], user)
+
+
+def start_python(words: list[Any], user: int | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "distcollect", *words],
+        [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -84,6 +89,19 @@ def start(words: list[str], user: int | None = None) -> subprocess.Popen[str]:
     )
 
 
+@contextlib.contextmanager
+def ended(*processes: subprocess.Popen[str]) -> Iterator[None]:
+    """At the end they have ended, and their pipes are closed."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
 def test_two_runs_at_once(cluster: SlurmCluster) -> None:
     """One job each; the second fails, and belongs to another user if one can run Python."""
     good, bad = cluster.new_folder(), cluster.new_folder()
@@ -91,12 +109,8 @@ def test_two_runs_at_once(cluster: SlurmCluster) -> None:
     failing = typed(bad, "--nodes", 2, "--wait", arguments=["--fail-at", 3])
     user = other_user()
     processes = [start(words), start(failing, user)]
-    try:
+    with ended(*processes):
         outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     assert processes[0].returncode == 0, outputs[0]
     run = SubmittedRun(good)
     check_batches(run, sync=True)
@@ -155,18 +169,10 @@ def test_a_script_that_submits_itself(cluster: SlurmCluster) -> None:
     """``submitit_delayed_launcher``: two jobs of workers serve the decorated ``main()``."""
     folder = cluster.new_folder()
     script = SCRIPT.with_name("train_delayed.py")
-    process = subprocess.Popen(
-        [sys.executable, script, folder],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
+    process = start_python([script, folder])
+    with ended(process):
         cluster.until(lambda: process.poll() is not None)
         output, _ = process.communicate()
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 0, output
     assert re.search(r"trainer +\d+ +COMPLETED .* done", output)
     assert SubmittedRun(folder).said == [{"event": "done", "frames": 240, "workers": [0, 1]}]

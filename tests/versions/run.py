@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -72,6 +73,8 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := set(given.sets) - SETS.keys():
         parser.error(f"no such set: {', '.join(unknown)}; there are {', '.join(SETS)}")
+    # A shell has what it starts in the background ignore Ctrl-C, and so would all that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rows = [
         run_set(name, given.python, given.folder.resolve(), given.tests)
         for name in given.sets or SETS
