@@ -53,7 +53,9 @@ class ArgumentTypeError(DistCollectError, TypeError):
 
 
 class LaunchError(DistCollectError, RuntimeError):
-    """The processes of this launch can't find each other, or a worker can't be started."""
+    """The processes of this launch can't find each other, a worker can't be started, or this trainer
+    was started again elsewhere.
+    """
 
 
 class CollectorStateError(DistCollectError, RuntimeError):

@@ -16,6 +16,7 @@ from distcollect.errors import (
     ArgumentTypeError,
     CollectorStateError,
     DistCollectError,
+    LaunchError,
 )
 from distcollect.launch import preemption
 from distcollect.launch.run_folder import RunFolder, obstacle
@@ -24,6 +25,8 @@ from distcollect.transport.peer_ids import identity
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
+# Between two looks whether SLURM has started the trainer again elsewhere: a file on a shared disk.
+_CHECK_START_S = 10.0
 
 
 class Stateful(Protocol):
@@ -93,7 +96,7 @@ class Checkpoint:
             raise ArgumentError(f"every_s={every_s!r}: must be a number above 0, of seconds")
         if not isinstance(path, str | os.PathLike | None):
             raise ArgumentTypeError(f"Checkpoint({path!r}): must be the path of a file")
-        folder = RunFolder.here()
+        self._folder = folder = RunFolder.here()
         default = Path("checkpoint.pt") if folder is None else folder.path / "checkpoint.pt"
         self.path = default if path is None else Path(path)
         # Now, before hours of training depend on it.
@@ -101,7 +104,7 @@ class Checkpoint:
             raise ArgumentError(f"Checkpoint({str(self.path)!r}): {why}; name another file")
         self._every_s = every_s
         self._parts = parts
-        self._saved_at = time.monotonic()
+        self._saved_at = self._start_checked_at = time.monotonic()
         self._file_checked = False  # whether an earlier run's file was loaded, or is known to miss
         self._is_loadable = False  # whether a saved file was loaded once
         preemption.watch(self._save_and_exit)
@@ -154,9 +157,12 @@ class Checkpoint:
         Raises:
             CollectorStateError: there is a file of an earlier run, and :meth:`load` was not called.
             ArgumentTypeError: a part's state couldn't be loaded again.
+            LaunchError: SLURM has started the trainer again on another host, so that this process
+                is not the run's trainer any more.
             OSError: the file can't be written.
         """
         self._check()
+        self._check_start()
         if identity().trainer != 0:
             return
         states = {name: part.state_dict() for name, part in self._parts.items()}
@@ -179,9 +185,11 @@ class Checkpoint:
 
         Raises:
             SystemExit: the process was told to end; with exit code 75.
-            CollectorStateError, ArgumentTypeError, OSError: as :meth:`save`.
+            CollectorStateError, ArgumentTypeError, LaunchError, OSError: as :meth:`save`.
         """
         self._check()
+        if time.monotonic() - self._start_checked_at >= _CHECK_START_S:
+            self._check_start()
         if preemption.requested_signal():
             self._save_and_exit()
         is_due = time.monotonic() - self._saved_at >= self._every_s
@@ -196,6 +204,11 @@ class Checkpoint:
                 "it to start again"
             )
         self._file_checked = True
+
+    def _check_start(self) -> None:
+        self._start_checked_at = time.monotonic()
+        if self._folder is not None and (why := self._folder.later_start()):
+            raise LaunchError(f"{why}: this process saves nothing more, and has to end")
 
     def _save_and_exit(self) -> None:
         self.save()

@@ -123,6 +123,7 @@ def _train(
     finally:
         set_launched(None)
         if owner.is_here:
+            resumes = resumes or (folder is not None and bool(folder.later_start()))
             # Torchrun starts ranks again only if all have failed. Under other launchers, ranks
             # that fail after the trainer would hide the cause.
             fails = failed and launch.launcher is Launcher.TORCHRUN

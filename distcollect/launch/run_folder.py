@@ -139,13 +139,30 @@ class RunFolder:
         return [f"{_clock(note['at'])} job {note['job']} {note['what']}" for note in notes]
 
     def tell(self, state: str, **about: Any) -> None:
-        """Write the trainer's state for the other jobs.
+        """Write the trainer's state for the other jobs, unless SLURM has started it again since.
 
         Args:
             state: LISTENING, STARTING, REQUEUED or ENDED.
             about: further entries of the file.
         """
-        self.write("trainer.json", {"state": state, "since": _clock(time.time()), **about})
+        if not self.later_start():
+            start = {"host_of_start": socket.gethostname(), "start": _own_start()}
+            since = _clock(time.time())
+            self.write("trainer.json", {"state": state, "since": since, **start, **about})
+
+    def later_start(self) -> str:
+        """That SLURM has started this process's job again elsewhere, in words; "" if it hasn't.
+
+        It does so when it has lost the contact to a host, whose processes may run on.
+        """
+        said, own = self.read("trainer.json") or {}, _own_start()
+        start = said.get("start")
+        if own is None or start is None or start[0] != own[0] or start[1] <= own[1]:
+            return ""
+        return (
+            f"SLURM has started job {own[0]} again on {said['host_of_start']}, as it had lost the "
+            f"contact to {socket.gethostname()}"
+        )
 
     def address(self) -> tuple[str, int]:
         """Where the trainer listens: host and port.
@@ -193,6 +210,12 @@ def obstacle(folder: Path) -> str:
     if not there.is_dir():
         return f"{there} is a file"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} can't be written to"
+
+
+def _own_start() -> tuple[str, int] | None:
+    """The job of this process, and how often SLURM has started it again; None: it has no job."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return None if job is None else (job, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
 
 def _clock(at: float) -> str:

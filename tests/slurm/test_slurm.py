@@ -256,6 +256,28 @@ def test_the_trainer_s_node_crashes(
     check_batches(run, sync=True)
 
 
+@pytest.mark.slow
+def test_slurm_loses_the_contact_to_a_trainer_that_goes_on(cluster: SlurmCluster) -> None:
+    """It starts the trainer again elsewhere. The first one ends, and harms nothing."""
+    stop = cluster.runs / "stop-twice"
+    workers = ["--worker-jobs", 1, "--worker-slurm", "nodelist=node3"]
+    run = submit(
+        cluster.new_folder(), "--slurm", "exclude=node3", *workers, arguments=["--until", stop]
+    )
+    cluster.until((run.folder / "checkpoint.pt").exists)
+    cluster.node("node1", "stop")
+    log = run.folder / "logs" / f"{run.job_ids[0]}_0_log.err"
+    try:
+        cluster.until(lambda: "has started job" in log.read_text())
+        cluster.until(lambda: run.batches[-1]["present"] == 1)
+        stop.touch()
+        cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
+    finally:
+        cluster.node("node1", "start")
+    assert run.said[-1]["event"] == "done"
+    assert run.folder.joinpath("trainer.json").read_text().count("it is done") == 1
+
+
 def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
     """Also a worker that waits for the trainer: its wait ends, also with a wrong token."""
     folder = cluster.new_folder()

@@ -13,6 +13,7 @@ from torch import nn
 
 import distcollect as dc
 from distcollect.launch import preemption
+from distcollect.launch.run_folder import ENDED, LISTENING, RUN_VARIABLE, RunFolder, RunOver
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,45 @@ def test_mistakes(tmp_path: Path) -> None:
     path.write_text("nothing of the kind")
     with pytest.raises(dc.ArgumentError, match="can't be read as a checkpoint"):
         dc.Checkpoint(path, part=nn.Linear(1, 1)).load()
+
+
+def start_of_job(monkeypatch: pytest.MonkeyPatch, job: str, restarts: int) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+
+
+def test_a_trainer_that_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM starts it on another host, as it has lost the contact to the first, which goes on."""
+    folder = RunFolder(tmp_path)
+    monkeypatch.setenv(RUN_VARIABLE, str(tmp_path))
+    start_of_job(monkeypatch, "7", 0)
+    folder.tell(LISTENING, host="first", port=1)
+    module = nn.Linear(1, 1)
+    first = dc.Checkpoint(module=module)
+    first.save()
+    assert folder.later_start() == ""
+
+    start_of_job(monkeypatch, "7", 1)
+    folder.tell(LISTENING, host="second", port=2)
+    second = dc.Checkpoint(module=module)
+    second.load()
+    nn.init.constant_(module.weight, 2.0)
+    second.save()
+
+    start_of_job(monkeypatch, "7", 0)
+    nn.init.constant_(module.weight, 1.0)
+    with pytest.raises(dc.LaunchError, match=r"has started job 7 again on .*saves nothing more"):
+        first.save()
+    monkeypatch.setattr("distcollect.collectors.checkpoint._CHECK_START_S", 0.0)
+    with pytest.raises(dc.LaunchError, match="has started job 7 again"):
+        first.step()
+    folder.tell(ENDED, why="it failed")
+    assert folder.address() == ("second", 2)
+    second.load()
+    assert module.weight.item() == 2.0
+
+    # Who cancels the run is in another job, or in none.
+    start_of_job(monkeypatch, "8", 0)
+    folder.tell(ENDED, why="it was cancelled")
+    with pytest.raises(RunOver, match="it was cancelled"):
+        folder.address()

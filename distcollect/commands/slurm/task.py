@@ -14,6 +14,8 @@ SIGTERM while the job runs      Preempted, on sites that send only this signal: 
 SIGTERM otherwise               Cancelled, or out of time: the task sends SIGTERM to its script.
 The trainer's host goes down    SLURM requeues the job. If it has other hosts, one of their tasks
                                 requeues it.
+SLURM loses the contact to the  The same. Here the script ends at its next look at its checkpoint,
+host, and all goes on there     and says nothing about the run, which goes on elsewhere.
 ==============================  ================================================================
 
 SLURM sends signals to all processes of a step, and SIGUSR2 ends a process that doesn't handle it.
@@ -110,6 +112,11 @@ class Task:
         for number in (self._notice, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         self._terminate_script()
+        if why := self._later_start():  # submitit would requeue that one
+            self._ended_within(self.grace_s)
+            self._reap()
+            _log(f"{why}: the run goes on there")
+            raise SystemExit(1)
         why = self._why()
         _log(f"this job {why}: its script was told to save and end")
         if self._ended_within(self.grace_s):
@@ -142,7 +149,7 @@ class Task:
             if not self.trains:
                 self._terminate_script()
             return
-        if self._job_info().get("JobState") == "RUNNING":
+        if self._job_info().get("JobState") == "RUNNING" and not self._later_start():
             os.kill(os.getpid(), self._notice)
             return
         self._cancelled = True
@@ -220,6 +227,9 @@ class Task:
         """Write down how the script ended, and end the job accordingly."""
         folder = RunFolder(Path(self.run))
         how = describe_exit(code)
+        if why := self._later_start():
+            _log(f"{why}: the run goes on there; the script ended here: {how}")
+            raise SystemExit(1)
         if code != 0 and not self._was_terminated:
             about = {"how": how, "host": socket.gethostname(), "at": time.time()}
             folder.write(f"failed/{self._failed.name}", about)
@@ -249,6 +259,10 @@ class Task:
                 _output_of(["scontrol", "requeue", self._job.job_id])
                 return
             time.sleep(_LOST_POLL_S)
+
+    def _later_start(self) -> str:
+        """See :meth:`RunFolder.later_start`; "" in a job of workers, which are not in its way."""
+        return RunFolder(Path(self.run)).later_start() if self.trains else ""
 
     def _cancel_waiting(self, folder: RunFolder) -> None:
         """Cancel worker jobs that are still queued: their trainer has ended."""
