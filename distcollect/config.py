@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from distcollect.common import torch_backends
+from distcollect.common import checks, torch_backends
 from distcollect.common.suggestions import suggests_names
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
@@ -65,10 +65,9 @@ class WeightSync:
             raise ArgumentTypeError(
                 f"WeightSync(exclude={self.exclude!r}): must be a list of patterns, as ['critic.*']"
             )
-        if not self.ready_timeout_s > 0:
-            raise ArgumentError(
-                f"WeightSync(ready_timeout_s={self.ready_timeout_s!r}): must be above 0 seconds"
-            )
+        checks.seconds(
+            f"WeightSync(ready_timeout_s={self.ready_timeout_s!r})", self.ready_timeout_s
+        )
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
@@ -157,8 +156,8 @@ class Faults:
             value = getattr(self, each.name)
             if value is None and each.name in _OPTIONAL:
                 continue
-            if each.name.endswith("_s") and not (value is not None and value > 0):
-                raise ArgumentError(f"Faults({each.name}={value!r}): must be above 0 seconds")
+            if each.name.endswith("_s"):
+                checks.seconds(f"Faults({each.name}={value!r})", value)
         least_of = {"max_restarts": 0, "max_env_faults": 0, "min_workers": 1, "max_worker_bytes": 1}
         for name, least in least_of.items():
             value = getattr(self, name)
@@ -202,10 +201,7 @@ class EvaluationWorkers:
                 raise ArgumentError(
                     f"EvaluationWorkers({name}={value!r}): must be a whole number, 1 or more"
                 )
-        if not self.timeout_s > 0:
-            raise ArgumentError(
-                f"EvaluationWorkers(timeout_s={self.timeout_s!r}): must be above 0 seconds"
-            )
+        checks.seconds(f"EvaluationWorkers(timeout_s={self.timeout_s!r})", self.timeout_s)
 
 
 @suggests_names

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from distcollect.errors import ArgumentError, ArgumentTypeError
@@ -22,6 +24,27 @@ def positive(name: str, value: object, *, optional: bool = False) -> None:
         raise ArgumentTypeError(f"{name}={value!r}: must be a whole number")
     if value < 1:
         raise ArgumentError(f"{name}={value}: must be at least 1")
+
+
+# Waits of Python and of torch overflow with times that are far longer.
+_LONGEST_S = 1e8
+
+
+def seconds(what: str, value: Any) -> None:
+    """Raise unless ``value`` is a number of seconds that a wait can have as its limit.
+
+    Args:
+        what: how the error names it, with the value.
+        value: what was given.
+
+    Raises:
+        ArgumentError: it is not above 0, or above 1e8.
+        ArgumentTypeError: it is no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
+        raise ArgumentTypeError(f"{what}: must be a number of seconds")
+    if not 0 < value <= _LONGEST_S:
+        raise ArgumentError(f"{what}: must be above 0 seconds, and at most 1e8 (three years)")
 
 
 def devices_among(worker_ids: object) -> list[torch.device]:

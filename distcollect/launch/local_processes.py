@@ -150,7 +150,7 @@ class LocalProcesses:
         boot = replace(
             boot,
             counters_fd=counters.fd,
-            sys_path=tuple(sys.path),
+            sys_path=tuple(zygote.import_path()),
             authkey=multiprocessing.current_process().authkey.hex(),
         )
         process = self._start(boot, env, counters)
@@ -207,7 +207,9 @@ class LocalProcesses:
 
     def _kill(self, running: _Running) -> None:
         if self._owner.is_here:
-            running.kill()
+            # While the worker is being started by itself, there is no process yet to send this to.
+            with self._lock:
+                running.kill()
 
     def terminate(self) -> None:
         """Ask all workers to leave."""

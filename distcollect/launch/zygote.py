@@ -307,11 +307,16 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
     )
     assert process.stdin is not None
     imported = [name for name in _PRELOADED_IF_USED if name in sys.modules]
-    boot = {"fd": fd, "parent": os.getpid(), "sys_path": sys.path, "imported": imported}
+    boot = {"fd": fd, "parent": os.getpid(), "sys_path": import_path(), "imported": imported}
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(boot).encode() + b"\n")
         process.stdin.close()
     return process
+
+
+def import_path() -> list[str]:
+    """``sys.path`` for workers, without what Python ignores there, such as a ``Path``."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def inherited() -> dict[str, str]:

@@ -179,6 +179,8 @@ class Lifecycle:
         except (OSError, LaunchError) as error:
             process.exit = ProcessExit(-1, 0, f"it could not be started: {error}")
             self.lose(process)
+        if self._status.is_stopping:  # stop_workers() may have found no process to kill yet
+            self._hosts.kill(*process.key)
 
     def refused(self, hello: Hello, message: str) -> None:
         """A process with other versions than the trainer's was refused."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from distcollect.common.replies import Replies
 from distcollect.common.seeding import Stream, env_seed, shares
 from distcollect.config import EvaluationWorkers
-from distcollect.errors import DeadlineError, WorkerLost
+from distcollect.errors import ArgumentTypeError, DeadlineError, WorkerLost
 from distcollect.results import Evaluation
 from distcollect.supervision.process import message_of
 from distcollect.supervision.worker_ends import WorkerEnd, WorkerEnds
@@ -56,6 +57,7 @@ class RemoteCalls:
         timeout_s: float,
     ) -> dict[int, list[Any]]:
         """Call a method of all envs, see :meth:`.DataCollectorBase.call`; by worker_id."""
+        _check_can_be_pickled(method, args, kwargs)
         known = self._ends.known()
         called = self._called(worker_ids)
         answers = self._pool.call_workers(
@@ -120,6 +122,17 @@ class RemoteCalls:
             lost += [f"worker {w}: {message_of(end.error)}" for w, end in ends.items()]
             parts += _answered(answers, ends, all_of_them=worker_ids is not None).values()
         return Evaluation.joined(parts)
+
+
+def _check_can_be_pickled(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ArgumentTypeError unless these arguments of a method can be sent."""
+    try:
+        pickle.dumps((args, kwargs))
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"call({method!r}): its arguments can't be pickled ({type(error).__name__}: {error}), "
+            "so they can't be sent to the workers; pass numbers, arrays or tensors"
+        ) from error
 
 
 def _await(

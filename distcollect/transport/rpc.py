@@ -304,6 +304,8 @@ class RpcTransport:
             self._agents.call(known, function, args).add_done_callback(deliver)
         except (KeyError, RuntimeError) as error:
             self._pending.complete(answer, error=peer_is_gone(peer, error))
+        except Exception as error:  # noqa: BLE001 - an argument can't be pickled: nothing was sent
+            self._pending.complete(answer, error=error)
 
 
 class _RpcOffer:

@@ -65,6 +65,12 @@ class TestCall:
                 collector.call(method, *arguments)
             assert collector.next().shape == (2, T)
 
+    def test_what_cannot_be_sent(self) -> None:
+        with pooled(Levels) as collector:
+            with pytest.raises(dc.ArgumentTypeError, match=r"call\('set_level'\): .*be pickled"):
+                collector.call("set_level", lambda: 3)
+            assert collector.call("set_level", 3, worker_ids=0) == {0: ["0.0 at 3", "0.1 at 3"]}
+
     def test_unknown_worker(self) -> None:
         with pooled(Levels) as collector, pytest.raises(ValueError, match=r"no worker \[7\]"):
             collector.call("name", worker_ids=7)

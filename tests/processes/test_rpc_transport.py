@@ -95,6 +95,12 @@ def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(rpc_world: 
     rpc_world.transport.disconnect(rpc_world.peer)
 
 
+def test_nothing_is_owed_for_a_call_that_cannot_be_sent(rpc_world: Rpc) -> None:
+    with pytest.raises(TypeError, match="pickle"):
+        rpc_world.transport.call(rpc_world.peer, Service.echo, threading.Lock()).result(SOON_S)
+    assert not rpc_world.transport._pending.open
+
+
 def test_kill_9_fails_what_is_owed(rpc_world: Rpc) -> None:
     """Also where nobody disconnects the peer; the others are not affected."""
     other = rpc_world.add_peer(rpc_agents.CHANNELS)

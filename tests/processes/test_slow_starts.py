@@ -1,11 +1,15 @@
-"""What is said while workers take long to start."""
+"""Workers that take long to start: what is said meanwhile, and how they end."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import gymnasium as gym
@@ -14,6 +18,9 @@ from helpers.marked import Marked
 
 import distcollect as dc
 from distcollect.common import reminder
+from distcollect.launch.worker_hosts import WorkerHosts
+
+SOON_S = 60
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -62,3 +69,32 @@ def test_the_log_says_who_is_awaited(
     assert "waiting up to 180 s in all for worker 0 (pid " in handler.line
     assert handler.line.endswith(", which makes its envs and policy and tries them")
     assert not marked.left()
+
+
+def test_a_worker_that_starts_as_the_collector_closes_is_killed_at_once(
+    marked: Marked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector has told all workers to stop before there is a process to tell it to."""
+    collector = dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=2, num_workers=1)
+    kill, spawn = WorkerHosts.kill, WorkerHosts.spawn
+    closing = threading.Thread(target=collector.shutdown)
+    was_killed = threading.Event()
+
+    def note_kill(self: WorkerHosts, worker_id: int, incarnation: int) -> None:
+        kill(self, worker_id, incarnation)
+        if incarnation == 1:
+            was_killed.set()
+
+    def spawn_late(self: WorkerHosts, *args: Any) -> None:
+        closing.start()
+        assert was_killed.wait(SOON_S)
+        spawn(self, *args)
+
+    monkeypatch.setattr(WorkerHosts, "kill", note_kill)
+    monkeypatch.setattr(WorkerHosts, "spawn", spawn_late)
+    [hello] = [p.connection.hello for p in collector._session.workers._lifecycle.processes.values()]
+    os.kill(hello.pid, signal.SIGKILL)
+    assert was_killed.wait(SOON_S)
+    closing.join(SOON_S)
+    assert "did not end within" not in caplog.text
+    assert marked.gone(SOON_S), marked.left()

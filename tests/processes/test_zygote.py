@@ -73,6 +73,8 @@ def test_a_forked_worker_is_like_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The zygote may be older than all of this."""
+    zygote.close()
+    monkeypatch.setattr(sys, "path", [tmp_path / "which Python ignores", *sys.path])
     zygote.warm_up()
     monkeypatch.setenv("OF_THE_TRAINER", "when the collector was made")
     monkeypatch.chdir(tmp_path)

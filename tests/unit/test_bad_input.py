@@ -129,10 +129,28 @@ def test_is_refused_in_process_too(
         dc.SyncDataCollector(create_env_fn, policy, **settings)
 
 
-@pytest.mark.parametrize("number", [0, -1.0, float("nan")])
+DEADLINES: list[tuple[Any, str]] = [
+    (dc.Faults, "start_timeout_s"),
+    (dc.Faults, "weights_timeout_s"),
+    (dc.Faults, "step_timeout_s"),
+    (dc.WeightSync, "ready_timeout_s"),
+    (dc.EvaluationWorkers, "timeout_s"),
+]
+
+
+@pytest.mark.parametrize("number", [0, -1.0, float("nan"), float("inf"), 1e300])
 def test_deadlines_that_make_no_sense(number: float) -> None:
-    with pytest.raises(dc.ArgumentError, match=r"batch_timeout_s=.*above 0"):
-        dc.Faults(batch_timeout_s=number)
+    for make, name in DEADLINES:
+        with pytest.raises(dc.ArgumentError, match=f"{name}=.*above 0 seconds, and at most 1e8"):
+            make(**{name: number})
+        make(**{name: 1e8})
+
+
+@pytest.mark.parametrize("value", ["5", True, [1.0]])
+def test_deadlines_that_are_no_numbers(value: object) -> None:
+    for make, name in DEADLINES:
+        with pytest.raises(dc.ArgumentTypeError, match=f"{name}=.*a number of seconds"):
+            make(**{name: value})
 
 
 def test_bad_thresholds_are_refused_before_anything_starts() -> None:
