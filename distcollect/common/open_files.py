@@ -7,9 +7,11 @@ import resource
 
 # Some programs close every descriptor that they might have: no limit is raised above this.
 _MOST = 1 << 20
-# What a trainer needs at least: 142 files with no worker, and for each worker a control connection,
-# four sockets of torch's RPC and, on the same host, its memory (measured with torch 2.13).
-_FILES, _FILES_PER_WORKER = 140, 6
+# What a trainer needs at least (measured with torch 2.13): files with no worker, and for each worker
+# a control connection, four sockets of torch's RPC, and its supervisor's connection. A worker that
+# the trainer starts itself has no supervisor, but three pieces of memory: its step counter and two
+# rollouts.
+_FILES, _FILES_PER_WORKER, _FILES_PER_LOCAL_WORKER = 140, 6, 8
 
 
 def limit() -> int:
@@ -35,9 +37,13 @@ def raise_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (highest_limit(), hard))
 
 
-def shortage(num_workers: int) -> str:
-    """Why a trainer can't have so many workers, in words; "" if it can."""
-    needed, highest = _FILES + _FILES_PER_WORKER * num_workers, highest_limit()
+def shortage(num_workers: int, *, are_local: bool) -> str:
+    """Why a trainer can't have so many workers, in words; "" if it can.
+
+    ``are_local``: the trainer starts them itself.
+    """
+    each = _FILES_PER_LOCAL_WORKER if are_local else _FILES_PER_WORKER
+    needed, highest = _FILES + each * num_workers, highest_limit()
     if needed <= highest:
         return ""
     return (

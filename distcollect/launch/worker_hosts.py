@@ -100,8 +100,10 @@ class WorkerHosts(JoinServerEvents):
             LaunchError: see :func:`~distcollect.net.interfaces.listen`.
         """
         open_files.raise_limit()
-        if short := open_files.shortage(max(num_ranks or 0, num_local, num_expected or 0)):
-            raise ArgumentError(short)
+        num_others = max(num_ranks or 0, num_expected or 0)
+        for num_workers, are_local in ((num_local, True), (num_others, False)):
+            if short := open_files.shortage(num_workers, are_local=are_local):
+                raise ArgumentError(short)
         self.address = address
         self.patience_s = patience_s
         self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()

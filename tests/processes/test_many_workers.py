@@ -20,6 +20,7 @@ from helpers.waiting import eventually
 from torch import nn
 
 import distcollect as dc
+from distcollect.common import open_files
 from distcollect.launch import zygote
 
 T = 16
@@ -145,6 +146,18 @@ def shared_sizes(pid: int) -> list[int]:
 def num_shared() -> int:
     """How much memory this process shares with others, as a number of files."""
     return sum(link.startswith("/memfd:") for link in links_of("self"))
+
+
+def test_a_local_worker_takes_as_many_files_as_are_counted_for_it() -> None:
+    def num_files(num_workers: int) -> int:
+        with dc.MultiSyncDataCollector(
+            "CartPole-v1", frames_per_batch=4 * num_workers, num_workers=num_workers
+        ) as collector:
+            for _ in range(3):  # a worker has memory for two rollouts
+                collector.next()
+            return len(list(Path("/proc/self/fd").iterdir()))
+
+    assert num_files(3) - num_files(1) <= 2 * open_files._FILES_PER_LOCAL_WORKER
 
 
 # A kill may leave a few bytes; memory that is allocated once counts too.
