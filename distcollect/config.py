@@ -105,7 +105,7 @@ class Staleness:
 @suggests_names
 @dataclass(frozen=True)
 class Faults:
-    """What counts as a failure, and how it is handled. Times are in seconds.
+    """What counts as a failure, and how it is handled. Times are in seconds, at most 1e8.
 
     Attributes:
         start_timeout_s: limit for all workers to start and join, and for each to try out its envs.

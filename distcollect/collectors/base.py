@@ -224,12 +224,12 @@ class DataCollectorBase(BufferFiller):
         is called with.
 
         Random numbers that the policy draws in other ways come from one generator per worker, and
-        so depend on the number of workers: in compiled or scripted code, within ``nn.LSTM``,
-        ``nn.GRU`` and ``nn.RReLU``, with numpy, or in tensors whose first dimension is not that of
-        the envs (or a multiple of it, as for several agents).
+        so depend on the number of workers: those that compiled code draws itself, those within
+        ``nn.LSTM``, ``nn.GRU`` and ``nn.RReLU``, those of numpy, and tensors whose first dimension
+        is not that of the envs (or a multiple of it, as for several agents).
 
         Seeding costs time in the policy: with 16 CartPole envs and a small network a frame takes
-        1.6 times as long; with larger envs and networks the factor is smaller. Without a seed there
+        1.1 times as long; with larger envs and networks the factor is smaller. Without a seed there
         is no cost.
 
         Args:
