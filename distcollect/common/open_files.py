@@ -7,9 +7,9 @@ import resource
 
 # Some programs close every descriptor that they might have: no limit is raised above this.
 _MOST = 1 << 20
-# What a trainer needs at least (measured with torch 2.13): files with no worker, and for each worker
+# What a trainer needs at least (measured with torch 2.13): files without workers, for each worker
 # a control connection, four sockets of torch's RPC, and its supervisor's connection. A worker that
-# is started by the trainer has no supervisor, but three pieces of memory: its step counter and two
+# the trainer starts has no supervisor, but three pieces of memory: its step counter and two
 # rollouts.
 _FILES, _FILES_PER_WORKER, _FILES_PER_LOCAL_WORKER = 140, 6, 8
 
