@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import socket
 import sys
@@ -103,15 +104,16 @@ def main(boot: WorkerBoot) -> None:
             exit_now(1)
 
     threading.Thread(target=listen, name="distcollect-control", daemon=True).start()
-    sigterm = threading.Event()
+    # Not an Event: two signals may come at once, and set() takes a lock that it then waits for.
+    sigterm: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def leave() -> None:
-        sigterm.wait()
+        sigterm.get()
         connection.send(Leaving())
 
     # Not in the signal handler: it may interrupt a thread that is sending.
     threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
+    signal.signal(signal.SIGTERM, lambda *_: sigterm.put(None))
     connection.send(Reachable(transport.endpoint, sample_of_memory()))
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone

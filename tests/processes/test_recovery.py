@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -320,9 +321,32 @@ def test_released_workers_leave_without_losing_a_frame(marked: Marked, sync: boo
     assert marked.gone(END_S), marked.left()
 
 
-def test_sigterm_is_notice_enough_to_leave_without_losing_a_frame(marked: Marked) -> None:
+class SignalsTwice(Telling):
+    """A second SIGTERM comes while the handler of the first one is in an Event, if it uses one.
+
+    They come at once where a scheduler signals all processes: the worker's guard passes its own on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(pause_s=0.001)
+        notify_all, in_event = threading.Condition.notify_all, threading.Event.set.__code__
+
+        def signal_again(condition: threading.Condition) -> None:
+            is_main = threading.get_ident() == threading.main_thread().ident
+            if is_main and sys._getframe(1).f_code is in_event:
+                threading.Condition.notify_all = notify_all  # type: ignore[method-assign]
+                os.kill(os.getpid(), signal.SIGTERM)
+            notify_all(condition)
+
+        threading.Condition.notify_all = signal_again  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("make", [slow, SignalsTwice])
+def test_sigterm_is_notice_enough_to_leave_without_losing_a_frame(
+    marked: Marked, make: Callable[[], Telling]
+) -> None:
     checker = Checker()
-    with collect_with(False) as collector:
+    with collect_with(False, make) as collector:
         until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
         os.kill(checker.pids[1], signal.SIGTERM)
         until(collector, checker, lambda: collector.worker_states[1] is dc.WorkerState.LEFT, SOON_S)
