@@ -53,9 +53,7 @@ class ArgumentTypeError(DistCollectError, TypeError):
 
 
 class LaunchError(DistCollectError, RuntimeError):
-    """The processes of this launch can't find each other, a worker can't be started, or this trainer
-    was started again elsewhere.
-    """
+    """Processes of this launch don't meet, a worker can't start, or the trainer runs elsewhere now."""
 
 
 class CollectorStateError(DistCollectError, RuntimeError):

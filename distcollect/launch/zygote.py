@@ -265,7 +265,8 @@ class Zygote:
         try:
             with theirs:
                 process = _start(theirs.fileno())
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            self._sock.close()
             started.set_exception(error)
             return
         started.set_result(process)

@@ -162,6 +162,16 @@ def test_an_unknown_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         collect(1)
 
 
+def test_whatever_keeps_it_from_starting_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: int) -> None:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr(zygote, "_start", start)
+    monkeypatch.setattr(zygote, "_START_TIMEOUT_S", 1.0)
+    with pytest.raises(TypeError, match="no such thing"):
+        zygote.Zygote()
+
+
 STARTS_A_THREAD = """
 import threading, time
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
