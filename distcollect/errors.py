@@ -53,7 +53,7 @@ class ArgumentTypeError(DistCollectError, TypeError):
 
 
 class LaunchError(DistCollectError, RuntimeError):
-    """Processes of this launch don't meet, a worker can't start, or the trainer runs elsewhere now."""
+    """Processes of this launch don't meet, a worker can't start, or the trainer runs elsewhere."""
 
 
 class CollectorStateError(DistCollectError, RuntimeError):
