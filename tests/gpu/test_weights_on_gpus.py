@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers import gpu_policies, nccl_stand_in
 from helpers.gpu_policies import Where
-from helpers.waiting import eventually
+from helpers.waiting import eventually, stop_process
 
 import distcollect as dc
 from distcollect.weights.group_backends import Place
@@ -252,7 +252,7 @@ class TestOneBackendForGpus:
 
             def stop_first(payload: torch.Tensor) -> None:
                 updater.send = send  # type: ignore[method-assign]
-                os.kill(victim, signal.SIGSTOP)
+                stop_process(victim)
                 threading.Thread(target=kill, daemon=True).start()
                 try:
                     send(payload)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 import torch
 from helpers.paths import TESTS
 from helpers.scripts.rpc_peer import WORKER_ID, Service, rollout
+from helpers.waiting import stop_process
 
 import distcollect as dc
 from distcollect.transport import rpc_agents
@@ -74,8 +74,11 @@ class Rpc:
         counters = Path(f"/proc/{self.processes[0].pid}/io").read_text().splitlines()
         return int(dict(line.split(": ") for line in counters)["wchar"])
 
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        self.processes[0].send_signal(number)
+    def kill(self) -> None:
+        self.processes[0].kill()
+
+    def stop(self) -> None:
+        stop_process(self.processes[0].pid)
 
     def close(self) -> None:
         self.transport.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Envs in threads of this process wait for it. It can't be pickled, so they find it in this module.
@@ -19,3 +22,17 @@ def eventually(
     while not condition():
         assert time.monotonic() < deadline, about()
         time.sleep(0.01)
+
+
+def stop_process(pid: int) -> None:
+    """Stop a process, and wait until all of its threads have stopped.
+
+    Until a busy machine has run the thread that gets the signal, the other threads go on.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: all(state in "TZX" for state in _thread_states(pid)))
+
+
+def _thread_states(pid: int) -> list[str]:
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return [stat.rpartition(")")[2].split()[0] for stat in stats]

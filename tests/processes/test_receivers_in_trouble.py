@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.envs import ProcessIdEnv
 from helpers.publishing import Telling, told
+from helpers.waiting import stop_process
 
 import distcollect as dc
 
@@ -43,7 +44,7 @@ class TestReceiversInTrouble:
             weight_updater=make(),
         ) as collector:
             stopped = pids(collector)[1]
-            os.kill(stopped, signal.SIGSTOP)
+            stop_process(stopped)
             try:
                 first = collector.update_policy_weights_(policy.fill(1))
                 assert first.acknowledged == {0: 1, 2: 1}
@@ -80,7 +81,7 @@ class TestReceiversInTrouble:
             send = collector._session.updater.send
 
             def stop_first(payload: torch.Tensor) -> None:
-                os.kill(stopped, signal.SIGSTOP)
+                stop_process(stopped)
                 send(payload)
 
             collector._session.updater.send = stop_first  # type: ignore[method-assign]
@@ -169,7 +170,7 @@ class TestReceiversInTrouble:
             weight_sync=dc.WeightSync(ready_timeout_s=0.2),
         ) as collector:
             stopped = pids(collector)[0]
-            os.kill(stopped, signal.SIGSTOP)
+            stop_process(stopped)
             resume = threading.Timer(1, os.kill, (stopped, signal.SIGCONT))
             resume.start()
             try:
@@ -227,7 +228,7 @@ def test_one_that_is_stopped_in_the_middle_leaves_the_others_in_one_group(num_by
 
         def stop_first(payload: torch.Tensor) -> None:
             updater.send = send  # type: ignore[method-assign]
-            os.kill(stopped, signal.SIGSTOP)
+            stop_process(stopped)
             send(payload)
 
         updater.sources = note_group  # type: ignore[method-assign]

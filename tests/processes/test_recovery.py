@@ -20,6 +20,7 @@ import pytest
 from gymnasium import spaces
 from helpers.marked import Marked
 from helpers.policies import ShownWeight
+from helpers.waiting import stop_process
 from tensordict import TensorDict
 
 import distcollect as dc
@@ -212,7 +213,7 @@ def test_a_stopped_worker_is_found_by_its_silence(marked: Marked, sync: bool) ->
     with collect_with(sync, faults=dc.Faults(silence_timeout_s=2)) as collector:
         until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
         stopped = checker.pids[1]
-        os.kill(stopped, signal.SIGSTOP)
+        stop_process(stopped)
         begin = time.monotonic()
         until(collector, checker, lambda: checker.pids[1] != stopped, JOIN_S)
         assert not Path(f"/proc/{stopped}").exists()
@@ -227,7 +228,7 @@ def test_a_worker_that_is_stopped_for_a_moment_stays(marked: Marked) -> None:
     with collect_with(False, faults=dc.Faults(silence_timeout_s=4)) as collector:
         until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
         pids = dict(checker.pids)
-        os.kill(pids[1], signal.SIGSTOP)
+        stop_process(pids[1])
         until(
             collector, checker, lambda: collector.worker_states[1] is dc.WorkerState.SUSPECTED, 10
         )
@@ -412,8 +413,8 @@ def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
         joined = join(port)
         until(collector, checker, lambda: 1 in checker.pids, JOIN_S)
         # As if its host were cut off and the trainer had not noticed.
-        joined.send_signal(signal.SIGSTOP)
-        os.kill(checker.pids[1], signal.SIGSTOP)
+        stop_process(joined.pid)
+        stop_process(checker.pids[1])
     balances(collector, checker)
     joined.send_signal(signal.SIGCONT)
     joined.communicate(timeout=END_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,7 +118,7 @@ def test_kill_9_fails_what_is_owed(rpc_world: Rpc) -> None:
 def test_a_frozen_peer_does_not_hold_up_close(rpc_world: Rpc) -> None:
     """The peer holds an offered rollout, and never answers."""
     offer = rpc_world.transport.collect(rpc_world.peer, CollectRequest(LARGE)).result(SOON_S)
-    rpc_world.kill(signal.SIGSTOP)
+    rpc_world.stop()
     offer.decline()
     closing = threading.Thread(target=rpc_world.transport.close, args=(0.1,))
     closing.start()
