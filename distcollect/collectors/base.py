@@ -86,6 +86,7 @@ class DataCollectorBase(BufferFiller):
         *,
         worker_ids: WorkerIds = None,
         wait: bool = True,
+        **names: Any,
     ) -> PushHandle | None:
         """Publish new weights as the next ``policy_version``.
 
@@ -94,6 +95,9 @@ class DataCollectorBase(BufferFiller):
                 own policy.
             worker_ids: the workers to send the weights to; None: all.
             wait: return only when it is known which workers have the weights.
+            names: TorchRL's other names: ``policy`` and ``weights`` stand for
+                ``policy_or_weights``, ``model_id`` says which model they are for, and
+                ``weights_dict`` has the weights of several models.
 
         Returns:
             A handle that says which workers have the weights; None without workers, or if nothing

@@ -17,6 +17,7 @@ from distcollect.collectors.progress import Collected, Progress
 from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stop
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import Hooks, timed
+from distcollect.collectors.torchrl_weights import weights_among
 from distcollect.collectors.worker_attributes import WorkerAccess
 from distcollect.collectors.worker_options import RPCOptions
 from distcollect.common import checks
@@ -24,6 +25,7 @@ from distcollect.common.seeding import next_seed
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.preemption import exit_if_requested
+from distcollect.policy.weight_layout import published
 from distcollect.results import (
     Evaluation,
     LagStats,
@@ -328,6 +330,7 @@ class RPCDataCollector(WorkerAccess):
         *,
         worker_ids: WorkerIds = None,
         wait: bool = True,
+        **names: Any,
     ) -> PushHandle | None:
         """Publish new weights and send them to workers, which swap them in between two steps.
 
@@ -347,6 +350,10 @@ class RPCDataCollector(WorkerAccess):
             wait: return only when it is known of every worker whether it has the weights. Otherwise
                 return at once; if several versions wait to be sent, only the newest is sent. In
                 sync mode a worker collects only when it has the newest version sent to it.
+            names: TorchRL's other names: ``policy`` or ``weights``, in place of
+                ``policy_or_weights``; ``model_id``, the one of ``models``, or "policy", that they
+                are for; or ``weights_dict``, a dict of weights by these names. A model that is left
+                out, or None, has the weights of the collector's own.
 
         Returns:
             A handle that says which workers have the weights: ``done()``, ``wait()``,
@@ -363,6 +370,12 @@ class RPCDataCollector(WorkerAccess):
             WorkerError: no worker could receive the weights.
         """
         self._check_open()
+        if names:
+            models = self._options.named_models
+            own = published(self._options.policy, models)
+            policy_or_weights = weights_among(
+                {"policy_or_weights": policy_or_weights, **names}, own, models
+            )
         if validation.is_by_worker(policy_or_weights):
             push = None
             for worker_id, weights in policy_or_weights.items():

@@ -20,6 +20,7 @@ from distcollect.collectors.progress import Collected
 from distcollect.collectors.replay import Background
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import JOIN_TIMEOUT_S
+from distcollect.collectors.torchrl_weights import weights_among
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, checked_seed, env_seed, policy_seed
 from distcollect.engine.base import EngineBase
@@ -245,6 +246,7 @@ class SyncDataCollector(DataCollectorBase):
         *,
         worker_ids: WorkerIds = None,
         wait: bool = True,
+        **names: Any,
     ) -> None:
         """Publish new weights: a new ``policy_version`` from the next frame on.
 
@@ -253,6 +255,7 @@ class SyncDataCollector(DataCollectorBase):
                 policy; None, or the policy itself: it has these weights already.
             worker_ids: must be None, as there are no workers.
             wait: has no effect: the weights are in use at once.
+            names: TorchRL's other names, as for collectors with workers.
 
         Raises:
             TypeError: ``worker_ids`` is given.
@@ -263,6 +266,12 @@ class SyncDataCollector(DataCollectorBase):
             raise ArgumentTypeError(
                 "worker_ids is given, but this collector has no weight updater and no workers: it "
                 "steps its envs itself; leave worker_ids out"
+            )
+        if names:
+            models = self._plan.models
+            own = published(self._plan.policy, models)
+            policy_or_weights = weights_among(
+                {"policy_or_weights": policy_or_weights, **names}, own, models
             )
         if self._engine.weights.module is None:
             return

@@ -13,9 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from distcollect.collectors.users_code import users_stack_level
+from distcollect.common.suggestions import unknown_argument
 from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.trainer.publisher import Weights
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import AutoUpdater, default_updater
 from distcollect.weights.updaters import UpdaterContext, WeightUpdaterBase
@@ -32,6 +35,8 @@ _SENDING_SCHEMES = {
     "SharedMemWeightSyncScheme",
 }
 _NO_SCHEME = "NoWeightSyncScheme"
+# The arguments of TorchRL's update_policy_weights_ that each can hold the weights.
+_WEIGHTS = ("policy_or_weights", "weights", "policy", "weights_dict")
 
 
 class HookedUpdater(WeightUpdaterBase):
@@ -180,6 +185,55 @@ def check_updater_in_process(given: object, _: dict[str, Any]) -> None:
     )
 
 
+def weights_among(
+    names: Mapping[str, Any], own: nn.Module | None, models: Collection[str]
+) -> Weights | None:
+    """The weights that the arguments of TorchRL's ``update_policy_weights_`` stand for.
+
+    Args:
+        names: these arguments, by name: ``policy_or_weights``, ``weights``, ``policy``,
+            ``weights_dict`` and ``model_id``.
+        own: the collector's own policy, or a ``ModuleDict`` of it and the models. Where there are
+            models, what the arguments leave out is taken from it.
+        models: the names of the collector's models.
+
+    Raises:
+        ArgumentTypeError: there is no such argument, or ``weights_dict`` is no dict.
+        ArgumentError: two arguments exclude each other, or there is no such model.
+    """
+    known = {*_WEIGHTS, "model_id"}
+    if unknown := next((name for name in names if name not in known), None):
+        raise ArgumentTypeError(f"update_policy_weights_: {unknown_argument(unknown, known)}")
+    given = [name for name in _WEIGHTS if names.get(name) is not None]
+    model_id = names.get("model_id")
+    excluding = given + ["model_id"] * (model_id is not None and "weights_dict" in given)
+    if len(excluding) > 1:
+        raise ArgumentError(
+            f"update_policy_weights_: {' and '.join(excluding)} are given: leave all but one out"
+        )
+    weights: Any = names[given[0]] if given else None
+    if "weights_dict" not in given:
+        if model_id is None:
+            return weights
+        weights = {model_id: weights}
+    if not isinstance(weights, Mapping):
+        raise ArgumentTypeError(f"weights_dict={weights!r}: must be a dict of weights by name")
+    for name in weights:
+        if name != "policy" and name not in models:
+            raise ArgumentError(f"update_policy_weights_: {_unknown_model(name)}")
+    if not models:
+        return weights.get("policy")
+    own_parts = dict(own.items()) if isinstance(own, nn.ModuleDict) else {}
+    return own_parts | {name: part for name, part in weights.items() if part is not None}
+
+
+def _unknown_model(name: str) -> str:
+    return (
+        f"the collector knows no module {name!r}. Pass it as models={{{name!r}: module}} when you "
+        "make the collector, and it is published together with the policy"
+    )
+
+
 def take_schemes(names: dict[str, Any], arguments: dict[str, Any], own: Collection[str]) -> None:
     """Take TorchRL's two arguments with weight-sync schemes out of ``names``.
 
@@ -248,10 +302,7 @@ def _check_scheme(model: str, scheme: Any, models: Mapping[str, Any]) -> None:
     name = type(scheme).__name__
     which = f"weight_sync_schemes[{model!r}]={name}"
     if model != "policy" and model not in models:
-        raise ArgumentError(
-            f"{which}: the collector knows no module {model!r}. Pass it as models={{{model!r}: "
-            "module}, and it is published together with the policy"
-        )
+        raise ArgumentError(f"{which}: {_unknown_model(model)}")
     is_known = name in _SENDING_SCHEMES or name == _NO_SCHEME
     if not is_known or not type(scheme).__module__.startswith("torchrl."):
         raise ArgumentError(

@@ -148,6 +148,73 @@ class TestTaken:
             assert alone.next().shape == (2,)
 
 
+class TestNamesOfUpdatePolicyWeights:
+    @pytest.mark.parametrize(
+        "names",
+        [
+            {"policy": Telling(2)},
+            {"weights": policy_weights(2)},
+            {"weights": policy_weights(2), "model_id": "policy"},
+            {"weights_dict": {"policy": policy_weights(2)}},
+            {"weights": {0: policy_weights(2), 1: policy_weights(2)}},
+        ],
+        ids=["policy", "weights", "model_id", "weights_dict", "by-worker"],
+    )
+    def test_of_the_policy(self, collect: Collect, names: dict[str, Any]) -> None:
+        collector = collect(Telling(1))
+        collector.update_policy_weights_(**names)
+        batch = collector.next()
+        assert [told(batch, row)["wide"] for row in (0, 1)] == [2, 2]
+
+    def test_the_own_policys(self, collect: Collect) -> None:
+        policy = Telling(1)
+        collector = collect(policy)
+        policy.fill(3)
+        collector.update_policy_weights_(weights_dict={"policy": None})
+        assert told(collector.next())["wide"] == 3
+
+    def test_of_models(self) -> None:
+        with dc.SyncDataCollector(
+            ProcessIdEnv, Telling(1), models={"norm": Telling(1)}, frames_per_batch=2
+        ) as collector:
+            parts = collector.policy, collector._plan.models["norm"]
+            collector.update_policy_weights_(weights=policy_weights(2), model_id="norm")
+            assert [part.wide[0].item() for part in parts] == [1, 2]
+            collector.update_policy_weights_(
+                weights_dict={"policy": policy_weights(3), "norm": None}
+            )
+            assert [part.wide[0].item() for part in parts] == [3, 2]
+            assert collector.policy_version == 2
+
+    @pytest.mark.parametrize(
+        ("names", "error", "message"),
+        [
+            ({"polcy": Telling()}, TypeError, "'polcy' .did you mean 'policy'"),
+            ({"policy": Telling(), "weights": {}}, ValueError, "weights and policy are given"),
+            (
+                {"weights_dict": {"policy": Telling()}, "model_id": "policy"},
+                ValueError,
+                "weights_dict and model_id are given",
+            ),
+            ({"weights_dict": Telling()}, TypeError, "must be a dict of weights by name"),
+            (
+                {"weights": {}, "model_id": "critic"},
+                ValueError,
+                r"no module 'critic'. Pass it as models=\{'critic': module\}",
+            ),
+        ],
+    )
+    def test_refused(
+        self, collect: Collect, names: dict[str, Any], error: type[Exception], message: str
+    ) -> None:
+        for collector in (
+            collect(Telling(1)),
+            dc.SyncDataCollector(ProcessIdEnv, Telling(1), frames_per_batch=2),
+        ):
+            with collector, pytest.raises(error, match=message):
+                collector.update_policy_weights_(**names)
+
+
 def remote() -> Any:
     return rpc.RPCWeightUpdater([], None, [], policy_weights(0), 2)
 

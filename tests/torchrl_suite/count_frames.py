@@ -29,6 +29,7 @@ class Count:
         frames: number of frames in it.
         begin, end: wall and CPU time of this process at the first and at the last batch, in s.
         returns: the returns of the last episodes.
+        first: the shape and dtype of each entry of the first batch, by its key.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Count:
         self.begin: tuple[float, float] | None = None
         self.end = (0.0, 0.0)
         self.returns: deque[float] = deque(maxlen=_LAST_EPISODES)
+        self.first: dict[str, str] | None = None
 
     def add(self, collector: Any, batch: Any) -> None:
         """Count a batch; None is one that went to a replay buffer."""
@@ -45,6 +47,8 @@ class Count:
         else:
             self.frames += collector.frames_per_batch if batch is None else batch.numel()
         if batch is not None:
+            if self.first is None:
+                self.first = _entries(batch)
             self._note_returns(batch)
 
     def _note_returns(self, batch: Any) -> None:
@@ -64,8 +68,17 @@ class Count:
             "cpu_seconds": self.end[1] - begin[1],
             "return": sum(self.returns) / len(self.returns) if self.returns else None,
             "episodes": len(self.returns),
+            "first": self.first,
         }
         path.write_text(json.dumps(figures))
+
+
+def _entries(batch: Any) -> dict[str, str]:
+    entries = {"": f"{tuple(batch.batch_size)} on {batch.device}, names {batch.names}"}
+    for key, value in batch.items(include_nested=True):
+        name = key if isinstance(key, str) else "/".join(key)
+        entries[name] = f"{tuple(value.shape)} {getattr(value, 'dtype', type(value).__name__)}"
+    return entries
 
 
 def _counted(iterate: Callable[[Any], Iterator[Any]], count: Count) -> Callable[[Any], Any]:

@@ -73,6 +73,22 @@ _FEW_ITERATIONS = (
     (r"^num_epochs = .*$", "num_epochs = 2"),
     (r"^iteration_when_stop_training_evaders = .*$", "iteration_when_stop_training_evaders = 1"),
 )
+_MULTIAGENT_TRAINER = (
+    "env.vmas_envs=10", "env.max_steps=20", "train.minibatch_size=50", "collector.total_frames=800",
+    "collector.frames_per_batch=200", "trainer.optim_steps_per_batch=2",
+)  # fmt: skip
+# Stands for a data set that would have to be downloaded.
+_EXPERT_FRAMES = """(lambda env, size: (
+    buffer := TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=size),
+    buffer.extend(env.rollout(1000, break_when_any_done=False)),
+)[0])"""
+_SATELLITE = (
+    "--num-envs=4", "--frames-per-env=10", "--total-iters=6", "--batch-size=16", "--no-wandb",
+    "--no-prb", "--gradient-steps=2", "--buffer-size=1000", "--max-steps=40",
+    "--min-random-horizon=10", "--hidden", "32", "32", "--frame-skip=2",
+)  # fmt: skip
+_BESIDE = (("from examples.satellite.", "from "),)
+_NO_VIDEO = ((r"^( *)(video_recorder|env_with_render.transform)\.dump\(\)", r"\1pass"),)
 _GYMNASIUM = ((r"^( *)import gym$", r"\1import gymnasium as gym"),)
 _DISTRIBUTED = (
     "--num_workers=2", "--num_nodes=2", "--frames_per_batch=200", "--total_frames=4000",
@@ -217,9 +233,35 @@ SCRIPTS = {
         "sota-implementations/iql_trainer/train.py", _OFF_POLICY_TRAINER,
         edits=_CSV, collector="Collector",
     ),
-    "multiagent_trainer, mappo": Script(
-        "sota-implementations/multiagent_trainer/train.py",
-        ("--config-name=mappo",), edits=_CSV, collector="Collector",
+    **{
+        f"multiagent_trainer, {name}": Script(
+            "sota-implementations/multiagent_trainer/train.py",
+            (f"--config-name={name}", *_MULTIAGENT_TRAINER), edits=_CSV, collector="Collector",
+        )
+        for name in ("mappo", "ippo", "maddpg", "iddpg", "masac", "isac", "qmix", "vdn", "iql")
+    },
+    "gail": Script(
+        "sota-implementations/gail/gail.py",
+        ("ppo.collector.total_frames=400", "ppo.collector.frames_per_batch=80",
+         "ppo.loss.mini_batch_size=20", "ppo.loss.ppo_epochs=2", "env.env_name=HalfCheetah-v5",
+         "replay_buffer.batch_size=40", "logger.backend=", "logger.test_interval=100000"),
+        edits=(("make_offline_replay_buffer\\(cfg.replay_buffer\\)", _EXPERT_FRAMES
+                + "(make_env(cfg.env.env_name, device), cfg.replay_buffer.batch_size)"),),
+    ),
+    "dreamer_v3": Script(
+        "sota-implementations/dreamer_v3/dreamer_v3.py",
+        ("collector.total_frames=400", "collector.frames_per_batch=100", "env.max_episode_steps=50",
+         "replay_buffer.batch_size=4", "replay_buffer.seq_len=8",
+         "optimization.updates_per_batch=2", "logger.eval_every=200", "logger.eval_episodes=1"),
+    ),
+    "offline_to_online": Script(
+        "sota-implementations/offline_to_online/train.py",
+        ("--env=HalfCheetah-v5", "--total-frames=400", "--frames-per-batch=100", "--utd=2",
+         "--batch-size=16"),
+        edits=(("load_dataset\\(args.dataset, batch_size=args.batch_size\\)",
+                _EXPERT_FRAMES + "(env, args.batch_size)"),
+               ("^(from torchrl.data import )",
+                r"\1LazyTensorStorage, TensorDictReplayBuffer, ")),
     ),
     "tutorial coding_ppo": Script(
         "tutorials/sphinx-tutorials/coding_ppo.py",
@@ -232,7 +274,8 @@ SCRIPTS = {
         "tutorials/sphinx-tutorials/recurrent_sequence_training.py"
     ),
     "tutorial multiagent_competitive_ddpg": Script(
-        "tutorials/sphinx-tutorials/multiagent_competitive_ddpg.py", edits=_FEW_ITERATIONS,
+        "tutorials/sphinx-tutorials/multiagent_competitive_ddpg.py",
+        edits=(*_FEW_ITERATIONS, *_NO_VIDEO),
     ),
     "tutorial multiagent_ppo": Script(
         "tutorials/sphinx-tutorials/multiagent_ppo.py", edits=_FEW_ITERATIONS,
@@ -240,19 +283,51 @@ SCRIPTS = {
     "tutorial getting-started-3": Script("tutorials/sphinx-tutorials/getting-started-3.py"),
     "tutorial getting-started-5": Script(
         "tutorials/sphinx-tutorials/getting-started-5.py",
-        edits=(*_SMALL, (r"(stop_after|init_rand_steps|optim_steps)( *)= *[\d_]+", r"\1 = 5")),
+        edits=(*_SMALL, *_NO_VIDEO,
+               (r"(stop_after|init_rand_steps|optim_steps)( *)= *[\d_]+", r"\1 = 5")),
     ),
     "tutorial torchrl_demo": Script("tutorials/sphinx-tutorials/torchrl_demo.py"),
     "tutorial evaluator": Script("tutorials/sphinx-tutorials/evaluator.py"),
     "tutorial collector_trajectory_assembly": Script(
         "tutorials/sphinx-tutorials/collector_trajectory_assembly.py"
     ),
+    "tutorial export": Script(
+        "tutorials/sphinx-tutorials/export.py",
+        edits=((r"^(init_rand_steps|frames_per_batch|optim_steps) = \d+", r"\1 = 100"),
+               ("max_length > 200", "total_count >= 300"),
+               ("rb.sample\\(128\\)", "rb.sample(8)"), (r"range\(optim_steps\)", "range(2)")),
+    ),
     "tutorial memory_efficient_rl": Script(
         "tutorials/sphinx-tutorials/memory_efficient_rl.py", edits=_SMALL
     ),
     "example multi_weight_updates": Script("examples/collectors/multi_weight_updates.py"),
     "example weight_sync_collectors": Script("examples/collectors/weight_sync_collectors.py"),
-    "example mappo_vmas": Script("examples/multiagent/mappo_vmas.py"),
+    "example collector_device": Script(
+        "examples/collectors/collector_device.py",
+        edits=((r"\bcuda(:0)?\"", 'cpu"'), ("_STEPS = 5_120", "_STEPS = 256"),
+               ("max_length > 200", "max_length > 20")),
+    ),
+    "example mp_collector_mps": Script(
+        "examples/collectors/mp_collector_mps.py", edits=((r"\"mps\"", '"cpu"'),)
+    ),
+    "example async_batched_collector": Script("examples/collectors/async_batched_collector.py"),
+    "example sac_per": Script(
+        "examples/satellite/sac_per.py", (*_SATELLITE, "--init-random-frames-per-env=10"),
+        edits=_BESIDE,
+    ),
+    "example sac_per, async": Script(
+        "examples/satellite/sac_per.py",
+        (*_SATELLITE, "--init-random-frames-per-env=10", "--async-collector", "--n-step=3"),
+        edits=_BESIDE,
+    ),
+    "example sac_per_fully_async": Script(
+        "examples/satellite/sac_per_fully_async.py", (*_SATELLITE, "--init-buffer-size=100"),
+        edits=_BESIDE,
+    ),
+    "example mappo_vmas": Script(
+        "examples/multiagent/mappo_vmas.py",
+        ("--frames=600", "--frames_per_batch=200", "--minibatch_size=50", "--max_steps=20"),
+    ),
     "example recurrent_slice_sampler_pipeline": Script(
         "examples/replay-buffers/recurrent_slice_sampler_pipeline.py"
     ),

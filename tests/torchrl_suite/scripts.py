@@ -7,6 +7,7 @@
     python tests/torchrl_suite/scripts.py /tmp/rl                # all, with ours
     python tests/torchrl_suite/scripts.py /tmp/rl sac dqn        # names that contain one of these
     python tests/torchrl_suite/scripts.py /tmp/rl --theirs       # with TorchRL's collectors
+    python tests/torchrl_suite/scripts.py /tmp/rl --both         # with TorchRL's, then with ours
     python tests/torchrl_suite/scripts.py /tmp/rl --compare 2    # longer, alternately with both
 
 The argument is a checkout of pytorch/rl. The folder of each script is copied, and in the copy each
@@ -14,6 +15,10 @@ import of a collector from ``torchrl.collectors`` becomes one from ``distcollect
 ``yardstick.py``. The scripts of TorchRL's ``Trainer`` import no collector, but name its class in
 their configuration, and so there the name is changed. Budgets are made small by arguments of the
 script, or where it has none in its text (``script_list.py``). The result is a table in Markdown.
+
+``--both`` runs with our collectors what ran with TorchRL's. It shows frames per CPU second of both,
+and which entries of the first batch differ, apart from the three that each of our frames has in
+addition.
 
 ``--compare`` runs each script that has a longer budget so many times with each of the two. It
 shows frames per second, and per second of CPU time of the script's process, from the first batch to
@@ -44,6 +49,11 @@ from yardstick import our_names, plain_environment, swapped
 
 LIMIT_S = 600
 LONG_LIMIT_S = 1800
+# What each frame has with our collectors only.
+_ADDITIONAL = {
+    "collector",
+    *(f"collector/{name}" for name in ("policy_version", "worker_id", "faulted")),
+}
 
 
 @dataclass(frozen=True)
@@ -170,6 +180,47 @@ def _log(given: argparse.Namespace, name: str) -> Path | None:
     return None if given.logs is None else given.logs / f"{name.replace(' ', '-')}.txt"
 
 
+def show_both(given: argparse.Namespace, scripts: dict[str, Script]) -> None:
+    """Print a row for each script: whether it runs with TorchRL's collectors, and with ours."""
+    print("| script | TorchRL | ours | frames per CPU second | first batch | otherwise |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for name, script in scripts.items():
+        outcomes = []
+        for ours in (frozenset(), our_names()):
+            log = _log(given, f"{name} {'ours' if ours else 'theirs'}")
+            outcomes.append(run(script, given.checkout, ours, log=log))
+            if not outcomes[-1].succeeded:
+                break
+        last = outcomes[-1]
+        row = (
+            _shown(name, script),
+            "yes" if outcomes[0].succeeded else "no",
+            "-" if len(outcomes) == 1 else "yes" if last.succeeded else "no",
+            ", ".join(_frames_per_cpu_second(outcome) for outcome in outcomes),
+            _differences(*(outcome.figures.get("first") or {} for outcome in outcomes)),
+            "" if last.succeeded else last.last[:200].replace("|", "/"),
+        )
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _frames_per_cpu_second(outcome: Outcome) -> str:
+    figures = outcome.figures
+    return f"{figures['frames'] / figures['cpu_seconds']:.0f}" if figures.get("frames") else "?"
+
+
+def _differences(theirs: dict[str, str], ours: dict[str, str] | None = None) -> str:
+    """What differs between the first batches; empty if nothing does."""
+    if ours is None:
+        return ""
+    names = [name for name in {**theirs, **ours} if name not in _ADDITIONAL]
+    texts = [
+        f"{name or 'batch'}: {theirs.get(name)} -> {ours.get(name)}"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]
+    return "; ".join(texts) or ("the same" if ours else "none")
+
+
 def compare(given: argparse.Namespace, scripts: dict[str, Script]) -> None:
     """Print a row for each script that has a longer budget: our figures beside TorchRL's."""
     print("| script | frames | frames/s | frames per CPU second | return | return, TorchRL |")
@@ -218,6 +269,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="a checkout of pytorch/rl")
     parser.add_argument("name", nargs="*", help="only scripts whose names contain one of these")
     parser.add_argument("--theirs", action="store_true", help="with TorchRL's own collectors")
+    parser.add_argument("--both", action="store_true", help="with TorchRL's, then with ours")
     parser.add_argument("--compare", type=int, metavar="N", help="N longer runs with each")
     parser.add_argument("--logs", type=Path, help="a folder for what the scripts print")
     given = parser.parse_args()
@@ -226,7 +278,8 @@ def main() -> None:
         for name, script in SCRIPTS.items()
         if not given.name or any(_means(part, name) for part in given.name)
     }
-    (compare if given.compare else show_whether_they_run)(given, scripts)
+    show = compare if given.compare else show_both if given.both else show_whether_they_run
+    show(given, scripts)
 
 
 if __name__ == "__main__":
