@@ -18,6 +18,7 @@ from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, We
 from distcollect.envs.make import check_env_id, is_env, make_by_id, space_of
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.launch.open_hosts import current
+from distcollect.policy.weight_layout import WeightLayout, module_of
 from distcollect.rollout.spaces import leaves_of
 
 
@@ -194,6 +195,7 @@ def check_policy(policy: object, factory: object, *, several: bool) -> None:
 
     Raises:
         ArgumentTypeError: one can't be called.
+        ArgumentError: workers can't copy the weights of ``policy``, as these have no shape yet.
     """
     factories = factory if several and isinstance(factory, list | tuple) and factory else [factory]
     wanted = "a callable without parameters that makes the policy"
@@ -203,6 +205,8 @@ def check_policy(policy: object, factory: object, *, several: bool) -> None:
     ):
         if value is not None and not callable(value):
             raise ArgumentTypeError(f"{name}={value!r}: must be {wanted}")
+    if several:
+        WeightLayout.of(module_of(policy))  # else each worker would draw its own weights
 
 
 def is_by_worker(weights: object) -> TypeGuard[dict[int, Any]]:

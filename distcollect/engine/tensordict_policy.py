@@ -28,7 +28,7 @@ from distcollect.policy.calling import (
     parameters_of,
     takes_tensordict,
 )
-from distcollect.policy.weight_layout import module_of
+from distcollect.policy.weight_layout import has_lazy_weights, module_of
 
 Call = Callable[[TensorDictBase], Any]
 
@@ -62,7 +62,8 @@ class TensorDictPolicy:
 
         Raises:
             PolicySignatureError: the policy has a parameter that is no entry of the observation.
-            PolicyError: ``device`` can't be used here.
+            PolicyError: ``device`` can't be used here, or a policy with lazy modules, which is
+                called once here, raised.
         """
         self.module = module_of(policy)
         if self.module is not None:
@@ -89,6 +90,11 @@ class TensorDictPolicy:
         else:
             self._call = _Wrapped(policy, envs, self.module, exploration)
         self._written: list[Any] | None = None  # known after the first call
+        if has_lazy_weights(self.module):
+            # Its weights have no shape before its first call.
+            env = envs.members[0]
+            self.exploring().call(self, env.fake_tensordict().exclude("next", *env.action_keys))
+            self._written = None
 
     def exploring(self) -> Contexts:
         """The contexts in which envs and policy are called: no gradients, the exploration type."""

@@ -15,7 +15,7 @@ from distcollect.policy.calling import Inputs, calling_convention, moved, watch_
 from distcollect.policy.outputs import OutputReader
 from distcollect.policy.per_env_rng import PerEnvRng, draw
 from distcollect.policy.recurrent import state_of
-from distcollect.policy.weight_layout import module_of
+from distcollect.policy.weight_layout import has_lazy_weights, module_of
 from distcollect.rollout.spaces import Arrays, Leaf
 
 
@@ -60,6 +60,10 @@ class UserPolicy(Policy):
         if self.state is not None:
             self._inputs = Inputs({**observation, **self.state.arrays}, self.module, device)
         self._call = calling_convention(policy, self._inputs, observation_space)
+        if has_lazy_weights(self.module):
+            # Its weights have no shape before its first call, and must not be inference tensors.
+            with torch.no_grad():
+                self._call()
         self._rng: PerEnvRng | None = None  # None: torch's own generators
         self._outputs = OutputReader(
             action_space,

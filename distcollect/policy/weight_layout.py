@@ -13,8 +13,9 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from distcollect.errors import ArgumentTypeError, WeightsError
+from distcollect.errors import ArgumentError, ArgumentTypeError, WeightsError
 from distcollect.rollout.spaces import dtype_name
 
 # Every entry starts at a multiple of this, so that a view of any dtype is aligned.
@@ -85,6 +86,9 @@ class WeightLayout:
         Args:
             module: has the weights.
             exclude: patterns of names to leave out, written as for file names: ``critic.*``.
+
+        Raises:
+            ArgumentError: a weight of a lazy module has no shape yet.
         """
         names: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
@@ -95,6 +99,11 @@ class WeightLayout:
         for name, value in state.items():
             if name in excluded:
                 continue
+            if is_lazy(value):
+                raise ArgumentError(
+                    f"the policy's weight {name!r} has no shape yet, as its module is lazy: "
+                    "call the policy once with an observation before you make the collector"
+                )
             names.setdefault(id(value), []).append(name)
             tensors[id(value)] = value
         buffers = (
@@ -325,6 +334,11 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
         "weights must be a module, a TensorDict of parameters, a state dict, or a dict of these by "
         f"the models' names, not {type(source).__name__}"
     )
+
+
+def has_lazy_weights(module: nn.Module | None) -> bool:
+    """Whether a weight has no shape yet, as a lazy module was not called yet."""
+    return module is not None and any(map(is_lazy, (*module.parameters(), *module.buffers())))
 
 
 def state_tensors(module: nn.Module | None) -> dict[str, torch.Tensor]:

@@ -70,6 +70,11 @@ class Unsendable(nn.Module):
         ({"policy": Unsendable()}, dc.PolicyNotSendable, "lock.*policy_factory"),
         ({"policy": Unsendable()}, ValueError, "policy can't be sent"),
         ({"policy": 5}, TypeError, "policy=5: must be a module"),
+        (
+            {"policy": torch.nn.LazyLinear(2)},
+            ValueError,
+            "weight 'weight' has no shape yet.*call the policy once with an observation",
+        ),
         ({"policy_factory": 5}, TypeError, "policy_factory=5: must be a callable"),
         ({"policy_factory": threading.Lock().acquire}, ValueError, "policy_factory"),
         ({"create_env_fn": threading.Lock().acquire}, ValueError, "create_env_fn can't be sent"),

@@ -46,6 +46,14 @@ class Recorder(TensorDictModuleBase):
         return td
 
 
+class Best(nn.Module):
+    """Chooses the action with the highest value."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the action."""
+        return value.argmax(-1)
+
+
 def keys(td: TensorDictBase) -> set[Any]:
     """The keys of all entries."""
     return set(td.keys(include_nested=True, leaves_only=True))
@@ -339,3 +347,20 @@ def test_a_state_has_the_weights_of_the_policy(zoo: Any) -> None:
             collector.load_state_dict(other)
     for name, value in first.state_dict().items():
         assert torch.equal(second.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("kind", ["torchrl", "gymnasium"])
+def test_lazy_modules_get_their_shapes_before_the_first_step(kind: str) -> None:
+    net = Seq(Mod(nn.LazyLinear(2), ["observation"], ["value"]), Mod(Best(), ["value"], ["action"]))
+    env: Any = "CartPole-v1"
+    if kind == "torchrl":
+        env = pytest.importorskip("torchrl.envs").GymEnv(
+            "CartPole-v1", categorical_action_encoding=True
+        )
+    with dc.SyncDataCollector(env, net, frames_per_batch=8) as collector:
+        before = {name: weight.clone() for name, weight in net.state_dict().items()}
+        batch = collector.next()
+        assert torch.equal(net(batch.clone())["action"], batch["action"])
+        for name, weight in net.state_dict().items():
+            assert torch.equal(weight, before[name])
+        net(batch.clone())["value"].sum().backward()  # they are no inference tensors
