@@ -194,7 +194,10 @@ class TestGroups:
             go_on.wait(WAIT_S)
             abort(group)
 
+        under_way = set()
+
         def look(work: StandInWork) -> bool:
+            under_way.add(id(work))
             if aborting.is_set() and not go_on.is_set():
                 looked.set()
             return is_completed(work)
@@ -204,6 +207,8 @@ class TestGroups:
         answers = [members.broadcast(rank, places[rank], flat()) for rank in (0, 1)]
         try:
             eventually(halfway.exists)
+            # One that has not begun quite yet is aborted a second time when it has.
+            eventually(lambda: len(under_way) == 2)
             for rank in (0, 1):
                 members.groups[rank].drop("group")
             for answer in answers:
