@@ -18,6 +18,21 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+def run_aside(function: Callable[..., object], *args: object) -> threading.Thread | None:
+    """Call a function on a daemon thread of its own; the thread.
+
+    If no thread can be started, it is called on the calling thread, and None is returned: from
+    Python 3.12 on that is so in functions that are called at exit.
+    """
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        function(*args)
+        return None
+    return thread
+
+
 class SingleThread:
     """A daemon thread that starts once, however often :meth:`start` is called or interrupted."""
 

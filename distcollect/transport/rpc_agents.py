@@ -27,6 +27,7 @@ import torch.distributed.autograd
 import torch.distributed.rpc
 
 from distcollect.common.forks import keep_for_ever
+from distcollect.common.threads import run_aside
 from distcollect.errors import CollectorStateError, LaunchError
 from distcollect.net.interfaces import interface_of
 from distcollect.transport.protocol import PendingAnswers
@@ -133,7 +134,7 @@ class RpcAgents:
                 is_last = not num_owed
             if is_last:
                 # On another thread, as it joins the agent's own ones.
-                threading.Thread(target=self._end, args=(agent,), daemon=True).start()
+                run_aside(self._end, agent)
 
         for answer in owed:
             answer.add_done_callback(answered)
@@ -296,9 +297,13 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _within(timeout_s: float, function: Callable[..., Any], *args: Any) -> bool:
-    """Call ``function`` on a thread of its own; whether it ended in time. It may go on after."""
-    thread = threading.Thread(target=function, args=args, daemon=True)
-    thread.start()
+    """Call ``function`` on a thread of its own; whether it ended in time. It may go on after.
+
+    At exit there may be no such thread: there the time is limited by who waits for the closing.
+    """
+    thread = run_aside(function, *args)
+    if thread is None:
+        return True
     thread.join(timeout_s)
     return not thread.is_alive()
 

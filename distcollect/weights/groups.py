@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from distcollect.common.threads import run_aside
 from distcollect.weights.group_backends import Place, backend_named
 
 # Torch declares no types for its stores and process groups.
@@ -151,7 +152,7 @@ class Groups:
             self.drop(place.group)
             if not backend_named(place.backend).needs_abort:
                 # Destroying the group waits for the broadcast to end, which Gloo can't cancel.
-                threading.Thread(target=_destroy, args=(held, place), daemon=True).start()
+                run_aside(_destroy, held, place)
             raise
         finally:
             with self._lock:
@@ -167,11 +168,11 @@ class Groups:
             ending.give_up()
         if place is not None and backend_named(place.backend).needs_abort:
             # An abort may block, as a member that is being connected can't be aborted.
-            thread = threading.Thread(target=_abort, args=(group, ending), daemon=True)
-            thread.start()
+            thread = run_aside(_abort, group, ending)
             with self._lock:
                 self._aborting = [each for each in self._aborting if each.is_alive()]
-                self._aborting.append(thread)
+                if thread is not None:
+                    self._aborting.append(thread)
 
     def close(self) -> None:
         """Leave all groups."""
