@@ -25,7 +25,6 @@ from distcollect.common.seeding import next_seed
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.preemption import exit_if_requested
-from distcollect.policy.weight_layout import published
 from distcollect.results import (
     Evaluation,
     LagStats,
@@ -370,12 +369,9 @@ class RPCDataCollector(WorkerAccess):
             WorkerError: no worker could receive the weights.
         """
         self._check_open()
-        if names:
-            models = self._options.named_models
-            own = published(self._options.policy, models)
-            policy_or_weights = weights_among(
-                {"policy_or_weights": policy_or_weights, **names}, own, models
-            )
+        policy_or_weights = weights_among(
+            policy_or_weights, names, self._options.policy, self._options.named_models
+        )
         if validation.is_by_worker(policy_or_weights):
             push = None
             for worker_id, weights in policy_or_weights.items():

@@ -267,12 +267,9 @@ class SyncDataCollector(DataCollectorBase):
                 "worker_ids is given, but this collector has no weight updater and no workers: it "
                 "steps its envs itself; leave worker_ids out"
             )
-        if names:
-            models = self._plan.models
-            own = published(self._plan.policy, models)
-            policy_or_weights = weights_among(
-                {"policy_or_weights": policy_or_weights, **names}, own, models
-            )
+        policy_or_weights = weights_among(
+            policy_or_weights, names, self._plan.policy, self._plan.models
+        )
         if self._engine.weights.module is None:
             return
         with self._stats_recorder.publishing():

@@ -18,6 +18,7 @@ from torch import nn
 from distcollect.collectors.users_code import users_stack_level
 from distcollect.common.suggestions import unknown_argument
 from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.policy.weight_layout import published
 from distcollect.trainer.publisher import Weights
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import AutoUpdater, default_updater
@@ -186,21 +187,27 @@ def check_updater_in_process(given: object, _: dict[str, Any]) -> None:
 
 
 def weights_among(
-    names: Mapping[str, Any], own: nn.Module | None, models: Collection[str]
+    weights: Weights | None,
+    names: Mapping[str, Any],
+    policy: object,
+    models: Mapping[str, nn.Module],
 ) -> Weights | None:
     """The weights that the arguments of TorchRL's ``update_policy_weights_`` stand for.
 
     Args:
-        names: these arguments, by name: ``policy_or_weights``, ``weights``, ``policy``,
-            ``weights_dict`` and ``model_id``.
-        own: the collector's own policy, or a ``ModuleDict`` of it and the models. Where there are
-            models, what the arguments leave out is taken from it.
-        models: the names of the collector's models.
+        weights: ``policy_or_weights``.
+        names: the others, by name: ``weights``, ``policy``, ``weights_dict`` and ``model_id``.
+        policy: the collector's own. Where there are models, what the arguments leave out is taken
+            from it and them.
+        models: the collector's own.
 
     Raises:
         ArgumentTypeError: there is no such argument, or ``weights_dict`` is no dict.
         ArgumentError: two arguments exclude each other, or there is no such model.
     """
+    if not names:
+        return weights
+    names = {"policy_or_weights": weights, **names}
     known = {*_WEIGHTS, "model_id"}
     if unknown := next((name for name in names if name not in known), None):
         raise ArgumentTypeError(f"update_policy_weights_: {unknown_argument(unknown, known)}")
@@ -211,20 +218,21 @@ def weights_among(
         raise ArgumentError(
             f"update_policy_weights_: {' and '.join(excluding)} are given: leave all but one out"
         )
-    weights: Any = names[given[0]] if given else None
+    by_name: Any = names[given[0]] if given else None
     if "weights_dict" not in given:
         if model_id is None:
-            return weights
-        weights = {model_id: weights}
-    if not isinstance(weights, Mapping):
-        raise ArgumentTypeError(f"weights_dict={weights!r}: must be a dict of weights by name")
-    for name in weights:
+            return by_name
+        by_name = {model_id: by_name}
+    if not isinstance(by_name, Mapping):
+        raise ArgumentTypeError(f"weights_dict={by_name!r}: must be a dict of weights by name")
+    for name in by_name:
         if name != "policy" and name not in models:
             raise ArgumentError(f"update_policy_weights_: {_unknown_model(name)}")
     if not models:
-        return weights.get("policy")
-    own_parts = dict(own.items()) if isinstance(own, nn.ModuleDict) else {}
-    return own_parts | {name: part for name, part in weights.items() if part is not None}
+        return by_name.get("policy")
+    own = published(policy, models)
+    assert isinstance(own, nn.ModuleDict)
+    return dict(own.items()) | {name: part for name, part in by_name.items() if part is not None}
 
 
 def _unknown_model(name: str) -> str:

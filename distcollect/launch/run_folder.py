@@ -146,9 +146,9 @@ class RunFolder:
             about: further entries of the file.
         """
         if not self.later_start():
-            start = {"host_of_start": socket.gethostname(), "start": _own_start()}
-            since = _clock(time.time())
-            self.write("trainer.json", {"state": state, "since": since, **start, **about})
+            told = {"state": state, "since": _clock(time.time())}
+            who = {"on": socket.gethostname(), "start": _own_start()}
+            self.write("trainer.json", {**told, **who, **about})
 
     def later_start(self) -> str:
         """That SLURM has started this process's job again elsewhere, in words; "" if it hasn't.
@@ -160,7 +160,7 @@ class RunFolder:
         if own is None or start is None or start[0] != own[0] or start[1] <= own[1]:
             return ""
         return (
-            f"SLURM has started job {own[0]} again on {said['host_of_start']}, as it had lost the "
+            f"SLURM has started job {own[0]} again on {said['on']}, as it had lost the "
             f"contact to {socket.gethostname()}"
         )
 

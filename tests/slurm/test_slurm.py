@@ -230,16 +230,22 @@ def test_a_worker_s_node_crashes(cluster: SlurmCluster, capsys: pytest.CaptureFi
     assert re.search(r"COMPLETED .* done", status(run, capsys))
 
 
-def test_the_trainer_s_node_crashes(
-    cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The trainer resumes on another node from its last checkpoint, and its worker finds it."""
-    stop = cluster.runs / "stop-moved"
+def trains_on_node1(cluster: SlurmCluster, stop: Path) -> SubmittedRun:
+    """A run that has saved; its worker is on node3, and its trainer may move to node2."""
     workers = ["--worker-jobs", 1, "--worker-slurm", "nodelist=node3"]
     run = submit(
         cluster.new_folder(), "--slurm", "exclude=node3", *workers, arguments=["--until", stop]
     )
     cluster.until((run.folder / "checkpoint.pt").exists)
+    return run
+
+
+def test_the_trainer_s_node_crashes(
+    cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer resumes on another node from its last checkpoint, and its worker finds it."""
+    stop = cluster.runs / "stop-moved"
+    run = trains_on_node1(cluster, stop)
     cluster.node("node1", "crash")
     try:
         cluster.until(lambda: len(run.starts) == 2)
@@ -260,11 +266,7 @@ def test_the_trainer_s_node_crashes(
 def test_slurm_loses_the_contact_to_a_trainer_that_goes_on(cluster: SlurmCluster) -> None:
     """It starts the trainer again elsewhere. The first one ends, and harms nothing."""
     stop = cluster.runs / "stop-twice"
-    workers = ["--worker-jobs", 1, "--worker-slurm", "nodelist=node3"]
-    run = submit(
-        cluster.new_folder(), "--slurm", "exclude=node3", *workers, arguments=["--until", stop]
-    )
-    cluster.until((run.folder / "checkpoint.pt").exists)
+    run = trains_on_node1(cluster, stop)
     cluster.node("node1", "stop")
     log = run.folder / "logs" / f"{run.job_ids[0]}_0_log.err"
     try:

@@ -112,11 +112,9 @@ class Task:
         for number in (self._notice, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         self._terminate_script()
-        if why := self._later_start():  # submitit would requeue that one
+        if self._later_start():  # submitit would requeue that one
             self._ended_within(self.grace_s)
-            self._reap()
-            _log(f"{why}: the run goes on there")
-            raise SystemExit(1)
+            self._leave_if_outdated(self._reap())
         why = self._why()
         _log(f"this job {why}: its script was told to save and end")
         if self._ended_within(self.grace_s):
@@ -227,9 +225,7 @@ class Task:
         """Write down how the script ended, and end the job accordingly."""
         folder = RunFolder(Path(self.run))
         how = describe_exit(code)
-        if why := self._later_start():
-            _log(f"{why}: the run goes on there; the script ended here: {how}")
-            raise SystemExit(1)
+        self._leave_if_outdated(code)
         if code != 0 and not self._was_terminated:
             about = {"how": how, "host": socket.gethostname(), "at": time.time()}
             folder.write(f"failed/{self._failed.name}", about)
@@ -260,6 +256,12 @@ class Task:
                 return
             time.sleep(_LOST_POLL_S)
 
+    def _leave_if_outdated(self, code: int) -> None:
+        """End, and say nothing about the run, if it goes on elsewhere; ``code``: the script's."""
+        if why := self._later_start():
+            _log(f"{why}: the run goes on there; the script ended here: {describe_exit(code)}")
+            raise SystemExit(1)
+
     def _later_start(self) -> str:
         """See :meth:`RunFolder.later_start`; "" in a job of workers, which are not in its way."""
         return RunFolder(Path(self.run)).later_start() if self.trains else ""
@@ -271,8 +273,7 @@ class Task:
             _output_of(["scancel", "--quiet", "--state=PENDING", *ids])
 
     def _set_trainer_state(self, state: str, **about: str) -> None:
-        host = socket.gethostname()
-        RunFolder(Path(self.run)).tell(state, job=self._job.job_id, on=host, **about)
+        RunFolder(Path(self.run)).tell(state, job=self._job.job_id, **about)
 
 
 def _output_of(command: list[str]) -> str:
