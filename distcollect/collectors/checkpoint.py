@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from distcollect.common import checks
 from distcollect.common.files import replacing
 from distcollect.errors import (
     ArgumentError,
@@ -92,8 +93,7 @@ class Checkpoint:
                     f"{name}={type(part).__name__}: has no state_dict() and load_state_dict(); "
                     "name only objects that have both"
                 )
-        if isinstance(every_s, str) or not every_s > 0:
-            raise ArgumentError(f"every_s={every_s!r}: must be a number above 0, of seconds")
+        checks.above_zero(f"Checkpoint(every_s={every_s!r})", every_s)
         if not isinstance(path, str | os.PathLike | None):
             raise ArgumentTypeError(f"Checkpoint({path!r}): must be the path of a file")
         self._folder = folder = RunFolder.here()

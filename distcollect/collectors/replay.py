@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from tensordict import TensorDict
 
+from distcollect.common import checks
 from distcollect.common.replies import LOOK_UP_S, Bell, Reply
 from distcollect.common.threads import SingleThread
 from distcollect.errors import (
@@ -155,9 +156,10 @@ class RateLimited:
         check_replay_buffer(buffer)
         if not callable(getattr(buffer, "sample", None)):
             raise ArgumentTypeError(f"RateLimited({buffer!r}): must have a method sample()")
-        for name, value in (("samples_per_insert", samples_per_insert), ("timeout_s", timeout_s)):
-            if not value > 0:
-                raise ArgumentError(f"RateLimited({name}={value!r}): must be above 0")
+        checks.above_zero(
+            f"RateLimited(samples_per_insert={samples_per_insert!r})", samples_per_insert
+        )
+        checks.seconds(f"RateLimited(timeout_s={timeout_s!r})", timeout_s)
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise ArgumentError(f"RateLimited(min_size={min_size!r}): must be a whole number >= 1")
         if slack is not None and slack < 0:

@@ -26,6 +26,27 @@ def positive(name: str, value: object, *, optional: bool = False) -> None:
         raise ArgumentError(f"{name}={value}: must be at least 1")
 
 
+def above_zero(what: str, value: Any) -> None:
+    """Raise unless ``value`` is a number above zero; infinity is one.
+
+    Args:
+        what: how the error names it, with the value.
+        value: what was given.
+
+    Raises:
+        ArgumentError: it is not above 0.
+        ArgumentTypeError: it is no number.
+    """
+    _number(what, value)
+    if not value > 0:
+        raise ArgumentError(f"{what}: must be above 0")
+
+
+def _number(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
+        raise ArgumentTypeError(f"{what}: must be a number")
+
+
 # Waits of Python and of torch overflow with times that are far longer.
 _LONGEST_S = 1e8
 
@@ -41,8 +62,7 @@ def seconds(what: str, value: Any) -> None:
         ArgumentError: it is not above 0, or above 1e8.
         ArgumentTypeError: it is no number.
     """
-    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
-        raise ArgumentTypeError(f"{what}: must be a number of seconds")
+    _number(what, value)
     if not 0 < value <= _LONGEST_S:
         raise ArgumentError(f"{what}: must be above 0 seconds, and at most 1e8 (three years)")
 

@@ -183,10 +183,12 @@ def test_failure_of_what_collects_is_told(kind: Any, how: str) -> None:
         ({"samples_per_insert": 1, "min_size": 0}, "min_size=0"),
         ({"samples_per_insert": 1, "slack": -1}, "slack=-1"),
         ({"samples_per_insert": 1, "timeout_s": 0}, "timeout_s=0"),
+        ({"samples_per_insert": "8"}, "samples_per_insert='8'"),
+        ({"samples_per_insert": 1, "timeout_s": None}, "timeout_s=None"),
     ],
 )
 def test_bad_limits(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(dc.ArgumentError, match=error):
+    with pytest.raises((dc.ArgumentError, dc.ArgumentTypeError), match=error):
         dc.RateLimited(Buffer(), **settings)
 
 

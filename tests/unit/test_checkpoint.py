@@ -55,6 +55,8 @@ def test_mistakes(tmp_path: Path) -> None:
         dc.Checkpoint(path, step=3)  # type: ignore[arg-type]
     with pytest.raises(dc.ArgumentError, match="every_s=0"):
         dc.Checkpoint(path, every_s=0, part=nn.Linear(1, 1))
+    with pytest.raises(dc.ArgumentTypeError, match="every_s=None"):
+        dc.Checkpoint(path, every_s=None, part=nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(dc.ArgumentTypeError, match="could not be loaded again"):
         dc.Checkpoint(path, part=Odd()).save()
     assert not list(tmp_path.iterdir())
