@@ -49,6 +49,7 @@ _PRELOADED = (
     "distcollect.engine.build",
     "distcollect.envs.make",
     "distcollect.worker.main",
+    "encodings.idna",  # to look up a host's address
 )
 _NUM_FDS = 4
 
@@ -86,6 +87,7 @@ def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
     # and use nothing of TorchRL would start these as slowly as itself.
     multiprocessing.set_start_method(None, force=True)
     unforkable = _loses_gpus()
+    _warm_up()
     gc.collect()
     gc.freeze()  # a collection in a worker then doesn't write to the shared pages
     zygote = _Zygote(socket.socket(fileno=fd), unforkable)
@@ -95,6 +97,12 @@ def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
         fds = forked.fds
     gc.enable()
     return _become_worker(fds)
+
+
+def _warm_up() -> None:
+    """Do what takes long the first time only, and starts no thread, in place of each worker."""
+    torch.seed()  # for GPUs to come, torch keeps the traceback of this call, with its source lines
+    pickle.loads(pickle.dumps(torch.nn.Parameter(torch.zeros(1))))
 
 
 class _Zygote:
