@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from distcollect.collectors.worker_attributes import WorkerAccess
 from distcollect.collectors.worker_options import RPCOptions
 from distcollect.common import checks
 from distcollect.common.seeding import next_seed
-from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
+from distcollect.errors import ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.results import (
@@ -231,13 +230,13 @@ class RPCDataCollector(WorkerAccess):
 
         Raises:
             StopIteration: ``total_frames`` are collected.
-            ArgumentError: ``keep_s`` is not a positive, finite number.
+            ArgumentError: ``keep_s`` is not above 0, or above 1e8.
+            ArgumentTypeError: ``keep_s`` is no number.
             CollectorStateError: in sync mode, with ``reproducible`` or ``trajs_per_batch``.
             BatchTimeout, EnvError, PolicyError, WorkerLost: as :meth:`next`.
         """
         self._check_hands_over("hand_over")
-        if not 0 < keep_s <= threading.TIMEOUT_MAX:
-            raise ArgumentError(f"keep_s={keep_s!r}: must be a number of seconds above 0")
+        checks.seconds(f"keep_s={keep_s!r}", keep_s)
         self._check_not_over()
         try:
             self._publish_automatically()

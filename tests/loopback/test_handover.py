@@ -210,6 +210,8 @@ def test_wrong_arguments_are_refused(collector: dc.RPCDataCollector) -> None:
     for keep_s in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="keep_s"):
             collector.hand_over(SOON_S, keep_s=keep_s)
+    with pytest.raises(TypeError, match="keep_s=None"):
+        collector.hand_over(SOON_S, keep_s=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"take_over\('x'\)"):
         collector.take_over("x")  # type: ignore[arg-type]
     reference = collector.hand_over(SOON_S)
