@@ -308,7 +308,7 @@ ARGUMENTS: list[Row] = [
     (lambda: saves(__file__ + "/c.pt"), ARGUMENT, "bad_calls.py is a file", "another file"),
     (lambda: saves("/"), ARGUMENT, r"'/'\): is a folder", "another file"),
     (lambda: saves(5), KIND, r"Checkpoint\(5\)", "path of a file"),
-    (lambda: saves("c.pt", every_s="5"), ARGUMENT, "every_s='5'", "number above 0"),
+    (lambda: saves("c.pt", every_s="5"), KIND, "every_s='5'", "must be a number"),
     (lambda: listen("0.0.0.0"), dc.LaunchError, "0.0.0.0", "name one address"),
     (lambda: listen("8.8.8.8"), dc.LaunchError, "8.8.8.8", "DISTCOLLECT_ALLOW_PUBLIC=1"),
 ]

@@ -343,10 +343,10 @@ def test_doctor_by_torchrun(network: Network, tmp_path: Path) -> None:
         assert re.search(rf"^ +{host - 1} +node{host} +{SECOND}\.{host} +eth1 ", said, re.M), said
         assert f"rank {host - 1} (node{host})" in said
     for rank in (1, 2):
-        assert re.search(rf"^ +{rank} +node\d +[\d.]+ ms +[\d,]+ MB/s +[\d,]+ MB/s", said, re.M), (
-            said
-        )
-    assert re.search(r"^node2 +node3 +[\d.]+ ms +[\d,]+ MB/s", said, re.M), said
+        assert re.search(
+            rf"^ +{rank} +node\d +[\d.]+ ms +[\d,.]+ MB/s +[\d,.]+ MB/s", said, re.M
+        ), said
+    assert re.search(r"^node2 +node3 +[\d.]+ ms +[\d,.]+ MB/s", said, re.M), said
     assert "broadcast to all 2 workers" in said
     assert re.search(r"^names +3 PROBLEMS", said, re.M)
     assert len(re.findall(r" PROBLEM", said)) == 1, said
