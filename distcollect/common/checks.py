@@ -37,14 +37,14 @@ def above_zero(what: str, value: Any) -> None:
         ArgumentError: it is not above 0.
         ArgumentTypeError: it is no number.
     """
-    _number(what, value)
+    _number(what, value, "a number")
     if not value > 0:
         raise ArgumentError(f"{what}: must be above 0")
 
 
-def _number(what: str, value: Any) -> None:
+def _number(what: str, value: Any, kind: str) -> None:
     if isinstance(value, bool) or not isinstance(value, float | int | np.number):
-        raise ArgumentTypeError(f"{what}: must be a number")
+        raise ArgumentTypeError(f"{what}: must be {kind}")
 
 
 # Waits of Python and of torch overflow with times that are far longer.
@@ -62,7 +62,7 @@ def seconds(what: str, value: Any) -> None:
         ArgumentError: it is not above 0, or above 1e8.
         ArgumentTypeError: it is no number.
     """
-    _number(what, value)
+    _number(what, value, "a number of seconds")
     if not 0 < value <= _LONGEST_S:
         raise ArgumentError(f"{what}: must be above 0 seconds, and at most 1e8 (three years)")
 

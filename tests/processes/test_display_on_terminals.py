@@ -17,6 +17,9 @@ from helpers.stats_files import STATS, write
 SCRIPT = SCRIPTS / "show_display.py"
 
 
+TERMINAL = {"TERM": "xterm", "COLUMNS": "120", "LINES": "40", "PYTHON_COLORS": "0"}
+
+
 def on_terminal(*args: str, **env: str) -> tuple[str, int]:
     """Run the script on a terminal; return what it shows, and its exit code."""
     ours, theirs = pty.openpty()
@@ -25,7 +28,7 @@ def on_terminal(*args: str, **env: str) -> tuple[str, int]:
         stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40", **env},
+        env={**os.environ, **TERMINAL, **env},
         start_new_session=True,
     )
     os.close(theirs)

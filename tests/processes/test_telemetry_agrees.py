@@ -101,7 +101,8 @@ def _was_told_of_both(told: list[Stats], since: int) -> bool:
 def test_the_last_line_is_the_collectors_own_account(run: Run) -> None:
     lines = [json.loads(line) for line in (run.folder / "stats.jsonl").read_text().splitlines()]
     assert len(lines) > 5
-    assert Stats.from_dict(lines[-1]) == run.told[-1] == run.stats
+    # Not the objects: they hold NaN, and from Python 3.13 on equal dataclasses must not.
+    assert repr(Stats.from_dict(lines[-1])) == repr(run.told[-1]) == repr(run.stats)
     assert lines[-1]["bottleneck"] == run.bottleneck
     assert [line["ended"] for line in lines] == [False] * (len(lines) - 1) + [True]
     assert len({line["collector_id"] for line in lines}) == 1
