@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -18,8 +17,6 @@ from distcollect.policy.calling import Tensors, as_key, to_tensor
 from distcollect.policy.per_env_rng import PerEnvRng, draw
 from distcollect.policy.recurrent import PolicyState
 from distcollect.rollout.spaces import RESERVED, Key, Leaf, dtype_name, flatten, leaves_of
-
-log = logging.getLogger(__name__)
 
 
 class OutputReader:
@@ -67,7 +64,8 @@ class OutputReader:
             and len(action_space) == 2
             and isinstance(action_space[1], gym.spaces.Dict)
         )
-        self._extra_keys: list[Key] | None = None  # known after the first call
+        self._extra_keys: list[Key] | None = None  # known after the first call, as the shapes
+        self._extra_shapes: list[torch.Size] = []
         # Takes the extras out of a dict; only where no value has to be converted.
         self._extras_of: Callable[[Any], Sequence[torch.Tensor]] | None = None
 
@@ -76,7 +74,7 @@ class OutputReader:
 
         Raises:
             PolicyError: ``output`` is of no accepted kind, does not fit the action space, or has
-                other extras than the first time.
+                other extras than the first time, or extras of another shape or kind of dtype.
         """
         # A fast path without calls, for what most policies return: with a small policy it halves
         # the overhead. The first call has checked everything closely.
@@ -89,10 +87,9 @@ class OutputReader:
                 and type(written) is dict
                 and len(written) == len(self.extras)
             ):
-                try:
-                    return (action,), self._extras_of(written)
-                except KeyError:
-                    log.debug("the policy returned other extras than before")
+                extras = self._as_before(self._extras_of, written)
+                if extras is not None:
+                    return (action,), extras
         if isinstance(output, TensorDictBase):
             actions, extras = self._from_tensordict(output)
         else:
@@ -102,7 +99,24 @@ class OutputReader:
                 raise self._action_error(self._leaves[index], action)
             if action.dtype is not self._leaves[index].dtype:
                 _check_range(self._leaves[index], action)
+        for value, shape, leaf in zip(extras, self._extra_shapes, self.extras, strict=True):
+            if value.shape != shape or value.dtype is not leaf.dtype:
+                _check_extra(leaf, value, shape)
         return actions, extras
+
+    def _as_before(
+        self, extras_of: Callable[[Any], Sequence[torch.Tensor]], written: Mapping[str, Any]
+    ) -> Sequence[torch.Tensor] | None:
+        """The extras in ``written``; None if they are not exactly of the kind that they were."""
+        try:
+            extras = extras_of(written)
+        except KeyError:
+            return None
+        for value, shape, leaf in zip(extras, self._extra_shapes, self.extras, strict=True):
+            is_tensor = type(value) is torch.Tensor
+            if not is_tensor or value.shape != shape or value.dtype is not leaf.dtype:
+                return None
+        return extras
 
     def _from_value(self, output: Any) -> PolicyOutput:
         """Action and extras from a returned action, pair, or distribution."""
@@ -244,6 +258,7 @@ class OutputReader:
             Leaf(key, tuple(value.shape[1:]), value.dtype) for key, value in extras.items()
         )
         self._extra_keys = list(extras)
+        self._extra_shapes = [value.shape for value in extras.values()]
 
     def _action_error(self, leaf: Leaf, got: torch.Tensor) -> PolicyError:
         hint = ""
@@ -262,17 +277,31 @@ class OutputReader:
         )
 
 
-def _check_range(leaf: Leaf, action: torch.Tensor) -> None:
+def _check_extra(leaf: Leaf, value: torch.Tensor, shape: torch.Size) -> None:
+    """Raise PolicyError for an extra that the leaf's memory can't hold."""
+    got = value.dtype
+    other_kind = got.is_floating_point != leaf.dtype.is_floating_point
+    if value.shape != shape or other_kind or got.is_complex != leaf.dtype.is_complex:
+        raise PolicyError(
+            f"the policy wrote {'.'.join(leaf.key)!r} of shape {list(value.shape)} and dtype "
+            f"{dtype_name(got)}, but of shape {list(shape)} and dtype {dtype_name(leaf.dtype)} the "
+            "first time: these must not change"
+        )
+    _check_range(leaf, value)
+
+
+def _check_range(leaf: Leaf, given: torch.Tensor) -> None:
     """Raise PolicyError for an integer that the leaf's dtype cannot hold."""
-    if leaf.dtype.is_floating_point or action.is_floating_point() or not action.numel():
+    whole = not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+    if not whole or given.is_floating_point() or not given.numel():
         return
     limits = None if leaf.dtype is torch.bool else torch.iinfo(leaf.dtype)
     low, high = (0, 1) if limits is None else (limits.min, limits.max)
-    for value in (int(action.min()), int(action.max())):
+    for value in (int(given.min()), int(given.max())):
         if not low <= value <= high:
             raise PolicyError(
-                f"the policy returned {value} in {'.'.join(leaf.key)!r}, but actions are of dtype "
-                f"{dtype_name(leaf.dtype)}, which holds {low} to {high}"
+                f"the policy returned {value} in {'.'.join(leaf.key)!r}, which is of dtype "
+                f"{dtype_name(leaf.dtype)} and holds {low} to {high}"
             )
 
 

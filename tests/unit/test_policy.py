@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.envs import SamplingEnv
 from helpers.policy_binding import Module, N, bind, call, pick
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
@@ -238,3 +239,44 @@ def test_what_cannot_travel() -> None:
         dc.RPCDataCollector("CartPole-v1", lambda x: lock, frames_per_batch=8, num_workers=1)
     with pytest.raises(dc.ArgumentError, match="create_env_fn can't be sent"):
         dc.RPCDataCollector(lambda: lock, None, frames_per_batch=8, num_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (torch.zeros(2, dtype=torch.int64), torch.full((2,), 0.7)),
+        (torch.zeros(2, dtype=torch.uint8), torch.full((2,), 300)),
+        (torch.zeros(2, 2), torch.tensor([1.0, 2.0])),
+        (torch.zeros(2), torch.tensor(5.0)),
+        (torch.zeros(2, 1), torch.zeros(1, 1)),
+        (torch.zeros(2), torch.zeros(3)),
+    ],
+    ids=["kind", "range", "rank", "scalar", "one for all", "length"],
+)
+def test_extras_that_change(first: torch.Tensor, later: torch.Tensor) -> None:
+    written = iter([first, first, later])
+
+    def policy(observation: torch.Tensor) -> Any:
+        return torch.zeros(2, dtype=torch.int64), {"note": next(written)}
+
+    with (
+        dc.SyncDataCollector(
+            SamplingEnv, policy, frames_per_batch=8, envs_per_worker=2
+        ) as collector,
+        pytest.raises(dc.PolicyError, match="'note'"),
+    ):
+        collector.next()
+
+
+def test_extras_of_another_width_are_converted() -> None:
+    written = iter([torch.zeros(2)] * 2 + [torch.full((2,), 0.5, dtype=torch.float64)] * 4)
+
+    def policy(observation: torch.Tensor) -> Any:
+        return torch.zeros(2, dtype=torch.int64), {"note": next(written)}
+
+    with dc.SyncDataCollector(
+        SamplingEnv, policy, frames_per_batch=8, envs_per_worker=2
+    ) as collector:
+        batch = collector.next()
+    assert batch["note"].dtype is torch.float32
+    assert (batch["note"][:, 1:] == 0.5).all()
