@@ -37,7 +37,7 @@ class BatchFormat:
             trajectory after the other, ``[F]``.
         postproc: called with the batch; what it returns is delivered.
         has_root_version: each frame's policy_version also is at the root and under "next".
-        has_collector_keys: False: nothing is under "collector".
+        has_collector_keys: False: nothing is under "collector" but the mask, if there is padding.
     """
 
     cat_results: int | str | None = 0
@@ -73,7 +73,8 @@ class BatchFormat:
         """A batch made of rollouts, in its shape.
 
         Args:
-            rows: ``[W * n, T]``, the rollouts of W workers one after the other.
+            rows: ``[W * n, T]``, the rollouts of W workers one after the other; for a loose layout
+                ``[W, *batch_size, T]``.
             layout: the layout of each rollout.
         """
         if self.set_truncated:
@@ -133,7 +134,10 @@ class BatchFormat:
             batch["policy_version"] = batch["collector", "policy_version"].clone()
             batch["next", "policy_version"] = batch["collector", "policy_version"].clone()
         if not self.has_collector_keys:
+            mask = batch.get(MASK, None)
             del batch["collector"]
+            if mask is not None:
+                batch[MASK] = mask
         if self.postproc is None:
             return batch
         result = self.postproc(batch)
@@ -175,7 +179,12 @@ class WholeTrajectories:
         return len(self._whole) >= (self._num_per_batch or 1)
 
     def with_rollouts(self, rows: TensorDict, headers: Sequence[Header]) -> WholeTrajectories:
-        """With the trajectories in ``rows``, ``[W * n, T]``: W rollouts, and each one's header."""
+        """With the trajectories in these W rollouts, with each one's header.
+
+        Args:
+            rows: ``[W * n, T]``, or for a loose layout ``[W, *batch_size, T]``.
+            headers: of the rollouts.
+        """
         num_envs = len(rows) // len(headers)
         more = copy.copy(self)
         for index, header in enumerate(headers):
@@ -197,7 +206,7 @@ class WholeTrajectories:
         incarnation, sequence = self._newest.get(header.worker_id, (header.incarnation, -1))
         is_next = (header.incarnation, header.sequence) == (incarnation, sequence + 1)
         if not is_next and header.sequence:
-            incomplete |= set(rows[TRAJ_IDS][:, 0].tolist())
+            incomplete |= set(rows[TRAJ_IDS][..., 0].flatten().tolist())
         self._newest[header.worker_id] = (header.incarnation, header.sequence)
         unfinished: set[int] = set()
         frames, lengths = _by_trajectory(rows)
@@ -214,7 +223,7 @@ class WholeTrajectories:
             else:
                 # A copy: a view would keep the whole rollout in memory until the trajectory ends.
                 parts[traj_id] = [*parts.get(traj_id, ()), part.clone()]
-        if (rows[TRAJ_IDS][:, 0] < 0).any():
+        if (rows[TRAJ_IDS][..., 0] < 0).any():
             return  # the rollout was preempted before every env had a frame
         # Every env's present trajectory is known now, so no other one of this worker will ever end.
         incomplete &= unfinished
@@ -249,7 +258,7 @@ class WholeTrajectories:
 
 
 def split(rows: TensorDict) -> TensorDict:
-    """One row for each trajectory, or part of one, in ``rows`` ``[n, T]``, in their order.
+    """One row for each trajectory, or part of one, in ``rows`` ``[..., T]``, in their order.
 
     A row is padded after its last frame: with zeros, -1 as the trajectory's id, and False in
     ``("collector", "mask")``.
@@ -258,10 +267,10 @@ def split(rows: TensorDict) -> TensorDict:
 
 
 def _by_trajectory(rows: TensorDict) -> tuple[TensorDict, torch.Tensor]:
-    """The frames ``[F]`` of ``rows`` ``[n, T]`` without padding, and each trajectory's length."""
+    """The frames ``[F]`` of ``rows`` ``[..., T]`` without padding, and each trajectory's length."""
     ids = rows[TRAJ_IDS]
     begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
     is_real = ids >= 0
     frames = rows.reshape(-1)
     if not is_real.all():
@@ -304,14 +313,14 @@ def _truncate_last(rows: TensorDict, *, even_terminated: bool) -> None:
     """Mark the last frame of each row truncated and done.
 
     Args:
-        rows: ``[n, T]``; changed in place.
+        rows: ``[..., T]``; changed in place.
         even_terminated: also where the episode terminated there, as TorchRL has it.
     """
     step = rows["next"]
     is_real = rows[TRAJ_IDS] >= 0
     last = is_real.sum(-1) - 1
     any_real = last >= 0
-    at = (any_real.nonzero().flatten(), last[any_real])
+    at = (*any_real.nonzero(as_tuple=True), last[any_real])
     parents = [_parent(key) for key in _flags(step, "truncated")]
     if not parents:
         raise ArgumentError(
@@ -322,8 +331,11 @@ def _truncate_last(rows: TensorDict, *, even_terminated: bool) -> None:
         flags = step if not parent else step[parent]
         terminated = flags.get("terminated", None)
         marks_all = even_terminated or terminated is None
-        flags["truncated"][at] |= True if marks_all else ~terminated[at]
-        flags["done"][at] = True
+        truncated, done = flags["truncated"], flags["done"]
+        truncated[at] |= True if marks_all else ~terminated[at]
+        done[at] = True
+        # A stack that is made when an entry is read gave copies.
+        flags["truncated"], flags["done"] = truncated, done
 
 
 def _flags(step: TensorDict, name: str) -> list[tuple[str, ...]]:

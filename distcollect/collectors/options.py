@@ -77,7 +77,8 @@ class CollectorOptions:
             batch itself in this process, with a copy in a worker. Its result is ignored.
         track_policy_version: frames have their policy_version as ``"policy_version"`` too, at the
             root and under "next", where TorchRL has it.
-        track_traj_ids: False: batches have nothing under "collector".
+        track_traj_ids: False: batches have nothing under "collector" but the mask, if there is
+            padding.
         compact_obs: leave out the observations under "next", which halves the memory. They equal
             the next frame's, except at the end of an episode or row, where they are lost.
         replay_buffer: frames are added to it, ``[F]`` at a time, instead of being delivered to

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
 from distcollect.rollout.columns import bookkeeping, join
 from distcollect.rollout.header import Rollout
@@ -38,7 +38,7 @@ def assemble_tree(
         ValueError: there is padding, and ``mask`` is False.
     """
     if layout.is_loose:
-        return _loose(layout, rollouts, mask=mask, device=device)
+        return _loose(layout, rollouts, mask=mask, compact=compact, device=device)
     pinned = device is not None and device.type == "cuda"
     columns = join(layout, rollouts, pinned=pinned)
     root = {leaf.key: columns.flat[leaf.key] for leaf in (*layout.carried, *layout.root_only)}
@@ -84,11 +84,31 @@ def _tree(
     return tree
 
 
+_FLAGS = ("done", "terminated", "truncated")
+
+
+def _drop_repeated(frames: TensorDictBase) -> None:
+    """Delete what is under "next" and also at the root, but for the flags of an episode's end."""
+    following: TensorDictBase = frames.get("next")
+    at_root, at_next = (
+        each.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+        for each in (frames, following)
+    )
+    known = {*at_root}
+    kept = [key for key in at_next if key not in known or _name(key) in _FLAGS]
+    frames.set("next", following.select(*kept))
+
+
+def _name(key: str | Key) -> str:
+    return key if isinstance(key, str) else key[-1]
+
+
 def _loose(
     layout: TreeLayout,
     rollouts: Sequence[Rollout],
     *,
     mask: bool,
+    compact: bool,
     device: torch.device | None,
 ) -> TensorDict:
     parts: list[TensorDictBase] = []
@@ -97,6 +117,8 @@ def _loose(
         leaves = zip(layout.per_frame, wire.leaves([rollout.tensors[0]]), strict=True)
         flat = {leaf.key: value.clone() for leaf, value in leaves}
         part = unpacked(rollout.tensors)
+        if compact:
+            _drop_repeated(part)
         entries = bookkeeping(layout, [rollout], flat, mask=mask)
         values = {name: value.reshape(part.batch_size) for name, value in entries.items()}
         part.set("collector", TensorDict(values, batch_size=part.batch_size))

@@ -135,6 +135,21 @@ def test_trajectories_are_cut(zoo: Any) -> None:
             assert (batch["next", "truncated"][..., 0] == (torch.arange(11) % 2 == 1)).all()
 
 
+def test_entries_without_a_shape_in_every_form_of_batch(zoo: Any) -> None:
+    def collected(**options: Any) -> Any:
+        with dc.SyncDataCollector([zoo.talking] * 2, frames_per_batch=12, **options) as collector:
+            return collector.next()
+
+    split = collected(split_trajs=True)
+    assert split.shape == (4, 3)
+    assert split["collector", "traj_ids"][:, 0].tolist() == [0, 2, 1, 3]
+    assert collected(trajs_per_batch=2).shape == (2, 3)
+    assert collected(set_truncated=True)["next", "truncated"].squeeze(-1)[:, -1].all()
+    compact = collected(compact_obs=True)
+    assert {*compact["next"].keys()} == {"reward", "done", "terminated", "truncated"}
+    assert "text" in compact
+
+
 def test_seeds(zoo: Any) -> None:
     def collect(num_envs: int, seed: int) -> TensorDictBase:
         make = zoo.pendulum
