@@ -392,6 +392,7 @@ class RPCDataCollector(WorkerAccess):
 
         def note() -> None:
             self._seed = seed, static_seed
+            self._drop_trajectories()
 
         self._session.seed(seed, static_seed=static_seed, note=note)
         if isinstance(self._layout, TreeLayout):

@@ -28,7 +28,7 @@ from distcollect.engine.build import build_engine, build_engine_for, build_evalu
 from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.launch.cpu_placement import num_cores
-from distcollect.policy.weight_layout import published
+from distcollect.policy.weight_layout import module_of, published
 from distcollect.results import (
     EnvFault,
     Evaluation,
@@ -80,6 +80,8 @@ class SyncDataCollector(DataCollectorBase):
             self._plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
         )
         self._first_batch = 0  # of this engine
+        # The last seed of the envs, whether it is static, and the number of batches before it.
+        self._seeded: tuple[int, bool, int] | None = None
         self._evaluator = build_evaluator(self._plan, worker_id=worker_id, shared=True)
         try:
             num_envs = self._engine.layout.num_envs
@@ -97,7 +99,9 @@ class SyncDataCollector(DataCollectorBase):
 
     @property
     def policy(self) -> Any:
-        return self._plan.policy
+        # With a factory as well, a module that was given is the one to publish.
+        given = module_of(self._options.policy) if self._options.factories else None
+        return self._plan.policy if given is None else self._options.policy
 
     @property
     def env(self) -> Any:
@@ -278,6 +282,8 @@ class SyncDataCollector(DataCollectorBase):
     def _publish(self, policy_or_weights: Weights | None) -> None:
         weights = self._engine.weights
         own = published(self._plan.policy, self._plan.models)
+        if policy_or_weights is None and self.policy is not self._plan.policy:
+            policy_or_weights = published(self.policy, self._plan.models)
         if policy_or_weights is not None and policy_or_weights is not own:
             weights.layout.load(policy_or_weights, own)
         self._version += 1
@@ -296,8 +302,12 @@ class SyncDataCollector(DataCollectorBase):
         engine = build_engine_for(self._engine.envs, plan, traj_ids=self._traj_ids)
         engine.weights.version = self._version
         num_batches = self._progress.batches
-        if self._seed is not None and not num_batches:
-            self._seed_engine(engine, *self._seed)
+        if self._seeded is not None:
+            seed, static_seed, since = self._seeded
+            if num_batches > since:
+                # The seed itself would repeat the episodes from then on.
+                seed = env_seed(seed, num_batches - since, stream=Stream.BACKGROUND)
+            self._seed_engine(engine, seed, static_seed)
         # At once: what is done elsewhere depends on whether there is a background.
         self._engine, self._first_batch, self._background = engine, num_batches, background
 
@@ -320,7 +330,9 @@ class SyncDataCollector(DataCollectorBase):
         if self._background is not None:
             raise CollectorStateError("set_seed() must come before start()")
         unused = env_seed(seed, self._engine.layout.num_envs, stream=Stream.NEXT_COLLECTOR)
+        self._drop_trajectories()
         self._seed = seed, static_seed
+        self._seeded = seed, static_seed, self._progress.batches
         self._seed_engine(self._engine, seed, static_seed)
         return unused if self._engine.next_seed is None else self._engine.next_seed
 

@@ -19,6 +19,7 @@ class Stream(enum.IntEnum):
     RESUMED = 3
     EVALUATION = 4
     REBUILT = 5
+    BACKGROUND = 6
     # A process that replaces another one uses two streams of its own. They begin here:
     # REPLACED + 2 * incarnation for its envs, and the next one for its policy.
     REPLACED = 16

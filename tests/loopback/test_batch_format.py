@@ -283,6 +283,30 @@ def test_a_reset_drops_trajectories_that_were_not_delivered() -> None:
         assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
 
 
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.MultiSyncDataCollector])
+def test_a_seed_drops_trajectories_from_before_it(kind: Any) -> None:
+    with make(kind, Maker(2), num_envs=1, trajs_per_batch=1) as collector:
+        collector.next()
+        # Whole ones wait, and the third of each env has begun.
+        collector.set_seed(0)
+        assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("settings", [{"split_trajs": True}, {"trajs_per_batch": 2}], ids=str)
+def test_padding_is_marked_also_without_ids(settings: dict[str, Any]) -> None:
+    settings |= {"num_envs": 2, "track_traj_ids": False}
+    with make(dc.SyncDataCollector, Maker(2, 1), **settings) as collector:
+        batch = collector.next()
+    assert list(batch["collector"].keys()) == ["mask"]
+    assert not batch["collector", "mask"].all()
+    added: list[TensorDict] = []
+    settings |= {"replay_buffer": Kept(added)}
+    with make(dc.SyncDataCollector, Maker(2, 1), **settings) as collector:
+        collector.next()
+    # A frame's reward is its number, from 1 on; padding has none.
+    assert (added[0]["next", "reward"] > 0).all()
+
+
 @pytest.mark.parametrize(
     ("num_envs", "shape"), [(1, (T + 2,)), (3, (3, T + 2))], ids=["one env", "several"]
 )

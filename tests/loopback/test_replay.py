@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,42 @@ def test_in_the_background(collector_of: Any) -> None:
     assert len(buffer) == collector.frames == 20 * FRAMES
     collector.async_shutdown()
     assert "distcollect-collect" not in {thread.name for thread in threading.enumerate()}
+
+
+def first_in_the_background(prepare: Callable[[dc.SyncDataCollector], object]) -> torch.Tensor:
+    """Observations of the first batch that is collected in the background."""
+    buffer = Buffer()
+    with sync(buffer) as collector:
+        prepare(collector)
+        num_before = len(buffer)
+        collector.start()
+        eventually(lambda: len(buffer) >= num_before + FRAMES)
+    frames = buffer.frames[num_before : num_before + FRAMES]
+    return torch.stack(frames)["observation"]
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda it: it.set_seed(3),
+        lambda it: (it.next(), it.set_seed(3)),
+        lambda it: (it.set_seed(3), it.next()),
+    ],
+    ids=["seed", "batch, seed", "seed, batch"],
+)
+def test_a_seed_holds_in_the_background(prepare: Any) -> None:
+    assert torch.equal(first_in_the_background(prepare), first_in_the_background(prepare))
+
+
+def test_a_resumed_run_does_not_repeat_its_episodes_in_the_background() -> None:
+    with sync(None) as collector:
+        collector.set_seed(7)
+        begun = collector.next()["observation"].reshape(FRAMES, -1)
+        state = collector.state_dict()
+    resumed = first_in_the_background(lambda it: it.load_state_dict(state))
+    assert not torch.equal(resumed, begun)
+    again = first_in_the_background(lambda it: (it.set_seed(7), it.next()))
+    assert not torch.equal(again, begun)
 
 
 @BOTH

@@ -40,3 +40,14 @@ def test_in_process_weights_are_copied_in_or_shared() -> None:
         with pytest.raises(dc.WeightsError, match="missing key 'first'"):
             collector.update_policy_weights_({"large": policy.large})
         assert policy.first == 2
+
+
+def test_with_a_factory_too_the_policy_is_what_is_published() -> None:
+    policy = Revealing(value=3)
+    with dc.SyncDataCollector(
+        SamplingEnv, policy, policy_factory=Revealing, frames_per_batch=4
+    ) as collector:
+        assert collector.policy is policy
+        policy.fill(5)
+        collector.update_policy_weights_()
+        check_whole(collector.next().unsqueeze(0), {1: 5})
