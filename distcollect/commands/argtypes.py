@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+# As for arguments in seconds: waits overflow with far longer times, and int() with infinity.
+_LARGEST = 1e8
+
 
 def count(text: str) -> int:
     """A whole number, at least 1."""
@@ -16,13 +19,13 @@ def natural(text: str) -> int:
 
 
 def above_0(text: str) -> float:
-    """A number above 0."""
+    """A number above 0, and at most 1e8: seconds that a wait can have as its limit, or GB."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
+    if not 0 < number <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0, and at most 1e8")
     return number
 
 

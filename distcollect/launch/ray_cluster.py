@@ -103,7 +103,7 @@ def _client_error(what: str) -> LaunchError:
 def _check_reachable(address: str) -> None:
     """Fail soon if nobody listens at an address; Ray itself tries for a minute."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
+    if not colon or not (port.isascii() and port.isdecimal()) or "/" in host:
         return  # "auto", "local", or something that Ray has to judge
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACH_TIMEOUT_S).close()

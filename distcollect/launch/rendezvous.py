@@ -242,7 +242,9 @@ def host_and_port(name: str, text: str) -> tuple[str, int]:
         ArgumentError: it is something else.
     """
     host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 2**16):
+    # isdigit() takes '²' for one, too, and int() doesn't.
+    is_number = port.isascii() and port.isdecimal()
+    if not (colon and host and is_number and 0 < int(port) < 2**16):
         raise ArgumentError(f"{name}={text!r}: must be HOST:PORT, as in 10.0.0.5:29600")
     return host.strip("[]"), int(port)
 

@@ -264,18 +264,25 @@ def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
 def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Refuse finite values that would become infinite as ``dtype``.
 
+    They are refused among infinities and NaN, too, which are sent as they are.
+
     Raises:
         WeightsError: names the key.
     """
     limit = torch.finfo(dtype).max
     for name, tensor in weights.items():
         if tensor.is_floating_point() and tensor.numel():
-            largest = float(tensor.detach().abs().max())
-            if limit < largest < math.inf:
+            magnitudes = tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
+            largest = float(magnitudes.max())
+            if largest > limit:
+                advice = (
+                    "use 'bfloat16'"
+                    if largest <= torch.finfo(torch.bfloat16).max
+                    else f"leave it out with exclude=[{name!r}], or give no wire_dtype"
+                )
                 raise WeightsError(
                     f"{name!r} holds a value of magnitude {largest:g}, too large for "
-                    f"WeightSync(wire_dtype={dtype_name(dtype)!r}): use 'bfloat16'. Nothing was "
-                    "sent"
+                    f"WeightSync(wire_dtype={dtype_name(dtype)!r}): {advice}. Nothing was sent"
                 )
 
 

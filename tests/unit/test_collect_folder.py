@@ -67,6 +67,8 @@ def test_a_folder_with_other_content_or_settings_is_refused(
         saved.begin()
         assert cli.main(arguments(tmp_path / "out", **given)) == 2
         assert "another process is writing there" in capsys.readouterr().err
+        with dc.SyncDataCollector("CartPole-v1", frames_per_batch=5) as collector:
+            saved.add(collector.next())
     assert cli.main(arguments(tmp_path / "out", **{**given, "seed": 4, "frames": 30})) == 2
     assert "frames 20, not 30; seed None, not 4" in capsys.readouterr().err
     (tmp_path / "out" / "collect.json").write_text("{}")
@@ -140,6 +142,29 @@ def test_what_is_written_is_what_is_read(space: gym.Space[Any], tmp_path: Path) 
             assert read[key].dtype is value.dtype
     assert set(read.keys(include_nested=True, leaves_only=True)) >= names[True]
     assert frame_bytes(Sampled(space)) == whole[:1].bytes()
+
+
+def test_without_frames_other_settings_will_do(tmp_path: Path) -> None:
+    """What was made for frames of the other settings is gone, and what is not ours stays."""
+    with SavedFrames(tmp_path, 12, {"seed": -3}) as saved:
+        saved.begin()
+        with dc.SyncDataCollector(
+            lambda: Sampled(spaces.Dict(a=spaces.Dict(b=spaces.Discrete(2)))), frames_per_batch=12
+        ) as collector:
+            saved._mapped(collector.next().reshape(-1))  # the process ends before it has recorded
+    notes = tmp_path / "notes" / "text"
+    notes.parent.mkdir()
+    notes.touch()
+    with SavedFrames(tmp_path, 12, {"seed": 3}) as saved:
+        assert {path.name for path in tmp_path.iterdir()} == {"collect.json", "notes"}
+        saved.begin()
+        with dc.SyncDataCollector("CartPole-v1", frames_per_batch=12) as collector:
+            saved.add(collector.next())
+    assert recorded(tmp_path) == 12
+    assert TensorDict.load_memmap(tmp_path)["observation"].shape == (12, 4)
+    assert notes.exists()
+    with pytest.raises(dc.ArgumentError, match="seed 3, not 4"):
+        SavedFrames(tmp_path, 12, {"seed": 4})
 
 
 def test_room_that_was_taken_in_vain_is_given_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from distcollect.errors import ArgumentTypeError, WeightsError
 from distcollect.policy.live_weights import LiveWeights
-from distcollect.policy.weight_layout import WeightLayout, checksum
+from distcollect.policy.weight_layout import WeightLayout, check_range, checksum
 
 
 class Net(nn.Module):
@@ -170,6 +170,29 @@ def test_weights_that_do_not_fit(weights: Any, message: str) -> None:
 def test_what_is_no_weights(weights: Any, message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message):
         WeightLayout.of(Net()).select(weights)
+
+
+@pytest.mark.parametrize("beside", [0.0, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("value", "dtype", "advice"),
+    [
+        (-1e6, torch.float16, "use 'bfloat16'"),
+        (torch.finfo(torch.float32).min, torch.float16, r"exclude=\['mask'\], or give no wire"),
+        (torch.finfo(torch.float32).min, torch.bfloat16, r"exclude=\['mask'\], or give no wire"),
+        (1e6, torch.bfloat16, None),
+        (60_000.0, torch.float16, None),
+    ],
+)
+def test_too_large_for_a_narrow_dtype(
+    value: float, dtype: torch.dtype, advice: str | None, beside: float
+) -> None:
+    weights = {"mask": torch.tensor([value, beside])}
+    if advice is None:
+        check_range(weights, dtype)
+        return
+    with pytest.raises(WeightsError, match=f"'mask' holds a value .*: .*{advice}") as caught:
+        check_range(weights, dtype)
+    assert ("use 'bfloat16'" in str(caught.value)) == (advice == "use 'bfloat16'")
 
 
 def test_a_snapshot_is_a_copy() -> None:

@@ -7,6 +7,7 @@ frames have reached the disk, so the first ``frames`` are complete however the w
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -28,6 +29,7 @@ from distcollect.rollout.spaces import leaves_of
 
 RECORD = "collect.json"
 _DRAFT = f".{RECORD}"
+_DESCRIPTION = "meta.json"  # TensorDict's, in each folder of frames
 _FORMAT = 1
 _RECORD_EVERY_S = 1.0  # a process that is killed loses at most the frames of this time
 _GIB = 1 << 30
@@ -64,7 +66,8 @@ class SavedFrames:
         """Open or make the folder.
 
         Args:
-            folder: a folder that is new, empty, or from an earlier call with the same settings.
+            folder: a folder that is new, empty, or from an earlier call with the same settings;
+                with any settings if that wrote no frames.
             num_frames: N, how many frames the folder is to hold.
             settings: what the frames depend on, in values that JSON can hold.
 
@@ -125,6 +128,9 @@ class SavedFrames:
             raise ArgumentError(
                 f"{self.folder / RECORD} is no record of format {_FORMAT}: name another folder"
             )
+        if not found["frames"]:
+            self._discard()  # frames that were never recorded, perhaps of other settings
+            return
         wanted, there = self._record["settings"], found["settings"]
         if differing := [
             f"{name} {there.get(name)!r}, not {wanted.get(name)!r}"
@@ -135,15 +141,16 @@ class SavedFrames:
                 f"--out {self.folder} holds frames of other settings: {'; '.join(differing)}. Name "
                 "another folder, or use the same settings"
             )
-        if found["frames"]:
-            self._record = found
-        else:
-            self._discard()  # frames that were never recorded
+        self._record = found
 
     def _discard(self) -> None:
-        """Remove files that were allocated for frames, none of which was written."""
-        for file in self.folder.rglob("*.memmap"):
-            file.unlink()
+        """Remove what was made for frames, none of which was written."""
+        for path in sorted(self.folder.rglob("*"), reverse=True):  # what is in a folder goes first
+            if path.is_dir():
+                with contextlib.suppress(OSError):  # other things are in it
+                    path.rmdir()
+            elif path.name == _DESCRIPTION or path.name.endswith(".memmap"):
+                path.unlink()
 
     def __enter__(self: _Self) -> _Self:
         return self
