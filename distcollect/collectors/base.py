@@ -62,6 +62,7 @@ class DataCollectorBase(BufferFiller):
         """Build the collector, see :class:`~distcollect.collectors.stream.BatchStream`."""
         self._seed: tuple[int, bool] | None = None
         self._evaluated: Evaluation | None = None
+        self._version_before_load: int | None = None  # set until a load has ended
         make_known_to_torchrl(DataCollectorBase)
         super().__init__(options)
 
@@ -400,10 +401,12 @@ class DataCollectorBase(BufferFiller):
                 f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}; "
                 "give what state_dict() returned"
             )
-        if state["policy_version"] < self.policy_version:
+        version = self._version_before_load  # what an interrupted load has published doesn't count
+        version = self.policy_version if version is None else version
+        if state["policy_version"] < version:
             raise ArgumentError(
                 f"the state has policy_version {state['policy_version']}, but this collector has "
-                f"published version {self.policy_version} already: load the state first"
+                f"published version {version} already: load the state first"
             )
         frames, resumes = state["frames"], state["resumes"] + 1
         next_traj_id = state["next_traj_id"]
@@ -419,19 +422,26 @@ class DataCollectorBase(BufferFiller):
                 self._progress, frames=frames, resumed_frames=frames, resumes=resumes
             )
 
-        self._load_policy(state.get("policy_state_dict"))
+        again = self._version_before_load is not None
+        self._version_before_load = version
+        self._load_policy(state.get("policy_state_dict"), again)
         # From here on, workers may be waited for. If that is interrupted, load the state again.
         self._resume(state["policy_version"], next_traj_id, frames, count)
         if new_seed is not None:
             self.set_seed(new_seed, static_seed)
             self._seed = seed, static_seed
+        self._version_before_load = None
 
-    def _load_policy(self, weights: Mapping[str, Any] | None) -> None:
-        """Give the policy, and the workers, these weights, if the policy has others."""
+    def _load_policy(self, weights: Mapping[str, Any] | None, again: bool) -> None:
+        """Give the policy, and the workers, these weights, if the policy has others.
+
+        ``again``: the workers get them in any case, as only the policy may have them so far.
+        """
         if weights is None or not isinstance(self.policy, nn.Module):
             return
         own = self.policy.state_dict()
-        if own.keys() == weights.keys() and all(_same(own[name], weights[name]) for name in own):
+        same = own.keys() == weights.keys() and all(_same(own[name], weights[name]) for name in own)
+        if same and not again:
             return
         try:
             self.policy.load_state_dict(weights)

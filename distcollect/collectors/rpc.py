@@ -356,7 +356,7 @@ class RPCDataCollector(WorkerAccess):
         Returns:
             A handle that says which workers have the weights: ``done()``, ``wait()``,
             ``acknowledged``, ``left_out``. None if nothing is published, as the policy has no
-            parameters or no worker is lagging.
+            parameters, no worker is lagging, or those of the last batch have left.
 
         Raises:
             WeightsError: a key is missing or unknown, has another shape or dtype, or a value that

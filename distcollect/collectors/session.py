@@ -127,6 +127,7 @@ class Session:
             options=options.weight_options,
             max_interval=options.max_weight_update_interval,
             gpus=workers.gpus,
+            evaluating=options.evaluating,
         )
         self.remote_calls = RemoteCalls(self.pool, self.publisher.selected, workers.ends)
         self.evaluators = evaluators(self.pool, options.evaluation, options.evaluating)

@@ -63,7 +63,8 @@ class WorkerOptions(CollectorOptions):
             they are left out.
         batch_deadline_s: in sync mode, the same, this many seconds after a batch was requested.
         update_at_each_batch: publish the policy's weights automatically between two batches: in
-            sync mode to all workers, in async mode to the one that delivered the last batch.
+            sync mode to all workers, in async mode to the one that delivered the last batch, and to
+            the evaluation workers.
         max_weight_update_interval: ``update_at_each_batch`` also sends to workers that are more
             than this many versions behind; ``worker_ids="lagging"`` means these.
         weight_sync: what is sent, and when the workers use it.

@@ -338,7 +338,8 @@ class Pool:
         """Go on where another run was.
 
         Args:
-            version: its policy_version; the workers' weights are taken for that.
+            version: its policy_version; the workers' weights are taken for that, or for the newest
+                version that was published here, if it is higher.
             first_traj_id: all of its traj_ids are below; this run's start here.
             frames: that it delivered; they count as requested.
             timeout_s: for the workers to answer.
@@ -350,10 +351,11 @@ class Pool:
         """
 
         def renumber() -> SetupArguments:
-            self.version = version
-            epoch = self._sender.resume(version)
-            self._core.resumed(version, frames, self.acknowledged)
-            request = ResumeRequest(version, first_traj_id, epoch)
+            # The state's weights may have been published here. No number is used twice.
+            newest = self.version = max(version, self.version)
+            epoch = self._sender.resume(newest)
+            self._core.resumed(newest, frames, self.acknowledged)
+            request = ResumeRequest(newest, first_traj_id, epoch)
             return lambda _: (request,)
 
         self._call_all(WorkerService.resume, renumber, timeout_s, note)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -38,6 +38,7 @@ class Publisher:
         options: WeightSync,
         max_interval: int | None,
         gpus: Mapping[int, str],
+        evaluating: Collection[int] = (),
     ) -> None:
         """Publish through ``pool``.
 
@@ -49,6 +50,7 @@ class Publisher:
             options: what is sent.
             max_interval: a worker that is more versions behind is lagging; None: none is.
             gpus: worker_id to the name of the GPU that has its policy, "" for the CPU.
+            evaluating: ids of the workers that evaluate the policy instead of collecting.
         """
         self._pool = pool
         self._layout = layout
@@ -57,6 +59,7 @@ class Publisher:
         self._options = options
         self._max_interval = max_interval
         self._gpus = gpus
+        self._evaluating = evaluating
 
     def publish(
         self, source: Weights | None, worker_ids: WorkerIds, last: Sequence[int] = ()
@@ -67,7 +70,11 @@ class Publisher:
         """
         if worker_ids is None:
             worker_ids = self._updater.all_worker_ids()
-        selected = [w for w in self.selected(worker_ids, last) if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
+        return self._publish(source, self.selected(worker_ids, last))
+
+    def _publish(self, source: Weights | None, worker_ids: Sequence[int]) -> PushHandle | None:
+        """Publish to these workers, of whom some may have left meanwhile."""
+        selected = [w for w in worker_ids if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
         if not self._layout.entries or not selected:
             return None
         weights = self._layout.select(self._source(source))
@@ -108,10 +115,15 @@ class Publisher:
             if handle is not None:
                 handle.wait()
             return
-        selected = {w for w in last if self._pool.has_slot(w)}  # one may have left since
+        # Evaluation workers deliver no batch: otherwise they would never get a version.
+        selected = {*self._still_there(last), *self._still_there(self._evaluating)}
         if self._max_interval is not None:
             selected.update(self._lagging(self._max_interval))
-        self.publish(None, sorted(selected))
+        self._publish(None, sorted(selected))
+
+    def _still_there(self, worker_ids: Collection[int]) -> list[int]:
+        """Those of these workers that have not left, or been lost for good; each once."""
+        return [w for w in dict.fromkeys(worker_ids) if self._pool.has_slot(w)]
 
     def _snapshot(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
         flat = (
@@ -144,7 +156,8 @@ class Publisher:
                 raise ArgumentError(
                     "worker_ids='last_batch': no batch was taken yet; take one first"
                 )
-            return last
+            # With a lost worker's share, a worker has several rollouts in one batch.
+            return self._still_there(last)
         if worker_ids == "lagging":
             if self._max_interval is None:
                 raise ArgumentError(

@@ -11,6 +11,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 from helpers.levels_env import Acts, Levels, T, check_random_numbers
 from helpers.loopback_pool import loopback_collector
+from helpers.waiting import eventually
 
 import distcollect as dc
 
@@ -199,6 +200,22 @@ class TestEvaluationWorkers:
             evaluation=dc.EvaluationWorkers(),
         ) as collector:
             assert collector.next()["collector", "worker_id"][:, 0].tolist() == [0, 1]
+
+    def test_each_version_that_is_published_by_itself(self) -> None:
+        with loopback_collector(
+            Levels,
+            Acts(1),
+            sync=False,
+            frames_per_batch=T,
+            num_workers=2,
+            update_at_each_batch=True,
+            evaluation=dc.EvaluationWorkers(num_episodes=1),
+        ) as collector:
+            for _ in range(4):
+                collector.next()
+            assert collector.policy_version == 3
+            assert collector._session.pool._core.versions.newest(1) == 3
+            eventually(lambda: any(e.policy_version[0] == 3 for e in collector.evaluations))
 
     def test_somebody_has_to_collect(self) -> None:
         with pytest.raises(ValueError, match="at least one has to collect"):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import waiting
+from helpers.churning_workers import churning_collector
 from helpers.envs import ProcessIdEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.publishing import NAMES, Collect, Telling, collect, told
@@ -210,3 +211,58 @@ class TestToWhom:
         finally:
             waiting.test_is_over.set()
             collector.shutdown()
+
+
+class TestWhoHasLeft:
+    """Nothing is published to a worker that has left, or was lost for good."""
+
+    def test_who_gave_the_last_batch(self) -> None:
+        with churning_collector(
+            ProcessIdEnv, Telling(), num_workers=2, frames_per_batch=4, sync=False
+        ) as collector:
+            lose(collector, last_worker(collector))
+            assert collector.update_policy_weights_(worker_ids="last_batch") is None
+            assert collector.policy_version == 0
+
+    def test_who_took_the_share_of_another(self) -> None:
+        with churning_collector(
+            ProcessIdEnv, Telling(), num_workers=2, frames_per_batch=8, sync=True
+        ) as collector:
+            lose(collector, 1)
+            assert (collector.next()["collector", "worker_id"] == 0).all()
+            handle = collector.update_policy_weights_(worker_ids="last_batch")
+            assert handle.worker_ids == (0,)
+            assert handle.acknowledged == {0: 1}
+
+    @pytest.mark.parametrize("just_now", [False, True])
+    def test_by_itself(self, monkeypatch: pytest.MonkeyPatch, just_now: bool) -> None:
+        """Also who leaves ``just_now``, when the publication has begun."""
+        policy = Telling()
+        with churning_collector(
+            ProcessIdEnv,
+            policy,
+            num_workers=2,
+            frames_per_batch=4,
+            sync=False,
+            update_at_each_batch=True,
+        ) as collector:
+            lose(collector, last_worker(collector))
+            if just_now:
+                monkeypatch.setattr(collector._session.pool, "has_slot", lambda _: True)
+            last_worker(collector)
+            assert collector.policy_version == (1 if just_now else 0)
+            policy.fill(1)
+            deadline = time.monotonic() + 20
+            while told(collector.next())["wide"] != 1:
+                assert time.monotonic() < deadline
+
+
+def last_worker(collector: dc.RPCDataCollector) -> int:
+    """The worker that delivers the next batch."""
+    return int(collector.next(timeout_s=20)["collector", "worker_id"][0, 0])
+
+
+def lose(collector: dc.RPCDataCollector, worker_id: int) -> None:
+    """Have a worker die that is not replaced."""
+    collector._session.workers.kill(worker_id, replaced=False)
+    waiting.eventually(lambda: worker_id not in collector._session.pool.worker_ids)

@@ -15,6 +15,7 @@ from gymnasium import spaces
 from helpers.counting_envs import CountingMaker
 from helpers.envs import SamplingEnv
 from helpers.loopback_pool import loopback_collector
+from helpers.waiting import eventually
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule as Mod
 from torch import nn
@@ -377,6 +378,50 @@ def test_a_state_has_the_weights_of_each_worker(monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         expected = policy(batch.select("observation"))["action"]
     assert torch.allclose(batch["action"], expected)
+
+
+@pytest.mark.parametrize("interrupted_in", [None, "await_enough", "wait_for", "resume", "seed"])
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_state_whose_weights_were_not_published(
+    monkeypatch: pytest.MonkeyPatch, sync: bool, interrupted_in: str | None
+) -> None:
+    """Loading them needs a version above the state's 0, also if it is interrupted at first."""
+    monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
+    pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
+    from helpers import torchrl_envs as zoo  # noqa: PLC0415
+
+    sizes = {"num_workers": 2, "sync": sync, "frames_per_batch": 8}
+    policy = Mod(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    other = copy.deepcopy(policy)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    with loopback_collector(zoo.pendulum, policy, **sizes) as collector:
+        collector.set_seed(3)
+        state = copy.deepcopy(collector.state_dict())
+    with loopback_collector(zoo.pendulum, other, **sizes) as collector:
+        if interrupted_in is not None:
+            session = collector._session
+            part = session.workers if interrupted_in == "await_enough" else session
+            with monkeypatch.context() as patched:
+                patched.setattr(part, interrupted_in, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    collector.load_state_dict(state)
+        collector.load_state_dict(state)
+        version = collector.policy_version
+        assert version > 0
+        batch = collector.next()
+        assert (batch["collector", "policy_version"] == version).all()
+        with torch.no_grad():
+            assert torch.allclose(batch["action"], policy(batch.select("observation"))["action"])
+        for parameter in other.parameters():
+            parameter.data.fill_(2)
+        collector.update_policy_weights_()
+        assert collector.policy_version == version + 1
+        eventually(lambda: collector.next()["collector", "policy_version"].min() == version + 1)
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_one_env_is_copied_to_all_workers() -> None:
