@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -89,6 +90,7 @@ class EnvRecovery:
             except EnvError as another:
                 error = another
             else:
+                _release(fault.error)
                 return
 
     def _count_fault(self, rows: tuple[int, ...]) -> int:
@@ -109,6 +111,17 @@ class EnvRecovery:
             self._num_rebuilt[row] += 1
             seeds.append(env_seed(self._seeds[row], self._num_rebuilt[row], Stream.REBUILT))
         return seeds
+
+
+def _release(error: BaseException | None) -> None:
+    """Let go of what the frames refer to that an error passed, such as the env that was replaced.
+
+    Python 3.12 and 3.13 crash, or warn, if their garbage collector finds a buffer there that was
+    being sent to another process.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _delay_s(num_faults: int) -> float:
