@@ -15,7 +15,7 @@ from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import MASK, TRAJ_IDS
-from distcollect.rollout.spaces import indexable
+from distcollect.rollout.spaces import as_key, indexable
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout, row_dims
 
 PostProcess = Callable[[TensorDict], Any]
@@ -341,8 +341,7 @@ def _truncate_last(rows: TensorDict, *, even_terminated: bool) -> None:
 def _flags(step: TensorDict, name: str) -> list[tuple[str, ...]]:
     """The keys of all flags of this name, of the whole env or of parts of it."""
     keys = step.keys(include_nested=True, leaves_only=True)
-    as_tuples = ((key,) if isinstance(key, str) else key for key in keys)
-    return [key for key in as_tuples if key[-1] == name]
+    return [key for key in map(as_key, keys) if key[-1] == name]
 
 
 def _parent(key: tuple[str, ...]) -> tuple[str, ...]:

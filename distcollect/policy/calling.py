@@ -244,11 +244,6 @@ def to_tensor(value: Any, name: object) -> torch.Tensor:
     return tensor
 
 
-def as_key(name: str | Key) -> Key:
-    """An entry's name in a TensorDict as a key."""
-    return (name,) if isinstance(name, str) else name
-
-
 def watch_tensors(module: nn.Module) -> Callable[[], bool]:
     """A function that tells whether ``module`` holds tensors that it does not hold now.
 

@@ -13,10 +13,18 @@ from torch.distributions import Distribution
 
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration, PolicyOutput
-from distcollect.policy.calling import Tensors, as_key, to_tensor
+from distcollect.policy.calling import Tensors, to_tensor
 from distcollect.policy.per_env_rng import PerEnvRng, draw
 from distcollect.policy.recurrent import PolicyState
-from distcollect.rollout.spaces import RESERVED, Key, Leaf, dtype_name, flatten, leaves_of
+from distcollect.rollout.spaces import (
+    RESERVED,
+    Key,
+    Leaf,
+    as_key,
+    dtype_name,
+    flatten,
+    leaves_of,
+)
 
 
 class OutputReader:
@@ -64,8 +72,8 @@ class OutputReader:
             and len(action_space) == 2
             and isinstance(action_space[1], gym.spaces.Dict)
         )
-        self._extra_keys: list[Key] | None = None  # known after the first call, as the shapes
-        self._extra_shapes: list[torch.Size] = []
+        self._extra_keys: list[Key] | None = None  # known after the first call, as the next
+        self._extra_specs: list[tuple[torch.Size, torch.dtype]] = []
         # Takes the extras out of a dict; only where no value has to be converted.
         self._extras_of: Callable[[Any], Sequence[torch.Tensor]] | None = None
 
@@ -76,7 +84,7 @@ class OutputReader:
             PolicyError: ``output`` is of no accepted kind, does not fit the action space, or has
                 other extras than the first time, or extras of another shape or kind of dtype.
         """
-        # A fast path without calls, for what most policies return: with a small policy it halves
+        # A fast path with one call, for what most policies return: with a small policy it halves
         # the overhead. The first call has checked everything closely.
         if self._extras_of is not None and type(output) is tuple and len(output) == 2:
             action, written = output
@@ -99,9 +107,8 @@ class OutputReader:
                 raise self._action_error(self._leaves[index], action)
             if action.dtype is not self._leaves[index].dtype:
                 _check_range(self._leaves[index], action)
-        for value, shape, leaf in zip(extras, self._extra_shapes, self.extras, strict=True):
-            if value.shape != shape or value.dtype is not leaf.dtype:
-                _check_extra(leaf, value, shape)
+        for value, (shape, _), leaf in zip(extras, self._extra_specs, self.extras, strict=True):
+            _check_extra(leaf, value, shape)
         return actions, extras
 
     def _as_before(
@@ -112,9 +119,8 @@ class OutputReader:
             extras = extras_of(written)
         except KeyError:
             return None
-        for value, shape, leaf in zip(extras, self._extra_shapes, self.extras, strict=True):
-            is_tensor = type(value) is torch.Tensor
-            if not is_tensor or value.shape != shape or value.dtype is not leaf.dtype:
+        for value, (shape, dtype) in zip(extras, self._extra_specs):  # noqa: B905 - it takes long
+            if type(value) is not torch.Tensor or value.shape != shape or value.dtype is not dtype:
                 return None
         return extras
 
@@ -258,7 +264,7 @@ class OutputReader:
             Leaf(key, tuple(value.shape[1:]), value.dtype) for key, value in extras.items()
         )
         self._extra_keys = list(extras)
-        self._extra_shapes = [value.shape for value in extras.values()]
+        self._extra_specs = [(value.shape, value.dtype) for value in extras.values()]
 
     def _action_error(self, leaf: Leaf, got: torch.Tensor) -> PolicyError:
         hint = ""
@@ -287,7 +293,8 @@ def _check_extra(leaf: Leaf, value: torch.Tensor, shape: torch.Size) -> None:
             f"{dtype_name(got)}, but of shape {list(shape)} and dtype {dtype_name(leaf.dtype)} the "
             "first time: these must not change"
         )
-    _check_range(leaf, value)
+    if got is not leaf.dtype:
+        _check_range(leaf, value)
 
 
 def _check_range(leaf: Leaf, given: torch.Tensor) -> None:

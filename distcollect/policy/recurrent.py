@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
 from distcollect.errors import PolicyError
-from distcollect.policy.calling import Tensors, as_key, parameters_of, to_tensor
-from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, nested
+from distcollect.policy.calling import Tensors, parameters_of, to_tensor
+from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, as_key, nested
 
 IS_INIT = Leaf(("is_init",), (1,), torch.bool)
 

@@ -16,7 +16,7 @@ from distcollect.rollout.columns import bookkeeping, join
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.layout import TRAJ_IDS
 from distcollect.rollout.loose_slab import stacked, unpacked
-from distcollect.rollout.spaces import Key
+from distcollect.rollout.spaces import Key, as_key
 from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.rollout.wire import wire_layout
 
@@ -84,10 +84,7 @@ def _tree(
     return tree
 
 
-_FLAGS = ("done", "terminated", "truncated")
-
-
-def _drop_repeated(frames: TensorDictBase) -> None:
+def _drop_repeated(frames: TensorDictBase, flags: Sequence[Key]) -> None:
     """Delete what is under "next" and also at the root, but for the flags of an episode's end."""
     following: TensorDictBase = frames.get("next")
     at_root, at_next = (
@@ -95,12 +92,8 @@ def _drop_repeated(frames: TensorDictBase) -> None:
         for each in (frames, following)
     )
     known = {*at_root}
-    kept = [key for key in at_next if key not in known or _name(key) in _FLAGS]
+    kept = [key for key in at_next if key not in known or as_key(key) in flags]
     frames.set("next", following.select(*kept))
-
-
-def _name(key: str | Key) -> str:
-    return key if isinstance(key, str) else key[-1]
 
 
 def _loose(
@@ -118,7 +111,7 @@ def _loose(
         flat = {leaf.key: value.clone() for leaf, value in leaves}
         part = unpacked(rollout.tensors)
         if compact:
-            _drop_repeated(part)
+            _drop_repeated(part, layout.flags)
         entries = bookkeeping(layout, [rollout], flat, mask=mask)
         values = {name: value.reshape(part.batch_size) for name, value in entries.items()}
         part.set("collector", TensorDict(values, batch_size=part.batch_size))

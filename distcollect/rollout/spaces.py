@@ -185,6 +185,11 @@ def nested(flat: Mapping[Key, Any]) -> dict[str, Any]:
     return tree
 
 
+def as_key(name: str | Key) -> Key:
+    """An entry's name in a TensorDict as a key."""
+    return (name,) if isinstance(name, str) else name
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as users write it, for example "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -116,7 +116,7 @@ class Publisher:
                 handle.wait()
             return
         # Evaluation workers deliver no batch: otherwise they would never get a version.
-        selected = {*self._still_there(last), *self._still_there(self._evaluating)}
+        selected = set(self._still_there([*last, *self._evaluating]))
         if self._max_interval is not None:
             selected.update(self._lagging(self._max_interval))
         self._publish(None, sorted(selected))
