@@ -69,14 +69,43 @@ class BatchFormat:
                 "trajectory already"
             )
 
+    def shape(self, layout: AnyLayout, num_rollouts: int, num_steps: int) -> tuple[int, ...] | None:
+        """The shape that a batch is assembled in; None: ``[W * n, T]``.
+
+        Args:
+            layout: the layout of each rollout.
+            num_rollouts: W.
+            num_steps: T.
+        """
+        if not self._keeps_order(layout):
+            return None
+        dims = row_dims(layout, squeeze=self.squeeze)
+        if self.cat_results == "stack":
+            return (num_rollouts, *dims, num_steps)
+        if dims:
+            return (num_rollouts * layout.num_envs, num_steps)
+        return (num_rollouts * num_steps,)
+
+    def _keeps_order(self, layout: AnyLayout) -> bool:
+        """Whether the frames of a batch are those of its rollouts, in their order."""
+        is_as_collected = self.trajs_per_batch is None and not self.split_trajs
+        return (
+            is_as_collected
+            and not self.set_truncated
+            and self.cat_results != -1
+            and not isinstance(layout, TreeLayout)
+        )
+
     def shaped(self, rows: TensorDict, layout: AnyLayout) -> TensorDict:
         """A batch made of rollouts, in its shape.
 
         Args:
-            rows: ``[W * n, T]``, the rollouts of W workers one after the other; for a loose layout
-                ``[W, *batch_size, T]``.
+            rows: the rollouts of W workers one after the other, in the shape that :meth:`shape`
+                says; for a loose layout ``[W, *batch_size, T]``.
             layout: the layout of each rollout.
         """
+        if self._keeps_order(layout):
+            return rows  # each operation on a TensorDict takes long
         if self.set_truncated:
             _truncate_last(rows, even_terminated=isinstance(layout, TreeLayout))
         if self.split_trajs or self.trajs_per_batch is not None:
@@ -85,16 +114,20 @@ class BatchFormat:
             return self._shaped_loose(rows)
         dims = row_dims(layout, squeeze=self.squeeze)
         if self.cat_results not in ("stack", -1) and len(dims) == 1:
-            return rows  # each operation on a TensorDict takes long
+            return rows
         stacked = rows.unflatten(0, (rows.shape[0] // layout.num_envs, *(dims or (1,))))
         if not dims:
             stacked = stacked.squeeze(1)
+        return self._joined(stacked, len(dims))
+
+    def _joined(self, stacked: TensorDict, num_dims: int) -> TensorDict:
+        """Join rollouts ``[W, *dims, T]`` with so many dims."""
         if self.cat_results == "stack":
             return stacked
         if self.cat_results == -1:
-            for dim in range(len(dims)):
+            for dim in range(num_dims):
                 stacked = stacked.transpose(dim, dim + 1)
-            return _named(_without_padding(stacked.flatten(len(dims), len(dims) + 1)))
+            return _named(_without_padding(stacked.flatten(num_dims, num_dims + 1)))
         return _named(stacked.flatten(0, 1))
 
     def _shaped_loose(self, rollouts: TensorDict) -> TensorDict:

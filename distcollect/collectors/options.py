@@ -209,7 +209,7 @@ class CollectorOptions:
         """``init_random_frames``; 0 for None."""
         return self.init_random_frames or 0
 
-    @property
+    @cached_property
     def fault_limits(self) -> Faults:
         """``faults``, or its defaults."""
         return self.faults or Faults()

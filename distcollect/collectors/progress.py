@@ -63,7 +63,7 @@ class Collected:
     """The rollouts of a batch, which a collector makes a batch of.
 
     Attributes:
-        rows: ``[W * n, T]``.
+        rows: as :meth:`.BatchFormat.shaped` takes them.
         headers: of the W rollouts.
         lag: the lags of their frames.
         number: the delivery's; 0 without workers.

@@ -161,10 +161,8 @@ class SyncDataCollector(DataCollectorBase):
         slab = new_slab(layout, self._num_steps)
         slab.clear()
         rollout = Rollout(self._header(slab), slab.local_tensors())
-        rows = assemble(layout, [rollout], compact=options.compact_obs).zero_()
-        return options.batch_format.processed(options.batch_format.shaped(rows, layout)).to(
-            options.devices.storing
-        )
+        rows = self._assembled(rollout).zero_()
+        return options.batch_format.processed(options.batch_format.shaped(rows, layout))
 
     def reset(self) -> None:
         """Start the next batch with a reset of all envs.
@@ -216,13 +214,17 @@ class SyncDataCollector(DataCollectorBase):
         self._stats_recorder.collected(header)
         self._stats_recorder.delivered([(0, [(0, slab.num_frames)])])
         rollout = Rollout(header, slab.local_tensors())
-        rows = assemble(
-            self._layout,
+        return Collected(self._assembled(rollout), [header], LagStats(0, 0.0, 0))
+
+    def _assembled(self, rollout: Rollout) -> TensorDict:
+        layout, options = self._layout, self._options
+        return assemble(
+            layout,
             [rollout],
-            compact=self._options.compact_obs,
-            device=self._options.devices.storing,
+            compact=options.compact_obs,
+            device=options.devices.storing,
+            shape=options.batch_format.shape(layout, 1, rollout.header.num_steps),
         )
-        return Collected(rows, [header], LagStats(0, 0.0, 0))
 
     def _header(self, slab: AnySlab) -> Header:
         return Header(

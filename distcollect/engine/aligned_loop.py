@@ -79,13 +79,12 @@ class AlignedLoop(RolloutLoop):
             if timed:
                 begin = clock_ns()
             chosen, written = policy()
-            for (key, column), tensor in zip(actions, chosen, strict=True):
-                value = tensor.numpy()
+            for (key, column), value in zip(actions, chosen, strict=True):
                 column[step] = value
                 action[key] = value if value.dtype == column.dtype else column[step]
             # Not strict: a random policy writes no extras.
-            for column, tensor in zip(extras, written, strict=False):
-                column[step] = tensor.numpy()
+            for column, value in zip(extras, written, strict=False):
+                column[step] = value
             if clips:
                 self.clip(action)
             if longest is not None:
@@ -215,10 +214,10 @@ class AlignedLoop(RolloutLoop):
         # The policy may have changed its input in place; other rows' is still to be recorded.
         for key, array in obs.items():
             array[:] = before[key]
-        for leaf, tensor in zip(self.layout.action, chosen, strict=True):
-            slab.action[leaf.key][rows, step] = tensor.numpy()[rows]
-        for leaf, tensor in zip(self.layout.extras, written, strict=False):
-            slab.extras[leaf.key][rows, step] = tensor.numpy()[rows]
+        for leaf, value in zip(self.layout.action, chosen, strict=True):
+            slab.action[leaf.key][rows, step] = value[rows]
+        for leaf, value in zip(self.layout.extras, written, strict=False):
+            slab.extras[leaf.key][rows, step] = value[rows]
         action = {leaf.key: slab.action[leaf.key][:, step] for leaf in self.layout.action}
         self.clip(action)
         return action

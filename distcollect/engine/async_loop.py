@@ -296,12 +296,12 @@ class AsyncLoop(RolloutLoop):
         frames, columns = buffer.frames, buffer.position[rows]
         chosen, written = policy()
         action: Arrays = {}
-        for leaf, tensor in zip(self.layout.action, chosen, strict=True):
-            frames[leaf.key][rows, columns] = tensor.numpy()[slots]
+        for leaf, value in zip(self.layout.action, chosen, strict=True):
+            frames[leaf.key][rows, columns] = value[slots]
             action[leaf.key] = frames[leaf.key][rows, columns]
         for index, leaf in enumerate(self.layout.extras):
             # A random policy writes none.
-            frames[leaf.key][rows, columns] = written[index].numpy()[slots] if written else 0
+            frames[leaf.key][rows, columns] = written[index][slots] if written else 0
         frames[TRAJ_IDS][rows, columns] = self.trajectories.ids[rows]
         frames[POLICY_VERSION][rows, columns] = self.weights.version
         for key, states in self._states.items():

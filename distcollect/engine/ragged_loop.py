@@ -70,13 +70,12 @@ class RaggedLoop(RolloutLoop):
             if timed:
                 begin = clock_ns()
             chosen, written = policy()
-            for (key, column), tensor in zip(actions, chosen, strict=True):
-                value = tensor.numpy()
+            for (key, column), value in zip(actions, chosen, strict=True):
                 column[step] = value
                 action[key] = value if value.dtype == column.dtype else column[step]
             if written:
-                for column, tensor in zip(extras, written, strict=True):
-                    column[step] = tensor.numpy()
+                for column, value in zip(extras, written, strict=True):
+                    column[step] = value
             else:  # a random policy writes none
                 for column in extras:
                     column[step] = 0

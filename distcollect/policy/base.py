@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from tensordict.nn import InteractionType
 from torch import nn
@@ -99,8 +100,9 @@ def _is_discrete(distribution: Distribution) -> bool:
     return bool(getattr(distribution.support, "is_discrete", False))
 
 
-# ``[n, *shape]`` for each leaf of the action, and for each of the extras, on the CPU.
-PolicyOutput: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+# ``[n, *shape]`` for each leaf of the action, and for each of the extras. Arrays, so that a random
+# policy needs no torch: after each sleep of an env, every part of it that a step uses takes long.
+PolicyOutput: TypeAlias = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
 
 
 class Policy(ABC):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import gymnasium as gym
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch.distributions import Distribution
@@ -26,9 +27,11 @@ from distcollect.rollout.spaces import (
     leaves_of,
 )
 
+_ActionAndExtras: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
 
 class OutputReader:
-    """Turns what the policy returns into tensors, and checks that they fit.
+    """Turns what the policy returns into arrays, and checks that they fit.
 
     Attributes:
         extras: leaves that the policy returns besides the action; known after the first call.
@@ -95,9 +98,9 @@ class OutputReader:
                 and type(written) is dict
                 and len(written) == len(self.extras)
             ):
-                extras = self._as_before(self._extras_of, written)
-                if extras is not None:
-                    return (action,), extras
+                arrays = self._as_before(self._extras_of, written)
+                if arrays is not None:
+                    return (action.numpy(),), arrays
         if isinstance(output, TensorDictBase):
             actions, extras = self._from_tensordict(output)
         else:
@@ -109,22 +112,24 @@ class OutputReader:
                 _check_range(self._leaves[index], action)
         for value, (shape, _), leaf in zip(extras, self._extra_specs, self.extras, strict=True):
             _check_extra(leaf, value, shape)
-        return actions, extras
+        return [action.numpy() for action in actions], [value.numpy() for value in extras]
 
     def _as_before(
         self, extras_of: Callable[[Any], Sequence[torch.Tensor]], written: Mapping[str, Any]
-    ) -> Sequence[torch.Tensor] | None:
+    ) -> Sequence[np.ndarray] | None:
         """The extras in ``written``; None if they are not exactly of the kind that they were."""
         try:
             extras = extras_of(written)
         except KeyError:
             return None
+        arrays = []
         for value, (shape, dtype) in zip(extras, self._extra_specs):  # noqa: B905 - it takes long
             if type(value) is not torch.Tensor or value.shape != shape or value.dtype is not dtype:
                 return None
-        return extras
+            arrays.append(value.numpy())
+        return arrays
 
-    def _from_value(self, output: Any) -> PolicyOutput:
+    def _from_value(self, output: Any) -> _ActionAndExtras:
         """Action and extras from a returned action, pair, or distribution."""
         written: Mapping[str, Any] = {}
         if type(output) is tuple and len(output) == 2 and not self._action_is_pair_with_dict:
@@ -169,7 +174,7 @@ class OutputReader:
             for leaf, part in zip(self._leaves, parts, strict=True)
         ]
 
-    def _from_tensordict(self, output: TensorDictBase) -> PolicyOutput:
+    def _from_tensordict(self, output: TensorDictBase) -> _ActionAndExtras:
         """Action and extras from a returned TensorDict."""
         if self._state is not None:
             keys = [leaf.key for leaf in self._state.entries]

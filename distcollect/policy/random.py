@@ -8,7 +8,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 
 from distcollect.policy.base import Policy, PolicyOutput
 from distcollect.policy.recurrent import PolicyState
@@ -30,9 +29,12 @@ class RandomPolicy(Policy):
                 learns which frames are the first of an episode.
         """
         self.state = state
-        self._leaves = leaves_of(space, "action")
+        leaves = leaves_of(space, "action")
+        self._columns = [((num_envs, *leaf.shape), leaf.numpy_dtype) for leaf in leaves]
+        self._has_parts = isinstance(space, gym.spaces.Dict | gym.spaces.Tuple)
         # A space draws from a generator of its own, so each env needs its own copy.
         self._spaces = [_copy_space(space) for _ in range(num_envs)]
+        self._rows = range(num_envs)
 
     def seed(self, seeds: Sequence[int]) -> None:
         for space, seed in zip(self._spaces, seeds, strict=True):
@@ -41,23 +43,24 @@ class RandomPolicy(Policy):
     def __call__(self) -> PolicyOutput:
         if self.state is not None:
             self.state.advance({})
-        drawn = [list(flatten(space, space.sample())) for space in self._spaces]
-        columns = [
-            np.stack([np.asarray(row[index], leaf.numpy_dtype) for row in drawn])
-            for index, leaf in enumerate(self._leaves)
-        ]
-        return [torch.from_numpy(column) for column in columns], ()
+        return self._drawn(self._rows), ()
 
     def for_rows(self, rows: Sequence[int]) -> PolicyOutput:
         """Draw only for ``rows``, so that the generators of other rows do not advance."""
         if self.state is not None:
             self.state.advance({}, rows)
-        columns = [leaf.zeros(len(self._spaces)) for leaf in self._leaves]
+        return self._drawn(rows), ()
+
+    def _drawn(self, rows: Sequence[int]) -> list[np.ndarray]:
+        columns = [np.zeros(shape, dtype) for shape, dtype in self._columns]
         for row in rows:
             space = self._spaces[row]
+            if not self._has_parts:
+                columns[0][row] = space.sample()
+                continue
             for column, part in zip(columns, flatten(space, space.sample()), strict=True):
                 column[row] = part
-        return [torch.from_numpy(column) for column in columns], ()
+        return columns
 
 
 def _copy_space(space: gym.Space[Any]) -> gym.Space[Any]:

@@ -25,6 +25,7 @@ def assemble(
     mask: bool = False,
     compact: bool = False,
     device: torch.device | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> TensorDict:
     """Build the batch from rollouts of one layout, in the order given.
 
@@ -35,10 +36,11 @@ def assemble(
         compact: leave out the observations under "next".
         device: where the batch is wanted; None: where the tensors are. A batch for a GPU is copied
             from pinned memory on the current stream, without waiting for the copy.
+        shape: the batch's, which orders the frames as ``[W * n, T]`` does; None: that.
 
     Returns:
-        A TensorDict ``[W * n, T]`` (for a loose layout ``[W, *batch_size, T]``) whose last
-        dimension is named "time". Its tensors share no memory with each other. They share memory
+        A TensorDict ``shape`` (for a loose layout ``[W, *batch_size, T]``) whose last dimension is
+        named "time". Its tensors share no memory with each other. They share memory
         with a rollout only if there is just one: its large tensors are taken over.
 
     Raises:
@@ -49,23 +51,29 @@ def assemble(
     pinned = device is not None and device.type == "cuda"
     columns = join(layout, rollouts, compact=compact, pinned=pinned)
     flat, following = columns.flat, columns.following
-    rows, steps = flat["reward",].shape
+    lead = flat["reward",].shape if shape is None else shape
+
+    def viewed(tensor: torch.Tensor, *rest: int) -> torch.Tensor:
+        # Each operation takes long in a process that sleeps between two batches.
+        return tensor if shape is None else tensor.view(*lead, *rest)
 
     def column(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unsqueeze(-1)
+        return tensor.view(*lead, 1)
 
     terminated, truncated = flat["terminated",], flat["truncated",]
-    following["reward",] = column(flat["reward",])
-    following["terminated",] = column(terminated)
-    following["truncated",] = column(truncated)
-    following["done",] = column(terminated | truncated)
-    following.update((leaf.key, flat[leaf.key]) for leaf in layout.outcomes)
+    after = {key: viewed(tensor, *tensor.shape[2:]) for key, tensor in following.items()}
+    after["reward",] = column(flat["reward",])
+    after["terminated",] = column(terminated)
+    after["truncated",] = column(truncated)
+    after["done",] = column(terminated | truncated)
+    after.update((leaf.key, viewed(flat[leaf.key], *leaf.shape)) for leaf in layout.outcomes)
     roots = (*layout.carried, *layout.action, *layout.extras)
-    batch = {leaf.key: flat[leaf.key] for leaf in roots}
+    batch = {leaf.key: viewed(flat[leaf.key], *leaf.shape) for leaf in roots}
     for name in ("done", "terminated", "truncated"):
-        batch[name,] = torch.zeros((rows, steps, 1), dtype=torch.bool)
+        batch[name,] = torch.zeros((*lead, 1), dtype=torch.bool)
     tree = nested(batch)
-    tree["next"] = nested(following)
-    tree["collector"] = bookkeeping(layout, rollouts, flat, mask=mask)
-    out = TensorDict(tree, batch_size=[rows, steps], names=[None, "time"])
+    tree["next"] = nested(after)
+    kept = bookkeeping(rollouts, flat, mask=mask)
+    tree["collector"] = {name: viewed(tensor) for name, tensor in kept.items()}
+    out = TensorDict(tree, batch_size=lead, names=[*[None] * (len(lead) - 1), "time"])
     return out if device is None else out.to(device, non_blocking=pinned)

@@ -51,7 +51,7 @@ def assemble_tree(
     entries.update((("next", *key), value) for key, value in following.items())
     nodes = dict(layout.nodes)
     tree = _tree(entries, (), (rows, steps), nodes)
-    tree["collector"] = bookkeeping(layout, rollouts, columns.flat, mask=mask)
+    tree["collector"] = bookkeeping(rollouts, columns.flat, mask=mask)
     out = TensorDict(tree, batch_size=[rows, steps], names=[None, "time"])
     return out if device is None else out.to(device, non_blocking=pinned)
 
@@ -112,7 +112,7 @@ def _loose(
         part = unpacked(rollout.tensors)
         if compact:
             _drop_repeated(part, layout.flags)
-        entries = bookkeeping(layout, [rollout], flat, mask=mask)
+        entries = bookkeeping([rollout], flat, mask=mask)
         values = {name: value.reshape(part.batch_size) for name, value in entries.items()}
         part.set("collector", TensorDict(values, batch_size=part.batch_size))
         parts.append(part)

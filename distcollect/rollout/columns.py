@@ -5,17 +5,19 @@ Both kinds of batches are made from these: :mod:`.assemble`, :mod:`.assemble_tre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 
+import numpy as np
 import torch
 
 from distcollect.common import tensor_cache
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import FAULTED, MASK, POLICY_VERSION, TRAJ_IDS
+from distcollect.rollout.layout import FAULTED, MASK, POLICY_VERSION, TRAJ_IDS, Tensors
 from distcollect.rollout.spaces import Key, indexable
 from distcollect.rollout.tree_layout import AnyLayout
-from distcollect.rollout.wire import wire_layout
+from distcollect.rollout.wire import WireForm, WireLayout, wire_layout
 
 
 @dataclass(frozen=True)
@@ -46,39 +48,94 @@ def join(
         Columns that share no memory with each other, and with a rollout only if there is just one:
         its large tensors are taken over.
     """
-    one = len(rollouts) == 1
-    wires = [wire_layout(layout, r.header.num_steps, r.header.wire_form) for r in rollouts]
-    parts = [wire.leaves(r.tensors) for wire, r in zip(wires, rollouts, strict=True)]
+    runs = list(_runs(layout, rollouts))
+    taken, parts = None, []
+    if len(rollouts) == 1 and not pinned:
+        taken = runs[0][0].leaves(rollouts[0].tensors)
+    else:
+        parts = _parts(runs)
 
     def joined(index: int) -> torch.Tensor:
-        first = parts[0][index]
-        if one and not pinned:
+        if taken is not None:
+            part = taken[index]
             # Packed leaves share one tensor, so each is copied out of it.
-            return first if first.untyped_storage().nbytes() == first.nbytes else first.clone()
-        shape = (len(parts) * first.shape[0], *first.shape[1:])
+            return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+        first = parts[index][0]
+        _, rows, *rest = first.shape
+        shape = (len(rollouts) * rows, *rest)
         whole = tensor_cache.empty(shape, first.dtype, pinned=pinned)
-        return torch.cat([part[index] for part in parts], out=whole)
+        torch.cat(parts[index], out=whole.view(len(rollouts), rows, *rest))
+        return whole
 
     flat = {leaf.key: joined(index) for index, leaf in enumerate(layout.per_frame)}
     rows, steps = flat[TRAJ_IDS].shape
-    ends = [wire.final(r.tensors[0]) for wire, r in zip(wires, rollouts, strict=True)]
-    final_at = torch.cat([at + k * layout.num_envs * steps for k, (at, _) in enumerate(ends)])
+    final_at, finals = _ends(layout, runs, steps)
 
     following: dict[Key, torch.Tensor] = {}
     for index, leaf in enumerate(() if compact else layout.carried):
         root = flat[leaf.key]
         after = tensor_cache.empty(tuple(root.shape), root.dtype, pinned=pinned)
         after[:, :-1] = root[:, 1:]
-        after[:, -1] = torch.cat([part[len(layout.per_frame) + index] for part in parts])
-        if len(final_at):
-            final = torch.cat([values[index] for _, values in ends])
-            indexable(after.view(rows * steps, *leaf.shape))[final_at] = indexable(final)
+        last = len(layout.per_frame) + index
+        after[:, -1] = torch.cat(parts[last]).flatten(0, 1) if taken is None else taken[last]
+        if finals:
+            indexable(after.view(rows * steps, *leaf.shape))[final_at] = indexable(finals[index])
         following[leaf.key] = after
     return Columns(flat, following)
 
 
+def _runs(
+    layout: AnyLayout, rollouts: Sequence[Rollout]
+) -> Iterator[tuple[WireLayout, list[Rollout]]]:
+    """Rollouts in a row that lie alike in their tensors, after the way in which they do."""
+
+    def form(rollout: Rollout) -> tuple[int, WireForm]:
+        return rollout.header.num_steps, rollout.header.wire_form
+
+    for (num_steps, wire_form), run in groupby(rollouts, form):
+        yield wire_layout(layout, num_steps, wire_form), list(run)
+
+
+def _parts(runs: Sequence[tuple[WireLayout, list[Rollout]]]) -> list[Tensors]:
+    """For each leaf tensors ``[k, n, ...]``, which together hold that of all rollouts in order."""
+    of_runs = [wire.leaves_of_all([rollout.tensors for rollout in run]) for wire, run in runs]
+    return [[*chain.from_iterable(parts)] for parts in zip(*of_runs, strict=True)]
+
+
+def _ends(
+    layout: AnyLayout, runs: Sequence[tuple[WireLayout, list[Rollout]]], steps: int
+) -> tuple[torch.Tensor, Tensors]:
+    """Where episodes ended: row times T plus step; and each carried leaf's final values.
+
+    Without any, no values.
+    """
+    places: list[np.ndarray] = []
+    finals: list[list[np.ndarray]] = []
+    each = ((wire, rollout) for wire, run in runs for rollout in run)
+    for number, (wire, rollout) in enumerate(each):
+        final = wire.final(rollout.tensors[0])
+        if final is not None:
+            at, values = final
+            places.append(at + number * layout.num_envs * steps)
+            finals.append(values)
+    if not places:
+        return torch.empty(0, dtype=torch.int64), []
+    final_at = np.concatenate(places)
+    of_leaves = zip(layout.carried, zip(*finals, strict=True), strict=True)
+    return torch.from_numpy(final_at), [
+        _from_bytes(parts, (len(final_at), *leaf.shape), leaf.dtype) for leaf, parts in of_leaves
+    ]
+
+
+def _from_bytes(
+    parts: Sequence[np.ndarray], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(np.concatenate(parts)).view(dtype).view(shape)
+
+
 def bookkeeping(
-    layout: AnyLayout,
     rollouts: Sequence[Rollout],
     flat: dict[Key, torch.Tensor],
     *,
@@ -94,13 +151,12 @@ def bookkeeping(
     if num_frames < traj_ids.numel() and not mask:
         raise ValueError("a rollout is padded, so its batch needs a mask")
     worker_ids = torch.tensor([rollout.header.worker_id for rollout in rollouts])
+    frames_each = traj_ids.numel() // len(rollouts)
     collector = {
         "traj_ids": traj_ids,
         "policy_version": flat[POLICY_VERSION],
         "faulted": flat[FAULTED],
-        "worker_id": worker_ids.repeat_interleave(layout.num_envs)[:, None].repeat(
-            1, traj_ids.shape[1]
-        ),
+        "worker_id": worker_ids.repeat_interleave(frames_each).view(traj_ids.shape),
     }
     if mask:
         collector[MASK[-1]] = traj_ids >= 0

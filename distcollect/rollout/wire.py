@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 import numpy as np
@@ -18,13 +18,15 @@ import torch
 from distcollect.common import tensor_cache
 from distcollect.common.shared_memory import SharedTensor, allocate
 from distcollect.rollout.layout import Tensors
-from distcollect.rollout.spaces import Leaf
 from distcollect.rollout.tree_layout import AnyLayout
 
 # Smaller leaves travel together in one tensor: each further tensor costs some 0.1 ms on the wire.
 # Larger leaves have a tensor each, as these are copied side by side.
 _PACKED_BELOW_BYTES = 256 * 1024
 _ALIGNMENT = 16
+# The packed leaves of several rollouts are copied into one tensor first if they are smaller: then a
+# leaf of all of them is taken out by one operation, which saves more time than the copy takes.
+_STACKED_BELOW_BYTES = 64 * 1024
 
 
 class WireForm(Enum):
@@ -60,6 +62,7 @@ class WireLayout:
         self._shapes = [(shape, leaf.dtype) for leaf, shape in leaves]
         self._sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes]
         self._is_small = [not mapped and size < _PACKED_BELOW_BYTES for size in self._sizes]
+        self._strides = [_strides(shape) for shape, _ in self._shapes]
         self.form = form
         self._carried = layout.carried
         self.packed_bytes = sum(
@@ -94,16 +97,46 @@ class WireLayout:
     def leaves(self, wire: Tensors) -> Tensors:
         """One tensor for each leaf, sharing the memory of ``wire``."""
         packed, *large = wire
+        by_dtype: dict[torch.dtype, torch.Tensor] = {}
         leaves: Tensors = []
         start = 0
+        for (shape, dtype), strides, size, small in zip(
+            self._shapes, self._strides, self._sizes, self._is_small, strict=True
+        ):
+            if not small:
+                leaves.append(large.pop(0))
+                continue
+            # Slicing and viewing take three times as long.
+            flat = by_dtype.get(dtype)
+            if flat is None:
+                flat = by_dtype[dtype] = packed.view(dtype)
+            leaves.append(flat.as_strided(shape, strides, start // dtype.itemsize))
+            start += _aligned(size)
+        return leaves
+
+    def leaves_of_all(self, wires: Sequence[Tensors]) -> list[Tensors]:
+        """For each leaf tensors ``[k, *shape]`` which together hold that of all k wires, in order.
+
+        They may share the memory of ``wires``.
+        """
+        if self.packed_bytes >= _STACKED_BELOW_BYTES:
+            of_each = [self.leaves(wire) for wire in wires]
+            return [[part.unsqueeze(0) for part in parts] for parts in zip(*of_each, strict=True)]
+        end = self.packed_bytes
+        packed = [wire[0] if wire[0].numel() == end else wire[0][:end] for wire in wires]
+        stacked = torch.cat(packed).view(len(wires), end)
+        leaves: list[Tensors] = []
+        start, num_large = 0, 0
         for (shape, dtype), size, small in zip(
             self._shapes, self._sizes, self._is_small, strict=True
         ):
             if small:
-                leaves.append(_view(packed, start, shape, dtype))
+                part = stacked[:, start : start + size].view(dtype)
+                leaves.append([part.view(len(wires), *shape)])
                 start += _aligned(size)
             else:
-                leaves.append(large.pop(0))
+                num_large += 1
+                leaves.append([wire[num_large].unsqueeze(0) for wire in wires])
         return leaves
 
     def with_final(
@@ -132,19 +165,26 @@ class WireLayout:
             parts += [flat, flat.new_zeros(_aligned(len(flat)) - len(flat))]
         return torch.cat(parts)
 
-    def final(self, packed: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-        """What :meth:`with_final` appended: ``at``, int64 ``[k]``, and the final values."""
+    def final(self, packed: torch.Tensor) -> tuple[np.ndarray, list[np.ndarray]] | None:
+        """What :meth:`with_final` appended; None: no episode ended.
+
+        Returns:
+            ``at``, int64 ``[k]``, and for each carried leaf the bytes of its final values, uint8.
+        """
         start = self.packed_bytes
-        if len(packed) == start:
-            return torch.empty(0, dtype=torch.int64), [_none_of(leaf) for leaf in self._carried]
-        num_ends = int(_view(packed, start, (1,), torch.int64))
-        at = _view(packed, start, (1 + num_ends,), torch.int64)
-        start += _aligned(at.nbytes)
-        values: Tensors = []
+        if packed.numel() == start:
+            return None
+        memory = packed.numpy()
+        num_ends = int(memory[start : start + 8].view(np.int64)[0])
+        start += 8
+        at = memory[start : start + 8 * num_ends].view(np.int64)
+        start = _aligned(start + 8 * num_ends)
+        values = []
         for leaf in self._carried:
-            values.append(_view(packed, start, (num_ends, *leaf.shape), leaf.dtype))
-            start += _aligned(values[-1].nbytes)
-        return at[1:], values
+            size = num_ends * math.prod(leaf.shape) * leaf.dtype.itemsize
+            values.append(memory[start : start + size])
+            start += _aligned(size)
+        return at, values
 
 
 @functools.lru_cache(maxsize=16)
@@ -153,17 +193,10 @@ def wire_layout(layout: AnyLayout, num_steps: int, form: WireForm) -> WireLayout
     return WireLayout(layout, num_steps, form)
 
 
-def _none_of(leaf: Leaf) -> torch.Tensor:
-    """A tensor ``[0, *leaf.shape]``."""
-    return torch.empty((0, *leaf.shape), dtype=leaf.dtype)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _view(
-    flat: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    size = math.prod(shape) * dtype.itemsize
-    return flat[start : start + size].view(dtype).view(shape)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.header import Rollout
 
 
 def count_lags(
@@ -36,7 +36,11 @@ def count_lags(
     stale: list[tuple[int, int]] = []
     for index, rollout in enumerate(rollouts):
         counts = []
-        for version, num_frames in _versions(rollout.header, by_rollout[index], traj_ids[index]):
+        lowest, highest = rollout.header.policy_version
+        versions_of = [(lowest, rollout.header.num_frames)]
+        if lowest != highest:
+            versions_of = _versions(by_rollout[index], traj_ids[index])
+        for version, num_frames in versions_of:
             lag = lag_of(rollout.header.worker_id, version)
             counts.append((lag, num_frames))
             if mask_above is not None and lag > mask_above:
@@ -52,13 +56,8 @@ def count_lags(
     return lags
 
 
-def _versions(
-    header: Header, versions: torch.Tensor, traj_ids: torch.Tensor
-) -> list[tuple[int, int]]:
+def _versions(versions: torch.Tensor, traj_ids: torch.Tensor) -> list[tuple[int, int]]:
     """A list of (policy_version, number of frames that have it), of one rollout."""
-    lowest, highest = header.policy_version
-    if lowest == highest:
-        return [(lowest, header.num_frames)]
     is_real = traj_ids >= 0
     values, counts = np.unique(versions[is_real].numpy(force=True), return_counts=True)
     return list(zip(values.tolist(), counts.tolist(), strict=True))

@@ -38,7 +38,7 @@ def call(policy: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Arrays]:
     bound, arrays = bind(policy, *args, **kwargs)
     with bound.exploring():
         bound()
-        chosen, written = bound()
+        chosen, written = ([*map(torch.from_numpy, values)] for values in bound())
     keys = [leaf.key for leaf in bound._outputs._leaves]
     for leaf, value in zip(bound.extras, written, strict=True):
         assert value.dtype == leaf.dtype

@@ -106,6 +106,33 @@ def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
     assert rows.dtype == torch.int64
 
 
+SMALL = Layout(N, (CARRIED[0], CARRIED[2], Leaf(("none",), (0,), torch.float32)), (), ())
+MEDIUM = Layout(N, (Leaf(("image",), (100, 100), torch.uint8), CARRIED[2]), (), ())
+
+
+@pytest.mark.parametrize("layout", [SMALL, MEDIUM, LAYOUT], ids=["small", "medium", "large"])
+def test_rollouts_that_travelled_in_different_forms(layout: Layout) -> None:
+    """Together they give the batches that each gives alone, one after the other."""
+    rollouts = []
+    for index, shared in enumerate([False, True, True, False, False]):
+        slab = Slab(layout, T, shared=shared)
+        like = filled(FINALS[index], first=2000 * index, layout=layout)
+        for mine, theirs in ((slab.frames, like.frames), (slab.tail, like.tail)):
+            for key, array in mine.items():
+                array[:] = theirs[key]
+        for row, step in FINALS[index]:
+            slab.add_final(row, step, {key: end_of(slab, key, step) for key in slab.tail})
+        header = Header(index, 0, 0, N * T, T, 0, (0, 0), wire_form=slab.wire_form)
+        # A trainer on the same host maps what is shared: here this process has that memory itself.
+        rollouts.append(Rollout(header, [slab.tensors()[0], *slab._memory[1:]]))
+    batch = assemble(layout, rollouts, shape=(5, N, T))
+    alone = torch.stack([assemble(layout, [each]) for each in rollouts])
+    assert batch.shape == (5, N, T)
+    assert batch.names == [None, None, "time"]
+    for key, value in alone.items(include_nested=True, leaves_only=True):
+        assert torch.equal(batch[key], value), key
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_memory(num_workers: int) -> None:
     """No two entries share memory; large tensors of a single rollout are not copied."""
