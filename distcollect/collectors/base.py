@@ -310,7 +310,8 @@ class DataCollectorBase(BufferFiller):
         """Play whole episodes with the newest weights, in separate envs.
 
         ``max_frames_per_traj`` ends these episodes as well. :meth:`call` doesn't reach these envs.
-        Collection continues afterwards where it was; these frames are not counted.
+        Collection continues afterwards where it was; these frames are not counted. If all workers
+        are just being replaced, this waits for the first one.
 
         Args:
             num_episodes: number of episodes in total, shared among all envs of these workers.

@@ -45,7 +45,7 @@ class ArrivedRollouts:
         # Few are passed over: those that were fetched ahead, or can't be.
         return next((r for r in self._all if r.state is RolloutState.READY), None)
 
-    def here(self) -> list[RolloutRequest]:
+    def all_here(self) -> list[RolloutRequest]:
         """Those that are on the trainer."""
         return [request for request in self._all if request.state is RolloutState.HERE]
 
@@ -56,15 +56,21 @@ class ArrivedRollouts:
         self._all[request] = None
         request.slot.arrived.append(request)
 
-    def become(self, request: RolloutRequest, state: RolloutState) -> None:
-        """Change the state of one that keeps waiting."""
-        if request.state is RolloutState.FETCHING:
-            self.num_fetching -= 1
-        request.become(state)
-        if state is RolloutState.FETCHING:
-            self.num_fetching += 1
-        elif state is RolloutState.HERE:
-            self.num_here += 1
+    def fetching(self, request: RolloutRequest) -> None:
+        """One is on its way to the trainer."""
+        request.become(RolloutState.FETCHING)
+        self.num_fetching += 1
+
+    def here(self, request: RolloutRequest) -> None:
+        """One that was on its way is on the trainer."""
+        request.become(RolloutState.HERE)
+        self.num_fetching -= 1
+        self.num_here += 1
+
+    def unreachable(self, request: RolloutRequest) -> None:
+        """One that was on its way can't be fetched."""
+        request.become(RolloutState.UNREACHABLE)
+        self.num_fetching -= 1
 
     def remove(self, request: RolloutRequest) -> None:
         """One waits no longer."""
@@ -75,7 +81,11 @@ class ArrivedRollouts:
         elif request.state is RolloutState.HERE:
             self.num_here -= 1
 
-    def clear(self) -> None:
-        """None waits any longer."""
-        for request in self.first(len(self)):
-            self.remove(request)
+    def take_all(self) -> list[RolloutRequest]:
+        """None waits any longer; those that did, in the order of arrival."""
+        taken = list(self._all)
+        self._all.clear()
+        self.num_here = self.num_fetching = 0
+        for request in taken:
+            request.slot.arrived.clear()
+        return taken

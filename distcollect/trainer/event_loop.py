@@ -35,7 +35,7 @@ from distcollect.trainer.pool_commands import (
     WakeUser,
 )
 from distcollect.trainer.pool_core import PoolCore
-from distcollect.trainer.worker_slots import RolloutRequest, WorkerSlot
+from distcollect.trainer.worker_slots import RolloutRequest, SlotState, WorkerSlot
 from distcollect.transport.protocol import Offer, Owed, Transport
 from distcollect.transport.worker_service import WorkerService
 
@@ -223,13 +223,19 @@ class EventLoop:
             self._core.not_collected(request, error)
             return
         offer = answer.result()
-        if not request.slot.is_gone:
+        if request.slot.state is not SlotState.GONE:
             self._stats_recorder.collected(offer.header, request.asked_at)
         self._core.offered(request, offer, clock_ns())
 
     def _fetch(self, command: Fetch) -> None:
         command.began_at = clock_ns()
-        _then(command.offer.fetch(), self._post_fetched, command)
+        answer = command.offer.fetch()
+        if not self._core.commands and isinstance(answer, Reply) and answer.done():
+            # A small rollout comes with its offer. No event has to wait in line for it: the core
+            # handles none now, and all that it commanded is done.
+            self._note_fetched(command, answer)
+        else:
+            _then(answer, self._post_fetched, command)
 
     def _note_fetched(self, command: Fetch, answer: Reply[Tensors]) -> None:
         if self._core.closed:

@@ -116,6 +116,7 @@ class Pool:
         self._lock = self._loop.lock
         self._all_taken = Bell()  # close() waits for it
         self._all_set_up = Bell()  # who makes a setup call waits for it
+        self._some_serve = Bell()  # who needs any worker waits for it
         self._failure: BaseException | None = None
         self.deliveries = Deliveries(plan, self._core, self._loop, self._stats_recorder, self._end)
         sender.on_acknowledged = self._acknowledged
@@ -140,6 +141,22 @@ class Pool:
         """The ids, in order, of the workers that collect and are there now."""
         with self._lock:
             return tuple(sorted(slot.worker_id for slot in self._core.slots if slot.may_be_asked))
+
+    def await_present(self, timeout_s: float) -> tuple[int, ...]:
+        """The same, once a worker is there; empty if none is on its way, or none comes in time.
+
+        Raises:
+            DistCollectError: the run has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (present := self.present):
+            exit_if_requested()
+            self._check()
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not self.worker_ids:
+                break
+            self._some_serve.wait(min(remaining, LOOK_UP_S))
+        return present
 
     @property
     def acknowledged(self) -> dict[int, int]:
@@ -243,6 +260,7 @@ class Pool:
     def _wake_user(self) -> None:
         self._all_taken.ring()
         self._all_set_up.ring()
+        self._some_serve.ring()
 
     def _check(self) -> None:
         """Raise what ended the run, if anything did."""

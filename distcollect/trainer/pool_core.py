@@ -117,6 +117,7 @@ class PoolCore:
         slot = self.slots.add(worker_id, incarnation, peer, acknowledged)
         self.requests.stale_frames.setdefault(worker_id, 0)
         self._setup_calls.joined(slot)
+        self._note_serving(slot)
         self._scheduler.joined(slot)
         self._advance()
 
@@ -205,8 +206,13 @@ class PoolCore:
         """A worker has answered a setup call."""
         if self._setup_calls.answered(slot):
             self.commands.append(WakeUser())
+        self._note_serving(slot)
         self._scheduler.refresh(slot)
         self._advance()
+
+    def _note_serving(self, slot: WorkerSlot) -> None:
+        if slot.state is SlotState.SERVING:
+            self.commands.append(WakeUser())  # it may need a worker, whichever comes
 
     def not_set_up(self, slot: WorkerSlot, error: BaseException) -> None:
         """A worker failed at a setup call: it may be half set up, and is replaced."""
@@ -223,7 +229,8 @@ class PoolCore:
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """A rollout lies on its worker since ``now``, in nanoseconds."""
         is_wanted = self.requests.offered(request, offer, now)
-        self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
+        if request.slot.state is SlotState.SETTING_UP:
+            self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
         if is_wanted:
             if self._drops_stale:
                 self._give_up_stale()
@@ -231,7 +238,8 @@ class PoolCore:
                 self.requests.fetch(request)
             else:
                 self._fetch_from(request.slot)
-            if self._scheduler.may_end_early(len(self.requests.arrived)):
+            enough = self._scheduler.enough_to_end_early
+            if enough is not None and len(self.requests.arrived) >= enough:
                 self.end_early()
         self._advance()
 
@@ -368,12 +376,7 @@ class PoolCore:
             return
         if self._is_there():
             self._deliver()
-        else:
-            self._note_activity()
-
-    def _note_activity(self) -> None:
-        activity = self._waits_for()
-        if activity != self._activity:
+        elif (activity := self._waits_for()) != self._activity:
             self._activity = activity
             self.commands.append(NoteActivity(activity))
 
@@ -466,7 +469,7 @@ class PoolCore:
             return self._scheduler.choose_to_refer() or ready
         if self.slots.num_collecting or not arrived.num_here:
             return None
-        return self._scheduler.choose_among(arrived.here())
+        return self._scheduler.choose_among(arrived.all_here())
 
     # What the user waits for, in words.
 

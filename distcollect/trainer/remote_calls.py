@@ -96,6 +96,8 @@ class RemoteCalls:
         lost: list[str] = []  # how workers ended that were evaluating
         while owed := num_episodes - sum(len(part.returns) for part in parts):
             selected = self._called(worker_ids)
+            if not (selected or lost):  # all are being replaced, for other reasons than this
+                selected = self._pool.await_present(deadline - time.monotonic())
             if not selected:
                 raise WorkerLost(f"no worker is there to evaluate the policy{_meanwhile(lost)}")
             limit_s = max(0.0, deadline - time.monotonic())

@@ -197,7 +197,7 @@ class Requests:
         """It is moved here, unless it is here, on its way or unreachable."""
         if request.state is RolloutState.READY:
             assert request.offer is not None
-            self.arrived.become(request, RolloutState.FETCHING)
+            self.arrived.fetching(request)
             self._commands(Fetch(request, request.offer))
 
     def fetched(self, request: RolloutRequest, tensors: Tensors) -> None:
@@ -205,7 +205,7 @@ class Requests:
         if request not in self.arrived:
             self._give_up(request, "given_up")  # as all requests of its time
             return
-        self.arrived.become(request, RolloutState.HERE)
+        self.arrived.here(request)
         request.tensors, request.offer = tensors, None
         if self._max_lag is not None:
             self._unchecked.append(request)
@@ -218,7 +218,7 @@ class Requests:
             self._discard(request)
             self._give_up(request, "worker_lost")
         elif request in self.arrived:
-            self.arrived.become(request, RolloutState.UNREACHABLE)
+            self.arrived.unreachable(request)
         else:
             request.become(RolloutState.UNREACHABLE)
 
@@ -227,16 +227,19 @@ class Requests:
     def deliver(self, request: RolloutRequest) -> None:
         """The user gets it."""
         self.arrived.remove(request)
-        request.become(RolloutState.DELIVERED)
-        self._ledger.deliver(*origin(request.known_header))
-        self._scheduler.removed(request)
+        self._delivered(request)
 
     def deliver_all(self) -> list[RolloutRequest]:
         """The user gets all that are here, which are all that arrived."""
-        requests = self.arrived.first(len(self.arrived))
+        requests = self.arrived.take_all()
         for request in requests:
-            self.deliver(request)
+            self._delivered(request)
         return requests
+
+    def _delivered(self, request: RolloutRequest) -> None:
+        request.become(RolloutState.DELIVERED)
+        self._ledger.deliver(*origin(request.known_header))
+        self._scheduler.removed(request)
 
     def may_deliver_again(self, request: RolloutRequest) -> bool:
         """Whether one that was delivered, but did not reach the user, is still what it wants."""
@@ -375,9 +378,9 @@ class Requests:
         self._ledger.lose_waiting("shut_down")
         for slot in self._slots:
             self._note_unknown(slot)
-        self.arrived.clear()
+        self.arrived.take_all()
 
 
 def origin(header: Header) -> tuple[int, int, int]:
     """What identifies a rollout in the run: worker_id, incarnation, sequence."""
-    return header.worker_id, header.incarnation, header.sequence
+    return header[:3]

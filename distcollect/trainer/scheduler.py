@@ -23,6 +23,8 @@ class Scheduler:
     Attributes:
         frames_asked: frames of the rollouts that were requested, without those given up.
         ends_early: workers that collect for this batch are to deliver what they have.
+        enough_to_end_early: when so many of a batch's rollouts have arrived, the others are
+            preempted; None: never.
     """
 
     def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:
@@ -35,6 +37,7 @@ class Scheduler:
         """
         self.frames_asked = 0
         self.ends_early = False
+        self.enough_to_end_early: int | None = None
         self._plan = plan
         self._slots = slots
         self._versions = versions
@@ -55,10 +58,6 @@ class Scheduler:
     def choose_among(self, here: Sequence[RolloutRequest]) -> RolloutRequest:
         """The one to hand over to another trainer, of rollouts that were fetched before."""
         return here[0]
-
-    def may_end_early(self, num_arrived: int) -> bool:
-        """Whether this many of a batch's rollouts are enough to preempt the others."""
-        return False
 
     # Events.
 

@@ -20,6 +20,9 @@ class SyncScheduler(Scheduler):
 
     def __init__(self, plan: BatchPlan, slots: WorkerSlots, versions: SentVersions) -> None:
         super().__init__(plan, slots, versions)
+        if plan.preemptive_threshold is not None:
+            share = math.ceil(plan.preemptive_threshold * plan.num_rollouts)
+            self.enough_to_end_early = max(1, share)
         self._batch = 0
         self._num_wanted = 0  # rollouts of this batch that were not requested yet
         self._without_share: set[WorkerSlot] = set()  # workers that are to have one, and stay
@@ -72,9 +75,3 @@ class SyncScheduler(Scheduler):
 
     def given_up_all(self) -> None:
         self._num_wanted = 0
-
-    def may_end_early(self, num_arrived: int) -> bool:
-        share = self._plan.preemptive_threshold
-        return share is not None and num_arrived >= max(
-            1, math.ceil(share * self._plan.num_rollouts)
-        )

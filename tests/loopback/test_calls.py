@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
+from helpers.churning_workers import ChurningWorkers, churning_collector
 from helpers.levels_env import Acts, Levels, T, check_random_numbers
 from helpers.loopback_pool import loopback_collector
 from helpers.waiting import eventually
@@ -222,3 +225,19 @@ class TestEvaluationWorkers:
             dc.RPCDataCollector(
                 Levels, frames_per_batch=T, num_workers=1, evaluation=dc.EvaluationWorkers()
             )
+
+
+def test_an_evaluation_waits_for_a_worker_that_is_being_replaced() -> None:
+    may_join, join = threading.Event(), ChurningWorkers._join
+
+    def join_late(workers: ChurningWorkers, *args: Any) -> None:
+        may_join.wait(60)
+        join(workers, *args)
+
+    with churning_collector(Levels, frames_per_batch=T, num_workers=1) as collector:
+        with patch.object(ChurningWorkers, "_join", join_late):
+            collector._session.workers.kill(0)
+            eventually(lambda: not collector._session.pool.present)
+            threading.Timer(0.1, may_join.set).start()
+            assert len(collector.evaluate(2, timeout_s=60).returns) == 2
+        assert collector._session.workers.incarnations == {0: 1}
