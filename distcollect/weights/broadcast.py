@@ -82,7 +82,7 @@ class BroadcastSource(Place, WeightSource):
 
 @dataclass(frozen=True)
 class RelaySource(WeightSource):
-    """A broadcast to a relay: it receives into memory that other receivers on its host map.
+    """A broadcast to a relay: other receivers on its host map memory in which it has the payload.
 
     Attributes:
         broadcast: where the relay receives.
@@ -92,6 +92,11 @@ class RelaySource(WeightSource):
     broadcast: WeightSource
     num_bytes: int
 
+    @property
+    def on_gpu(self) -> bool:  # type: ignore[override]
+        """Whether the broadcast writes to a GPU's memory directly."""
+        return self.broadcast.on_gpu
+
     def join(self, receiver_state: dict[str, Any]) -> WeightSource:
         self.broadcast.join(receiver_state)
         shared: SharedPayload = receiver_state.setdefault("shared", SharedPayload())
@@ -100,6 +105,10 @@ class RelaySource(WeightSource):
 
     def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
         memory = receiver_state["relayed"]
+        if self.on_gpu:
+            self.broadcast.receive(target, receiver_state)
+            memory.copy_(target)
+            return
         try:
             self.broadcast.receive(memory, receiver_state)
         except RuntimeError:
@@ -151,6 +160,10 @@ class BroadcastUpdater(WeightUpdaterBase):
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
         """Raise ArgumentError if no backend can be used, as for NCCL where a GPU is missing."""
         self._choose(device, dict.fromkeys(worker_ids))
+
+    def is_on_gpus(self, device: torch.device, peers: Mapping[int, int]) -> bool:
+        """Whether weights on ``device`` go to these workers directly from GPU to GPU."""
+        return self._choose(device, peers).on_gpu
 
     def _choose(self, device: torch.device, peers: Mapping[int, int | None]) -> GroupBackend:
         """The first backend that can be used between the trainer and these workers.
@@ -267,15 +280,17 @@ class BroadcastUpdater(WeightUpdaterBase):
 class AutoUpdater(WeightUpdaterBase):
     """The default: workers on the trainer's host map its memory, the others get one broadcast.
 
-    Of several workers on another host one is in the broadcast, and the others map its memory.
-    Workers whose policy is on a GPU are all in the broadcast, on any host. If this torch lacks what
-    a broadcast needs, each worker on another host gets the weights in a call of its own.
+    Of several workers on another host one is in the broadcast, and the others map its memory. Where
+    trainer and workers have GPUs, and NCCL can be used, the same holds for GPUs instead of hosts:
+    one worker of each GPU but the trainer's is in the broadcast. If this torch lacks what a
+    broadcast needs, each worker on another host gets the weights in a call of its own.
     """
 
     def __init__(self) -> None:
         self._near = SharedMemoryUpdater()
         reason = backend_named("gloo").refusal(())
-        self._far: WeightUpdaterBase = RPCUpdater() if reason else BroadcastUpdater()
+        self._broadcast = None if reason else BroadcastUpdater()
+        self._far: WeightUpdaterBase = self._broadcast or RPCUpdater()
         if reason:
             log.warning(
                 "%s, so weights are not broadcast: each worker on another host gets them in a call "
@@ -290,10 +305,8 @@ class AutoUpdater(WeightUpdaterBase):
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
     ) -> Mapping[int, WeightSource]:
-        near = {w: peer for w, peer in peers.items() if self._is_near(payload, w, peer)}
-        far = {w: peer for w, peer in peers.items() if w not in near}
-        self.relays = self._relays(far)
-        far = {w: peer for w, peer in far.items() if w not in self.relays}
+        near, self.relays = self._plan(payload.device, peers)
+        far = {w: p for w, p in peers.items() if w not in near and w not in self.relays}
         self.together = bool(far) and self._far.together
         sources = dict(self._near.sources(payload, near)) if near else {}
         if far:
@@ -303,21 +316,34 @@ class AutoUpdater(WeightUpdaterBase):
                 sources[relay] = RelaySource(broadcasts[relay], len(payload))
         return sources
 
-    def _relays(self, peers: Mapping[int, int]) -> Mapping[int, int]:
-        """The relay of each receiver that has one: the first receiver on its host."""
-        first: dict[str, int] = {}
-        relays: dict[int, int] = {}
-        if not self._far.together:
-            return relays
-        for worker_id, peer in peers.items():
-            host = None if self._context.gpus[worker_id] else self._context.host_of(peer)
-            if host is not None and first.setdefault(host, worker_id) != worker_id:
-                relays[worker_id] = first[host]
-        return relays
+    def _plan(
+        self, device: torch.device, peers: Mapping[int, int]
+    ) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Who maps the trainer's memory, ``{worker_id: peer}``, and who has which relay."""
+        is_near, gpus = self._context.is_near, self._context.gpus
+        if own := gpu_of(device):
+            near = {w: peer for w, peer in peers.items() if gpus[w] == own and is_near(peer)}
+            relays = self._relays(near, peers, of_gpus=True)
+            first = {w: p for w, p in peers.items() if w not in near and w not in relays}
+            if first and self._broadcast and self._broadcast.is_on_gpus(device, first):
+                return near, relays
+        near = {w: peer for w, peer in peers.items() if is_near(peer)}
+        return near, self._relays(near, peers, of_gpus=False)
 
-    def _is_near(self, payload: torch.Tensor, worker_id: int, peer: int) -> bool:
-        on_gpu = payload.is_cuda or self._context.gpus[worker_id]
-        return not on_gpu and self._context.is_near(peer)
+    def _relays(
+        self, near: Mapping[int, int], peers: Mapping[int, int], *, of_gpus: bool
+    ) -> Mapping[int, int]:
+        """The relay of each receiver that has one: the first on its host, or there on its GPU."""
+        first: dict[tuple[str, str], int] = {}
+        relays: dict[int, int] = {}
+        for worker_id, peer in peers.items():
+            host = self._context.host_of(peer)
+            if worker_id in near or host is None or self._broadcast is None:
+                continue
+            place = host, self._context.gpus[worker_id] if of_gpus else ""
+            if first.setdefault(place, worker_id) != worker_id:
+                relays[worker_id] = first[place]
+        return relays
 
     def send(self, payload: torch.Tensor) -> None:
         if self.together:

@@ -143,7 +143,10 @@ class TestWays:
     ) -> None:
         policy = Where().to(gpu)
         workers = max(2, torch.cuda.device_count())  # with the trainer, one more than GPUs
-        with caplog.at_level(logging.INFO), collect(policy, workers) as collector:
+        with (
+            caplog.at_level(logging.INFO),
+            collect(policy, workers, weight_updater=dc.BroadcastUpdater()) as collector,
+        ):
             push(collector, policy, 1)
         assert "broadcast by gloo: WeightSync(backend='nccl'): trainer and workers need" in (
             caplog.text

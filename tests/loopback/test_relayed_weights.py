@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import nccl_stand_in
 from helpers.loopback_pool import LoopbackWorkers, loopback_collector
 from helpers.publishing import Telling, told
 
 import distcollect as dc
-from distcollect.weights import broadcast, updaters
+from distcollect.transport.loopback import LoopbackTransport
+from distcollect.weights import broadcast, group_backends, updaters
 
 # Of each worker; the last two share no memory.
 HOSTS = ("a", "b", "a", "b", "a", None, None)
@@ -147,3 +149,74 @@ def test_payloads_of_different_sizes(received: Received) -> None:
             batch = collector.next()
             assert [told(batch, row)["wide"] for row in range(2)] == [version] * 2
         assert received.kinds.count("SharedMemorySource") == 3
+
+
+def put_on_gpus(collector: dc.RPCDataCollector, *gpus: str) -> None:
+    """Have the trainer believe that the workers' policies are on these GPUs."""
+    workers: Any = collector._session.workers
+    workers.gpus.update(enumerate(gpus))
+
+
+def test_workers_with_gpus_have_a_relay_on_each_host(
+    collector: dc.RPCDataCollector, received: Received
+) -> None:
+    """The trainer has no GPU, so that Gloo is used."""
+    put_on_gpus(collector, "a0", "b0", "a1", "b0", "a1", "c0", "c0")
+    handle = collector.update_policy_weights_(Telling(1))
+    assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
+    assert sorted(received.kinds) == ["BroadcastSource"] * 4 + ["SharedMemorySource"] * 3
+
+
+@pytest.fixture
+def between_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The trainer's weights seem to be on a GPU of host a, and there is a backend between GPUs."""
+    nccl_stand_in.register()
+    monkeypatch.setattr(broadcast, "_AUTO", (nccl_stand_in.NAME, "gloo"))
+    monkeypatch.setattr(broadcast, "gpu_of", lambda device: "a0")
+    monkeypatch.setattr(
+        LoopbackTransport, "is_near", lambda transport, peer: transport.host_of(peer) == "a"
+    )
+    monkeypatch.setattr(group_backends.torch_backends, "device_types", lambda name: ("cuda",))
+    yield
+    nccl_stand_in.end_waiting()
+
+
+@pytest.mark.usefixtures("between_gpus")
+class TestBetweenGpus:
+    """With a stand-in for NCCL; worker 0 shares the trainer's GPU."""
+
+    @pytest.fixture
+    def backends(self, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+        """The backends of the broadcasts that were received."""
+        found: set[str] = set()
+        receive = broadcast.BroadcastSource.receive
+
+        def note(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
+            found.add(source.backend)
+            receive(source, target, state)
+
+        monkeypatch.setattr(broadcast.BroadcastSource, "receive", note)
+        return found
+
+    def test_one_of_each_gpu_is_in_the_broadcast(
+        self, collector: dc.RPCDataCollector, received: Received, backends: set[str]
+    ) -> None:
+        put_on_gpus(collector, "a0", "b0", "a1", "b0", "a1", "c0", "d0")
+        for version in (1, 2):
+            received.kinds.clear()
+            handle = collector.update_policy_weights_(Telling(version))
+            assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), version)
+            assert backends == {nccl_stand_in.NAME}
+            # 0 has the trainer's memory, 3 that of 1, and 4 that of 2.
+            assert sorted(received.kinds) == ["BroadcastSource"] * 4 + ["SharedMemorySource"] * 3
+            assert versions_told(collector) == [version] * len(HOSTS)
+
+    def test_without_a_gpu_for_one_worker_it_is_hosts_again(
+        self, collector: dc.RPCDataCollector, received: Received, backends: set[str]
+    ) -> None:
+        put_on_gpus(collector, "a0", "b0", "a1", "b1", "a2", "c0", "")
+        handle = collector.update_policy_weights_(Telling(1))
+        assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
+        assert backends == {"gloo"}
+        # All workers on the trainer's host map its memory.
+        assert sorted(received.kinds) == ["BroadcastSource"] * 3 + ["SharedMemorySource"] * 4
