@@ -25,10 +25,10 @@ class WeightSync:
 
     Attributes:
         backend: "gloo" or "nccl" for a broadcast to all; "auto": workers on the trainer's host map
-            its memory, the others get a broadcast. With policies on GPUs all get one, by NCCL where
-            trainer and selected workers have a GPU each, else by Gloo through pinned memory. Or
-            the name of a backend that trainer and workers have registered with
-            ``torch.distributed.Backend.register_backend``.
+            its memory, one worker of each other host gets a broadcast, and the others there map its
+            memory. Where trainer and workers have GPUs, and NCCL can be used, the same holds for
+            GPUs instead of hosts. Or the name of a backend that trainer and workers have registered
+            with ``torch.distributed.Backend.register_backend``.
         wire_dtype: "bfloat16" or "float16": wider floats are sent in this dtype and converted back,
             which rounds them by at most 2**-9 of their value (bfloat16) or 2**-12 (float16, for
             magnitudes from 6.1e-5 to 65504; above that the push is refused). None: as they are.

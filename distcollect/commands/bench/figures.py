@@ -9,7 +9,9 @@ import itertools
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distcollect.commands.bench.contenders import (
     DROWSY,
@@ -28,9 +30,20 @@ from distcollect.rollout.slabs import new_slab
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def run_scaling(seconds: float, num_workers: int) -> Values:
-    """The "frames_per_s" of ``num_workers`` workers together; their envs sleep in each step."""
-    return run_rpc(WORKLOADS["sleep-5ms"], seconds, sync=False, num_workers=num_workers)
+_RANDOM_STEPS = 128
+
+
+def run_scaling(seconds: float, num_workers: int, *, random: bool = False) -> Values:
+    """The "frames_per_s" of ``num_workers`` workers together; their envs sleep in each step.
+
+    ``random``: they have no policy, and longer rollouts. The policy of the workload takes several
+    times as much CPU as all else, so that a small machine shows little but that.
+    """
+    workload = WORKLOADS["sleep-5ms"]
+    if random:
+        no_policy: Any = lambda: None  # noqa: E731
+        workload = replace(workload, make_policy=no_policy, num_steps=_RANDOM_STEPS)
+    return run_rpc(workload, seconds, sync=False, num_workers=num_workers)
 
 
 def run_wire(seconds: float) -> Values:

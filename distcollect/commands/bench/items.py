@@ -87,11 +87,11 @@ def _of_workload(workload: Workload) -> Item:
     return Item(workload.name, workload.about, parts, is_workload=True)
 
 
-def _scaling(num_workers: int) -> Part:
+def _scaling(num_workers: int, *, random: bool = False) -> Part:
     return Part(
-        str(num_workers),
-        f"{num_workers} worker(s)",
-        partial(figures.run_scaling, num_workers=num_workers),
+        f"{num_workers}-random" if random else str(num_workers),
+        f"{num_workers} worker(s){', random actions' if random else ''}",
+        partial(figures.run_scaling, num_workers=num_workers, random=random),
         limit_s=_LIMIT_S + 10 * num_workers,
     )
 
@@ -192,7 +192,14 @@ def _torchrl_async(name: str, regime: str) -> Part:
 
 
 _FIGURES = (
-    Item("scaling", "workers with a 5 ms sleeping env", tuple(_scaling(k) for k in (1, 8, 24, 64))),
+    Item(
+        "scaling",
+        "workers with a 5 ms sleeping env",
+        (
+            *(_scaling(k) for k in (1, 8, 24, 64)),
+            *(_scaling(k, random=True) for k in (1, 64)),
+        ),
+    ),
     Item(
         "fetch",
         "fetching a 64 MB rollout from another process",

@@ -90,10 +90,10 @@ def _workers_beside_torchrl(what: str, value: str) -> Target:
     return Target(f"{what}, ours / torchrl's, Pendulum, 2 workers", above, (below,), 2)
 
 
-def _scaling(num_workers: int, bound: float) -> Target:
-    what = f"{num_workers} sleeping workers / {num_workers} x one"
-    one = _rate("scaling", "1")
-    return Target(what, _rate("scaling", str(num_workers)), (one,), bound, times=num_workers)
+def _scaling(num_workers: int, bound: float, kind: str = "") -> Target:
+    what = f"{num_workers}{kind} sleeping workers / {num_workers} x one"
+    one = _rate("scaling", f"1{kind}")
+    return Target(what, _rate("scaling", f"{num_workers}{kind}"), (one,), bound, times=num_workers)
 
 
 def _at_most(what: str, bound: float, above: Source, *below: Source) -> Target:
@@ -189,6 +189,7 @@ TARGETS: tuple[Target, ...] = (
     _scaling(8, 0.95),
     _scaling(24, 0.90),
     _scaling(64, 0.90),
+    _scaling(64, 0.90, "-random"),
     Target(
         "64 MB fetch / the best of torch's own ways",
         ("fetch", "distcollect", "gb_per_s"),
