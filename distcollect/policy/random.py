@@ -53,11 +53,12 @@ class RandomPolicy(Policy):
 
     def _drawn(self, rows: Sequence[int]) -> list[np.ndarray]:
         columns = [np.zeros(shape, dtype) for shape, dtype in self._columns]
+        if not self._has_parts:
+            for row in rows:
+                columns[0][row] = self._spaces[row].sample()
+            return columns
         for row in rows:
             space = self._spaces[row]
-            if not self._has_parts:
-                columns[0][row] = space.sample()
-                continue
             for column, part in zip(columns, flatten(space, space.sample()), strict=True):
                 column[row] = part
         return columns

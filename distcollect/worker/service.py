@@ -299,9 +299,8 @@ class Worker(WorkerService):
         return header, tensors
 
     def _faults(self, counter: StepCounter) -> tuple[EnvFault, ...]:
-        host = socket.gethostname()
         return tuple(
-            EnvFault(self.worker_id, self._incarnation, host, time_s, message)
+            EnvFault(self.worker_id, self._incarnation, socket.gethostname(), time_s, message)
             for time_s, message in counter.take_faults()
         )
 
