@@ -311,7 +311,7 @@ class DataCollectorBase(BufferFiller):
 
         ``max_frames_per_traj`` ends these episodes as well. :meth:`call` doesn't reach these envs.
         Collection continues afterwards where it was; these frames are not counted. If all workers
-        are just being replaced, this waits for the first one.
+        are being replaced when it is called, it waits for the first one.
 
         Args:
             num_episodes: number of episodes in total, shared among all envs of these workers.

@@ -110,7 +110,8 @@ class WireLayout:
             flat = by_dtype.get(dtype)
             if flat is None:
                 flat = by_dtype[dtype] = packed.view(dtype)
-            leaves.append(flat.as_strided(shape, strides, start // dtype.itemsize))
+            offset = flat.storage_offset() + start // dtype.itemsize
+            leaves.append(flat.as_strided(shape, strides, offset))
             start += _aligned(size)
         return leaves
 
@@ -119,7 +120,7 @@ class WireLayout:
 
         They may share the memory of ``wires``.
         """
-        if self.packed_bytes >= _STACKED_BELOW_BYTES:
+        if not 0 < self.packed_bytes < _STACKED_BELOW_BYTES:
             of_each = [self.leaves(wire) for wire in wires]
             return [[part.unsqueeze(0) for part in parts] for parts in zip(*of_each, strict=True)]
         end = self.packed_bytes

@@ -230,9 +230,9 @@ class EventLoop:
     def _fetch(self, command: Fetch) -> None:
         command.began_at = clock_ns()
         answer = command.offer.fetch()
-        if not self._core.commands and isinstance(answer, Reply) and answer.done():
-            # A small rollout comes with its offer. No event has to wait in line for it: the core
-            # handles none now, and all that it commanded is done.
+        if isinstance(answer, Reply) and answer.done():
+            # A small rollout comes with its offer. The core handles no event now, so this one does
+            # not have to wait in line.
             self._note_fetched(command, answer)
         else:
             _then(answer, self._post_fetched, command)

@@ -153,7 +153,9 @@ class Pool:
             exit_if_requested()
             self._check()
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or not self.worker_ids:
+            with self._lock:
+                some_come = self._core.slots.some_collect_or_will
+            if remaining <= 0 or not some_come:
                 break
             self._some_serve.wait(min(remaining, LOOK_UP_S))
         return present

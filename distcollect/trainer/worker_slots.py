@@ -382,6 +382,12 @@ class WorkerSlots:
         return self._worker_ids
 
     @property
+    def some_collect_or_will(self) -> bool:
+        """Whether there is a process that collects and stays, or one is on its way."""
+        staying = (slot.is_staying and not slot.is_reserved for slot in self)
+        return self.num_coming > 0 or any(staying)
+
+    @property
     def able(self) -> Iterable[WorkerSlot]:
         """The processes that are there and collect, or will."""
         return (slot for slot in self._present.values() if not slot.is_reserved)

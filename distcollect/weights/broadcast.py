@@ -37,8 +37,9 @@ dist: Any = torch.distributed
 _MAX_GROUPS = 32
 # What "auto" stands for, the best first.
 _AUTO = ("nccl", "gloo")
-# A backend that failed this often in a row, in groups where it had never worked, is not used any
-# more if there is another one. A single failure may be due to a member that died meanwhile.
+# A backend that failed this often in a row at a place, in groups where it had never worked, is not
+# used there any more if there is another one. A single failure may be due to a member that died
+# meanwhile. A place is a GPU; without one, a process.
 _MAX_FAILURES = 2
 
 
@@ -138,10 +139,10 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._counter = itertools.count()
         self._store: Any = None
         self._current: BroadcastSource | None = None
-        self._peers: tuple[int, ...] = ()  # that the current one goes to
+        self._places: tuple[str | int, ...] = ()  # that the current one goes to
         self._staging: torch.Tensor | None = None
         self._worked: set[str] = set()  # groups that have completed a broadcast
-        self._failures: Counter[tuple[str, int]] = Counter()  # in a row, of (backend, peer)
+        self._failures: Counter[tuple[str, str | int]] = Counter()  # in a row, of (backend, place)
         self._told: set[str] = set()  # what the user was told
 
     def attach(self, context: UpdaterContext) -> None:
@@ -163,10 +164,14 @@ class BroadcastUpdater(WeightUpdaterBase):
 
     def is_on_gpus(self, device: torch.device, peers: Mapping[int, int]) -> bool:
         """Whether weights on ``device`` go to these workers directly from GPU to GPU."""
-        return self._choose(device, peers).on_gpu
+        return self._choose(device, peers, tells=False).on_gpu
 
-    def _choose(self, device: torch.device, peers: Mapping[int, int | None]) -> GroupBackend:
+    def _choose(
+        self, device: torch.device, peers: Mapping[int, int | None], *, tells: bool = True
+    ) -> GroupBackend:
         """The first backend that can be used between the trainer and these workers.
+
+        ``tells``: log why it is not a better one.
 
         Raises:
             ArgumentError: there is none.
@@ -178,7 +183,7 @@ class BroadcastUpdater(WeightUpdaterBase):
             if not reason and backend is not self._backends[-1]:
                 reason = self._failed(backend, peers)
             if not reason:
-                if any(gpus):
+                if any(gpus) and tells:
                     self._tell(backend, refusals)
                 return backend
             refusals.append(f"WeightSync(backend={backend.name!r}): {reason}")
@@ -188,9 +193,13 @@ class BroadcastUpdater(WeightUpdaterBase):
         failed = [
             worker_id
             for worker_id, peer in peers.items()
-            if peer is not None and self._failures[backend.name, peer] >= _MAX_FAILURES
+            if peer is not None
+            and self._failures[backend.name, self._place(worker_id, peer)] >= _MAX_FAILURES
         ]
         return f"it failed {_MAX_FAILURES} times with workers {failed}" if failed else ""
+
+    def _place(self, worker_id: int, peer: int) -> str | int:
+        return self._context.gpus.get(worker_id) or peer
 
     def _tell(self, backend: GroupBackend, refusals: Sequence[str]) -> None:
         """Log once why it is not a better one."""
@@ -224,7 +233,8 @@ class BroadcastUpdater(WeightUpdaterBase):
             store=self._endpoint,
             kept=(*existing, name),
         )
-        self._current, self._peers = first, tuple(peers.values())
+        self._current = first
+        self._places = tuple(self._place(worker_id, peer) for worker_id, peer in peers.items())
         self._groups.join(first, self._store, self._context.address)
         return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
 
@@ -250,15 +260,15 @@ class BroadcastUpdater(WeightUpdaterBase):
             self._note_failure(self._current, error)
             raise
         self._worked.add(self._current.group)
-        for peer in self._peers:
-            del self._failures[self._current.backend, peer]
+        for at in self._places:
+            del self._failures[self._current.backend, at]
 
     def _note_failure(self, place: Place, error: RuntimeError) -> None:
         """If it keeps failing where it never worked, the next backend takes its place."""
         if place.group in self._worked or place.backend == self._backends[-1].name:
             return
-        self._failures.update((place.backend, peer) for peer in self._peers)
-        if any(self._failures[place.backend, peer] >= _MAX_FAILURES for peer in self._peers):
+        self._failures.update((place.backend, at) for at in self._places)
+        if any(self._failures[place.backend, at] >= _MAX_FAILURES for at in self._places):
             log.warning(
                 "weights are not broadcast by %s any more where it failed %d times: %s",
                 place.backend,

@@ -241,3 +241,17 @@ def test_an_evaluation_waits_for_a_worker_that_is_being_replaced() -> None:
             threading.Timer(0.1, may_join.set).start()
             assert len(collector.evaluate(2, timeout_s=60).returns) == 2
         assert collector._session.workers.incarnations == {0: 1}
+
+
+def test_an_evaluation_waits_for_nobody_if_only_evaluation_workers_are_left() -> None:
+    with churning_collector(
+        Levels,
+        frames_per_batch=T,
+        num_workers=2,
+        evaluation=dc.EvaluationWorkers(num_workers=1, num_episodes=1),
+    ) as collector:
+        collector.next()
+        collector._session.workers.leave(0)
+        eventually(lambda: collector._session.pool.worker_ids == (1,))
+        with pytest.raises(dc.WorkerLost, match="no worker is there"):
+            collector.evaluate(2, timeout_s=1e6)  # longer than the test may take

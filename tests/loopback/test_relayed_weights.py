@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -220,3 +221,27 @@ class TestBetweenGpus:
         assert backends == {"gloo"}
         # All workers on the trainer's host map its memory.
         assert sorted(received.kinds) == ["BroadcastSource"] * 3 + ["SharedMemorySource"] * 4
+
+    def test_where_it_keeps_failing_on_a_gpu_no_other_worker_there_tries_it(
+        self, collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        workers: Any = collector._session.workers
+        attempts: Counter[str] = Counter()
+        sources = broadcast.BroadcastUpdater.sources
+
+        def note(updater: Any, payload: torch.Tensor, peers: dict[int, int]) -> Any:
+            found = sources(updater, payload, peers)
+            if {source.backend for source in found.values()} == {nccl_stand_in.NAME}:
+                attempts.update(workers.gpus[worker_id] for worker_id in peers)
+            return found
+
+        def refuse(*_: Any) -> Any:
+            raise RuntimeError("no transport between these GPUs")
+
+        monkeypatch.setattr(broadcast.BroadcastUpdater, "sources", note)
+        monkeypatch.setattr(nccl_stand_in.StandInGroup, "broadcast", refuse)
+        put_on_gpus(collector, "a1", "b0", "a1", "b0", "a1", "c0", "d0")
+        handle = collector.update_policy_weights_(Telling(1))
+        assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
+        assert attempts == dict.fromkeys(("a1", "b0", "c0", "d0"), 2)
+        assert versions_told(collector) == [1] * len(HOSTS)

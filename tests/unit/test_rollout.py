@@ -133,6 +133,16 @@ def test_rollouts_that_travelled_in_different_forms(layout: Layout) -> None:
         assert torch.equal(batch[key], value), key
 
 
+def test_no_leaf_is_packed_and_one_has_no_elements() -> None:
+    layout = Layout(1, (Leaf(("none",), (0,), torch.float32),), (), ())
+    steps = 1 << 18
+    slabs = [filled(layout=layout, steps=steps, first=k) for k in range(2)]
+    batch = assemble(layout, [rollout(slab) for slab in slabs])
+    assert slabs[0].tensors()[0].numel() == 0
+    assert batch["none"].shape == batch["next", "none"].shape == (2, steps, 0)
+    assert batch["next", "reward"][:, 0, 0].tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_memory(num_workers: int) -> None:
     """No two entries share memory; large tensors of a single rollout are not copied."""
