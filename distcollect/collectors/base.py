@@ -327,7 +327,7 @@ class DataCollectorBase(BufferFiller):
             EnvError, PolicyError: an env or the policy failed.
             ArgumentError, ArgumentTypeError: there is no such worker, or the collector was given an
                 env itself instead of an env maker.
-            DeadlineError: not all episodes ended in time.
+            DeadlineError: not all episodes ended in time, or no worker came.
             WorkerLost: a worker that was named is lost, or all are.
         """
         self._check_open()

@@ -13,7 +13,7 @@ from tensordict.base import TensorDictBase
 
 from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.rollout.header import Header
+from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import MASK, TRAJ_IDS
 from distcollect.rollout.spaces import as_key, indexable
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout, row_dims
@@ -69,16 +69,11 @@ class BatchFormat:
                 "trajectory already"
             )
 
-    def shape(self, layout: AnyLayout, num_rollouts: int, num_steps: int) -> tuple[int, ...] | None:
-        """The shape that a batch is assembled in; None: ``[W * n, T]``.
-
-        Args:
-            layout: the layout of each rollout.
-            num_rollouts: W.
-            num_steps: T.
-        """
+    def shape(self, layout: AnyLayout, rollouts: Sequence[Rollout]) -> tuple[int, ...] | None:
+        """The shape in which a batch is assembled from W rollouts; None: ``[W * n, T]``."""
         if not self._keeps_order(layout):
             return None
+        num_rollouts, num_steps = len(rollouts), rollouts[0].header.num_steps
         dims = row_dims(layout, squeeze=self.squeeze)
         if self.cat_results == "stack":
             return (num_rollouts, *dims, num_steps)

@@ -201,9 +201,7 @@ class RPCDataCollector(WorkerAccess):
             mask=self._options.has_mask,
             compact=self._options.compact_obs,
             device=self._options.devices.storing,
-            shape=self._options.batch_format.shape(
-                layout, len(rollouts), rollouts[0].header.num_steps
-            ),
+            shape=self._options.batch_format.shape(layout, rollouts),
         )
 
     @timed

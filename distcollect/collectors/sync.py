@@ -223,7 +223,7 @@ class SyncDataCollector(DataCollectorBase):
             [rollout],
             compact=options.compact_obs,
             device=options.devices.storing,
-            shape=options.batch_format.shape(layout, 1, rollout.header.num_steps),
+            shape=options.batch_format.shape(layout, [rollout]),
         )
 
     def _header(self, slab: AnySlab) -> Header:

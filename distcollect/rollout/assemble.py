@@ -40,8 +40,8 @@ def assemble(
 
     Returns:
         A TensorDict ``shape`` (for a loose layout ``[W, *batch_size, T]``) whose last dimension is
-        named "time". Its tensors share no memory with each other. They share memory
-        with a rollout only if there is just one: its large tensors are taken over.
+        named "time". Its tensors share no memory with each other. They share memory with a rollout
+        only if there is just one: its large tensors are taken over.
 
     Raises:
         ValueError: there is padding, and ``mask`` is False.

@@ -136,10 +136,7 @@ def _from_bytes(
 
 
 def bookkeeping(
-    rollouts: Sequence[Rollout],
-    flat: dict[Key, torch.Tensor],
-    *,
-    mask: bool,
+    rollouts: Sequence[Rollout], flat: dict[Key, torch.Tensor], *, mask: bool
 ) -> dict[str, torch.Tensor]:
     """The entries under "collector", ``[W * n, T]``.
 

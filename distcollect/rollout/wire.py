@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from distcollect.common import tensor_cache
 from distcollect.common.shared_memory import SharedTensor, allocate
 from distcollect.rollout.layout import Tensors
 from distcollect.rollout.tree_layout import AnyLayout
+
+V = TypeVar("V")
 
 # Smaller leaves travel together in one tensor: each further tensor costs some 0.1 ms on the wire.
 # Larger leaves have a tensor each, as these are copied side by side.
@@ -97,23 +100,7 @@ class WireLayout:
     def leaves(self, wire: Tensors) -> Tensors:
         """One tensor for each leaf, sharing the memory of ``wire``."""
         packed, *large = wire
-        by_dtype: dict[torch.dtype, torch.Tensor] = {}
-        leaves: Tensors = []
-        start = 0
-        for (shape, dtype), strides, size, small in zip(
-            self._shapes, self._strides, self._sizes, self._is_small, strict=True
-        ):
-            if not small:
-                leaves.append(large.pop(0))
-                continue
-            # Slicing and viewing take three times as long.
-            flat = by_dtype.get(dtype)
-            if flat is None:
-                flat = by_dtype[dtype] = packed.view(dtype)
-            offset = flat.storage_offset() + start // dtype.itemsize
-            leaves.append(flat.as_strided(shape, strides, offset))
-            start += _aligned(size)
-        return leaves
+        return self._in_order(self._unpacked(packed), large)
 
     def leaves_of_all(self, wires: Sequence[Tensors]) -> list[Tensors]:
         """For each leaf tensors ``[k, *shape]`` which together hold that of all k wires, in order.
@@ -125,20 +112,35 @@ class WireLayout:
             return [[part.unsqueeze(0) for part in parts] for parts in zip(*of_each, strict=True)]
         end = self.packed_bytes
         packed = [wire[0] if wire[0].numel() == end else wire[0][:end] for wire in wires]
-        stacked = torch.cat(packed).view(len(wires), end)
-        leaves: list[Tensors] = []
-        start, num_large = 0, 0
-        for (shape, dtype), size, small in zip(
-            self._shapes, self._sizes, self._is_small, strict=True
+        small = [[leaf] for leaf in self._unpacked(torch.cat(packed).view(len(wires), end))]
+        others = zip(*(wire[1:] for wire in wires), strict=True)
+        large = [[part.unsqueeze(0) for part in parts] for parts in others]
+        return self._in_order(small, large)
+
+    def _unpacked(self, packed: torch.Tensor) -> Tensors:
+        """The packed leaves ``[*lead, *shape]`` in a contiguous tensor, uint8 ``[*lead, N]``."""
+        by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        leaves: Tensors = []
+        start = 0
+        for (shape, dtype), strides, size, small in zip(
+            self._shapes, self._strides, self._sizes, self._is_small, strict=True
         ):
-            if small:
-                part = stacked[:, start : start + size].view(dtype)
-                leaves.append([part.view(len(wires), *shape)])
-                start += _aligned(size)
-            else:
-                num_large += 1
-                leaves.append([wire[num_large].unsqueeze(0) for wire in wires])
+            if not small:
+                continue
+            # Slicing and viewing take three times as long.
+            flat = by_dtype.get(dtype)
+            if flat is None:
+                flat = by_dtype[dtype] = packed.view(dtype)
+            lead, lead_strides = flat.shape[:-1], flat.stride()[:-1]
+            offset = flat.storage_offset() + start // dtype.itemsize
+            leaves.append(flat.as_strided((*lead, *shape), (*lead_strides, *strides), offset))
+            start += _aligned(size)
         return leaves
+
+    def _in_order(self, small: Iterable[V], large: Iterable[V]) -> list[V]:
+        """What belongs to the packed leaves, and to the others, in the order of all leaves."""
+        of_small, of_large = iter(small), iter(large)
+        return [next(of_small) if is_small else next(of_large) for is_small in self._is_small]
 
     def with_final(
         self, packed: torch.Tensor, at: list[int], final: Iterable[np.ndarray]

@@ -185,9 +185,7 @@ class StatsRecorder:
             self._trace_rollout(self._trace, header, asked_at)
         work = header.work
         with self._lock:
-            tally = self._tallies.get(header.worker_id)
-            if tally is None:
-                tally = self._tally(header.worker_id, header.incarnation)
+            tally = self._tally(header.worker_id, header.incarnation)
             if tally.incarnation != header.incarnation:
                 return  # from a process that was replaced
             tally.work = work

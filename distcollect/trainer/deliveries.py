@@ -220,7 +220,7 @@ class Deliveries:
         rollouts = []
         if command.wanted is not Wanted.REFERENCE:
             taken = [request.take_rollout() for request in command.requests]
-            rollouts = sorted(taken, key=_origin)
+            rollouts = sorted(taken, key=lambda rollout: origin(rollout.header))
         self._num_deliveries += 1
         self._last = Delivery(self._num_deliveries, command.wanted, command.requests, rollouts)
         reply, self._reply = self._reply, None
@@ -265,7 +265,3 @@ class Deliveries:
             self._stats_recorder.delivered(zip(worker_ids, lags, strict=True), at)
             for worker_id, num_frames in masked.items():
                 self._core.requests.stale_frames[worker_id] += num_frames
-
-
-def _origin(rollout: Rollout) -> tuple[int, int, int]:
-    return origin(rollout.header)

@@ -35,7 +35,7 @@ from distcollect.trainer.pool_commands import (
     WakeUser,
 )
 from distcollect.trainer.pool_core import PoolCore
-from distcollect.trainer.worker_slots import RolloutRequest, SlotState, WorkerSlot
+from distcollect.trainer.worker_slots import RolloutRequest, WorkerSlot
 from distcollect.transport.protocol import Offer, Owed, Transport
 from distcollect.transport.worker_service import WorkerService
 
@@ -166,7 +166,8 @@ class EventLoop:
         """Execute all commands and handle all events, one after the other.
 
         A transport may answer before its method returns: that answer is an event like any other,
-        and is handled when the commands before it are executed.
+        and is handled when the commands before it are executed. But a rollout that comes with its
+        offer is handled at once.
         """
         commands, events = self._core.commands, self._events
         failure: Exception | None = None
@@ -223,7 +224,7 @@ class EventLoop:
             self._core.not_collected(request, error)
             return
         offer = answer.result()
-        if request.slot.state is not SlotState.GONE:
+        if not request.slot.is_gone:
             self._stats_recorder.collected(offer.header, request.asked_at)
         self._core.offered(request, offer, clock_ns())
 
@@ -231,8 +232,7 @@ class EventLoop:
         command.began_at = clock_ns()
         answer = command.offer.fetch()
         if isinstance(answer, Reply) and answer.done():
-            # A small rollout comes with its offer. The core handles no event now, so this one does
-            # not have to wait in line.
+            # It came with its offer. The core handles no event now, so this one need not wait.
             self._note_fetched(command, answer)
         else:
             _then(answer, self._post_fetched, command)

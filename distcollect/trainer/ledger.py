@@ -102,9 +102,7 @@ class Ledger:
         Raises:
             ValueError: it was announced before, or the one before it was not.
         """
-        process = self._processes.get((worker_id, incarnation))
-        if process is None:
-            process = self._process(worker_id, incarnation)
+        process = self._process(worker_id, incarnation)
         if process.ended or sequence != process.next_sequence:
             awaited = "none" if process.ended else process.next_sequence
             raise ValueError(

@@ -130,7 +130,7 @@ class Deliver:
 
 @dataclass(slots=True)
 class WakeUser:
-    """Wake the user's threads that wait for setup calls, or for the end."""
+    """Wake the user's threads that wait for a worker, for setup calls, or for the end."""
 
 
 Command: TypeAlias = (

@@ -229,8 +229,7 @@ class PoolCore:
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """A rollout lies on its worker since ``now``, in nanoseconds."""
         is_wanted = self.requests.offered(request, offer, now)
-        if request.slot.state is SlotState.SETTING_UP:
-            self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
+        self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
         if is_wanted:
             if self._drops_stale:
                 self._give_up_stale()

@@ -98,12 +98,12 @@ class RemoteCalls:
             selected = self._called(worker_ids)
             if not (selected or lost):  # all are being replaced, for other reasons than this
                 selected = self._pool.await_present(deadline - time.monotonic())
-            if not selected and time.monotonic() >= deadline:
-                raise DeadlineError(
-                    f"evaluate() had no worker for {timeout_s:g} s, as all are being replaced; "
-                    f"timeout_s=... gives longer{_meanwhile(lost)}"
-                )
             if not selected:
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(
+                        f"evaluate() had no worker for {timeout_s:g} s, as all are being replaced; "
+                        f"timeout_s=... gives longer{_meanwhile(lost)}"
+                    )
                 raise WorkerLost(f"no worker is there to evaluate the policy{_meanwhile(lost)}")
             limit_s = max(0.0, deadline - time.monotonic())
             # If workers are lost, others play their episodes in the next round, with other seeds.

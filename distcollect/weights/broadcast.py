@@ -37,9 +37,9 @@ dist: Any = torch.distributed
 _MAX_GROUPS = 32
 # What "auto" stands for, the best first.
 _AUTO = ("nccl", "gloo")
-# A backend that failed this often in a row at a place, in groups where it had never worked, is not
+# A backend that failed this often in a row at a site, in groups where it had never worked, is not
 # used there any more if there is another one. A single failure may be due to a member that died
-# meanwhile. A place is a GPU; without one, a process.
+# meanwhile. A site is a GPU; without one, a process.
 _MAX_FAILURES = 2
 
 
@@ -139,10 +139,10 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._counter = itertools.count()
         self._store: Any = None
         self._current: BroadcastSource | None = None
-        self._places: tuple[str | int, ...] = ()  # that the current one goes to
+        self._sites: tuple[str | int, ...] = ()  # that the current one goes to
         self._staging: torch.Tensor | None = None
         self._worked: set[str] = set()  # groups that have completed a broadcast
-        self._failures: Counter[tuple[str, str | int]] = Counter()  # in a row, of (backend, place)
+        self._failures: Counter[tuple[str, str | int]] = Counter()  # in a row, of (backend, site)
         self._told: set[str] = set()  # what the user was told
 
     def attach(self, context: UpdaterContext) -> None:
@@ -194,11 +194,11 @@ class BroadcastUpdater(WeightUpdaterBase):
             worker_id
             for worker_id, peer in peers.items()
             if peer is not None
-            and self._failures[backend.name, self._place(worker_id, peer)] >= _MAX_FAILURES
+            and self._failures[backend.name, self._site(worker_id, peer)] >= _MAX_FAILURES
         ]
         return f"it failed {_MAX_FAILURES} times with workers {failed}" if failed else ""
 
-    def _place(self, worker_id: int, peer: int) -> str | int:
+    def _site(self, worker_id: int, peer: int) -> str | int:
         return self._context.gpus.get(worker_id) or peer
 
     def _tell(self, backend: GroupBackend, refusals: Sequence[str]) -> None:
@@ -234,7 +234,7 @@ class BroadcastUpdater(WeightUpdaterBase):
             kept=(*existing, name),
         )
         self._current = first
-        self._places = tuple(self._place(worker_id, peer) for worker_id, peer in peers.items())
+        self._sites = tuple(self._site(worker_id, peer) for worker_id, peer in peers.items())
         self._groups.join(first, self._store, self._context.address)
         return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
 
@@ -260,15 +260,15 @@ class BroadcastUpdater(WeightUpdaterBase):
             self._note_failure(self._current, error)
             raise
         self._worked.add(self._current.group)
-        for at in self._places:
-            del self._failures[self._current.backend, at]
+        for site in self._sites:
+            del self._failures[self._current.backend, site]
 
     def _note_failure(self, place: Place, error: RuntimeError) -> None:
         """If it keeps failing where it never worked, the next backend takes its place."""
         if place.group in self._worked or place.backend == self._backends[-1].name:
             return
-        self._failures.update((place.backend, at) for at in self._places)
-        if any(self._failures[place.backend, at] >= _MAX_FAILURES for at in self._places):
+        self._failures.update((place.backend, site) for site in self._sites)
+        if any(self._failures[place.backend, site] >= _MAX_FAILURES for site in self._sites):
             log.warning(
                 "weights are not broadcast by %s any more where it failed %d times: %s",
                 place.backend,
@@ -346,13 +346,15 @@ class AutoUpdater(WeightUpdaterBase):
         """The relay of each receiver that has one: the first on its host, or there on its GPU."""
         first: dict[tuple[str, str], int] = {}
         relays: dict[int, int] = {}
+        if self._broadcast is None:
+            return relays
         for worker_id, peer in peers.items():
             host = self._context.host_of(peer)
-            if worker_id in near or host is None or self._broadcast is None:
+            if worker_id in near or host is None:
                 continue
-            place = host, self._context.gpus[worker_id] if of_gpus else ""
-            if first.setdefault(place, worker_id) != worker_id:
-                relays[worker_id] = first[place]
+            site = host, self._context.gpus[worker_id] if of_gpus else ""
+            if first.setdefault(site, worker_id) != worker_id:
+                relays[worker_id] = first[site]
         return relays
 
     def send(self, payload: torch.Tensor) -> None:

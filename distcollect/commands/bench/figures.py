@@ -28,8 +28,6 @@ from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slabs import new_slab
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-
 _RANDOM_STEPS = 128
 
 
@@ -41,9 +39,12 @@ def run_scaling(seconds: float, num_workers: int, *, random: bool = False) -> Va
     """
     workload = WORKLOADS["sleep-5ms"]
     if random:
-        no_policy: Any = lambda: None  # noqa: E731
-        workload = replace(workload, make_policy=no_policy, num_steps=_RANDOM_STEPS)
+        workload = replace(workload, make_policy=_no_policy, num_steps=_RANDOM_STEPS)
     return run_rpc(workload, seconds, sync=False, num_workers=num_workers)
+
+
+def _no_policy() -> Any:
+    return None
 
 
 def run_wire(seconds: float) -> Values:
