@@ -210,6 +210,7 @@ class Session:
             request.slot.peer,
             self.workers.transport.address_of(request.slot.peer),
             request.key,
+            request.held,
             request.tensors,
         )
         return reference, delivery.number

@@ -273,12 +273,12 @@ class EventLoop:
 
     def _keep(self, command: Keep) -> None:
         request = command.request
-        answer = self.call(
-            request.slot, WorkerService.hand_over, request.number, request.key, command.keep_s
+        answer = self._transport.hand_over(
+            request.slot.peer, request.number, request.key, command.keep_s
         )
         self._then_either(
             answer,
-            lambda _: self._core.kept(request),
+            partial(self._core.kept, request),
             partial(self._core.not_kept, request),
         )
 

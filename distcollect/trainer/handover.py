@@ -33,6 +33,7 @@ class RolloutReference:
         peer: its worker's id on the wire.
         contact: how to reach the worker; None: it is gone.
         key: a secret that gives access to the rollout.
+        held: by which the worker gives it: over RPC, an RRef that the worker owns.
         tensors: the rollout itself, if it had been fetched before it was handed over.
     """
 
@@ -43,6 +44,7 @@ class RolloutReference:
     peer: int = field(repr=False)
     contact: Any = field(repr=False)
     key: str = field(repr=False)
+    held: Any = field(repr=False)
     tensors: Tensors | None = field(default=None, repr=False)
 
     @property
@@ -98,7 +100,7 @@ class HandoverReceiver:
 
         peer, key = reference.peer, reference.key
         try:
-            tensors: Tensors = answer(self._transport.fetch_handover(peer, key))
+            tensors: Tensors = answer(self._transport.fetch_handover(peer, reference.held))
             answer(self._transport.call(peer, WorkerService.confirm_handover, key))
         except DeadlineError:
             self._leave(reference)

@@ -257,8 +257,9 @@ class PoolCore:
         self._fetch_ahead()
         self._failed(request.slot, error)
 
-    def kept(self, request: RolloutRequest) -> None:
-        """A worker keeps a rollout for another trainer."""
+    def kept(self, request: RolloutRequest, held: Any) -> None:
+        """A worker keeps a rollout for another trainer, which fetches it by ``held``."""
+        request.held = held
         request.become(RolloutState.KEPT)
         self.commands.append(AwaitTaken(request))
         self._advance()

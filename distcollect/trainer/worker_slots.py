@@ -237,6 +237,7 @@ class RolloutRequest(StalenessTicket):
         tensors: while it is on the trainer and not the user's.
         arrival: how many rollouts arrived before it; -1 until it does.
         key: opens it for other trainers, if it is kept for them.
+        held: by which another trainer's transport fetches it, see :meth:`.Transport.hand_over`.
     """
 
     slot: WorkerSlot
@@ -250,6 +251,7 @@ class RolloutRequest(StalenessTicket):
     tensors: Tensors | None = None
     arrival: int = -1
     key: str = ""
+    held: Any = None
 
     def take_rollout(self) -> Rollout:
         """The rollout, for the user. Nothing here refers to its tensors any more."""

@@ -76,7 +76,11 @@ class LoopbackTransport:
         self.call(peer, WorkerService.collect, request).add_done_callback(deliver)
         return offer
 
-    def fetch_handover(self, peer: int, key: str) -> Future[Tensors]:
+    def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[str]:
+        """See :class:`~distcollect.transport.protocol.Transport`: it answers the key."""
+        return self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
+
+    def fetch_handover(self, peer: int, held: str) -> Future[Tensors]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         fetched: Future[Tensors] = Future()
 
@@ -87,7 +91,7 @@ class LoopbackTransport:
             else:
                 fetched.set_exception(error)
 
-        self.call(peer, WorkerService.read_handover, key, False).add_done_callback(arrived)
+        self.call(peer, WorkerService.read_handover, held, False).add_done_callback(arrived)
         return fetched
 
     def copies_of(self, tensors: Tensors) -> Tensors:

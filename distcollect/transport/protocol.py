@@ -139,8 +139,19 @@ class Transport(Protocol):
     def connect(self, peer: int, address: Any) -> None:
         """Make ``peer`` reachable from here; does nothing if it is already."""
 
-    def fetch_handover(self, peer: int, key: str) -> Future[Tensors]:
-        """Move a rollout here that another trainer handed over; ``peer`` is its worker."""
+    def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
+        """Call :meth:`.WorkerService.hand_over`.
+
+        It answers what the other trainer's transport needs to fetch the rollout; it can be pickled.
+        """
+
+    def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:
+        """Move a rollout here that another trainer handed over.
+
+        Args:
+            peer: the rollout's worker.
+            held: what :meth:`hand_over` answered to the other trainer.
+        """
 
     def is_near(self, peer: int) -> bool:
         """Whether ``peer`` is on this host, so that each process can map the other's memory."""

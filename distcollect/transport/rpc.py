@@ -12,14 +12,15 @@ core or more in every process that waits.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed.rpc
@@ -68,9 +69,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # What answers calls from others. An RPC names a function of this module, so it can't be an
 # attribute of the transport.
 _service: Service | None = None
-# The last rollouts that were offered and have to be fetched, by their numbers.
-_offered: dict[int, Tensors] = {}
-_numbers = itertools.count()
+# An RRef as torch sends it: its owner, its id, the id of the fork (torch's word for the hold that
+# one user has on it), and the type of its value.
+_SentRRef: TypeAlias = tuple[Any, ...]
+# The RRefs of this process that a trainer holds, and of these the last rollouts that were offered.
+_lent: dict[_SentRRef, None] = {}
+_offered: deque[_SentRRef] = deque()
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class RpcTransport:
         return offer
 
     def fetch_offered(self, peer: int, data: Any) -> Reply[Tensors]:
-        """Move a rollout here, by what came with its header: its number, or all of its tensors."""
+        """Move a rollout here, by what came with its header: its RRef, or all of its tensors."""
         if isinstance(data, list):
             sent: Reply[list[Any]] = Reply.of(data)
         else:
@@ -176,9 +180,16 @@ class RpcTransport:
             self._ask(sent, peer, _serve_offered, (data,))
         return self.copied(peer, sent, Reply())
 
-    def fetch_handover(self, peer: int, key: str) -> Future[Tensors]:
+    def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
+        """See :class:`~distcollect.transport.protocol.Transport`: it answers an RRef."""
+        answer = self._pending.expect(peer, Future())
+        self._ask(answer, peer, _serve_hand_over, (sequence, key, keep_s))
+        return answer
+
+    def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:
         """See :class:`~distcollect.transport.protocol.Transport`."""
-        sent = self.call(peer, WorkerService.read_handover, key, peer in self._mapped)
+        sent = self._pending.expect(peer, Future())
+        self._ask(sent, peer, _serve_handover, (held, peer in self._mapped))
         return self.copied(peer, sent, Future())
 
     def ping(self, peer: int) -> Future[Any]:
@@ -309,7 +320,7 @@ class RpcTransport:
 
 
 class _RpcOffer:
-    """A rollout that lies on a worker under a number, or came along with its header."""
+    """A rollout behind an RRef that its worker owns, or one that came along with its header."""
 
     def __init__(self, transport: RpcTransport, peer: int, sent: tuple[Header, Any]) -> None:
         self.header, self._data = sent
@@ -345,21 +356,77 @@ def _serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
         sent_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
         if sent_bytes <= INLINE_BYTES:
             return header, tensors
-        number = next(_numbers)
-        _offered[number] = tensors
-        # Not an RRef: that costs three more messages, and needs an id that is unique for ever.
-        _offered.pop(number - NUM_SLABS, None)
-        return header, number
+        _offered.append(_lend(tensors))
+        if len(_offered) > NUM_SLABS:
+            _end(_offered.popleft())  # its memory may be written to now
+        return header, _offered[-1]
 
     return _answer(WorkerService.collect.__name__, (request,), {}, package)
 
 
-def _serve_offered(number: int) -> Tensors | Failure:
-    tensors = _offered.pop(number, None)
-    if tensors is None:
-        worker_id = -1 if _service is None else _service.worker_id
-        return Failure.of(RolloutGone("its memory has been used again"), worker_id)
-    return tensors
+def _serve_offered(rref: _SentRRef) -> Tensors | Failure:
+    try:
+        return cast("Tensors", _take_back(rref))
+    except RolloutGone as error:
+        return _failure(error)
+
+
+@_async_execution
+def _serve_hand_over(sequence: int, key: str, keep_s: float) -> torch.futures.Future[Any]:
+    def package(key: str) -> tuple[_SentRRef, str]:
+        service = cast("WorkerService", _service)
+        rref = _lend(partial(service.read_handover, key))
+        service.handover_outcome(key).add_done_callback(lambda _: _end(rref))
+        return rref, key
+
+    return _answer(WorkerService.hand_over.__name__, (sequence, key, keep_s), {}, package)
+
+
+def _serve_handover(held: tuple[_SentRRef, str], mapped: bool) -> list[Any] | Failure:
+    rref, key = held
+    try:
+        read = _take_back(rref)
+    except RolloutGone:
+        read = partial(cast("WorkerService", _service).read_handover, key)  # it says why
+    try:
+        return cast("list[Any]", read(mapped))
+    except RolloutGone as error:
+        return _failure(error)
+
+
+def _lend(value: Any) -> _SentRRef:
+    """Make an RRef of this process, for one trainer to hold; return it as torch sends it.
+
+    The trainer keeps it in that form, and makes no ``RRef`` object of it: torch tells an owner that
+    such an object was dropped by the first agent that a process had, which may have ended, and for
+    that needs 16-bit numbers of processes that are unique for ever.
+    """
+    rref: _SentRRef = rpc.RRef(value)._serialize()
+    _lent[rref] = None
+    return rref
+
+
+def _take_back(rref: _SentRRef) -> Any:
+    """Return the value of an RRef that a trainer held, and end the RRef.
+
+    Raises:
+        RolloutGone: it has ended already.
+    """
+    try:
+        del _lent[rref]
+    except KeyError:
+        raise RolloutGone("its memory has been used again") from None
+    # An owner that gets a fork of its own back forgets it, and with its last fork the RRef.
+    return rpc.PyRRef._deserialize(rref).local_value()
+
+
+def _end(rref: _SentRRef) -> None:
+    with contextlib.suppress(RolloutGone):
+        _take_back(rref)
+
+
+def _failure(error: RolloutGone) -> Failure:
+    return Failure.of(error, -1 if _service is None else _service.worker_id)
 
 
 def _answer(

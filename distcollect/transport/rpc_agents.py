@@ -92,7 +92,14 @@ class RpcAgents:
         self._peers: set[AgentPeer] = set()
         self._old: list[Any] = []  # agents that still wait for an answer
         self._agent: Any = None
-        dist.autograd._init(_OWN_NUMBER)
+        try:
+            dist.autograd._init(_OWN_NUMBER)
+        except RuntimeError as error:
+            raise CollectorStateError(
+                "this process used torch.distributed.rpc before, under a rank above 0 "
+                "(rpc.init_rpc was called), and torch gives a process only one: use the collector "
+                "in another process"
+            ) from error
         self._start_agent()
         self.endpoint: str = self._store.get(_address_key(_name(_OWN_NUMBER))).decode()
 
@@ -329,6 +336,8 @@ def missing_symbols() -> list[str]:
         name
         for owner, name in (
             (TensorPipeAgent, "_update_group_membership"),
+            (rpc.PyRRef, "_serialize"),
+            (rpc.PyRRef, "_deserialize"),
             (rpc.api, "_init_rpc_states"),
             (rpc.api, "_finalize_shutdown"),
             (rpc.api, "_is_current_rpc_agent_set"),

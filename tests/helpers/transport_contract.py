@@ -27,6 +27,18 @@ SOON_S = 60
 SMALL, LARGE = 100, 200_000
 
 
+def start_peer(*args: str) -> subprocess.Popen[str]:
+    """Start the script ``rpc_peer``, to be told by standard input what to do."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "helpers.scripts.rpc_peer", *args],
+        cwd=TESTS,
+        env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 class Loopback:
     """A transport with a peer in this process."""
 
@@ -52,14 +64,7 @@ class Rpc:
 
     def add_peer(self, channels: list[str]) -> int:
         peer = identity().new_peer()  # ids are never used twice in one process
-        process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.scripts.rpc_peer"],
-            cwd=TESTS,
-            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        process = start_peer()
         self.processes.append(process)
         assert process.stdin is not None
         assert process.stdout is not None

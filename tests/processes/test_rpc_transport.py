@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from helpers.scripts.rpc_peer import Service
@@ -21,12 +25,14 @@ from helpers.transport_contract import (
     check_closing_fails_answers_that_do_not_come,
     check_closing_waits_for_answers_owed_and_again_is_no_error,
     check_evicting_a_peer_fails_what_it_owes,
+    start_peer,
 )
 from helpers.waiting import eventually
 
 import distcollect as dc
 from distcollect.transport import rpc_agents
-from distcollect.transport.protocol import INLINE_BYTES, CollectRequest
+from distcollect.transport.peer_ids import identity
+from distcollect.transport.protocol import INLINE_BYTES, NUM_SLABS, CollectRequest, Offer
 from distcollect.transport.rpc import PeerAddress, RpcTransport
 
 
@@ -92,6 +98,59 @@ def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(rpc_world: 
     with pytest.raises(dc.WorkerLost):
         offers[LARGE].fetch().result(SOON_S)
     rpc_world.transport.disconnect(rpc_world.peer)
+
+
+def num_rrefs(world: Rpc) -> tuple[int, int]:
+    counts = world.transport.call(world.peer, Service.num_rrefs).result(SOON_S)
+    return cast("tuple[int, int]", counts)
+
+
+def test_a_rollout_that_stays_with_its_worker_is_an_rref_of_it(rpc_world: Rpc) -> None:
+    """Torch itself counts them: each ends when it was fetched, or its memory is used again."""
+
+    def offered(steps: int) -> Offer:
+        return rpc_world.transport.collect(rpc_world.peer, CollectRequest(steps)).result(SOON_S)
+
+    small = offered(SMALL)
+    assert num_rrefs(rpc_world) == (0, 0)
+    first = offered(LARGE)
+    assert num_rrefs(rpc_world) == (1, 1)
+    check(first.fetch().result(SOON_S), LARGE)
+    check(small.fetch().result(SOON_S), SMALL)
+    assert num_rrefs(rpc_world) == (0, 0)
+    declined = [offered(LARGE) for _ in range(20)]
+    for offer in declined:
+        offer.decline()
+    assert num_rrefs(rpc_world) == (NUM_SLABS, NUM_SLABS)
+    unfetched = offered(LARGE)
+    check(offered(LARGE).fetch().result(SOON_S), LARGE)
+    check(unfetched.fetch().result(SOON_S), LARGE)
+    assert num_rrefs(rpc_world) == (0, 0)
+
+
+def test_a_rollout_whose_memory_was_used_again_is_gone(rpc_world: Rpc) -> None:
+    old, *_ = [
+        rpc_world.transport.collect(rpc_world.peer, CollectRequest(LARGE)).result(SOON_S)
+        for _ in range(1 + NUM_SLABS)
+    ]
+    with pytest.raises(dc.WorkerError, match="its memory has been used again"):
+        old.fetch().result(SOON_S)
+
+
+def test_a_rollout_is_handed_over_as_an_rref(rpc_world: Rpc) -> None:
+    """Another transport fetches by it, once; then the worker says why it is gone."""
+    transport, peer = rpc_world.transport, rpc_world.peer
+    other = RpcTransport(address="127.0.0.1")
+    try:
+        other.connect(peer, transport.address_of(peer))
+        held = transport.hand_over(peer, LARGE, "key", 60).result(SOON_S)
+        assert num_rrefs(rpc_world) == (1, 1)
+        check(other.fetch_handover(peer, pickle.loads(pickle.dumps(held))).result(SOON_S), LARGE)
+        assert num_rrefs(rpc_world) == (0, 0)
+        with pytest.raises(dc.WorkerError, match="it was taken already"):
+            other.fetch_handover(peer, held).result(SOON_S)
+    finally:
+        other.close()
 
 
 def test_nothing_is_owed_for_a_call_that_cannot_be_sent(rpc_world: Rpc) -> None:
@@ -208,6 +267,35 @@ def test_peers_come_and_go_without_end(rpc_world: Rpc, monkeypatch: pytest.Monke
         transport.connect(further, address)
     with pytest.raises(dc.LaunchError, match="3 processes are connected"):
         transport.connect(2**15 + 2, address)
+
+
+@pytest.mark.parametrize("num_workers", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_rrefs_of_workers_that_replace_each_other(num_workers: int) -> None:
+    """Each rollout comes from the worker that was asked, and nothing of the worker stays."""
+    transport = RpcTransport(address="127.0.0.1")
+    forking = start_peer("--fork")
+    assert forking.stdin is not None
+    assert forking.stdout is not None
+    counts = []
+    try:
+        for worker in range(num_workers):
+            forking.stdin.write("\n")
+            forking.stdin.flush()
+            pid, endpoint = forking.stdout.readline().split()
+            peer = identity().new_peer()
+            transport.connect(peer, PeerAddress(endpoint))
+            steps = LARGE + worker
+            offer = transport.collect(peer, CollectRequest(steps)).result(SOON_S)
+            assert transport.call(peer, Service.num_rrefs).result(SOON_S) == (1, 1)
+            check(offer.fetch().result(SOON_S), steps)
+            assert transport.call(peer, Service.num_rrefs).result(SOON_S) == (0, 0)
+            os.kill(int(pid), signal.SIGKILL)
+            transport.disconnect(peer)
+            counts.append(num_files())
+        eventually(lambda: num_files() <= counts[4] + 4 * rpc_agents._MAX_REMOVED)
+    finally:
+        transport.close()
+        forking.communicate()
 
 
 def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:

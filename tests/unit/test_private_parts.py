@@ -63,6 +63,12 @@ PARTS = [
         "to start, replace and end an RPC agent",
         _NO_RPC,
     ),
+    Part(
+        "torch.distributed.rpc.PyRRef",
+        "_serialize _deserialize",
+        "a rollout's RRef goes to the trainer and back to its owner",
+        _NO_RPC,
+    ),
     Part("torch.distributed.autograd", "_init", "without it, no RPC agent starts", _NO_RPC),
     Part(
         "torch._C",

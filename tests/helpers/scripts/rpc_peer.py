@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 from concurrent.futures import Future
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 
+from distcollect.errors import RolloutGone
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport import rpc, rpc_agents
@@ -44,12 +47,26 @@ class Service:
 
     worker_id = WORKER_ID
     service_methods = frozenset(
-        {"echo", "fail", "fail_later", "later", "soon", "release", "collect", "lock"}
+        {
+            "echo",
+            "fail",
+            "fail_later",
+            "later",
+            "soon",
+            "release",
+            "collect",
+            "lock",
+            "num_rrefs",
+            "hand_over",
+            "handover_outcome",
+            "read_handover",
+        }
     )
 
     def __init__(self) -> None:
         self._owed: dict[str, Future[Any]] = {}
         self._lock = threading.Lock()
+        self._kept: dict[str, tuple[Tensors, Future[bool]]] = {}
         self.collected = 0
 
     def echo(self, *args: Any) -> Any:
@@ -90,6 +107,26 @@ class Service:
     def release(self, key: str, value: Any) -> None:
         self.later(key).set_result(value)
 
+    def num_rrefs(self) -> tuple[int, int]:
+        """By torch's own count: the RRefs that this process owns, and how many holds there are."""
+        counts = torch._C._distributed_rpc._rref_context_get_debug_info()  # type: ignore[attr-defined]
+        return int(counts["num_owner_rrefs"]), int(counts["num_forks"])
+
+    def hand_over(self, sequence: int, key: str, keep_s: float) -> str:
+        """Keep a rollout of this many steps."""
+        self._kept[key] = rollout(sequence), Future()
+        return key
+
+    def handover_outcome(self, key: str) -> Future[bool]:
+        return self._kept[key][1]
+
+    def read_handover(self, key: str, mapped: bool) -> Tensors:
+        tensors, outcome = self._kept[key]
+        if outcome.done():
+            raise RolloutGone("it was taken already")
+        outcome.set_result(True)
+        return tensors
+
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
         answer: Future[Any] = Future()
         if request.random:
@@ -108,6 +145,21 @@ class Service:
         return answer
 
 
+def fork_peers() -> None:
+    """For each line of standard input, fork a peer; print its process id and its endpoint.
+
+    When standard input ends, so do all of them.
+    """
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for _ in sys.stdin:
+        if os.fork() == 0:
+            transport = rpc.RpcTransport(address="127.0.0.1", service=Service())
+            print(os.getpid(), transport.endpoint, flush=True)
+            signal.pause()
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Serve until standard input ends."""
     boot = json.loads(sys.stdin.readline())
@@ -119,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    fork_peers() if "--fork" in sys.argv else main()
