@@ -25,6 +25,7 @@ from distcollect.rollout.spaces import (
     dtype_name,
     flatten,
     leaves_of,
+    overlaps,
 )
 
 _ActionAndExtras: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -256,7 +257,7 @@ class OutputReader:
                 raise self._action_error(leaf, action)
         taken = {*self._input_keys, *(leaf.key for leaf in self._leaves)}
         for key, value in extras.items():
-            if key in taken or key[0] in RESERVED:
+            if overlaps(key, taken) or key[0] in RESERVED:
                 raise PolicyError(
                     f"the policy writes {'.'.join(key)!r}, a name that is taken; rename it"
                 )

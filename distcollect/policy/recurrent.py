@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from distcollect.errors import PolicyError
 from distcollect.policy.calling import Tensors, parameters_of, to_tensor
-from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, as_key, nested
+from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, as_key, nested, overlaps
 
 IS_INIT = Leaf(("is_init",), (1,), torch.bool)
 
@@ -125,7 +125,7 @@ def state_of(
         return None
     state = PolicyState(num_envs, initial, has_is_init=reads_is_init)
     keys = [leaf.key for leaf in state.leaves]
-    if taken := [key for key in keys if key in inputs or key[0] in RESERVED]:
+    if taken := [key for key in keys if overlaps(key, inputs) or key[0] in RESERVED]:
         raise PolicyError(
             f"the policy has a state {'.'.join(taken[0])!r}, a name that is taken; rename it"
         )

@@ -7,7 +7,7 @@ a leaf gets the name of its role, "observation" or "action", as its whole key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +188,11 @@ def nested(flat: Mapping[Key, Any]) -> dict[str, Any]:
 def as_key(name: str | Key) -> Key:
     """An entry's name in a TensorDict as a key."""
     return (name,) if isinstance(name, str) else name
+
+
+def overlaps(key: Key, others: Iterable[Key]) -> bool:
+    """Whether a tree with these other leaves can't have the leaf ``key`` too."""
+    return any(key[: len(other)] == other[: len(key)] for other in others)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -336,3 +338,54 @@ def test_random_policy(action: str) -> None:
     state = str(space.np_random.bit_generator.state)
     draws([4])
     assert str(space.np_random.bit_generator.state) == state, "drawn from the env's own generator"
+
+
+class Robot(gym.Env):
+    """Observes ``robot.arm`` and ``light``."""
+
+    observation_space = spaces.Dict(
+        robot=spaces.Dict(arm=spaces.Box(0, 1, (2,), np.float32)),
+        light=spaces.Box(0, 1, (1,), np.float32),
+    )
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observation_space.sample(), {}
+
+    def step(self, action: int) -> Any:
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+class WithState(nn.Module):
+    """Its state is called ``robot``."""
+
+    def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
+        return {"robot": torch.zeros(num_envs, 3)}
+
+    def forward(self, light: torch.Tensor, robot: torch.Tensor) -> Any:
+        return torch.zeros(len(light), dtype=torch.long), {"robot": robot + 1}
+
+
+def branch_as_an_extra(light: torch.Tensor) -> Any:
+    return torch.zeros(len(light), dtype=torch.long), {"robot": light}
+
+
+def written_to(key: Any) -> Any:
+    return TensorDictModule(
+        lambda light: (torch.zeros(len(light), dtype=torch.long), light + 1),
+        in_keys=["light"],
+        out_keys=["action", key],
+    )
+
+
+@pytest.mark.parametrize("policy", [branch_as_an_extra, written_to("robot"), WithState()])
+def test_an_entry_cannot_replace_a_branch_of_the_observation(policy: Any) -> None:
+    with pytest.raises(dc.PolicyError, match="'robot', a name that is taken"):
+        dc.SyncDataCollector(Robot, policy, frames_per_batch=2)
+
+
+def test_an_entry_can_join_a_branch_of_the_observation() -> None:
+    with dc.SyncDataCollector(Robot, written_to(("robot", "seen")), frames_per_batch=4) as made:
+        batch = made.next()
+    assert torch.equal(batch["robot", "seen"], batch["light"] + 1)
+    assert batch["robot", "arm"].shape == (4, 2)
