@@ -32,6 +32,8 @@ _CLOSE_TIMEOUT_S = 1.0
 _SCALARS = ("rewards", "terminations", "truncations")
 # Wrappers that can't reset single rows: the first refuses, the second clears all rows' returns.
 _FULL_RESETS_ONLY = (NormalizeObservation, NormalizeReward)
+# The packages whose other vector envs and wrappers take a reset mask.
+_KNOW_MASKS = ("gymnasium", "ale_py")
 
 
 class VectorBatch(EnvBatch):
@@ -199,7 +201,7 @@ class VectorBatch(EnvBatch):
 
     def _reset_some(self, rows: list[int], mask: np.ndarray) -> None:
         """Reset ``rows``, which are True in ``mask``, and write these rows of ``obs``."""
-        value, infos = self._env.reset(options=_ResetMask(mask))
+        value, infos = self._env.reset(options=_ResetMask(reset_mask=mask))
         self._put(value, "reset", rows)
         self._put_infos(self.obs, infos, mask)
 
@@ -299,9 +301,10 @@ class _ResetMask(dict[str, Any]):
     was popped; the single envs inside, and subprocesses, only get the other options.
     """
 
-    def __init__(self, mask: np.ndarray) -> None:
-        super().__init__(reset_mask=mask)
-        self._mask = mask
+    # A wrapper that converts arrays makes it again, as ``type(options)(**converted)``.
+    def __init__(self, reset_mask: np.ndarray, **others: Any) -> None:
+        super().__init__(others, reset_mask=reset_mask)
+        self._mask = reset_mask
 
     def __contains__(self, key: object) -> bool:
         return key == "reset_mask" or super().__contains__(key)
@@ -326,10 +329,17 @@ def _can_reset_some(env: AnyVectorEnv, mode: AutoresetMode) -> bool:
         return False
     wrapper = env
     while isinstance(wrapper, VectorWrapper):
-        if isinstance(wrapper, _FULL_RESETS_ONLY):
+        if isinstance(wrapper, _FULL_RESETS_ONLY) or _has_own_reset(wrapper):
             return False
         wrapper = wrapper.env
-    return True
+    return not _has_own_reset(bare)
+
+
+def _has_own_reset(env: AnyVectorEnv) -> bool:
+    """Whether code of the user's runs in a reset, which may take it for a reset of all rows."""
+    methods = [getattr(type(env), name, None) for name in ("reset", "observations")]
+    modules = [method.__module__ for method in methods if method is not None]
+    return any(module.partition(".")[0] not in _KNOW_MASKS for module in modules)
 
 
 def _is_ale(bare: AnyVectorEnv) -> bool:

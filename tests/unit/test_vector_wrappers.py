@@ -1,0 +1,178 @@
+"""Vector wrappers keep their state for the rows whose episode goes on, and may convert arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorObservationWrapper, VectorWrapper
+from gymnasium.wrappers import vector as vector_wrappers
+
+import distcollect as dc
+
+LENGTHS = (3, 5, 4)  # of the episodes in each row
+
+
+class Row(gym.Env[np.ndarray, int]):
+    """Observes (frame, 0); the second number is for wrappers."""
+
+    observation_space = gym.spaces.Box(-1, 1e6, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, length: int) -> None:
+        self._length, self._frame = length, 0
+
+    def _seen(self) -> np.ndarray:
+        return np.array([self._frame, 0], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._frame = 0
+        return self._seen(), {}
+
+    def step(self, action: int) -> Any:
+        self._frame += 1
+        return self._seen(), 1.0, self._frame == self._length, False, {}
+
+
+def rows(mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda n=n: Row(n) for n in LENGTHS], autoreset_mode=mode)
+
+
+class Ages(VectorWrapper[Any, Any, Any, Any, Any]):
+    """Writes each row's frame into the second number, by its own count; knows no reset masks."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self._ages = np.zeros(env.num_envs)
+        self._over = np.zeros(env.num_envs, bool)
+        self._in_step = env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+
+    def _written(self, observations: Any) -> Any:
+        observations = observations.copy()
+        observations[:, 1] = self._ages
+        return observations
+
+    def reset(self, **kwargs: Any) -> Any:
+        observations, infos = self.env.reset(**kwargs)
+        self._ages[:], self._over[:] = 0, False
+        return self._written(observations), infos
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        self._ages += 1
+        self._ages[self._over] = 0
+        over = terminated | truncated
+        if self._in_step:
+            for row in np.flatnonzero(over):
+                infos["final_obs"][row][1] = self._ages[row]
+            self._ages[over] = 0
+        else:
+            self._over = over
+        return self._written(observations), rewards, terminated, truncated, infos
+
+
+class Calls(VectorObservationWrapper[Any, Any, Any]):
+    """Counts the observations of each row since its last reset, as a frame stack would."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self._ages = np.full(env.num_envs, -1)
+
+    def observations(self, observations: Any) -> Any:
+        self._ages += 1
+        self._ages[observations[:, 0] == 0] = 0
+        observations = observations.copy()
+        observations[:, 1] = self._ages
+        return observations
+
+
+class AgesOfItsOwn(SyncVectorEnv):
+    """The same within a vector env."""
+
+    def __init__(self) -> None:
+        super().__init__([lambda n=n: Row(n) for n in LENGTHS])
+        self._ages = np.zeros(len(LENGTHS))
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._ages[:] = 0
+        return super().reset(**kwargs)
+
+    def step(self, actions: Any) -> Any:
+        observations, *others = super().step(actions)
+        self._ages += 1
+        self._ages[observations[:, 0] == 0] = 0
+        observations[:, 1] = self._ages
+        return observations, *others
+
+
+WRAPPED: dict[str, Any] = {
+    "wrapper": lambda: Ages(rows()),
+    "same step": lambda: Ages(rows(AutoresetMode.SAME_STEP)),
+    "within another": lambda: vector_wrappers.RecordEpisodeStatistics(Ages(rows())),
+    "observations": lambda: Calls(rows()),
+    "vector env": AgesOfItsOwn,
+}
+FRAMES = 8 * len(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_wrapper_keeps_its_state_for_rows_that_go_on(kind: str) -> None:
+    with dc.SyncDataCollector(WRAPPED[kind], None, frames_per_batch=FRAMES) as collector:
+        for _ in range(4):
+            batch = collector.next()
+            for observations in (batch["observation"], batch["next", "observation"]):
+                assert (observations[..., 1] == observations[..., 0]).all()
+            assert batch["next", "done"].any()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRAPPED if kind != "vector env"])
+def test_a_wrapper_that_may_know_no_masks_cannot_cut_rows(kind: str) -> None:
+    with pytest.raises(dc.ArgumentError, match="cannot reset single rows"):
+        dc.SyncDataCollector(WRAPPED[kind], None, frames_per_batch=FRAMES, max_frames_per_traj=2)
+
+
+class Converts(VectorWrapper[Any, Any, Any, Any, Any]):
+    """Converts the options of a reset as Gymnasium's wrappers for arrays of other kinds do."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if options:
+            options = type(options)(**{key: np.asarray(each) for key, each in options.items()})
+        return self.env.reset(seed=seed, options=options)
+
+
+def to_torch(env: Any) -> Any:
+    pytest.importorskip("array_api_compat", reason="NumpyToTorch needs array-api-compat")
+    return vector_wrappers.NumpyToTorch(env)
+
+
+DISABLED = AutoresetMode.DISABLED
+
+
+@pytest.mark.parametrize("longest", [None, 2])
+@pytest.mark.parametrize(
+    "make_env",
+    [
+        lambda: Converts(rows(DISABLED)),
+        lambda: Converts(vector_wrappers.RecordEpisodeStatistics(rows(DISABLED))),
+        lambda: vector_wrappers.RecordEpisodeStatistics(Converts(rows(DISABLED))),
+        lambda: to_torch(rows(DISABLED)),
+        lambda: to_torch(rows()),
+        lambda: to_torch(vector_wrappers.RecordEpisodeStatistics(rows())),
+    ],
+)
+def test_ends_of_episodes_are_no_faults(make_env: Any, longest: int | None) -> None:
+    env = make_env()
+    settings: dict[str, Any] = {"frames_per_batch": FRAMES, "max_frames_per_traj": longest}
+    with dc.SyncDataCollector(lambda: env, None, **settings) as collector:
+        batches = [collector.next() for _ in range(3)]
+        assert not collector.stats().env_faults
+    for batch in batches:
+        assert not batch["collector", "faulted"].any()
+        ended = batch["next", "done"][..., 0]
+        assert ended.sum(-1).min() >= 1
+        goes_on = ~ended[:, :-1]
+        following = batch["observation"][:, 1:, 0]
+        assert (following[~goes_on] == 0).all()
+        assert (following == batch["observation"][:, :-1, 0] + 1)[goes_on].all()
