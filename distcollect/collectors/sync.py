@@ -76,22 +76,22 @@ class SyncDataCollector(DataCollectorBase):
         self._traj_ids = identity().own_traj_ids()
         self._plan = options.plan(num_envs=options.num_envs, traces=traces).with_policy_made()
         worker_id = options.worker_id
-        self._engine = build_engine(
-            self._plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
-        )
         self._first_batch = 0  # of this engine
         # The last seed of the envs, whether it is static, and the number of batches before it.
         self._seeded: tuple[int, bool, int] | None = None
         self._evaluator = build_evaluator(self._plan, worker_id=worker_id, shared=True)
-        try:
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._traj_ids.close)
+            self._engine = build_engine(
+                self._plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
+            )
+            if_it_fails.callback(self._engine.close)
             num_envs = self._engine.layout.num_envs
             self._num_steps = validation.num_steps(
                 self.frames_per_batch, 1, num_envs, rounds_up=self._engine.envs.is_torchrl
             )
             self._count_frames(self._num_steps * num_envs)
-        except BaseException:
-            self._engine.close()
-            raise
+            if_it_fails.pop_all()
 
     @property
     def policy_version(self) -> int:
@@ -314,7 +314,7 @@ class SyncDataCollector(DataCollectorBase):
         self._engine, self._first_batch, self._background = engine, num_batches, background
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed all envs, the policy's randomness, and torch's global generator.
+        """Seed all envs, the policy's randomness, and torch's, numpy's and Python's generators.
 
         The next batch starts with a reset. See :meth:`DataCollectorBase.set_seed`.
 
@@ -400,6 +400,7 @@ class SyncDataCollector(DataCollectorBase):
         if self._background is not None:
             self._engine.stop()
             self._background.join(JOIN_TIMEOUT_S)
+        self._traj_ids.close()
         try:
             self._evaluator.close()
         finally:

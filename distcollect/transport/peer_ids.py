@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from itertools import count
 
 from distcollect.errors import LaunchError, WorkerError
 
 TRAJ_IDS_PER_PEER = 1 << 34
+# A collector that steps its envs in this process takes as many of its block's ids at a time.
+_OWN_IDS_AT_ONCE = 1 << 20
 _END_OF_TRAJ_IDS = 1 << 63
 # The state of a run is saved by one of its trainers, which doesn't know how many processes the
 # others have started. So with several trainers each life of a run takes this many blocks.
@@ -62,6 +65,7 @@ class Identity:
         self.next_peer = trainer + num_trainers
         self.first_traj_id = 0
         self._num_earlier = 0  # ids that were given out before the open collectors
+        self._own_parts: set[int] = set()  # the parts of this process's block that are in use
         self._lock = threading.Lock()
 
     def new_peer(self) -> int:
@@ -109,18 +113,33 @@ class Identity:
         num_blocks = self.next_peer if self.num_trainers == 1 else _PEERS_PER_LIFE
         return self.first_traj_id + num_blocks * TRAJ_IDS_PER_PEER
 
-    def own_traj_ids(self) -> Iterator[int]:
+    def own_traj_ids(self) -> Generator[int, None, None]:
         """Trajectory ids for a collector that steps its envs in this process; without an end.
 
-        They begin with the same id in each such collector, so that equal seeds give equal batches.
+        No other generator that is not closed gives the same. One that is alone begins with the
+        same id each time, so that equal seeds give equal batches.
 
         Raises:
             LaunchError: there are none left.
         """
-        first = self.first_traj_id + self.trainer * TRAJ_IDS_PER_PEER
-        while True:
-            yield from range(first, first + TRAJ_IDS_PER_PEER)
-            first = self.first_traj_id + self.new_peer() * TRAJ_IDS_PER_PEER
+        parts: list[int] = []
+        try:
+            while True:
+                with self._lock:
+                    part = next(each for each in count() if each not in self._own_parts)
+                    parts.append(part)
+                    self._own_parts.add(part)
+                first = self._first_of_own_part(part)
+                yield from range(first, first + min(_OWN_IDS_AT_ONCE, TRAJ_IDS_PER_PEER))
+        finally:
+            self._own_parts.difference_update(parts)
+
+    def _first_of_own_part(self, part: int) -> int:
+        first = self.first_traj_id
+        at = part * _OWN_IDS_AT_ONCE
+        if at >= TRAJ_IDS_PER_PEER:  # then blocks of processes that are never started
+            return first + self.new_peer() * TRAJ_IDS_PER_PEER
+        return first + self.trainer * TRAJ_IDS_PER_PEER + at
 
     def resume(self, first_traj_id: int) -> int:
         """Begin another life of the run: give out only trajectory ids from this one on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+import gymnasium as gym
 import pytest
 
 import distcollect as dc
@@ -118,12 +119,56 @@ def test_a_process_that_steps_envs_itself_never_repeats_an_id(
     ids = [next(each) for _ in range(9) for each in own]
     assert len({*ids}) == len(ids) == 18
     assert [traj_id // 4 for traj_id in ids[:2]] == [0, 1]
+    own[0].close()
     assert next(trainers[0].own_traj_ids()) == ids[0], "each collector begins with the same ids"
     before = max(ids)
     trainers[0].resume(before + 1)
     assert next(trainers[0].own_traj_ids()) > before
     trainers[0].resume(before - 2)  # as of another run
     assert next(trainers[0].own_traj_ids()) > before
+
+
+def test_generators_that_are_open_at_the_same_time_share_no_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is alone gives the same ids each time, also after others were closed or dropped."""
+    monkeypatch.setattr(peer_ids, "_OWN_IDS_AT_ONCE", 4)
+    identity = Identity("run", 1, 3)
+    alone = list(islice(identity.own_traj_ids(), 10))
+    assert alone == list(range(alone[0], alone[0] + 10))
+    for _ in range(3):
+        several = [identity.own_traj_ids() for _ in range(3)]
+        ids = [next(each) for _ in range(9) for each in several]
+        several.pop(1).close()
+        several.append(identity.own_traj_ids())
+        ids_of_open = [each for each in ids if each not in ids[1::3]]
+        ids_of_open += [next(each) for _ in range(9) for each in several]
+        assert len({*ids}) == len(ids)
+        assert len({*ids_of_open}) == len(ids_of_open)
+        assert {each // TRAJ_IDS_PER_PEER for each in [*ids, *ids_of_open]} == {1}
+        first = several.pop(0)
+        first.close()
+        del several[:]
+        assert list(islice(identity.own_traj_ids(), 10)) == alone
+
+
+def test_open_collectors_in_this_process_share_no_trajectory_id() -> None:
+    def opened() -> dc.SyncDataCollector:
+        return dc.SyncDataCollector("CartPole-v1", None, frames_per_batch=100)
+
+    def ids(collector: dc.SyncDataCollector) -> list[int]:
+        return collector.next()["collector", "traj_ids"].tolist()
+
+    with opened() as one:
+        first, *_ = alone = ids(one)
+        with opened() as two:
+            assert not {*alone, *ids(one)} & {*ids(two), *ids(two)}
+    # It fails once the env is made, and who holds the error holds the collector.
+    with pytest.raises(dc.ArgumentError, match="frames_per_batch=3") as failed:
+        dc.SyncDataCollector(lambda: gym.make_vec("CartPole-v1", 2), None, frames_per_batch=3)
+    with opened() as again:
+        assert ids(again)[0] == first
+    assert failed.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("num_trainers", [1, 3])
