@@ -230,8 +230,10 @@ class DataCollectorBase(BufferFiller):
 
         Random numbers that the policy draws in other ways come from one generator per worker, and
         so depend on the number of workers: those that compiled code draws itself, those within
-        ``nn.LSTM``, ``nn.GRU`` and ``nn.RReLU``, those of numpy, and tensors whose first dimension
-        is not that of the envs (or a multiple of it, as for several agents).
+        ``nn.LSTM``, ``nn.GRU`` and ``nn.RReLU``, and tensors whose first dimension is not that of
+        the envs (or a multiple of it, as for several agents). So do those that envs and policies
+        draw from numpy's and Python's global generators. These, and torch's, are seeded in each
+        process that steps envs; for collectors without workers that is this process.
 
         Seeding costs time in the policy: with 16 CartPole envs and a small network a frame takes
         1.1 times as long; with larger envs and networks the factor is smaller. Without a seed there

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
+
+import numpy as np
+import torch
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import NUM_TASKS, TASK, StepCounter, Task
@@ -231,6 +235,13 @@ class EngineBase(ABC):
     @abstractmethod
     def _num_waiting(self) -> int:
         """Number of frames that were stepped and wait for the next rollout."""
+
+
+def seed_global_generators(seed: int) -> None:
+    """Seed the generators of this process that envs and policies may draw from."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - some envs still use it
+    random.seed(seed)
 
 
 def _check_can_be_pickled(result: object, name: str) -> None:

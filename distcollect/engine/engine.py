@@ -12,13 +12,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import torch
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.aligned_loop import AlignedLoop
 from distcollect.engine.async_loop import AsyncLoop
-from distcollect.engine.base import EngineBase
+from distcollect.engine.base import EngineBase, seed_global_generators
 from distcollect.engine.plan import StepOptions
 from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
@@ -109,7 +108,7 @@ class Engine(EngineBase):
         self._random_policy.seed(self._seeds[:num_ready])
         always_random = isinstance(self._policy, RandomPolicy)
         self._policy.seed((env_seeds if always_random else policy_seeds)[:num_ready])
-        torch.manual_seed(policy_seeds[0])
+        seed_global_generators(policy_seeds[0])
         self._reset_due = True
 
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:

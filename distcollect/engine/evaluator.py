@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -146,10 +147,12 @@ def _seed(engine: EngineBase, seed: int, num_starts: int) -> None:
 
 @contextlib.contextmanager
 def _random_state_restored() -> Iterator[None]:
-    """Restore torch's and numpy's generators, so that evaluating does not change a collection."""
+    """Restore the global generators, so that evaluating does not change a collection."""
     numpy_state = np.random.get_state()  # noqa: NPY002 - for envs that still use it
+    python_state = random.getstate()
     try:
         with torch.random.fork_rng(devices=gpus.in_use()):
             yield
     finally:
+        random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import STEPPED, StepCounter
-from distcollect.engine.base import EngineBase
+from distcollect.engine.base import EngineBase, seed_global_generators
 from distcollect.engine.plan import StepOptions
 from distcollect.engine.rollout_loop import Trajectories
 from distcollect.engine.tensordict_policy import TensorDictPolicy
@@ -91,11 +91,11 @@ class TensorDictEngine(EngineBase):
         self._done_keys = [_short(key) for key in self.layout.done]
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
-        """Seed the envs as TorchRL does; the policy draws from torch's own generators."""
+        """Seed the envs as TorchRL does; the policy draws from the global generators."""
         self._env_recovery.seed(env_seeds)
         static_seed = len(env_seeds) > 1 and len(set(env_seeds)) == 1
         self.next_seed = self.envs.set_seeds(env_seeds, static_seed=static_seed)
-        torch.manual_seed(policy_seeds[0])
+        seed_global_generators(policy_seeds[0])
         self._reset_due = True
 
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:

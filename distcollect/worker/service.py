@@ -324,7 +324,6 @@ class Worker(WorkerService):
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         with self._configured.counter.doing(Task.SET_UP):
             self._configured.seed(env_seeds, policy_seeds)
-        np.random.seed(policy_seeds[0] % 2**32)  # noqa: NPY002 - some envs still use it
 
     def _resume(self, request: ResumeRequest) -> None:
         self._configured_receiver.renumber(request.version, request.epoch)
