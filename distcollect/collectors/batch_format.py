@@ -235,13 +235,17 @@ class WholeTrajectories:
         is_next = (header.incarnation, header.sequence) == (incarnation, sequence + 1)
         if not is_next and header.sequence:
             incomplete |= set(rows[TRAJ_IDS][..., 0].flatten().tolist())
+        incomplete.update(header.work.rests)
         self._newest[header.worker_id] = (header.incarnation, header.sequence)
         unfinished: set[int] = set()
         frames, lengths = _by_trajectory(rows)
+        done_keys = _flags(frames["next"], "done")
+        if ("done",) in done_keys:
+            done_keys = [("done",)]  # an agent may be done long before its env
         for part in frames.split(lengths.tolist()):
             traj_id = int(part[TRAJ_IDS][0])
             step = part["next"]
-            ends = any(bool(step[key][-1].any()) for key in _flags(step, "done"))
+            ends = any(bool(step[key][-1].any()) for key in done_keys)
             if not ends:
                 unfinished.add(traj_id)
             if traj_id in incomplete:

@@ -50,6 +50,11 @@ class RowBuffer:
         columns = self.position[rows]
         return {key: self.frames[key][rows, columns] for key in self._carried}
 
+    def last_ids(self, rows: np.ndarray) -> np.ndarray:
+        """The trajectories of the last finished frames of ``rows``, which have some."""
+        ids: np.ndarray = self.frames[TRAJ_IDS][rows, self.position[rows] - 1]
+        return ids
+
     def drop(self) -> int:
         """Drop the finished frames; how many there were."""
         return self._drop(np.flatnonzero(self.position), 0)
@@ -165,7 +170,7 @@ class AsyncLoop(RolloutLoop):
         if old is not None and (fresh or old is not buffer):
             # A trajectory can't span the gap that dropped frames leave.
             dropped = np.flatnonzero(old.position)
-            self._begin_trajectories(dropped)
+            self.trajectories.cut_before(dropped, old.last_ids(dropped))
             self.counter.lose("row_skew", old.drop())
             for key, frames in buffer.frames.items():
                 frames[:, 0] = old.frames[key][:, 0]
@@ -227,7 +232,8 @@ class AsyncLoop(RolloutLoop):
         self.counter.cells[STEPPED] += len(slots) + num_unwanted
         if num_unwanted:
             self.counter.lose("row_skew", num_unwanted)
-            self._begin_trajectories(rows[unwanted])
+            outdated = rows[unwanted & received.is_frame]
+            trajectories.cut_before(outdated, trajectories.ids[outdated])
         for key, states in self._states.items():
             self.current[key][:] = states[rows]
         ended = received.is_frame & (received.terminated | truncated)
@@ -269,8 +275,9 @@ class AsyncLoop(RolloutLoop):
         room = max(0, self.envs.num_envs - self.envs.num_ready - num_waiting)
         for row in rows[ahead[room:]].tolist():
             if buffer.position[row] >= 2 * buffer.num_steps:
+                at = np.array([row])
+                self.trajectories.cut_before(at, buffer.last_ids(at))
                 self.counter.lose("row_skew", buffer.drop_surplus(row))
-                self._begin_trajectories(np.array([row]))
         without: np.ndarray = np.setdiff1d(slots, ahead[:room])
         return without
 

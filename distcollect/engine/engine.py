@@ -152,7 +152,7 @@ class Engine(EngineBase):
                 "an env returned a reward that is infinite, or too large for float32, as which "
                 "batches hold rewards: scale the rewards in a wrapper"
             )
-        self.step_timer.collected(slab)
+        self.step_timer.collected(slab, self._trajectories.rests_in(slab.traj_ids))
 
     def _reset(self) -> None:
         begin = clock_ns()
@@ -186,8 +186,9 @@ def _check_options(options: StepOptions, envs: EnvBatch) -> None:
     if needs_resets and not envs.supports_partial_reset:
         wanted = "max_frames_per_traj" if options.max_frames_per_traj else "reset_at_each_iter"
         raise ArgumentError(
-            f"{wanted} does not work with this native vector env: it cannot reset single rows, as "
-            "it takes no reset mask. Pass a maker of single envs and envs_per_worker instead"
+            f"{wanted} does not work with this vector env: it cannot reset single rows, as it, or "
+            "a wrapper with its own reset() or observations(), may take no reset mask. Pass a "
+            "maker of single envs and envs_per_worker instead"
         )
     if options.exact_version and isinstance(envs, AsyncPoolBatch):
         raise ArgumentError(

@@ -108,11 +108,12 @@ class Evaluator:
                         f"{lengths.max()} frames. Give a longer timeout_s or fewer episodes"
                     )
                 engine.collect(slab)
+                is_rest = np.isin(slab.traj_ids, engine.step_timer.rests)
                 for step in range(_NUM_STEPS):
                     begins = slab.traj_ids[:, step] != traj_ids
                     # Frames are missing where an env was replaced, or where rows of a vector env
                     # have drifted apart. What follows is no whole episode, so all envs start over.
-                    is_whole = not (begins & ~over).any()
+                    is_whole = not (begins & ~over | is_rest[:, step]).any()
                     if not is_whole:
                         break
                     traj_ids[:] = slab.traj_ids[:, step]

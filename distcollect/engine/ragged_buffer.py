@@ -83,6 +83,11 @@ class RaggedBuffer:
         # that the successor would have had.
         self._cut_off: dict[tuple[int, int], Arrays] = {}
 
+    def last_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that have frames, and the trajectory of the last frame of each."""
+        rows = np.flatnonzero(self.position)
+        return rows, self._frames[TRAJ_IDS][rows, self.position[rows] - 1]
+
     def drop(self) -> int:
         """Drop all frames; how many there were."""
         dropped = int(self.position.sum())

@@ -108,8 +108,11 @@ class RaggedLoop(RolloutLoop):
         step_timer.due = max(0, due - strip.num_steps)
         overflow, num_lost = buffer.take_strip(current)
         self.counter.lose("row_skew", num_lost)
-        # A frame that found no room leaves a gap, which no trajectory may span.
-        trajectories.new_ids(overflow)
+        if num_lost:
+            # A frame that found no room leaves a gap, which no trajectory may span.
+            last = strip.num_steps - 1
+            last_ids = np.where(strip.real[last], strip.traj_ids[last], -1)
+            trajectories.cut_before(overflow, last_ids[overflow])
         if faulted is not None:
             self._recover(buffer, faulted)
         return goes_on
@@ -140,7 +143,7 @@ class RaggedLoop(RolloutLoop):
         buffer = self._buffer
         if buffer is not None and (fresh or buffer.num_steps != num_steps):
             # A trajectory can't span the gap that dropped frames leave.
-            self.trajectories.new_ids(np.flatnonzero(buffer.position))
+            self.trajectories.cut_before(*buffer.last_ids())
             self.drop_surplus()
         if buffer is None or buffer.num_steps != num_steps:
             buffer = self._buffer = RaggedBuffer(self.layout, num_steps)

@@ -48,6 +48,7 @@ class Trajectories:
         self.lengths = np.zeros(num_envs, np.int64)
         self._new_ids = new_ids
         self._policy_state = policy_state
+        self._rests: set[int] = set()
         self.begin_all()
 
     def use_ids(self, new_ids: Iterator[int]) -> None:
@@ -67,6 +68,27 @@ class Trajectories:
         traj_ids = np.fromiter(self._new_ids, np.int64, len(rows))
         self.ids[rows] = traj_ids
         return traj_ids
+
+    def cut_before(self, rows: np.ndarray, last_ids: np.ndarray) -> None:
+        """Frames of ``rows`` were dropped: what follows of their episodes are new trajectories.
+
+        Args:
+            rows: int64 ``[m]``.
+            last_ids: int64 ``[m]``, the trajectory of the last frame that was dropped in each row.
+                Where another one has begun since, it begins with an episode, and stays as it is.
+        """
+        rows = rows[self.ids[rows] == last_ids]
+        self._rests.update(self.new_ids(rows).tolist())
+        self.lengths[rows] = 0
+
+    def rests_in(self, traj_ids: np.ndarray) -> tuple[int, ...]:
+        """Those of the next rollout's ``traj_ids`` ``[n, T]`` that are the rest of an episode."""
+        if not self._rests:
+            return ()
+        present = self._rests.intersection(np.unique(traj_ids).tolist())
+        oldest = int(traj_ids[:, -1].min())  # a row's ids only rise
+        self._rests = {traj_id for traj_id in self._rests if traj_id >= oldest}
+        return tuple(present)
 
     def begin_all(self) -> None:
         """Begin an episode, and thus a trajectory, in every row."""

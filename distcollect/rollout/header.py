@@ -30,6 +30,8 @@ class WorkReport(NamedTuple):
         lengths: the number of frames of each episode.
         metrics: for each metric of the monitor, its value at the last frame of each episode; None:
             no episode ended, or there are no metrics.
+        rests: ids of trajectories with frames in the rollout that are only the rest of an episode:
+            what came before was dropped.
     """
 
     busy_ns: int = 0
@@ -41,6 +43,7 @@ class WorkReport(NamedTuple):
     returns: tuple[float, ...] = ()
     lengths: tuple[int, ...] = ()
     metrics: Mapping[str, tuple[float, ...]] | None = None
+    rests: tuple[int, ...] = ()
 
 
 NO_WORK = WorkReport()

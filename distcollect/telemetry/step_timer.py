@@ -33,7 +33,7 @@ class StepTimer:
     """Measures how long an engine spends on what.
 
     Attributes:
-        env_ns, policy_ns, swap_ns: see :class:`WorkReport`.
+        env_ns, policy_ns, swap_ns, rests: see :class:`WorkReport`.
         due: index of the next step to be timed in the current rollout.
         stride: how many steps a timed step counts for.
     """
@@ -43,6 +43,7 @@ class StepTimer:
         self.env_ns = 0
         self.policy_ns = 0
         self.swap_ns = 0
+        self.rests: tuple[int, ...] = ()
         self.due = 0
         self.stride = 1
         self._busy_ns = 0
@@ -96,13 +97,14 @@ class StepTimer:
         """The spans of the last rollout, whose tensors are ready; empty without a trace."""
         return ()
 
-    def collected(self, slab: AnySlab) -> None:
-        """A rollout is complete."""
+    def collected(self, slab: AnySlab, rests: tuple[int, ...] = ()) -> None:
+        """A rollout is complete; ``rests``: see :class:`WorkReport`."""
         self.due = max(0, self.due - slab.num_steps)
         # The mean of the rollout, not the last step: one slow step must not change the stride.
         took_ns = clock_ns() - self._began_at
         self.stride = 1 if took_ns > _SHORT_NS * slab.num_steps else _STRIDE
-        self._finished = self._episodes.add(slab)
+        self.rests = rests
+        self._finished = self._episodes.add(slab, rests)
         if self._metrics:
             at = self._episodes.ended_at
             values = {name: slab.values_at(key, at) for name, key in self._metrics.items()}
@@ -121,6 +123,7 @@ class StepTimer:
             tuple(returns),
             tuple(lengths),
             self._values,
+            self.rests,
         )
 
 
@@ -202,10 +205,11 @@ class Episodes:
         self._lengths = np.zeros(num_envs, np.int64)
         self.ended_at = np.zeros(0, np.int64)
 
-    def add(self, slab: AnySlab) -> tuple[list[float], list[int]]:
+    def add(self, slab: AnySlab, rests: tuple[int, ...] = ()) -> tuple[list[float], list[int]]:
         """Returns and lengths of the episodes that end in the next rollout.
 
-        Episodes that end because their env raised, or by a reset, are left out.
+        Episodes that end because their env raised, or by a reset, are left out, and so are
+        ``rests``: trajectories whose episode began with frames that were dropped.
         """
         ids = slab.traj_ids.reshape(-1)
         num_steps = slab.num_steps
@@ -224,6 +228,8 @@ class Episodes:
         lengths = last - first + 1
         parts = ids[first]
         is_end = ended.reshape(-1)[last]
+        if rests:
+            is_end &= ~np.isin(parts, rests)
         self.ended_at = last[is_end]
         if slab.num_frames == len(ids):
             heads = first.searchsorted(np.arange(0, len(ids), num_steps))

@@ -27,7 +27,7 @@ class _NoStepTimer(StepTimer):
     def end(self) -> None:
         """Do nothing."""
 
-    def collected(self, slab: AnySlab) -> None:
+    def collected(self, slab: AnySlab, rests: tuple[int, ...] = ()) -> None:
         """Do nothing."""
 
 
