@@ -202,9 +202,14 @@ class WholeTrajectories:
         self._whole: tuple[list[TensorDict], ...] = ()
 
     @property
+    def num_whole(self) -> int:
+        """How many whole trajectories there are."""
+        return len(self._whole)
+
+    @property
     def ready(self) -> bool:
         """Whether there are enough whole trajectories for a batch."""
-        return len(self._whole) >= (self._num_per_batch or 1)
+        return self.num_whole >= (self._num_per_batch or 1)
 
     def with_rollouts(self, rows: TensorDict, headers: Sequence[Header]) -> WholeTrajectories:
         """With the trajectories in these W rollouts, with each one's header.
@@ -323,6 +328,9 @@ def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
         return out
 
     batch: TensorDict = frames.named_apply(spread, nested_keys=True, batch_size=is_real.shape)
+    for key, part in reversed(list(batch.items(include_nested=True))):  # the innermost first
+        if isinstance(part, TensorDictBase):
+            part.batch_size = (*is_real.shape, *frames.get(key).batch_size[1:])
     batch.names = [None, "time"]
     batch[MASK] = batch[MASK] if MASK in frames.keys(include_nested=True) else is_real
     return batch

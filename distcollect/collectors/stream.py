@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from distcollect.collectors.replay import (
 )
 from distcollect.common import tensor_cache
 from distcollect.common.forks import Owner
-from distcollect.errors import ArgumentTypeError, CollectorStateError
+from distcollect.errors import ArgumentTypeError, BatchTimeout, CollectorStateError
 from distcollect.results import Stats
 from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.telemetry.monitor import MonitorThread
@@ -242,8 +243,9 @@ class BatchStream(ABC):
         """Wait for the next batch.
 
         Args:
-            timeout_s: seconds to wait, instead of ``Faults.batch_timeout_s``; with
-                ``trajs_per_batch`` for each of the rollouts that a batch needs.
+            timeout_s: seconds to wait; None: ``Faults.batch_timeout_s``, with ``trajs_per_batch``
+                for each of the rollouts that a batch needs, and with ``reset_at_each_iter`` too for
+                the next whole trajectory.
 
         Returns:
             The batch; None if it went to the ``replay_buffer``.
@@ -338,6 +340,8 @@ class BatchStream(ABC):
     def _collect_trajectories(self, timeout_s: float | None) -> tuple[TensorDict | None, Progress]:
         """The next whole trajectories; see :attr:`Ready.batch` and :attr:`Ready.then`."""
         progress, before = self._progress, self._progress.batches
+        limit_s = self._limit_s(timeout_s)
+        deadline = time.monotonic() + limit_s
         while True:
             trajectories = progress.trajectories
             assert trajectories is not None
@@ -352,13 +356,38 @@ class BatchStream(ABC):
                     return None, progress
                 self._drop_trajectories()
                 raise
-            collected = self._next(self._limit_s(timeout_s))
+            left_s, num_before = deadline - time.monotonic(), trajectories.num_whole
+            if progress.batches > before and left_s <= 0:
+                raise self._too_few_trajectories(limit_s, num_before)
+            try:
+                collected = self._next(max(left_s, 0.0))
+            except BatchTimeout as error:
+                if progress.batches == before:
+                    raise
+                raise self._too_few_trajectories(limit_s, num_before) from error
             rows = self._options.batch_format.shaped(collected.rows, self._layout)
             trajectories = trajectories.with_rollouts(rows, collected.headers)
             progress = replace(self._after(collected), trajectories=trajectories)
             self._progress = progress
+            # With resets in between, a trajectory that one rollout lacks comes in no later one.
+            is_nearer = trajectories.num_whole > num_before or not self._options.reset_at_each_iter
+            if timeout_s is None and is_nearer:
+                deadline = time.monotonic() + limit_s
         batch, rest = trajectories.taken()
         return batch, replace(progress, trajectories=rest)
+
+    def _too_few_trajectories(self, limit_s: float, num_whole: int) -> BatchTimeout:
+        options = self._options
+        hint = "give next() a longer timeout_s"
+        if options.reset_at_each_iter:
+            hint = (
+                "reset_at_each_iter ends all episodes with their rollout, so that only those which "
+                "are shorter are whole: leave it out, or increase frames_per_batch"
+            )
+        return BatchTimeout(
+            f"trajs_per_batch={options.trajs_per_batch}, but within {limit_s:g} s only {num_whole} "
+            f"trajectories were whole; {hint}"
+        )
 
     def _check_not_over(self) -> None:
         if self.total_frames != -1 and self._progress.frames >= self.total_frames:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,6 +194,49 @@ def test_a_trajectory_whose_env_fails(fails_at: int, length: int, num_abandoned:
         batch = collector.next()
         assert batch["observation"][0, :, 2].tolist() == [*range(length)]
         assert collector.abandoned_frames == num_abandoned
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit_s"), [(dc.SyncDataCollector, 0.2), (dc.MultiaSyncDataCollector, 3)]
+)
+@pytest.mark.parametrize("is_given", [True, False])
+def test_trajectories_that_no_rollout_can_hold(kind: Any, limit_s: float, is_given: bool) -> None:
+    """The wait has an end, and the error names the two arguments."""
+    faults = dc.Faults(batch_timeout_s=600 if is_given else limit_s)
+    settings = {"trajs_per_batch": 1, "reset_at_each_iter": True, "faults": faults}
+    message = f"trajs_per_batch=1, but within {limit_s} s only 0 .* reset_at_each_iter"
+    with make(kind, Maker(T + 1), num_envs=1, num_workers=1, **settings) as collector:
+        with pytest.raises(dc.BatchTimeout, match=message):
+            collector.next(limit_s if is_given else None)
+        assert collector.frames > T
+
+
+def test_a_timeout_is_for_all_rollouts_of_a_batch_of_trajectories() -> None:
+    message = r"only 0 .* give next\(\) a longer timeout_s"
+    with (
+        make(dc.SyncDataCollector, Maker(10**9), num_envs=1, trajs_per_batch=2) as collector,
+        pytest.raises(dc.BatchTimeout, match=message),
+    ):
+        collector.next(0.2)
+
+
+class Slow(Lengths):
+    """A rollout of T steps takes longer than 0.2 s."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (T,))
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.06)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_trajectories_that_come_one_by_one_have_a_batch_timeout_each(resets: bool) -> None:
+    faults = dc.Faults(batch_timeout_s=0.2)
+    settings = {"trajs_per_batch": 2, "reset_at_each_iter": resets, "faults": faults}
+    with make(dc.SyncDataCollector, Slow, num_envs=1, **settings) as collector:
+        assert collector.next().shape == (2, T)
 
 
 def test_whole_trajectories_end_with_the_frames() -> None:

@@ -151,6 +151,22 @@ def test_entries_without_a_shape_in_every_form_of_batch(zoo: Any) -> None:
     assert "text" in compact
 
 
+@pytest.mark.parametrize(
+    ("options", "shape"), [({"split_trajs": True}, (6, 3)), ({"trajs_per_batch": 2}, (2, 2))]
+)
+def test_padding_keeps_the_batch_sizes_of_entries(
+    zoo: Any, options: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    with dc.SyncDataCollector(zoo.BatchedAgents(), frames_per_batch=12, **options) as collector:
+        batch = collector.next()
+    assert batch.batch_size == batch["next"].batch_size == shape
+    for part in (batch["agents"], batch["next", "agents"]):
+        assert part.batch_size == (*shape, 2)
+        assert part.names == [None, "time", None]
+    lacking = ~batch["collector", "mask"]
+    assert (batch["agents", "observation"][lacking] == 0).all()
+
+
 def test_seeds(zoo: Any) -> None:
     def collect(num_envs: int, seed: int) -> TensorDictBase:
         make = zoo.pendulum
