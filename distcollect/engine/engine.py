@@ -23,12 +23,13 @@ from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
 from distcollect.envs.base import EnvBatch, Faulted
 from distcollect.envs.envpool_async import AsyncPoolBatch
-from distcollect.errors import ArgumentError
+from distcollect.errors import ArgumentError, PolicyError
 from distcollect.policy.base import Policy
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.random import RandomPolicy
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
+from distcollect.rollout.spaces import overlaps
 from distcollect.telemetry.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
@@ -175,7 +176,17 @@ def _loop_type(envs: EnvBatch) -> Callable[..., RolloutLoop]:
 
 
 def _layout(envs: EnvBatch, policy: Policy) -> Layout:
-    """The leaves of the frames, once the policy was called."""
+    """The leaves of the frames, once the policy was called.
+
+    Raises:
+        PolicyError: it writes an entry that frames have at their end.
+    """
+    outcomes = [leaf.key for leaf in envs.outcome_leaves]
+    for leaf in policy.extras:
+        if overlaps(leaf.key, outcomes):
+            raise PolicyError(
+                f"the policy writes {'.'.join(leaf.key)!r}, a name that is taken; rename it"
+            )
     carried = envs.leaves if policy.state is None else (*envs.leaves, *policy.state.leaves)
     return Layout(envs.num_envs, carried, envs.action_leaves, policy.extras, envs.outcome_leaves)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers.pettingzoo_env import Lives
+from tensordict.nn import TensorDictModule
 
 import distcollect as dc
 
@@ -53,6 +54,19 @@ def test_an_agent_that_dies_ends_no_trajectory(frames: int) -> None:
     assert whole.shape == (6, 4)
     assert whole["collector", "mask"].all()
     assert (whole["next", "done"][..., 0] == torch.tensor([False, False, False, True])).all()
+
+
+def test_a_policy_that_writes_the_rewards_of_agents() -> None:
+    keys: Any = {"in_keys": [("ant", "observation")]}
+    keys["out_keys"] = [("ant", "action"), ("bee", "action"), ("ant", "reward")]
+
+    def choose(seen: torch.Tensor) -> Any:
+        num_envs = len(seen)
+        bees = torch.zeros(num_envs, 1, dtype=torch.long)
+        return torch.zeros(num_envs, 2, 3), bees, torch.ones(num_envs, 2, 1)
+
+    with pytest.raises(dc.PolicyError, match=r"'ant\.reward', a name that is taken"):
+        dc.SyncDataCollector(Lives, TensorDictModule(choose, **keys), frames_per_batch=4)
 
 
 def test_only_agents_that_are_there_act() -> None:
