@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from tensordict.base import TensorDictBase
 
 from distcollect.common import checks
@@ -134,7 +134,9 @@ class BatchFormat:
         parts = rollouts.unbind(0)
         if len(parts) == 1:
             return _named(parts[0])
-        return _named(torch.cat(list(parts), -1 if self.cat_results == -1 else 0))
+        if self.cat_results == -1:
+            return _named(_without_padding(torch.cat(list(parts), -1)))
+        return _named(torch.cat(list(parts), 0))
 
     def rollouts(self, batch: TensorDict, num_envs: int, num_rollouts: int) -> list[TensorDict]:
         """The rollouts ``[n, T]`` in a batch, or the batch itself if each is of a single env.
@@ -327,13 +329,28 @@ def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
         indexable(out)[is_real] = indexable(value)
         return out
 
-    batch: TensorDict = frames.named_apply(spread, nested_keys=True, batch_size=is_real.shape)
-    for key, part in reversed(list(batch.items(include_nested=True))):  # the innermost first
-        if isinstance(part, TensorDictBase):
-            part.batch_size = (*is_real.shape, *frames.get(key).batch_size[1:])
+    batch: TensorDict
+    if isinstance(frames, LazyStackedTensorDict):
+        batch = _padded_loose(frames, lengths.tolist())
+    else:
+        batch = frames.named_apply(spread, nested_keys=True, batch_size=is_real.shape)
+        for key, part in reversed(list(batch.items(include_nested=True))):  # the innermost first
+            if isinstance(part, TensorDictBase):
+                part.batch_size = (*is_real.shape, *frames.get(key).batch_size[1:])
     batch.names = [None, "time"]
     batch[MASK] = batch[MASK] if MASK in frames.keys(include_nested=True) else is_real
     return batch
+
+
+def _padded_loose(frames: LazyStackedTensorDict, lengths: list[int]) -> TensorDict:
+    """See :func:`_padded`, for frames whose shapes differ: padding has that of the last frame."""
+    rows = []
+    for part in frames.split(lengths):
+        padding = [torch.zeros_like(part[-1]) for _ in range(max(lengths) - len(part))]
+        for frame in padding:
+            frame[TRAJ_IDS].fill_(-1)
+        rows.append(lazy_stack([*part.unbind(0), *padding], 0))
+    return lazy_stack(rows, 0)
 
 
 def _without_padding(batch: TensorDict) -> TensorDict:

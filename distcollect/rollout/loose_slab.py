@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 
 from distcollect.errors import EnvError
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS
@@ -66,7 +66,8 @@ class LooseSlab:
     def finish(self, num_steps: int) -> None:
         """All frames are written; see :meth:`.TreeSlab.finish`. Padding repeats the last frame."""
         padding = self.num_steps - num_steps
-        self._frames += padding * self._frames[-1:]
+        # Copies, as what is written into one frame of a lazy stack must not change another.
+        self._frames += [self._frames[-1].clone() for _ in range(padding)]
         if padding:
             self.reward[:, num_steps:] = 0
             self.traj_ids[:, num_steps:] = -1
@@ -104,9 +105,9 @@ def packed(frames: TensorDictBase) -> torch.Tensor:
 
 
 def _on_cpu(frames: TensorDictBase) -> TensorDictBase:
-    if all(v.is_cpu for v in frames.values(True, True) if isinstance(v, torch.Tensor)):
-        return frames
-    return frames.to("cpu")
+    # Not by looking at the entries: to read one that has no fixed shape is an error.
+    moved = frames.to("cpu")
+    return moved if frames.device is not None else moved.clear_device_()
 
 
 def unpacked(tensors: Sequence[Any]) -> TensorDictBase:
@@ -119,9 +120,9 @@ def unpacked(tensors: Sequence[Any]) -> TensorDictBase:
 
 
 def stacked(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
-    """The parts as one TensorDict with a new dimension; lazy where their shapes differ."""
+    """The parts as one TensorDict with a new dimension; a lazy stack if their shapes differ."""
     try:
-        whole: TensorDictBase = TensorDict.maybe_dense_stack(list(parts), dim)
+        return torch.stack(list(parts), dim)
     except RuntimeError:
-        whole = lazy_stack(list(parts), dim)
-    return whole
+        # As a whole, also if the shapes differ only in a nested TensorDict.
+        return lazy_stack(list(parts), dim)

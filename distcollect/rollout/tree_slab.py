@@ -170,10 +170,12 @@ class TreeSlab:
         if (
             values is not None
             and not self.layout.batch_size
+            and values[0].shape == leaf.shape
             and values[0].dtype is leaf.dtype
             and values[0].is_cpu
         ):
-            # Each value is written to its place at once.
+            # Each value is written to its place at once. Torch would write values of another shape
+            # beyond the column's end.
             try:
                 torch.stack(values, out=part[0])
             except RuntimeError as error:
@@ -186,12 +188,14 @@ class TreeSlab:
         shape = (self._rows, count, *leaf.shape)
         if values is None:
             return torch.zeros(shape, dtype=leaf.dtype)
+        # A policy's action and a random one may differ in dimensions of size 1.
+        if _without_ones(values[0].shape) != _without_ones((*self.layout.batch_size, *leaf.shape)):
+            raise self._error(leaf, values)
         try:
             stacked = torch.stack(values, len(self.layout.batch_size))
-            stacked = stacked.reshape(shape)
         except RuntimeError as error:
             raise self._error(leaf, values) from error
-        return stacked.to("cpu", leaf.dtype)
+        return stacked.reshape(shape).to("cpu", leaf.dtype)
 
     def _error(self, leaf: Leaf, values: Sequence[torch.Tensor]) -> ValueError:
         expected = [*self.layout.batch_size, *leaf.shape]
@@ -222,6 +226,10 @@ class TreeSlab:
             total += part.reshape(self._rows, num_steps, -1).sum(-1, dtype=torch.float64).numpy()
 
 
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
 class _Reader:
     """Reads entries of several TensorDicts of the same structure.
 
@@ -234,12 +242,19 @@ class _Reader:
         }
 
     def values(self, key: Key) -> list[Any] | None:
-        """The entry in each TensorDict; None where one does not have it."""
+        """The entry in each TensorDict, zeros where one lacks it; None where all do."""
         nodes = self._node(key[:-1])
-        name = key[-1]
-        if nodes is None or not all(name in node for node in nodes):
+        if nodes is None:
             return None
-        return [node[name] for node in nodes]
+        values = [node.get(key[-1]) for node in nodes]
+        found = [value for value in values if value is not None]
+        if not found:
+            return None
+        if len(found) == len(values):
+            return values
+        # The first frame of a run lacks what only steps give, and no reset.
+        zeros = torch.zeros_like(found[0])
+        return [zeros if value is None else value for value in values]
 
     def _node(self, key: Key) -> list[dict[str, Any]] | None:
         if key not in self._nodes:

@@ -389,6 +389,46 @@ def talking() -> EnvBase:
     return _Talking()
 
 
+class Growing(EnvBase):
+    """Sees one more number at each step, so that observations have no fixed shape.
+
+    An episode has ``length`` steps. The observation after k steps is k + 1 times the number k.
+    """
+
+    def __init__(self, length: int = 3) -> None:
+        super().__init__()
+        self._length, self._count = length, 0
+        self.observation_spec = Composite(observation=Unbounded((-1,)))
+        self.action_spec = Bounded(-1, 1, (1,))
+        self.reward_spec = Unbounded((1,))
+
+    def _observe(self) -> dict[str, Any]:
+        return {"observation": torch.full((self._count + 1,), float(self._count))}
+
+    def _reset(self, tensordict: Any, **kwargs: Any) -> TensorDict:
+        self._count = 0
+        return TensorDict(self._observe())
+
+    def _step(self, tensordict: Any) -> TensorDict:
+        self._count += 1
+        over = torch.tensor([self._count == self._length])
+        return TensorDict({**self._observe(), "reward": torch.ones(1), "done": over})
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+class LateEntry(Counter):
+    """Has an entry that only steps give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec["late"] = Unbounded((1,))
+
+    def _step(self, tensordict: Any) -> TensorDict:
+        return super()._step(tensordict).set("late", self._count.clone())
+
+
 def vector_env(mode: AutoresetMode) -> EnvBase:
     """Three CartPoles in one of Gymnasium's own vector envs."""
     makers = 3 * [partial(gym.make, "CartPole-v1")]

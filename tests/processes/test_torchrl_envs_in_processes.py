@@ -60,6 +60,17 @@ def test_workers_make_them(zoo: Any, sync: bool) -> None:
     assert batch["next", "step_count"].max() == 3
 
 
+@pytest.mark.parametrize("cat_results", [0, -1, "stack"])
+def test_entries_whose_shape_changes_at_each_step(zoo: Any, cat_results: Any) -> None:
+    settings = {"frames_per_batch": 16, "cat_results": cat_results}
+    with dc.MultiSyncDataCollector([zoo.Growing] * 2, **settings) as collector:
+        batch = collector.next()
+    assert batch.shape == ((2, 8) if cat_results == "stack" else (16,))
+    sizes = [len(frame["observation"]) for frame in batch.reshape(-1)]
+    assert sizes == 2 * [1, 2, 3, 1, 2, 3, 1, 2]
+    assert (batch["collector", "worker_id"].flatten() == torch.arange(16) // 8).all()
+
+
 def test_env_creator_and_lists(zoo: Any) -> None:
     from torchrl.envs import EnvCreator  # noqa: PLC0415
 
