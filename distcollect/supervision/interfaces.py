@@ -27,8 +27,10 @@ class MembershipObserver(Protocol):
 class FailureSink(Protocol):
     """Learns of workers that fail or may end: the supervision of their processes."""
 
-    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
-        """A worker failed at a call."""
+    def report(
+        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
+    ) -> None:
+        """A worker failed at a call; ``is_final``: to replace it would not help."""
 
     def drained(self, worker_id: int, incarnation: int) -> None:
         """A worker that is to leave owes no rollout any more: it may end."""

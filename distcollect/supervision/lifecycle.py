@@ -255,10 +255,11 @@ class Lifecycle:
 
         self._transport.ping(process.peer).add_done_callback(answered)
 
-    def failed(self, key: Key, error: BaseException) -> None:
-        """A worker failed at a request: it is replaced, if that can help."""
+    def failed(self, key: Key, error: BaseException, *, is_final: bool = False) -> None:
+        """A worker failed at a request: it is replaced, unless the error ``is_final``."""
         process = self.processes.get(key)
         if process is not None:
+            process.ends_run = is_final
             self._fail_process(process, error)
 
     def _fail_process(self, process: Process, error: BaseException) -> None:
@@ -420,12 +421,16 @@ class Lifecycle:
         if self._status.is_starting and worker_id < self._num_first:
             self.fail(failure)
             return
+        is_fatal = process.ends_run or self._is_fatal(failure)
         if left:
             log.info("%s has left%s", self._name(process), process.where)
         elif not process.is_retired:
-            outlook = "the run ends" if self._is_fatal(failure) else self._outlook(worker_id)
+            outlook = "the run ends" if is_fatal else self._outlook(worker_id)
             log.warning("%s is lost: %s; %s", self._name(process), message_of(failure), outlook)
-        self._check_remaining(worker_id, failure)
+        if is_fatal:
+            self.fail(failure)
+        else:
+            self._check_remaining(worker_id, failure)
 
     def _name(self, process: Process) -> str:
         return worker_name(process.worker_id, self._collector)
@@ -446,9 +451,6 @@ class Lifecycle:
 
     def _check_remaining(self, worker_id: int, failure: DistCollectError) -> None:
         """Fail the run if it can't go on without this worker."""
-        if self._is_fatal(failure):
-            self.fail(failure)
-            return
         present = any(state in PRESENT for state in self._membership.states.values())
         hopeful, least = self._membership.num_hopeful, self._faults.min_workers
         if isinstance(failure, EnvError) and (not present or hopeful < least):

@@ -172,9 +172,12 @@ class Workers:
         self._posted.put(observe)
         done.result(self._faults.start_timeout_s)
 
-    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+    def report(
+        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
+    ) -> None:
         """A worker failed at a request: it is replaced, if that can help."""
-        self._posted.put(partial(self._lifecycle.failed, (worker_id, incarnation), error))
+        failed = partial(self._lifecycle.failed, is_final=is_final)
+        self._posted.put(partial(failed, (worker_id, incarnation), error))
 
     def drained(self, worker_id: int, incarnation: int) -> None:
         """A worker that is to leave owes the pool nothing any more."""

@@ -66,6 +66,7 @@ class Process:
         probe: what it found when it tried out its envs and policy; None before.
         failure: what went wrong; None: only ``exit`` is known.
         is_retired: it ends because it takes too much memory, and is replaced.
+        ends_run: its failure would repeat in every process that replaced it.
         exit: how it ended; None: it was not reaped.
     """
 
@@ -78,6 +79,7 @@ class Process:
     probe: Probe | None = None
     failure: DistCollectError | None = None
     is_retired: bool = False
+    ends_run: bool = False
     exit: ProcessExit | None = None
     _joined: bool = False
 

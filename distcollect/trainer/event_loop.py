@@ -302,7 +302,9 @@ class EventLoop:
         if isinstance(error, EnvError) and error.num_env_faults:
             self._core.requests.env_failed(slot, error.num_env_faults)
             self._stats_recorder.env_failed(slot.worker_id, slot.incarnation, error)
-        self._failure_sink.report(slot.worker_id, slot.incarnation, command.error)
+        self._failure_sink.report(
+            slot.worker_id, slot.incarnation, error, is_final=command.is_final
+        )
 
     def _report_drained(self, command: ReportDrained) -> None:
         self._failure_sink.drained(command.slot.worker_id, command.slot.incarnation)

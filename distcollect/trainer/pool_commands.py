@@ -100,10 +100,15 @@ class SetUp:
 
 @dataclass(slots=True)
 class ReportFailure:
-    """Tell the supervision that a worker failed at what it was asked for."""
+    """Tell the supervision that a worker failed at what it was asked for.
+
+    Attributes:
+        is_final: so did all processes, so that the run ends.
+    """
 
     slot: WorkerSlot
     error: BaseException
+    is_final: bool
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from distcollect.config import Staleness
 from distcollect.errors import WorkerLost
 from distcollect.rollout.layout import Tensors
 from distcollect.telemetry.recorder import Activity
+from distcollect.trainer.first_failures import FirstFailures
 from distcollect.trainer.modes import make_scheduler
 from distcollect.trainer.pool_commands import (
     AwaitTaken,
@@ -100,6 +101,7 @@ class PoolCore:
         self._keep_s = 0.0
         self._activity: Activity | None = None
         self._untaken = "not_taken"  # the cause for a rollout that no trainer took
+        self._first_failures = FirstFailures()
 
     @property
     def stamp(self) -> object:
@@ -228,6 +230,7 @@ class PoolCore:
 
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """A rollout lies on its worker since ``now``, in nanoseconds."""
+        self._first_failures.collected(request.slot.worker_id)
         is_wanted = self.requests.offered(request, offer, now)
         self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
         if is_wanted:
@@ -281,7 +284,9 @@ class PoolCore:
     def _failed(self, slot: WorkerSlot, error: BaseException) -> None:
         if not slot.is_gone:
             # It is lost, or will be: what it owes is given up then.
-            self.commands.append(ReportFailure(slot, error))
+            collecting = set(self.slots.worker_ids) - self._plan.reserved
+            is_final = self._first_failures.is_final(slot, error, collecting)
+            self.commands.append(ReportFailure(slot, error, is_final))
         self._advance()
 
     # Events: what the user wants.

@@ -60,7 +60,9 @@ class ChurningWorkers(LoopbackWorkers):
         self.incarnations[worker_id] = self.incarnations.get(worker_id, -1) + 1
         self._supervision.submit(self._join, worker_id, self.incarnations[worker_id])
 
-    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+    def report(
+        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
+    ) -> None:
         if isinstance(error, WorkerLost):  # else it is a fault of the package
             self._supervision.submit(self._lose, worker_id, incarnation, "worker_lost", True)
         else:

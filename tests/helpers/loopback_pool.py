@@ -69,7 +69,9 @@ class LoopbackWorkers:
         for worker_id, peer in self.peers.items():
             observer.join(worker_id, 0, peer)
 
-    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+    def report(
+        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
+    ) -> None:
         self._observer.fail(error)
 
     def drained(self, worker_id: int, incarnation: int) -> None:

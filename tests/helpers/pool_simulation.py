@@ -313,7 +313,9 @@ class Run:
 
     # The reports.
 
-    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+    def report(
+        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
+    ) -> None:
         process = self.present[worker_id]
         assert process.key == (worker_id, incarnation)
         process.doomed = True

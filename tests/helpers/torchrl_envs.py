@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from tensordict.nn import TensorDictModule as Mod
 from torchrl.data import (
     Binary,
@@ -387,6 +387,24 @@ class _Talking(Counter):
 def talking() -> EnvBase:
     """An env with an entry that is no tensor."""
     return _Talking()
+
+
+class _Secret:
+    def __deepcopy__(self, memo: Any) -> _Secret:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("is not to travel")
+
+
+class _WithSecret(_Talking):
+    def _observe(self) -> dict[str, Any]:
+        return {**super()._observe(), "text": NonTensorData(_Secret())}
+
+
+def secret() -> EnvBase:
+    """An env with an entry that can't be pickled, and so never reaches a trainer."""
+    return _WithSecret()
 
 
 class Growing(EnvBase):

@@ -125,7 +125,9 @@ class FailureSink:
         self.failed: list[int] = []
         self.done: list[int] = []
 
-    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None:
+    def report(
+        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
+    ) -> None:
         self.failed.append(worker_id)
 
     def drained(self, worker_id: int, incarnation: int) -> None:

@@ -71,6 +71,22 @@ def test_entries_whose_shape_changes_at_each_step(zoo: Any, cat_results: Any) ->
     assert (batch["collector", "worker_id"].flatten() == torch.arange(16) // 8).all()
 
 
+@pytest.mark.parametrize("kind", ["MultiSyncDataCollector", "MultiaSyncDataCollector"])
+def test_an_error_that_every_replacement_has_ends_the_run(
+    zoo: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"frames_per_batch": 12, "num_workers": 2}
+    with (
+        getattr(dc, kind)(zoo.secret, **settings) as collector,
+        pytest.raises(dc.WorkerError, match="is not to travel") as caught,
+    ):
+        collector.next()
+    assert type(caught.value) is dc.WorkerError
+    lost = [record.getMessage() for record in caplog.records if "is lost" in record.getMessage()]
+    assert sum("the run ends" in message for message in lost) == 1
+    assert len(lost) <= 8  # two workers fail three times each, one of them once more
+
+
 def test_env_creator_and_lists(zoo: Any) -> None:
     from torchrl.envs import EnvCreator  # noqa: PLC0415
 

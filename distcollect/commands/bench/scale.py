@@ -141,7 +141,9 @@ class _Simulation:
 
     # What the pool reports.
 
-    def report(self, worker_id: int, incarnation: int, error: BaseException) -> None: ...
+    def report(
+        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
+    ) -> None: ...
 
     def drained(self, worker_id: int, incarnation: int) -> None: ...
 
