@@ -24,8 +24,8 @@ def tree_layout(envs: TorchRLEnvs, first: TensorDictBase, chosen: TensorDictBase
     env = envs.members[0]
     lead = tuple(envs.batch_size)
     env_dims = len(env.batch_size)
-    done = tuple(_key(key) for key in env.done_keys if _key(key)[-1] == "done")
     flags = tuple(_key(key) for key in env.done_keys)
+    done = tuple(key for key in flags if key[-1] == "done" and not _is_below_another(key, flags))
     rewards = tuple(_key(key) for key in env.reward_keys)
     template = env.fake_tensordict()
     if _is_dynamic(env) or _is_loose(template) or (len(envs.members) == 1 and _is_loose(chosen)):
@@ -51,6 +51,11 @@ def tree_layout(envs: TorchRLEnvs, first: TensorDictBase, chosen: TensorDictBase
         done=done,
         flags=flags,
     )
+
+
+def _is_below_another(key: Key, flags: tuple[Key, ...]) -> bool:
+    """Whether a TensorDict above that of the flag has flags: only these reset the env."""
+    return any(len(other) < len(key) and other[:-1] == key[: len(other) - 1] for other in flags)
 
 
 def _key(key: Any) -> Key:

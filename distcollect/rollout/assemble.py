@@ -14,7 +14,8 @@ from tensordict import TensorDict
 from distcollect.rollout.assemble_tree import assemble_tree
 from distcollect.rollout.columns import bookkeeping, join
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.spaces import nested
+from distcollect.rollout.layout import Layout
+from distcollect.rollout.spaces import Key, nested
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 
 
@@ -67,6 +68,8 @@ def assemble(
     after["truncated",] = column(truncated)
     after["done",] = column(terminated | truncated)
     after.update((leaf.key, viewed(flat[leaf.key], *leaf.shape)) for leaf in layout.outcomes)
+    if not compact:
+        _cut_agents(layout, after)
     roots = (*layout.carried, *layout.action, *layout.extras)
     batch = {leaf.key: viewed(flat[leaf.key], *leaf.shape) for leaf in roots}
     for name in ("done", "terminated", "truncated"):
@@ -77,3 +80,15 @@ def assemble(
     tree["collector"] = {name: viewed(tensor) for name, tensor in kept.items()}
     out = TensorDict(tree, batch_size=lead, names=[*[None] * (len(lead) - 1), "time"])
     return out if device is None else out.to(device, non_blocking=pinned)
+
+
+def _cut_agents(layout: Layout, after: dict[Key, torch.Tensor]) -> None:
+    """Mark agents truncated and done where their env is cut and they are not done yet.
+
+    The env itself does not know of a cut: of ``max_frames_per_traj``, or of a fault.
+    """
+    for reward in layout.outcomes:  # one for each group of a PettingZoo env
+        truncated, done = (after[(*reward.key[:-1], name)] for name in ("truncated", "done"))
+        cut = after["truncated",].unsqueeze(-1) & ~done
+        truncated |= cut
+        done |= cut

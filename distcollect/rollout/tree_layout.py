@@ -32,7 +32,8 @@ class TreeLayout:
         nodes: for each nested TensorDict that has more batch dimensions than the env, its key
             (with "next") and the dimensions that it adds.
         rewards: keys of the rewards.
-        done: keys of the "done" flags, one for each part of the env that has one.
+        done: keys of the "done" flags that end a trajectory: the env's own, or if it has none,
+            those of its parts.
         flags: keys of all flags: "done", "terminated", "truncated".
         is_loose: frames have entries without a fixed shape or that are no tensors. Then a rollout
             is a stack of TensorDicts as the env gave them, and the leaves above are empty.

@@ -90,6 +90,41 @@ def test_seeds() -> None:
     assert not torch.equal(first["agent", "observation"], collect(4)["agent", "observation"])
 
 
+def flags_after(batch: Any) -> dict[str, list[Any]]:
+    """The flags of the env, of the two ants and of the bee after each frame, as 0 and 1."""
+    after = batch["next"]
+    of_all = (after.squeeze(-1), after["ant"].squeeze(-1), after["bee"].squeeze(-1))
+    return {
+        name: [td.get(name).reshape(len(batch), -1).int().tolist() for td in of_all]
+        for name in ("terminated", "truncated", "done")
+    }
+
+
+def test_agents_are_truncated_when_their_episode_is_cut() -> None:
+    lives = {"ant_0": 2, "ant_1": 9, "bee": 9}
+    with dc.SyncDataCollector(
+        lambda: Lives(lives=lives), frames_per_batch=5, max_frames_per_traj=3
+    ) as collector:
+        batch = collector.next()
+    ends, runs = [[1], [0]]
+    assert flags_after(batch) == {
+        "terminated": [5 * [[0]], [[0, 0], [1, 0], [1, 0], [0, 0], [1, 0]], 5 * [[0]]],
+        "truncated": [
+            [runs, runs, ends, runs, runs],
+            [[0, 0], [0, 0], [0, 1], [0, 0], [0, 0]],
+            [runs, runs, ends, runs, runs],
+        ],
+        "done": [
+            [runs, runs, ends, runs, runs],
+            [[0, 0], [1, 0], [1, 1], [0, 0], [1, 0]],
+            [runs, runs, ends, runs, runs],
+        ],
+    }
+    # At the start of a frame no agent is cut.
+    assert batch["ant", "truncated"].any().item() is False
+    assert batch["bee", "done"].any().item() is False
+
+
 def test_an_env_that_raises_is_made_anew() -> None:
     fails = iter([True])
 
@@ -110,6 +145,12 @@ def test_an_env_that_raises_is_made_anew() -> None:
     assert batch["next", "ant", "observation"][:, 1, 0].tolist() == [2, 3, 2, 3, 4, 5]
     assert batch["next", "reward"].flatten().tolist() == [33, 63, 33, 63, 63, 41]
     assert batch["collector", "faulted"].tolist() == [False, True, *4 * [False]]
+    # The agents that were alive are truncated with their env.
+    assert flags_after(batch[:2]) == {
+        "terminated": [[[0], [0]], [[0, 0], [1, 0]], [[0], [0]]],
+        "truncated": [[[0], [1]], [[0, 0], [0, 1]], [[0], [1]]],
+        "done": [[[0], [1]], [[0, 0], [1, 1]], [[0], [1]]],
+    }
 
 
 def test_entries_of_a_dict_observation_are_the_groups() -> None:

@@ -83,6 +83,20 @@ def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
             torch.testing.assert_close(ours[key], value, rtol=0, atol=0, msg=str(key))
 
 
+@pytest.mark.parametrize("kind", ["agents", "serial of agents"])
+def test_an_episode_ends_when_the_env_is_done_not_when_an_agent_is(zoo: Any, kind: str) -> None:
+    make = zoo.KINDS[kind]
+    with dc.SyncDataCollector(make, zoo.policy_for(make()), frames_per_batch=20) as collector:
+        batch = collector.next()
+        found, stats = collector.evaluate(3), collector.stats().episodes
+    ids = batch["collector", "traj_ids"].reshape(-1, 5 if kind == "agents" else 10)
+    assert batch["next", "agents", "done"].any(-2).sum() > batch["next", "done"].sum() == 4
+    assert (ids.reshape(-1, 5) == ids.reshape(-1, 5)[:, :1]).all()
+    assert len(ids.unique()) == 4
+    assert found.lengths.tolist() == [5, 5, 5]
+    assert (stats.count, stats.mean_length) == (4, 5)
+
+
 @pytest.mark.parametrize(
     "kind", ["plain", "discrete", "one-hot", "multi-categorical", "binary", "agents", "serial"]
 )
