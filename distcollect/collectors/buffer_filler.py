@@ -29,7 +29,8 @@ class BufferFiller(BatchStream):
         that an exception broke off, such as Ctrl-C, is completed by the next one.
 
         Raises:
-            CollectorStateError: there is no ``replay_buffer``, or it was started already.
+            CollectorStateError: there is no ``replay_buffer``, it was started already, or another
+                thread waits for a batch.
             DeadlineError: the thread that collects did not start in time.
         """
         self._check_open()
@@ -39,6 +40,8 @@ class BufferFiller(BatchStream):
                 "start() needs a replay_buffer to fill: pass replay_buffer= to the collector"
             )
         if self._background is None:
+            self._enter()  # no other thread waits for a batch
+            self._leave()
             self._use(self._made_background(buffer))
         elif self._background.was_started:
             raise CollectorStateError(

@@ -239,6 +239,7 @@ class RPCDataCollector(WorkerAccess):
         self._check_hands_over("hand_over")
         checks.seconds(f"keep_s={keep_s!r}", keep_s)
         self._check_not_over()
+        self._enter()
         try:
             self._publish_automatically()
             reference, number = self._session.hand_over(
@@ -257,7 +258,7 @@ class RPCDataCollector(WorkerAccess):
     def _referred(self, reference: RolloutReference, then: Progress) -> RolloutReference:
         """The reference, which is the caller's with this very return."""
         # Nothing is called from here on, so no signal is handled before the caller has it.
-        self._progress = then
+        self._progress, self._caller = then, None
         return reference
 
     @timed
@@ -289,6 +290,7 @@ class RPCDataCollector(WorkerAccess):
             raise ArgumentTypeError(
                 f"take_over({reference!r}): must be what another trainer's hand_over() gave"
             )
+        self._enter()
         self._stats_recorder.switch_to("transfer")
         rollouts = [self._session.handover_receiver.take(reference, self._limit_s(timeout_s))]
         self._stats_recorder.switch_to("assemble")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -75,8 +76,10 @@ def timed(method: _Method) -> _Method:
             monitor.begin(_weakly(self.stats))
         try:
             result = method(self, *args, **kwargs)
-        except StopIteration:
-            recorder.end()
+        except BaseException as error:
+            if isinstance(error, StopIteration):
+                recorder.end()
+            self._leave()
             raise
         finally:
             recorder.switch_to("train")
@@ -139,6 +142,8 @@ class BatchStream(ABC):
         self._owner = Owner()
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self._progress = Progress()
+        self._entering = threading.Lock()
+        self._caller: int | None = None  # the thread that waits for a batch, or is about to get it
         if options.trajs_per_batch is not None:
             has_buffer = options.replay_buffer is not None
             self._progress = Progress(
@@ -256,11 +261,17 @@ class BatchStream(ABC):
             EnvError: an env raised too often; names the worker.
             PolicyError: the policy raised; names the worker.
             WorkerLost: fewer workers are left than ``Faults.min_workers``; says why.
-            CollectorStateError: after :meth:`shutdown`, or after :meth:`start`.
+            CollectorStateError: after :meth:`shutdown`, after :meth:`start`, or while another
+                thread waits for a batch of this collector.
         """
         self._check_delivers()
-        self._prepare(timeout_s)
-        return self._hand_out()
+        self._enter()
+        try:
+            self._prepare(timeout_s)
+            return self._hand_out()
+        except BaseException:
+            self._leave()
+            raise
 
     @timed
     def _prepare(self, timeout_s: float | None) -> None:
@@ -334,7 +345,7 @@ class BatchStream(ABC):
         """The batch, or its ``frames``, which is the caller's with this very return."""
         value = cast("TensorDict", ready.batch if frames is None else frames)
         # Nothing is called from here on, so no signal is handled before the caller has it.
-        self._progress = ready.then
+        self._progress, self._caller = ready.then, None
         return value
 
     def _collect_trajectories(self, timeout_s: float | None) -> tuple[TensorDict | None, Progress]:
@@ -427,6 +438,22 @@ class BatchStream(ABC):
 
     def _check_delivers(self) -> None:
         self._check_open()
+
+    def _enter(self) -> None:
+        """Wait for a batch on this thread, if no other one does."""
+        this_thread = threading.get_ident()
+        with self._entering:
+            if self._caller not in (None, this_thread):
+                raise CollectorStateError(
+                    "another thread waits for a batch of this collector: take all batches on one "
+                    "thread and pass them on, or let the threads take turns with a lock of yours"
+                )
+            self._caller = this_thread
+
+    def _leave(self) -> None:
+        """This thread gets no batch, if it has waited for one."""
+        if self._caller == threading.get_ident():
+            self._caller = None
 
     @property
     @abstractmethod

@@ -1,0 +1,103 @@
+"""Several threads that take batches of one collector."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.envs import StepCountEnv
+from helpers.loopback_pool import loopback_collector
+
+import distcollect as dc
+
+_SOON_S = 60
+# Found by the envs in this module, as it can't be pickled: set when an env steps, and to go on.
+_steps = threading.Event()
+_may_step = threading.Event()
+
+
+class GatedEnv(StepCountEnv):
+    """Says when it steps, and steps when it may."""
+
+    def step(self, action: np.int64) -> Any:
+        _steps.set()
+        assert _may_step.wait(_SOON_S)
+        return super().step(action)
+
+
+def in_process(**options: Any) -> dc.DataCollectorBase:
+    return dc.SyncDataCollector(GatedEnv, frames_per_batch=4, **options)
+
+
+def with_workers(**options: Any) -> dc.DataCollectorBase:
+    return loopback_collector(GatedEnv, frames_per_batch=4, num_workers=1, **options)
+
+
+@pytest.fixture(autouse=True)
+def _open_gate() -> Iterator[None]:
+    _may_step.set()
+    yield
+    _may_step.set()
+
+
+@pytest.fixture(params=[in_process, with_workers])
+def collector(request: pytest.FixtureRequest) -> Iterator[dc.DataCollectorBase]:
+    with request.param() as made:
+        yield made
+
+
+def waiting_in(call: Callable[[], Any], threads: ThreadPoolExecutor) -> Future[Any]:
+    """``call`` on another thread, which waits for a step of the env that may not step."""
+    _may_step.clear()
+    _steps.clear()
+    answer = threads.submit(call)
+    assert _steps.wait(_SOON_S)
+    return answer
+
+
+def test_a_second_thread_is_refused_at_once(collector: dc.DataCollectorBase) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        first = waiting_in(collector.next, threads)
+        for call in (collector.next, lambda: next(iter(collector))):
+            with pytest.raises(dc.CollectorStateError, match="another thread waits for a batch"):
+                call()
+        _may_step.set()
+        batches = [first.result(_SOON_S), collector.next()]  # now it is this thread's turn
+    assert [step for batch in batches for step in batch["observation"].flatten()] == [*range(8)]
+
+
+def test_a_thread_whose_wait_failed_leaves_the_collector_to_others() -> None:
+    with with_workers() as collector, ThreadPoolExecutor(1) as threads:
+        late = waiting_in(lambda: collector.next(timeout_s=0.05), threads)
+        assert isinstance(late.exception(_SOON_S), dc.BatchTimeout)
+        _may_step.set()
+        assert collector.next().numel() == 4
+
+
+def test_a_second_thread_that_hands_over() -> None:
+    with with_workers(sync=False) as collector, ThreadPoolExecutor(1) as threads:
+        assert isinstance(collector, dc.RPCDataCollector)
+        first = waiting_in(collector.hand_over, threads)
+        for call in (collector.next, collector.hand_over):
+            with pytest.raises(dc.CollectorStateError, match="another thread waits for a batch"):
+                call()
+        _may_step.set()
+        first.result(_SOON_S)
+        assert collector.next().numel() == 4
+
+
+def test_the_background_does_not_start_while_a_thread_waits() -> None:
+    class Buffer:
+        def extend(self, data: Any) -> None:
+            """Drops the frames."""
+
+    with in_process(replay_buffer=Buffer()) as collector, ThreadPoolExecutor(1) as threads:
+        first = waiting_in(collector.next, threads)
+        with pytest.raises(dc.CollectorStateError, match="another thread waits for a batch"):
+            collector.start()
+        _may_step.set()
+        first.result(_SOON_S)
