@@ -24,11 +24,21 @@ class ProcessExit:
         return self.reason or describe_exit(self.code)
 
 
+# Torch's C++ side takes whatever comes to an RPC port for a message of its own.
+STRAY_CONNECTION = (
+    "torch's RPC ends a process in this way when another program, such as a port "
+    'scanner, connects to its port: see "Torch\'s ports" on the page Security'
+)
+
+
 def describe_exit(code: int) -> str:
     """A return code of :mod:`subprocess` in words: 'exit code 1', or 'killed by SIGKILL'."""
     if code >= 0:
         return f"exit code {code}"
     try:
-        return f"killed by {signal.Signals(-code).name}"
+        name = signal.Signals(-code).name
     except ValueError:
         return f"killed by signal {-code}"
+    if -code in (signal.SIGABRT, signal.SIGSEGV):
+        return f"killed by {name} (if native code of yours did not crash: {STRAY_CONNECTION})"
+    return f"killed by {name}"

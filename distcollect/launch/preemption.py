@@ -48,7 +48,8 @@ def watch(save_and_exit: Callable[[], None]) -> None:
         return
     for number in SIGNALS:
         if signal.getsignal(number) is not _note:
-            _previous[number] = signal.signal(number, _note)
+            # None: it was not set by Python, which so can't restore it.
+            _previous[number] = signal.signal(number, _note) or signal.SIG_DFL
 
 
 def requested_signal() -> str:

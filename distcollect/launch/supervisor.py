@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from distcollect.common.process_exit import ProcessExit
+from distcollect.common.process_exit import STRAY_CONNECTION, ProcessExit
 from distcollect.errors import LaunchError
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
@@ -123,7 +123,7 @@ def _supervise(
             goodbye = _serve(connection, trainer, placement, signals)
         except _Gone:
             if rank is not None:
-                _fail("the trainer is gone")
+                _fail(f"the trainer is gone (if by SIGABRT or SIGSEGV: {STRAY_CONNECTION})")
             raise SystemExit("distcollect: the trainer is gone; this process ends") from None
         except _Terminated as error:
             raise SystemExit(128 + error.args[0]) from None
@@ -149,16 +149,17 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._received)
+            # None: it was not set by Python, which so can't restore it.
+            self._previous[number] = signal.signal(number, self._received) or signal.SIG_DFL
         # Batch systems tell every process of a job that it will end. The trainer decides what
         # follows.
-        self._previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        self._previous[signal.SIGUSR2] = before or signal.SIG_DFL
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            if handler is not None:  # None: it was not installed from Python
-                signal.signal(number, handler)
+            signal.signal(number, handler)
 
     def _received(self, number: int, _frame: object) -> None:
         if not self._is_holding:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import signal
+from pathlib import Path
+
 import pytest
 
+import distcollect
 from distcollect.common.process_exit import describe_exit
 
 
@@ -13,3 +18,13 @@ from distcollect.common.process_exit import describe_exit
 )
 def test_describe_exit(code: int, text: str) -> None:
     assert text in describe_exit(code)
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV])
+def test_a_stray_connection_is_named_as_a_likely_cause(number: signal.Signals) -> None:
+    text = describe_exit(-number)
+    assert text.startswith(f"killed by {number.name} ")
+    assert "port scanner" in text
+    page = (Path(distcollect.__file__).parent / "docs" / "security.md").read_text()
+    [title] = re.findall('"(.*)" on the page Security', text)
+    assert f"\n## {title}\n" in page
