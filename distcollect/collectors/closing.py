@@ -99,6 +99,11 @@ class Closing:
             _open.discard(self)
 
 
+def close_later(close: Callable[[], object]) -> None:
+    """Close what a collector held that nobody refers to any more; for ``__del__``."""
+    _thread().put(close)
+
+
 def forgotten_closings(limit_s: float) -> None:
     """Wait until collectors that nobody refers to are closed, at most ``limit_s``."""
     _thread().ask(lambda: None).arrives(limit_s)

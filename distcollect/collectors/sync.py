@@ -6,15 +6,18 @@ import contextlib
 import copy
 import operator
 import socket
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 
 from distcollect.collectors import validation
 from distcollect.collectors.base import DataCollectorBase
+from distcollect.collectors.closing import Closing, close_later
 from distcollect.collectors.options import SyncOptions
 from distcollect.collectors.progress import Collected
 from distcollect.collectors.replay import Background
@@ -45,6 +48,9 @@ from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 from distcollect.trainer.publisher import Weights, WorkerIds
 from distcollect.transport.peer_ids import identity
 
+# For the envs to close at exit.
+_CLOSING_LIMIT_S = 60.0
+
 
 class SyncDataCollector(DataCollectorBase):
     """Steps envs in the calling process; a batch is collected when it is requested.
@@ -55,9 +61,13 @@ class SyncDataCollector(DataCollectorBase):
     In the background, a thread of this process steps the envs, and settings of the whole process
     apply to both: TorchRL's losses, for example, set the exploration type of all TensorDict modules
     while they compute. In that case use :class:`aSyncDataCollector`.
+
+    Envs that it made are closed by :meth:`shutdown`, at exit, and when nobody refers to the
+    collector any more; envs of yours that you passed only by :meth:`shutdown`.
     """
 
     _options: SyncOptions
+    _unclosed: tuple[Any, ...] = ()  # what is closed in any case
 
     @takes(SyncOptions)
     def __init__(self, options: SyncOptions) -> None:
@@ -92,6 +102,15 @@ class SyncDataCollector(DataCollectorBase):
             )
             self._count_frames(self._num_steps * num_envs)
             if_it_fails.pop_all()
+        if not options.has_env_instances:
+            self._unclosed = self._evaluator, self._engine.envs
+            Closing(self, partial(_shut_down, weakref.ref(self)), _CLOSING_LIMIT_S)
+
+    def __del__(self) -> None:
+        # Not by what waits for the exit: that must not refer to the envs, as a policy or a maker
+        # may refer to the collector.
+        if self._unclosed and self._owner.is_here:
+            close_later(partial(_close, self._unclosed))
 
     @property
     def policy_version(self) -> int:
@@ -406,3 +425,15 @@ class SyncDataCollector(DataCollectorBase):
         finally:
             if close_envs:
                 self._engine.close()
+            self._unclosed = ()
+
+
+def _close(parts: Sequence[Any]) -> None:
+    for part in parts:
+        part.close()
+
+
+def _shut_down(reference: weakref.ref[SyncDataCollector]) -> None:
+    collector = reference()
+    if collector is not None:
+        collector.shutdown()

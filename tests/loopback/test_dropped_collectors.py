@@ -10,10 +10,12 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
+import torch
 from helpers.loopback_pool import loopback_collector
 from tensordict import TensorDict
 
 import distcollect as dc
+from distcollect.collectors.closing import forgotten_closings
 
 
 class Trainer:
@@ -141,3 +143,66 @@ def test_a_collector_is_finalized_while_one_of_its_locks_is_held(
     assert reference() is None
     Slow.go_on.set()
     assert closed.wait(60)
+
+
+class Closable(Slow):
+    """Says when it is closed."""
+
+    closed = threading.Event()
+
+    def close(self) -> None:
+        Closable.closed.set()
+
+
+class Player:
+    """Its collector calls a method of it, and so refers back to it."""
+
+    def __init__(self) -> None:
+        self.collector = dc.SyncDataCollector(Closable, self.act, frames_per_batch=4)
+
+    def act(self, observation: Any) -> Any:
+        return torch.zeros(len(observation), dtype=torch.int64)
+
+
+def test_an_in_process_collector_that_is_dropped_closes_the_envs_that_it_made() -> None:
+    Closable.closed.clear()
+    player = Player()
+    player.collector.next()
+    reference = weakref.ref(player.collector)
+    del player
+    gc.collect()
+    assert reference() is None
+    assert Closable.closed.wait(60)
+
+
+def test_one_that_fills_a_buffer_in_the_background_too() -> None:
+    class Buffer:
+        def extend(self, data: TensorDict) -> None:
+            """Drops the frames."""
+
+    Closable.closed.clear()
+    collector = dc.SyncDataCollector(Closable, frames_per_batch=4, replay_buffer=Buffer())
+    collector.start()
+    assert not Closable.closed.is_set()
+    del collector
+    gc.collect()
+    assert Closable.closed.wait(60)
+
+
+def test_an_env_of_the_users_stays_open() -> None:
+    closed = []
+
+    class Mine(Slow):
+        def close(self) -> None:
+            closed.append(self)
+
+    env = Mine()
+    collector = dc.SyncDataCollector(env, frames_per_batch=4)
+    collector.next()
+    del collector
+    gc.collect()
+    forgotten_closings(60)
+    assert not closed
+    with dc.SyncDataCollector(env, frames_per_batch=4) as collector:
+        collector.next()
+    assert closed == [env]
