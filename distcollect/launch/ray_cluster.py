@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -13,12 +14,15 @@ from typing import Any
 
 from distcollect.errors import LaunchError
 
+log = logging.getLogger(__name__)
+
 ADDRESS = "RAY_ADDRESS"
 _REACH_TIMEOUT_S = 10.0
 
 _lock = threading.RLock()
 _num_users = 0
-_is_ours = False  # whether the connection was made here
+_ours = ""  # the connection that was made here
+_our_arguments: Mapping[str, Any] = {}  # of it
 
 
 def load_ray() -> Any:
@@ -43,7 +47,8 @@ def connect(config: Mapping[str, Any]) -> Any:
 
     Args:
         config: the arguments of ``ray.init``. Without an address, Ray takes the cluster that
-            RAY_ADDRESS names, else one that runs on this host, else it starts one here.
+            RAY_ADDRESS names, else one that runs on this host, else it starts one here. A warning
+            says so if the process is connected with others.
 
     Returns:
         The module ``ray``.
@@ -51,34 +56,43 @@ def connect(config: Mapping[str, Any]) -> Any:
     Raises:
         LaunchError: Ray is not installed, or it can't connect.
     """
-    global _num_users, _is_ours  # noqa: PLW0603 - a process has one connection to Ray
+    global _num_users, _ours, _our_arguments  # noqa: PLW0603 - a process has one connection to Ray
     ray = load_ray()
+    arguments = {name: value for name, value in config.items() if value is not None}
+    if not arguments.get("local_mode"):
+        arguments.pop("local_mode", None)
     with _lock, _handler_of_sigterm():
         if not ray.is_initialized():
-            _init(ray, config)
-            _is_ours = True
+            _init(ray, arguments)
+            _ours, _our_arguments = connection(ray), arguments
         elif ray.util.client.ray.is_connected():
             raise _client_error("a connection that was made before")
+        elif arguments and (connection(ray) != _ours or arguments != _our_arguments):
+            log.warning(
+                "ray_init_config has no effect, as this process is connected to Ray already (at "
+                "%s): ray.init(%s) is not called; leave it out, or call ray.shutdown() before",
+                *(ray.get_runtime_context().gcs_address, _shown(arguments)),
+            )
         _num_users += 1
     return ray
 
 
+def connection(ray: Any) -> str:
+    """Names this process's present connection to Ray, unlike any before; "" if there is none."""
+    return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else ""
+
+
 def release() -> None:
-    """The counterpart of :func:`connect`; the last one disconnects, if the first connected."""
-    global _num_users, _is_ours  # noqa: PLW0603 - a process has one connection to Ray
+    """The counterpart of :func:`connect`; the last one ends the connection that was made here."""
+    global _num_users  # noqa: PLW0603 - a process has one connection to Ray
     ray = load_ray()
     with _lock:
         _num_users -= 1
-        if _num_users == 0 and _is_ours:
-            _is_ours = False
-            if ray.is_initialized():
-                ray.shutdown()
+        if _num_users == 0 and connection(ray) == _ours != "":
+            ray.shutdown()
 
 
-def _init(ray: Any, config: Mapping[str, Any]) -> None:
-    arguments = {name: value for name, value in config.items() if value is not None}
-    if not arguments.get("local_mode"):
-        arguments.pop("local_mode", None)
+def _init(ray: Any, arguments: Mapping[str, Any]) -> None:
     address = str(arguments.get("address") or os.environ.get(ADDRESS) or "")
     if address.startswith("ray://"):
         raise _client_error(address)

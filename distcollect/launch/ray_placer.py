@@ -8,6 +8,7 @@ import math
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +85,7 @@ class RayPlacer:
         """
         self._settings = settings
         self._ray = ray_cluster.connect(settings.init_config)
+        self._connection = ray_cluster.connection(self._ray)
         self.address = str(self._ray.util.get_node_ip_address())
         self._owner = Owner()
         self._changed = threading.Condition()
@@ -98,8 +100,8 @@ class RayPlacer:
         """Create the actors; see :class:`~.placement.Placer`."""
         name = f"distcollect-{secrets.token_hex(3)}-worker"
         log.info("asking Ray for %d actor(s), named %s-0 and so on", num_workers, name)
-        if large := self._too_large(range(num_workers)):
-            log.warning("%s", large)
+        if too_much := self._too_much(range(num_workers), num_workers):
+            log.warning("%s", too_much)
         try:
             groups = self._group_options(name, num_workers)
             for worker_id in range(num_workers):
@@ -161,8 +163,8 @@ class RayPlacer:
             for i in range(num_workers)
         ]
 
-    def _too_large(self, worker_ids: Sequence[int]) -> str:
-        """Which of these actors no node of the cluster is large enough for, in words."""
+    def _too_much(self, worker_ids: Sequence[int], num_workers: int) -> str:
+        """Why the cluster, with the nodes of now, can never start these actors, in words."""
         nodes = [node["Resources"] for node in ray_cluster.nodes(self._ray)]
         large = [
             w
@@ -170,13 +172,34 @@ class RayPlacer:
             if not any(fits(self._settings.resources(w), node) for node in nodes)
         ]
         if not large:
-            return ""
+            return self._too_large_a_group(nodes, num_workers)
         wanted = self._settings.resources(large[0])
         most = {name: max((n.get(name, 0.0) for n in nodes), default=0.0) for name in wanted}
         return (
             f"no node of the Ray cluster has the {words(wanted)} wanted for {_names(large)} (the "
             f"most that one has: {words(most)}): Ray can't start them until a larger node is added"
         )
+
+    def _too_large_a_group(self, nodes: Sequence[dict[str, float]], num_workers: int) -> str:
+        """Why the cluster has no place for the actors together, in words."""
+        strategy = self._settings.strategy
+        group = f"placement_group_strategy={strategy!r} puts"
+        all_wanted: Counter[str] = Counter()
+        for worker_id in range(num_workers):
+            all_wanted.update(self._settings.resources(worker_id))
+        if strategy == "STRICT_SPREAD" and len(nodes) < num_workers:
+            return (
+                f"{group} each of the {num_workers} workers on a node of its own, and the Ray "
+                f"cluster has {len(nodes)}: Ray can't start them until nodes are added; 'SPREAD' "
+                "needs no more nodes"
+            )
+        if strategy == "STRICT_PACK" and not any(fits(all_wanted, node) for node in nodes):
+            return (
+                f"{group} all workers on one node, and no node of the Ray cluster has the "
+                f"{words(all_wanted)} that they need together: Ray can't start them until a larger "
+                "node is added; 'PACK' needs no such node"
+            )
+        return ""
 
     # Called by Ray, on a thread of its own.
 
@@ -237,11 +260,14 @@ class RayPlacer:
         if waiting:
             wanted = words(self._settings.resources(waiting[0]))
             free = words(self._free(waiting[0]))
+            together = ""
+            if self._settings.strategy is not None:
+                together = f", all at the same time, as {self._settings.strategy} asks"
             parts.append(
-                f"Ray has not started {_names(waiting)} yet ({wanted} wanted for each; free in the "
-                f"whole cluster: {free}); `ray status` shows what is in use"
+                f"Ray has not started {_names(waiting)} yet ({wanted} wanted for each{together}; "
+                f"free in the whole cluster: {free}); `ray status` shows what is in use"
             )
-            parts += filter(None, [self._too_large(waiting)])
+            parts += filter(None, [self._too_much(waiting, len(self._slots))])
         return "; ".join(parts)
 
     def _free(self, worker_id: int) -> dict[str, float]:
@@ -285,8 +311,8 @@ class RayPlacer:
             slots = list(self._slots)
         try:
             # Otherwise the connection to Ray was closed before, which has killed them. A call would
-            # connect anew.
-            if self._ray.is_initialized():
+            # connect anew, or ask another cluster.
+            if ray_cluster.connection(self._ray) == self._connection:
                 self._kill(slots)
         except self._ray.exceptions.RayError as error:
             log.warning("Ray does not answer, and ends its actors by itself: %s", error)

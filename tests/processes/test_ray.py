@@ -88,6 +88,18 @@ def test_a_collector_that_is_closed_leaves_nothing(steps: dict[str, dict[str, An
     assert steps["end"]["connected"], "the script had connected this process"
 
 
+def test_a_connection_that_the_user_has_made_since_is_kept(
+    steps: dict[str, dict[str, Any]],
+) -> None:
+    assert steps["anew"]["kept"]
+
+
+def test_arguments_for_a_connection_that_exists_already(steps: dict[str, dict[str, Any]]) -> None:
+    [line] = [line for line in steps["ignored"]["logged"] if "ray_init_config" in line]
+    assert "has no effect, as this process is connected to Ray already" in line
+    assert "ray.init(num_cpus=3)" in line
+
+
 def test_a_placement_group(steps: dict[str, dict[str, Any]]) -> None:
     assert steps["connected"]["kind"] == "RayDataCollector"
     assert steps["connected"]["workers"] == [0]
@@ -113,6 +125,11 @@ def test_an_actor_that_is_killed_for_good_is_not_replaced(
             "too large",
             "DeadlineError",
             "has the 64 CPU wanted for worker 0, worker 1",
+        ),
+        (
+            "spread",
+            "DeadlineError",
+            "puts each of the 2 workers on a node of its own, and the Ray cluster has 1",
         ),
         ("version", "LaunchError", "has 0.0.1: install the same version on all nodes"),
         ("option", "LaunchError", "Ray refuses remote_configs={'num_cpu': 1}"),

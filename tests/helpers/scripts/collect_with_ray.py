@@ -116,6 +116,21 @@ def place_together():
     say("disconnected", connected=ray.is_initialized())
 
 
+def connect_anew():
+    """The user ends the connection that a collector has made, and makes one."""
+    collector = dc.RayDataCollector(**SMALL, num_workers=1)
+    collector.next()
+    ray.shutdown()
+    ray.init(log_to_driver=False)
+    of_the_user = ray.get_runtime_context().get_worker_id()
+    collector.shutdown()
+    connected = ray.is_initialized()
+    say("anew", kept=connected and ray.get_runtime_context().get_worker_id() == of_the_user)
+    before = len(logged)
+    dc.RayDataCollector(**SMALL, num_workers=1, ray_init_config={"num_cpus": 3}).shutdown()
+    say("ignored", logged=logged[before:])
+
+
 def wait_for_resources():
     """The second worker has no room at first."""
     ray_placer._SETTLED_S = 1.0
@@ -139,6 +154,10 @@ def fail():
 
     for name, given in {
         "too large": {"remote_configs": {"num_cpus": 64}, "faults": dc.Faults(start_timeout_s=2)},
+        "spread": {
+            "placement_group_strategy": "STRICT_SPREAD",
+            "faults": dc.Faults(start_timeout_s=2),
+        },
         "version": {"remote_configs": {"runtime_env": old}},
         "option": {"remote_configs": {"num_cpu": 1}},
     }.items():
@@ -151,7 +170,7 @@ def fail():
 
 def main():
     place_together()
-    ray.init(log_to_driver=False)
+    connect_anew()
     collect_and_lose_an_actor()
     wait_for_resources()
     fail()
