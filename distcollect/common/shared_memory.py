@@ -104,4 +104,21 @@ def sample_of_memory() -> Segment | None:
     return segment
 
 
+def sample_for(trainers: Segment | None) -> Segment | None:
+    """The same for a trainer that gave a sample of its own memory.
+
+    None if it is on this host and its memory can't be mapped here: weights could not be shared.
+    """
+    if trainers is None:
+        return None
+    try:
+        trainers.open().close()
+    except OSError as error:
+        kernel_and_pids, _, _ = host_of_memory().rpartition(" ")
+        if trainers.host.startswith(kernel_and_pids):
+            log.info("the trainer's memory can't be mapped (%s): all is sent", error)
+            return None
+    return sample_of_memory()
+
+
 _samples: list[torch.Tensor] = []

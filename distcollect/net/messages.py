@@ -124,11 +124,13 @@ class WorkerWelcome(Message):
         peer: its id for the transport.
         trainer_peer: the trainer's.
         trainer_endpoint: where the trainer's transport is reached.
+        trainer_segment: a little of the trainer's shared memory.
     """
 
     peer: int
     trainer_peer: int
     trainer_endpoint: str
+    trainer_segment: Segment | None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class Reachable(Message):
 
     Attributes:
         endpoint: where.
-        segment: a little of its shared memory: if the trainer can map it, rollouts are not sent.
+        segment: a little of its shared memory: if the trainer can map it, neither rollouts nor
+            weights are sent. None if the worker can't map the memory of a trainer on its host.
     """
 
     endpoint: str

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from distcollect.common.process_exit import ProcessExit
+from distcollect.common.shared_memory import sample_of_memory
 from distcollect.launch.worker_hosts import HostEvents
 from distcollect.net.messages import (
     Hello,
@@ -53,7 +54,7 @@ class PostedHostEvents(HostEvents):
         if process is None or process.connection is not None or process.is_over:
             return Refused("there is no free slot for it")
         process.connection = connection
-        return WorkerWelcome(process.peer, identity().trainer, self._endpoint)
+        return WorkerWelcome(process.peer, identity().trainer, self._endpoint, sample_of_memory())
 
     def refused(self, hello: Hello | None, reason: str) -> None:
         if hello is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from distcollect.common.forks import Owner
-from distcollect.common.shared_memory import sample_of_memory
+from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
 from distcollect.net.client import ControlConnection, NoAnswer, exit_now, join_once
@@ -114,7 +114,7 @@ def main(boot: WorkerBoot) -> None:
     # Not in the signal handler: it may interrupt a thread that is sending.
     threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sigterm.put(None))
-    connection.send(Reachable(transport.endpoint, sample_of_memory()))
+    connection.send(Reachable(transport.endpoint, sample_for(welcome.trainer_segment)))
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     sys.stdout.flush()

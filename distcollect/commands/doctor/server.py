@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Rank
 from distcollect.common.memory_segment import Segment
-from distcollect.common.shared_memory import sample_of_memory
+from distcollect.common.shared_memory import sample_for, sample_of_memory
 from distcollect.net.client import ControlConnection
 from distcollect.net.messages import Exit, Hello, Message, Refused, WorkerWelcome
 from distcollect.net.peer import Connection
@@ -86,7 +86,8 @@ class DoctorServer(JoinServerEvents):
             return Refused("this is distcollect doctor, which takes no workers")
         peer = identity().new_peer()
         self._connections[connection] = peer
-        return WorkerWelcome(peer, identity().trainer, self._transport.endpoint)
+        endpoint = self._transport.endpoint
+        return WorkerWelcome(peer, identity().trainer, endpoint, sample_of_memory())
 
     def refused(self, hello: Hello | None, reason: str) -> None:
         with self._changed:
@@ -125,7 +126,8 @@ def take_part(control: ControlConnection, rank: int) -> bool:
     )
     try:
         transport.connect(welcome.trainer_peer, PeerAddress(welcome.trainer_endpoint))
-        control.send(Examined(transport.endpoint, inspect_host(rank, address), sample_of_memory()))
+        sample = sample_for(welcome.trainer_segment)
+        control.send(Examined(transport.endpoint, inspect_host(rank, address), sample))
         while (message := control.receive()) is not None:
             if isinstance(message, Exit):
                 return True
