@@ -197,7 +197,7 @@ class Zygote:
         self._forked: dict[int, ForkedProcess] = {}
         self._num_requests = 0
         self.is_gone = False
-        self._read_at_import = read_at_import(os.environ)
+        self._read_at_import = read_at_import(inherited())
         self._sock, theirs = make_sockets()
         started: Future[subprocess.Popen[bytes]] = Future()
         # The kernel ends the zygote with the thread that starts it: this one lasts.
@@ -211,7 +211,7 @@ class Zygote:
     @property
     def is_usable(self) -> bool:
         """Whether workers of this process, with its environment of now, can be forked from it."""
-        return not self.is_gone and self._read_at_import == read_at_import(os.environ)
+        return not self.is_gone and self._read_at_import == read_at_import(inherited())
 
     def fork(
         self,
@@ -322,7 +322,9 @@ def import_path() -> list[str]:
 
 def inherited() -> dict[str, str]:
     """This process's environment for workers: what their envs start has no use for the token."""
-    return {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
+    # One by one, as another thread may delete some meanwhile.
+    found = ((name, os.environ.get(name)) for name in os.environ if name != SECRET_VARIABLE)
+    return {name: value for name, value in found if value is not None}
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
@@ -373,7 +375,7 @@ def fork(
     if ZygoteUse.chosen() is ZygoteUse.OFF:
         raise Unavailable(f"{ZYGOTE}=off")
     environ = {**inherited(), **added}
-    wanted, usual = read_at_import(environ), read_at_import(os.environ)
+    wanted, usual = read_at_import(environ), read_at_import(inherited())
     if special := sorted(name for name in added if wanted.get(name) != usual.get(name)):
         raise Unavailable(f"libraries read {', '.join(special)} when they are loaded")
     try:
