@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any, get_origin, get_type_hints
 
 import gymnasium as gym
@@ -242,43 +240,3 @@ def to_tensor(value: Any, name: object) -> torch.Tensor:
         value = value.cpu()
     tensor: torch.Tensor = value.float() if value.dtype is torch.bfloat16 else value
     return tensor
-
-
-def watch_tensors(module: nn.Module) -> Callable[[], bool]:
-    """A function that tells whether ``module`` holds tensors that it does not hold now.
-
-    Parameters and buffers that are changed in place are not new. Tensors that the module keeps
-    elsewhere, for example in a global variable, are not found.
-    """
-    before = _tensors_within(module)
-
-    def has_new_tensors() -> bool:
-        after = _tensors_within(module)
-        return before is None or after is None or not after.keys() <= before.keys()
-
-    return has_new_tensors
-
-
-_MOST_SEARCHED = 100_000  # objects; a module may refer to anything, for example a whole dataset
-
-
-def _tensors_within(module: nn.Module) -> dict[int, torch.Tensor] | None:
-    """The tensors reachable from ``module``, by id; None if there are too many objects."""
-    found: dict[int, torch.Tensor] = {}
-    seen: dict[int, Any] = {}
-    to_search: list[Any] = [module]
-    while to_search:
-        thing = to_search.pop()
-        if id(thing) in seen or isinstance(thing, type | ModuleType | str | bytes):
-            continue
-        if len(seen) >= _MOST_SEARCHED:
-            return None
-        seen[id(thing)] = thing
-        if isinstance(thing, torch.Tensor):
-            found[id(thing)] = thing
-        elif isinstance(thing, Mapping):
-            to_search.extend(thing.values())
-        elif isinstance(thing, Set | Sequence | deque):
-            to_search.extend(thing)
-        to_search.extend(getattr(thing, "__dict__", {}).values())
-    return found

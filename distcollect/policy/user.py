@@ -11,7 +11,7 @@ from tensordict.nn import set_interaction_type
 
 from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Contexts, Exploration, Policy, PolicyOutput
-from distcollect.policy.calling import Inputs, calling_convention, moved, watch_tensors
+from distcollect.policy.calling import Inputs, calling_convention, moved
 from distcollect.policy.outputs import OutputReader
 from distcollect.policy.per_env_rng import PerEnvRng, draw
 from distcollect.policy.recurrent import state_of
@@ -84,15 +84,6 @@ class UserPolicy(Policy):
         """Compute no gradients, and set the exploration type of TensorDict policies."""
         without_gradients = torch.no_grad() if self._needs_autograd else torch.inference_mode()
         return Contexts(without_gradients, set_interaction_type(self._exploration.interaction))
-
-    def try_out(self) -> None:
-        """See :meth:`Policy.try_out`; a shared module that keeps no tensors gets inference mode."""
-        if not self._needs_autograd or self.module is None:
-            super().try_out()
-            return
-        has_new_tensors = watch_tensors(self.module)
-        super().try_out()
-        self._needs_autograd = has_new_tensors()
 
     def __call__(self) -> PolicyOutput:
         if self._rng is not None:
