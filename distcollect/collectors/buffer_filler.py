@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from distcollect.collectors.replay import Background, RateLimited, ReplayBuffer
 from distcollect.collectors.stream import JOIN_TIMEOUT_S, BatchStream
+from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND
 from distcollect.errors import CollectorStateError
 
 _Self = TypeVar("_Self", bound="BufferFiller")
@@ -63,6 +64,8 @@ class BufferFiller(BatchStream):
     def _use(self, background: Background) -> None:
         """Collect only on this thread from now on, which was not started yet."""
         self._background = background
+        if self._unpublished is not None:
+            self._unpublished.patience = PATIENCE_IN_BACKGROUND
 
     def _fill(self) -> bool:
         """Add one batch to the replay buffer; False if ``total_frames`` are collected."""

@@ -227,9 +227,10 @@ class CollectorOptions:
         """
         given: Any = self.policy_factory
         factories = list(given) if isinstance(given, list | tuple) else [given] if given else []
-        if not isinstance(self.policy, nn.Module):
+        module = module_of(self.policy)
+        if not factories or module is None:
             return factories
-        weights = {name: value.cpu() for name, value in self.policy.state_dict().items()}
+        weights = {name: value.cpu() for name, value in module.state_dict().items()}
         return [partial(_with_weights, factory, weights) for factory in factories]
 
     def plan(self, *, num_envs: int, traces: bool) -> WorkerPlan:

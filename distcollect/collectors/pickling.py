@@ -103,13 +103,12 @@ def pickled_plans(
             is on several devices, and the plan does not name one.
     """
     device = home(plan.policy, plan.models) if plan.device is None else plan.device
-    policy, models = _on_cpu(plan.policy, plan.models)
     registry = pickled_registry([maker for maker in makers if isinstance(maker, str)])
-    plan = replace(plan, policy=policy, models=models, device=device, registry=registry)
+    plan = replace(plan, device=device, registry=registry, held=module_of(plan.policy))
     payloads: list[PickledPlan] = []
     first: Mapping[str, Any] = {}
     try:
-        table = TensorTable(_tensors(policy, models))
+        table = TensorTable(_tensors(plan.policy, plan.models))
         for index, maker in enumerate(makers):
             own = {"create_env_fn": maker, **(others[index] if others else {})}
             first = first or own
@@ -169,17 +168,31 @@ def _fails(value: object) -> bool:
     return False
 
 
-def _on_cpu(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[str, nn.Module]]:
-    """Policy and models such that a host without this host's GPU can unpickle them.
+def copied(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[str, nn.Module]]:
+    """Policy and models that share no weight with the given ones.
 
-    Submodules that policy and models share remain shared.
+    Raises:
+        ArgumentError: they can't be copied.
     """
-    if all(tensor.is_cpu for tensor in _tensors(policy, models)):
-        return policy, models
-    policy, models = copy.deepcopy((policy, models))
-    for module in _modules(policy, models):
-        module.cpu()
-    return policy, models
+    own = {id(tensor) for tensor in _tensors(policy, models)}
+    reason: object = "it is a function of a module that can be imported, and so is never copied"
+    # A deep copy of a function is the function itself, with the variables of its closure.
+    for duplicate in (copy.deepcopy, _pickled_and_back):
+        try:
+            copies: tuple[Any, Mapping[str, nn.Module]] = duplicate((policy, models))
+        except Exception as error:  # noqa: BLE001 - the next way, or the reason below
+            reason = f"{type(error).__name__}: {error}"
+            continue
+        if own.isdisjoint(id(tensor) for tensor in _tensors(*copies)):
+            return copies
+    raise ArgumentError(
+        f"start(): the policy and its weights can't be copied for the background ({reason}): pass "
+        "a module, or a method of one"
+    )
+
+
+def _pickled_and_back(given: Any) -> Any:
+    return cloudpickle.loads(cloudpickle.dumps(given))
 
 
 def _tensors(policy: Any, models: Mapping[str, nn.Module]) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from distcollect.collectors.progress import Collected, Progress
 from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stop
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import Hooks, timed
-from distcollect.collectors.torchrl_weights import weights_among
+from distcollect.collectors.torchrl_weights import NoUpdater, weights_among
 from distcollect.collectors.worker_attributes import WorkerAccess
 from distcollect.collectors.worker_options import RPCOptions
 from distcollect.common import checks
@@ -69,6 +69,9 @@ class RPCDataCollector(WorkerAccess):
         self._session = Session(self._options, self._stats_recorder, traces=traces)
         self._count_frames(self._session.frames_per_batch)
         self._session.updater.register_collector(self)
+        options = self._options
+        if not (options.update_at_each_batch or isinstance(options.updater, NoUpdater)):
+            self._unpublished = self._session.unpublished
         limit_s = self._options.fault_limits.stop_timeout_s + CLOSING_LIMIT_S
         self._stop_session = Closing(
             self, partial(stop, self._session.pool, self._session.workers), limit_s
@@ -379,6 +382,7 @@ class RPCDataCollector(WorkerAccess):
             for worker_id, weights in policy_or_weights.items():
                 push = self.update_policy_weights_(weights, worker_ids=worker_id, wait=wait)
             return push
+        self._unpublished = None  # the user knows what to call
         # A version that is sent to no worker would be unknown to workers that join later.
         self._session.workers.await_enough()
         with self._stats_recorder.publishing():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from distcollect.collectors.closing import Closing, close_first_at_exit, forgotten_closings
+from distcollect.collectors.unpublished import UnpublishedChanges
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import BatchTimeout, WorkerLost
@@ -47,6 +49,7 @@ class Session:
         layout: of a worker's rollouts.
         frames_per_batch: frames in each batch: rounded up for TorchRL's envs.
         has_weights: whether the policy has weights that can be published.
+        unpublished: notices changes of the weights, until some are published.
     """
 
     def __init__(
@@ -122,13 +125,15 @@ class Session:
         self.publisher = Publisher(
             self.pool,
             probe.weights,
-            published(options.policy, options.named_models),
+            partial(published, options.policy, options.named_models),
             updater=self.updater,
             options=options.weight_options,
             max_interval=options.max_weight_update_interval,
             gpus=workers.gpus,
             evaluating=options.evaluating,
         )
+        own = published(options.policy, options.named_models)
+        self.unpublished = UnpublishedChanges(own, probe.weights)
         self.remote_calls = RemoteCalls(self.pool, self.publisher.selected, workers.ends)
         self.evaluators = evaluators(self.pool, options.evaluation, options.evaluating)
         self.handover_receiver = HandoverReceiver(workers.transport)

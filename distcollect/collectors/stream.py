@@ -25,6 +25,7 @@ from distcollect.collectors.replay import (
     check_can_hold,
     parts_for,
 )
+from distcollect.collectors.unpublished import UnpublishedChanges
 from distcollect.common import tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentTypeError, BatchTimeout, CollectorStateError
@@ -153,6 +154,7 @@ class BatchStream(ABC):
                 )
             )
         self._closes_envs = True
+        self._unpublished: UnpublishedChanges | None = None  # the weights are not watched
         self._monitor_thread = MonitorThread(options.monitor, options.trace)
         self._stats_recorder = StatsRecorder(
             trace=self._monitor_thread.trace, metrics=self._monitor_thread.metrics
@@ -279,6 +281,8 @@ class BatchStream(ABC):
         ready = self._progress.ready
         if ready is not None and ready.stamp == self._stamp():
             return  # an exception kept it from reaching the user
+        if (watch := self._unpublished) is not None:
+            watch.batch_begins()
         if self._progress.trajectories is None:
             self._check_not_over()
             collected = self._next(self._limit_s(timeout_s))

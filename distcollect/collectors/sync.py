@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import operator
 import socket
 import weakref
@@ -19,11 +18,13 @@ from distcollect.collectors import validation
 from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.closing import Closing, close_later
 from distcollect.collectors.options import SyncOptions
+from distcollect.collectors.pickling import copied
 from distcollect.collectors.progress import Collected
 from distcollect.collectors.replay import Background
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import JOIN_TIMEOUT_S
 from distcollect.collectors.torchrl_weights import weights_among
+from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND, UnpublishedChanges
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, checked_seed, env_seed, policy_seed
 from distcollect.engine.base import EngineBase
@@ -31,7 +32,7 @@ from distcollect.engine.build import build_engine, build_engine_for, build_evalu
 from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.launch.cpu_placement import num_cores
-from distcollect.policy.weight_layout import module_of, published
+from distcollect.policy.weight_layout import is_part, module_of, published
 from distcollect.results import (
     EnvFault,
     Evaluation,
@@ -295,8 +296,6 @@ class SyncDataCollector(DataCollectorBase):
         policy_or_weights = weights_among(
             policy_or_weights, names, self._plan.policy, self._plan.models
         )
-        if self._engine.weights.module is None:
-            return
         with self._stats_recorder.publishing():
             self._publish(policy_or_weights)
 
@@ -305,9 +304,12 @@ class SyncDataCollector(DataCollectorBase):
         own = published(self._plan.policy, self._plan.models)
         if policy_or_weights is None and self.policy is not self._plan.policy:
             policy_or_weights = published(self.policy, self._plan.models)
-        if policy_or_weights is not None and policy_or_weights is not own:
+        if policy_or_weights is not None and not is_part(policy_or_weights, own):
             weights.layout.load(policy_or_weights, own)
+        if own is None:
+            return
         self._version += 1
+        self._unpublished = None  # the user knows what to call
         if self._background is None:
             weights.version = self._version
         else:
@@ -318,7 +320,7 @@ class SyncDataCollector(DataCollectorBase):
     def _use(self, background: Background) -> None:
         # The new engine resets the envs. If an exception breaks this off, the old one goes on.
         self._engine.settle("given_up", is_broken=True)
-        policy, models = copy.deepcopy((self._plan.policy, dict(self._plan.models)))
+        policy, models = copied(self._plan.policy, self._plan.models)
         plan = replace(self._plan, policy=policy, models=models)
         engine = build_engine_for(self._engine.envs, plan, traj_ids=self._traj_ids)
         engine.weights.version = self._version
@@ -329,6 +331,12 @@ class SyncDataCollector(DataCollectorBase):
                 # The seed itself would repeat the episodes from then on.
                 seed = env_seed(seed, num_batches - since, stream=Stream.BACKGROUND)
             self._seed_engine(engine, seed, static_seed)
+        own = published(self._plan.policy, self._plan.models)
+        self._unpublished = UnpublishedChanges(
+            own, engine.weights.layout, patience=PATIENCE_IN_BACKGROUND
+        )
+        self._evaluator.close()
+        self._evaluator = build_evaluator(plan, worker_id=self._options.worker_id)
         # At once: what is done elsewhere depends on whether there is a background.
         self._engine, self._first_batch, self._background = engine, num_batches, background
 
@@ -392,9 +400,10 @@ class SyncDataCollector(DataCollectorBase):
                 "instead of an env"
             )
         with self._paused(timeout_s):
+            self._engine.weights.apply()
             return self._evaluator.evaluate(
                 num_episodes,
-                version=self._version,
+                version=self._engine.weights.version,
                 deterministic=deterministic,
                 seed=seed,
                 timeout_s=timeout_s,

@@ -104,7 +104,7 @@ def build_engine_for(
             device=plan.device,
             shared=shared,
         )
-    weights = live_weights(plan, policy.module)
+    weights = live_weights(plan)
     return Engine(
         envs,
         policy,

@@ -35,7 +35,7 @@ def build_tensordict_engine(
     return TensorDictEngine(
         envs,
         policy,
-        live_weights(plan, policy.module),
+        live_weights(plan),
         traj_ids=traj_ids,
         options=plan.options,
         counter=counter,

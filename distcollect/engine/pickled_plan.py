@@ -13,8 +13,10 @@ from typing import TypeAlias
 
 import cloudpickle
 import torch
+from torch import nn
 
 from distcollect.engine.plan import WorkerPlan
+from distcollect.policy.weight_layout import module_of
 
 # The pickled tensors and the pickled plan, which refers to them by their indices.
 PickledPlan: TypeAlias = Sequence[bytes]
@@ -24,11 +26,12 @@ class TensorTable:
     """Tensors that are pickled once for several plans."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Pickle ``tensors``; one that occurs twice is pickled once."""
+        """Pickle ``tensors``, as tensors on the CPU; one that occurs twice is pickled once."""
         by_id = {id(tensor): tensor for tensor in tensors}
         self._tensors = list(by_id.values())  # also keeps the ids valid
         self._index_of = {each: index for index, each in enumerate(by_id)}
-        self._pickled = cloudpickle.dumps(self._tensors)
+        # A host without this host's GPU is to unpickle them.
+        self._pickled = cloudpickle.dumps([_on_cpu(tensor) for tensor in self._tensors])
 
     def pickled(self, plan: WorkerPlan) -> PickledPlan:
         """``plan``, which refers to the table where it has one of its tensors.
@@ -38,6 +41,13 @@ class TensorTable:
         file = io.BytesIO()
         _PlanPickler(file, self._index_of).dump(plan)
         return self._pickled, file.getvalue()
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_cpu:
+        return tensor
+    value = tensor.detach().cpu()
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 class _PlanPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle declares no types
@@ -68,4 +78,8 @@ def unpickled(parts: Sequence[bytes | mmap.mmap]) -> WorkerPlan:
     tensors, plan = parts
     unpickler = _PlanUnpickler(io.BytesIO(plan), pickle.loads(tensors))
     loaded: WorkerPlan = unpickler.load()
+    own = module_of(loaded.policy)
+    if own is not None and loaded.held is not None and own is not loaded.held:
+        # A function that travels by its name uses the modules of this process.
+        own.load_state_dict(loaded.held.state_dict())
     return loaded

@@ -61,6 +61,7 @@ class WorkerPlan:
         init_fn: called in the worker before anything is made.
         pre_collect_hook: called in the worker before each rollout.
         post_collect_hook: called in the worker with each rollout.
+        held: the module that has the policy's weights; None: there is none, or a factory.
     """
 
     create_env_fn: Any
@@ -82,6 +83,7 @@ class WorkerPlan:
     init_fn: Callable[[], Any] | None = None
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
+    held: nn.Module | None = None
 
     def step_timer(self, num_envs: int) -> StepTimer:
         """What measures the time that steps take, and records the episodes."""

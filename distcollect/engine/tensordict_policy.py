@@ -66,12 +66,12 @@ class TensorDictPolicy:
                 called once here, raised.
         """
         self.module = module_of(policy)
-        if self.module is not None:
-            if device is not None:
-                self.module = moved(self.module, device)
+        if self.module is not None and device is not None:
+            self.module = moved(self.module, device)
+        if (whole := policy if isinstance(policy, nn.Module) else self.module) is not None:
             if adds_transforms:
-                _add_transforms(envs, self.module)
-            set_exploration_modules_spec_from_env(self.module, envs.members[0])
+                _add_transforms(envs, whole)
+            set_exploration_modules_spec_from_env(whole, envs.members[0])
         if callable(bind := getattr(policy, "set_action_spec_from_env", None)):
             bind(envs.members[0])
         self._exploration = exploration

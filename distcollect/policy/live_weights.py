@@ -55,6 +55,13 @@ class LiveWeights:
         self.pending = False
         state = state_tensors(module)
         self._tensors = [state[entry.names[0]] for entry in self.layout.entries]
+        # A forward pass changes buffers in place. They have memory of their own, so that what lies
+        # in self._live stays what was published.
+        self._pointed = [
+            isinstance(tensor, nn.Parameter) and tensor.device == self.device and not self._in_place
+            for tensor in self._tensors
+        ]
+        self._places = _places(module, self._tensors)
         self._lock = threading.Lock()
         self._spares: list[torch.Tensor] = []
         self._most_ready = _MOST_READY if keeps_each else 1
@@ -77,16 +84,15 @@ class LiveWeights:
             return self._spares.pop() if self._spares else self.layout.empty(self.device)
 
     def copy_newest(self, buffer: torch.Tensor) -> None:
-        """Fill ``buffer`` with the weights that the next step will use.
+        """Fill ``buffer`` with the newest version, which was committed.
 
-        To be called on the thread that receives, as no other writes to buffers.
+        Only parameters may differ from it: those that the policy has changed itself. To be called
+        on the thread that receives, as no other writes to buffers.
         """
         with self._lock:
             newest = self._ready[-1][0] if self._ready else self._live
-        if newest is not None:
-            buffer.copy_(newest)
-            return
-        self.layout.pack(self.layout.select(self.module), buffer)
+        assert newest is not None
+        buffer.copy_(newest)
 
     def discard(self, buffer: torch.Tensor) -> None:
         """Forget a buffer from :meth:`spare`, as its source may go on writing to it."""
@@ -109,7 +115,7 @@ class LiveWeights:
     def apply(self, up_to: int | None = None) -> None:
         """Make the newest version the module's weights.
 
-        On a CPU this only changes pointers, and copies nothing.
+        On a CPU this only changes pointers, and copies nothing but buffers.
 
         Args:
             up_to: no newer version than this; None: any.
@@ -124,8 +130,12 @@ class LiveWeights:
             buffer, self.version = due[-1]
             self.pending = bool(self._ready)
             before, self._live = self._live, buffer
-        for tensor, view in zip(self._tensors, self._views_of(buffer), strict=True):
-            if tensor.device == self.device and not self._in_place:
+        for owner, name, tensor in self._places:
+            if getattr(owner, name, None) is not tensor:  # a forward pass has assigned another
+                setattr(owner, name, tensor)
+        views = self._views_of(buffer)
+        for tensor, view, pointed in zip(self._tensors, views, self._pointed, strict=True):
+            if pointed:
                 tensor.data = view
             else:
                 tensor.data.copy_(view)
@@ -142,3 +152,19 @@ class LiveWeights:
         if views is None:
             views = self._views[buffer.data_ptr()] = self.layout.views(buffer)
         return views
+
+
+def _places(
+    module: nn.Module | None, tensors: Sequence[torch.Tensor]
+) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Where ``module`` and its parts have each of these tensors: (part, attribute, tensor)."""
+    wanted = {id(tensor) for tensor in tensors}
+    return [
+        (part, name, tensor)
+        for part in (() if module is None else module.modules())
+        for name, tensor in (
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        if id(tensor) in wanted and getattr(part, name, None) is tensor
+    ]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from distcollect.errors import ArgumentError, ArgumentTypeError, WeightsError
+from distcollect.policy.held_modules import held_modules
 from distcollect.rollout.spaces import dtype_name
 
 # Every entry starts at a multiple of this, so that a view of any dtype is aligned.
@@ -203,31 +204,42 @@ class WeightLayout:
 
     def load(self, source: object, module: nn.Module | None) -> None:
         """Copy weights into ``module``; for ``source`` and errors see :meth:`select`."""
-        new, own = self.select(source), self.select(module)
+        new = self.select(source)
+        own = state_tensors(module)
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(new[name])
+            for name, tensor in new.items():
+                own[name].copy_(tensor)
 
     def select(self, source: object) -> dict[str, torch.Tensor]:
         """The tensors for all entries among the weights that the user gave, by their first name.
 
         Args:
-            source: a module, a TensorDict of parameters, or a state dict.
+            source: a module, a callable that holds some, a TensorDict of parameters, or a state
+                dict.
 
         Raises:
             ArgumentTypeError: it is none of these.
-            WeightsError: an entry is missing, unknown, or has another shape or dtype.
+            WeightsError: an entry is missing, unknown, or has another shape or dtype; or one weight
+                of the policy is given under two names, with different values.
         """
-        given = named_tensors(source)
+        # A policy without weights fits another one.
+        fits = not self.entries and callable(source) and module_of(source) is None
+        given = {} if fits else named_tensors(source)
         known = {name for entry in self.entries for name in entry.names} | self.not_sent
         problems = [f"unknown key {name!r}" for name in given if name not in known]
         selected: dict[str, torch.Tensor] = {}
         for entry in self.entries:
-            name = next((name for name in entry.names if name in given), None)
-            if name is None:
+            names = [name for name in entry.names if name in given]
+            if not names:
                 problems.append(f"missing key {entry.names[0]!r}")
                 continue
+            name, *others = names
             value = given[name]
+            problems += [
+                f"{name!r} and {other!r} differ, but are one weight in the policy"
+                for other in others
+                if given[other] is not value and not torch.equal(given[other], value)
+            ]
             if tuple(value.shape) != entry.shape:
                 problems.append(
                     f"{name!r} has shape {list(value.shape)}, the policy needs {list(entry.shape)}"
@@ -240,8 +252,9 @@ class WeightLayout:
             selected[entry.names[0]] = value
         if problems:
             more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+            has_none = "" if self.entries else ", which has no weights"
             raise WeightsError(
-                f"these weights don't fit the policy: {'; '.join(problems[:5])}{more}. "
+                f"these weights don't fit the policy{has_none}: {'; '.join(problems[:5])}{more}. "
                 "Nothing was sent"
             )
         return selected
@@ -291,34 +304,55 @@ def called_by(policy: Any) -> Any:
     return policy.module if isinstance(policy, CudaGraphModule) else policy
 
 
-def module_of(policy: object) -> nn.Module | None:
-    """The module that has a policy's weights: the policy, or the one that a CudaGraphModule calls.
+def module_of(policy: object, models: Iterable[nn.Module] = ()) -> nn.Module | None:
+    """The module that has a policy's weights.
 
-    None: it is neither.
+    That is the policy, or what a CudaGraphModule calls; or the module that a callable holds, see
+    :func:`.held_modules`. If it holds several, they are the parts of the result. None: there is
+    none.
+
+    Args:
+        policy: a policy of any kind.
+        models: modules that don't count among those that a callable holds.
     """
     called = called_by(policy)
-    return called if isinstance(called, nn.Module) else None
+    known = {id(part) for model in models for part in model.modules()}
+    held = {
+        # A ModuleDict takes no names of its own attributes.
+        f"{name}_" if hasattr(nn.ModuleDict, name) else name.replace(".", "_"): module
+        for name, module in held_modules(called).items()
+        if module is called or id(module) not in known
+    }
+    if len(held) > 1:
+        return nn.ModuleDict(held)
+    found = next(iter(held.values()), called)
+    return found if isinstance(found, nn.Module) else None
 
 
 def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The module whose weights are published: the policy, or one of it and ``models`` by name.
+    """The module whose weights are published: the policy's, or one of it and ``models`` by name.
 
-    None if there is none: the policy is no module, and there are no models.
+    None if there is none: the policy holds no module, and there are no models.
     """
-    module = module_of(policy)
+    module = module_of(policy, models.values())
     if not models:
         return module
     return nn.ModuleDict({**models} if module is None else {"policy": module, **models})
 
 
+def is_part(source: object, module: nn.Module | None) -> bool:
+    """Whether ``source`` is a module, or one of its parts."""
+    return module is not None and any(source is part for part in module.modules())
+
+
 def named_tensors(source: object) -> dict[str, torch.Tensor]:
-    """The tensors of a module, TensorDict, state dict, or dict of these, by their dotted names.
+    """The tensors of a module, policy, TensorDict, state dict, or dict of these, by dotted names.
 
     Raises:
         ArgumentTypeError: it is none of these, or holds something that is no tensor.
     """
-    if isinstance(source, nn.Module):
-        return state_tensors(source)
+    if callable(source) and (held := module_of(source)) is not None:
+        return state_tensors(held)
     if isinstance(source, TensorDictBase):
         return {
             uncompiled(name if isinstance(name, str) else ".".join(name)): value
@@ -327,7 +361,7 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
     if isinstance(source, Mapping):
         named: dict[str, torch.Tensor] = {}
         for name, value in source.items():
-            if isinstance(value, nn.Module | Mapping | TensorDictBase):
+            if callable(value) or isinstance(value, Mapping | TensorDictBase):
                 parts = named_tensors(value)
                 named.update({uncompiled(f"{name}.{inner}"): part for inner, part in parts.items()})
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from distcollect.common import checks
 from distcollect.common import tensor_cache as recycler
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.policy.weight_layout import WeightLayout, check_finite, check_range
+from distcollect.policy.weight_layout import WeightLayout, check_finite, check_range, is_part
 from distcollect.trainer.pool import Pool
 from distcollect.trainer.staleness import lagging
 from distcollect.weights.push_handle import PushHandle
@@ -32,7 +32,7 @@ class Publisher:
         self,
         pool: Pool,
         layout: WeightLayout,
-        own: nn.Module | None,
+        own: Callable[[], nn.Module | None],
         *,
         updater: WeightUpdaterBase,
         options: WeightSync,
@@ -45,7 +45,7 @@ class Publisher:
         Args:
             pool: sends the weights.
             layout: of the weights.
-            own: the module that is published if the user gives no weights.
+            own: gives the module that is published if the user gives no weights.
             updater: how weights get to the workers.
             options: what is sent.
             max_interval: a worker that is more versions behind is lagging; None: none is.
@@ -75,9 +75,12 @@ class Publisher:
     def _publish(self, source: Weights | None, worker_ids: Sequence[int]) -> PushHandle | None:
         """Publish to these workers, of whom some may have left meanwhile."""
         selected = [w for w in worker_ids if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
-        if not self._layout.entries or not selected:
+        sends = bool(self._layout.entries and selected)
+        if source is None and not sends:
             return None
         weights = self._layout.select(self._source(source))
+        if not sends:
+            return None
         if self._options.check_finite:
             check_finite(weights)
         if (narrow := self._options.narrow_dtype) is not None:
@@ -96,17 +99,20 @@ class Publisher:
         """
         updater = self._updater
         served = updater._get_server_weights() if given is None else None  # noqa: SLF001 - the name that TorchRL has
-        source = next((each for each in (given, served, self._own) if each is not None), None)
+        own = self._own()
+        if is_part(given, own):
+            given = own
+        source = next((each for each in (given, served, own) if each is not None), None)
         if source is None:
             raise ArgumentTypeError(
                 "this collector has no policy of its own (it was given policy_factory): pass the "
                 "weights to send"
             )
         mapped: Weights = updater._maybe_map_weights(source)  # noqa: SLF001 - the name that TorchRL has
-        if served is None or self._own is None:
+        if served is None or own is None:
             return mapped
-        self._layout.load(mapped, self._own)
-        return self._own
+        self._layout.load(mapped, own)
+        return own
 
     def publish_own(self, last: Sequence[int], *, sync: bool) -> None:
         """Publish between two batches, as ``update_at_each_batch`` says."""

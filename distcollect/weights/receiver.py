@@ -34,6 +34,7 @@ class WeightReceiver:
         self._weights = weights
         self._state: dict[str, Any] = {"address": address}  # what sources keep
         self._landing: dict[tuple[int, str], torch.Tensor] = {}  # payloads before they are unpacked
+        self._newest = 0  # checksum of the newest version, as it came
         self._epoch = 0  # how often versions were renumbered
         self._lock = threading.Lock()  # of that, and of the version's number
         self._thread = SerialThread("distcollect-weights")
@@ -78,7 +79,9 @@ class WeightReceiver:
         buffer = self._weights.spare()
         try:
             self._fill(buffer, push)
+            whole = push.checksum if push.encoding.is_whole else checksum(buffer)
             self._commit(buffer, push)
+            self._newest = whole
         except BaseException:
             self._weights.discard(buffer)
             self._landing.clear()  # the source may go on writing to it
@@ -113,6 +116,11 @@ class WeightReceiver:
             return
         if push.encoding.entries is not None:
             self._weights.copy_newest(buffer)
+            if checksum(buffer) != self._newest:
+                raise RuntimeError(
+                    f"version {push.version} came as a change of version {push.base}, but the "
+                    "policy has changed its parameters itself since then"
+                )
         layout = self._weights.layout
         layout.reduced(push.encoding).transfer(payload, buffer, layout)
         if buffer.is_cuda:

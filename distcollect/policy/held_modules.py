@@ -1,0 +1,107 @@
+"""Finds the modules that a callable computes with: those of bound methods, closures and so on."""
+
+from __future__ import annotations
+
+import dis
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+_MOST_SEARCHED = 100_000  # objects; a callable may refer to anything, for example a whole dataset
+_NEVER_SEARCHED = (type, ModuleType, str, bytes, int, float, torch.Tensor, TensorDictBase)
+
+
+def held_modules(policy: object) -> dict[str, nn.Module]:
+    """The modules with weights that ``policy`` computes with, by where it has them.
+
+    It is one itself, or it is a callable that refers to some: a bound method, a ``partial``, a
+    function that uses variables of a closure or of its module, an object with attributes, a
+    TensorDictModule that wraps one of these. Attributes, lists and dicts are searched as deep as
+    they go. Modules within one that was found are left out, and so are TorchRL's envs.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: dict[int, object] = {}  # the objects themselves, so that their ids stay valid
+    to_search = deque([("", policy)])
+    while to_search and len(seen) < _MOST_SEARCHED:
+        name, thing = to_search.popleft()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        if isinstance(thing, nn.Module):
+            if not _is_env(thing):
+                found[name or "policy"] = thing
+                to_search.extend(_wrapped_by(thing, name))
+        elif not isinstance(thing, _NEVER_SEARCHED):
+            to_search.extend((f"{name}_{part}".strip("_"), inner) for part, inner in _parts(thing))
+    within = {id(part) for each in found.values() for part in each.modules() if part is not each}
+    return {
+        name: module
+        for name, module in found.items()
+        if id(module) not in within and _has_weights(module)
+    }
+
+
+def _parts(thing: object) -> Iterator[tuple[str, object]]:
+    """What an object that is no module refers to, each part with its name."""
+    if isinstance(thing, MethodType):
+        yield "", thing.__self__
+        yield "", thing.__func__
+    elif isinstance(thing, partial):
+        yield "", thing.func
+        yield from _parts(thing.args)
+        yield from _parts(thing.keywords)
+    elif isinstance(thing, FunctionType):
+        yield from _variables(thing)
+    elif isinstance(thing, Mapping):
+        yield from ((str(key), value) for key, value in thing.items())
+    elif isinstance(thing, list | tuple | deque):
+        yield from ((str(index), value) for index, value in enumerate(thing))
+    yield from getattr(thing, "__dict__", {}).items()
+    for kind in type(thing).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            yield slot, getattr(thing, slot, None)
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The variables of a function's closure and module that it uses."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name in _global_names(function.__code__):
+        value = function.__globals__.get(name)
+        # Functions of other modules, such as torch's, are not the user's.
+        if not isinstance(value, FunctionType) or value.__globals__ is function.__globals__:
+            yield name, value
+
+
+def _global_names(code: CodeType) -> dict[str, None]:
+    """The names of the global variables that code reads, in the order of their first use."""
+    names = {i.argval: None for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names |= _global_names(inner)
+    return names
+
+
+def _wrapped_by(module: nn.Module, name: str) -> Iterator[tuple[str, object]]:
+    """What the TensorDictModules within a module call, where that is no module."""
+    for part in module.modules():
+        if isinstance(part, TensorDictModule) and not isinstance(part.module, nn.Module):
+            yield name, part.module
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _is_env(module: nn.Module) -> bool:
+    return any(kind.__name__ == "EnvBase" for kind in type(module).__mro__)
