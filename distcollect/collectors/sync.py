@@ -335,10 +335,11 @@ class SyncDataCollector(DataCollectorBase):
         self._unpublished = UnpublishedChanges(
             own, engine.weights.layout, patience=PATIENCE_IN_BACKGROUND
         )
-        self._evaluator.close()
-        self._evaluator = build_evaluator(plan, worker_id=self._options.worker_id)
+        evaluator = build_evaluator(plan, worker_id=self._options.worker_id)
         # At once: what is done elsewhere depends on whether there is a background.
         self._engine, self._first_batch, self._background = engine, num_batches, background
+        before, self._evaluator = self._evaluator, evaluator
+        before.close()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs, the policy's randomness, and torch's, numpy's and Python's generators.

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import judge_weights as policies
 from helpers.judge_weights import KINDS, All, PayingEnv, Shown, digest, fill
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
@@ -160,7 +160,7 @@ class Buffer:
         return int(self.batches[-1]["collector", "policy_version"].max())
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, phases=[Phase.generate])  # where one fails, more would take long
 @given(
     kind=st.sampled_from([*KINDS, All]),
     form=st.sampled_from(sorted(FORMS)),
@@ -274,20 +274,18 @@ class Keeping(Shown):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.outputs: list[torch.Tensor] = []
-        self.kept: torch.Tensor | None = None
+        self.num_calls = 0
 
     def compute(self, observation: torch.Tensor) -> None:
-        self.outputs.append(self.layer(observation))
-        self.kept = self.outputs[2] if len(self.outputs) > 2 else None
-        self.outputs = self.outputs[-3:] if self.kept is None else self.outputs
+        self.num_calls += 1
+        if self.num_calls == 3:
+            self.kept = self.layer(observation)
 
 
 def test_what_a_shared_policy_keeps_can_be_trained_with() -> None:
     module = Keeping()
     with dc.SyncDataCollector(PayingEnv, module, frames_per_batch=6) as collector:
         collector.next()
-    assert module.kept is not None
     (module.layer(torch.ones(1, 4)) * module.kept).sum().backward()
 
 
