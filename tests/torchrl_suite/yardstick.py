@@ -2,20 +2,20 @@
 
 ::
 
-    git clone --branch v0.14.0 https://github.com/pytorch/rl /tmp/rl
     python tests/torchrl_suite/yardstick.py /tmp/rl               # all, with ours
     python tests/torchrl_suite/yardstick.py /tmp/rl TestRPCCollector  # one class
     python tests/torchrl_suite/yardstick.py /tmp/rl --theirs       # with TorchRL's: the reference
 
 The checkout has to be of the release that is installed. Its tests are copied into a temporary
 folder, and in the copy each import of a collector from ``torchrl.collectors`` that this package
-has under the same name becomes an import from ``distcollect``. Nothing else is changed.
+has under the same name becomes an import from ``distcollect``. A statement of a test that reads or
+sets a private member of a collector, such as ``assert collector._use_buffers``, is left out, and so
+is what checks the values that it read. Nothing else is changed.
 
-A test is *applicable* if it passes with TorchRL's own collectors here (``reference.txt`` has those,
-written by ``--theirs``), and tests no part of TorchRL that is private or has no counterpart
-(``excluded.txt`` has those, with the reason). The script prints the failures, how many of the
-applicable tests pass, for each class, and the reasons of the exclusions. For failures that are
-meant, ``differs.txt`` has the reason.
+A test counts if it passes with TorchRL's own collectors here (``reference.txt`` has those, written
+by ``--theirs``). Not counted are those that use no collector of ours, and those that replace
+private parts of TorchRL (``excluded.txt`` has both, with the reason). Where a collector of ours
+differs by design, its test counts as not passed, and ``differs.txt`` has the reason.
 
 TorchRL's tests need ``pip install psutil``.
 """
@@ -34,7 +34,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ REFERENCE, EXCLUDED, DIFFERS = (
     HERE / name for name in ("reference.txt", "excluded.txt", "differs.txt")
 )
 SELECTED = ("test_collectors.py", "test_distributed.py::TestRPCCollector")
+NOT_THEIRS = "TorchRL's own collector does not pass it here"
+# Of the tests that TorchRL passes with its own collectors.
+HEAD = """\
+| TorchRL's tests | TorchRL passes | not counted | counted | passed | share | by design | failed |
+|---|---|---|---|---|---|---|---|"""
 # A test that takes longer has failed: TorchRL's own wait for 200 s at most.
 LIMIT_S = 240
 
@@ -73,6 +79,47 @@ def _imports_collectors(node: ast.AST) -> bool:
     return isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchrl.collectors")
 
 
+_PRIVATE_OF = frozenset({"collector", "ccollector", "c"})
+_SIMPLE = (ast.Assert, ast.Assign, ast.Expr)
+
+
+def without_private_members(source: str) -> tuple[str, int]:
+    """Tests without the statements that need a private member of a collector, and their number."""
+    lines = source.splitlines(keepends=True)
+    num_left_out = 0
+    for test in ast.walk(ast.parse(source)):
+        if not isinstance(test, ast.FunctionDef) or not test.name.startswith("test_"):
+            continue
+        statements = [node for node in ast.walk(test) if isinstance(node, _SIMPLE)]
+        unknown: set[str] = set()
+        for node in sorted(statements, key=lambda node: node.lineno):
+            inner = list(ast.walk(node))
+            if not any(_is_private(part) or _reads(part, unknown) for part in inner):
+                continue
+            if isinstance(node, ast.Assign):
+                unknown |= {part.id for part in inner if _is_assigned(part)}
+            indent = " " * node.col_offset
+            lines[node.lineno - 1 : node.end_lineno] = [f"{indent}pass\n"] + ["\n"] * (
+                node.end_lineno - node.lineno
+            )
+            num_left_out += 1
+    return "".join(lines), num_left_out
+
+
+def _is_private(node: ast.AST) -> bool:
+    """Whether it is a private member of a collector."""
+    is_member = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return is_member and node.attr.startswith("_") and node.value.id in _PRIVATE_OF
+
+
+def _reads(node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _is_assigned(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
 def our_names() -> frozenset[str]:
     """The names that this package exports, in the tree that this script is in."""
     code = "import distcollect, json; print(json.dumps(distcollect.__all__))"
@@ -92,15 +139,25 @@ def plain_environment(**more: str) -> dict[str, str]:
     return environment
 
 
-def copy_tests(checkout: Path, folder: Path, ours: frozenset[str]) -> None:
-    """Copy the tests of a checkout to ``folder``, with the imports of ``ours`` swapped."""
+def copy_tests(checkout: Path, folder: Path, ours: frozenset[str]) -> int:
+    """Copy the tests of a checkout to ``folder``, with the imports of ``ours`` swapped.
+
+    Returns:
+        The number of statements that are left out, as they need a private member of a collector.
+    """
+    num_left_out = 0
     for name in ("conftest.py", "test_collectors.py", "test_distributed.py"):
         source = (checkout / "test" / name).read_text()
-        (folder / name).write_text(swapped(source, ours) if name.startswith("test_") else source)
+        if name.startswith("test_"):
+            source = swapped(source, ours)
+        if name == "test_collectors.py" and ours:
+            source, num_left_out = without_private_members(source)
+        (folder / name).write_text(source)
     shutil.copy(checkout / "pytest.ini", folder)
+    return num_left_out
 
 
-def selected_ids(folder: Path, patterns: list[str]) -> list[str]:
+def selected_ids(folder: Path, patterns: Sequence[str]) -> list[str]:
     """The ids of all tests in ``folder`` that match one of the patterns; without patterns all."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
@@ -244,24 +301,61 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Run the tests, and print what became of them."""
-    given = parse()
+@dataclass(frozen=True)
+class Judged:
+    """What became of the tests that were chosen.
+
+    Attributes:
+        reasons: by id, why a test doesn't count; None if it does.
+        outcomes: outcome, seconds and reason of each test that ran, by id.
+        num_left_out: number of statements that were left out of the tests.
+        wall_s: how long it took.
+    """
+
+    reasons: dict[str, str | None]
+    outcomes: dict[str, dict[str, Any]]
+    num_left_out: int
+    wall_s: float
+
+    def row(self, name: str) -> str:
+        """A row of the table that :data:`HEAD` begins, for the tests whose ids contain ``name``."""
+        known = {i: r for i, r in self.reasons.items() if name in i and r != NOT_THEIRS}
+        counted = [i for i, reason in known.items() if reason is None and i in self.outcomes]
+        failed = [i for i in counted if self.outcomes[i]["outcome"] != "passed"]
+        differs = list(read_list(DIFFERS))
+        meant = [i for i in failed if excluded_for(canonical(i), differs)]
+        passed = len(counted) - len(failed)
+        share = f"{passed / len(counted):.1%}" if counted else "-"
+        figures = (
+            len(known), len(known) - len(counted), len(counted), passed, share, len(meant),
+            len(failed) - len(meant),
+        )  # fmt: skip
+        return f"| `{name}` | {' | '.join(map(str, figures))} |"
+
+
+def judge(
+    checkout: Path,
+    patterns: Sequence[str] = (),
+    *,
+    theirs: bool = False,
+    every: bool = False,
+    jobs: int = 1,
+) -> Judged:
+    """Run the tests whose ids contain one of the patterns; without patterns all."""
     reference = dict(read_list(REFERENCE))
     recorded = {class_of(i) for i in reference}
     exclusions = list(read_list(EXCLUDED))
     with tempfile.TemporaryDirectory(prefix="yardstick-") as name:
         folder = Path(name)
-        copy_tests(given.checkout, folder, frozenset() if given.theirs else our_names())
-        ids = selected_ids(folder, given.pattern)
+        num_left_out = copy_tests(checkout, folder, frozenset() if theirs else our_names())
+        ids = selected_ids(folder, patterns)
         reasons = {i: excluded_for(canonical(i), exclusions) for i in ids}
         for i in ids:
             # TestRPCCollector, all of which TorchRL passes on an idle host, is not in the list.
-            is_known = canonical(i) in reference or class_of(i) not in recorded
-            if not given.theirs and not is_known and reasons[i] is None:
-                reasons[i] = "TorchRL's own collector does not pass it here"
-        chosen = [i for i in ids if given.every or given.theirs or reasons[i] is None]
-        runs = [Run(folder, str(job), chosen[job :: given.jobs]) for job in range(given.jobs)]
+            if not theirs and canonical(i) not in reference and class_of(i) in recorded:
+                reasons[i] = NOT_THEIRS
+        chosen = [i for i in ids if every or theirs or reasons[i] is None]
+        runs = [Run(folder, str(job), chosen[job::jobs]) for job in range(jobs)]
         threads = [threading.Thread(target=run.execute) for run in runs]
         begin = time.monotonic()
         for thread in threads:
@@ -270,11 +364,20 @@ def main() -> None:
             thread.join()
         wall_s = time.monotonic() - begin
     outcomes = {i: outcome for run in runs for i, outcome in run.outcomes.items()}
+    return Judged(reasons, outcomes, num_left_out, wall_s)
+
+
+def main() -> None:
+    """Run the tests, and print what became of them."""
+    given = parse()
+    judged = judge(
+        given.checkout, given.pattern, theirs=given.theirs, every=given.every, jobs=given.jobs
+    )
     if given.json:
-        given.json.write_text(json.dumps(outcomes, indent=1))
+        given.json.write_text(json.dumps(judged.outcomes, indent=1))
     if given.theirs:
-        write_reference(outcomes, merge=bool(given.pattern))
-    report(ids, reasons, outcomes, wall_s, tracebacks=given.tracebacks)
+        write_reference(judged.outcomes, merge=bool(given.pattern))
+    report(judged, tracebacks=given.tracebacks)
 
 
 def write_reference(outcomes: dict[str, dict[str, Any]], *, merge: bool) -> None:
@@ -288,47 +391,46 @@ def write_reference(outcomes: dict[str, dict[str, Any]], *, merge: bool) -> None
     REFERENCE.write_text(head + "".join(f"{i}  {s}\n" for i, s in known.items()))
 
 
-def report(
-    ids: list[str],
-    reasons: dict[str, str | None],
-    outcomes: dict[str, dict[str, Any]],
-    wall_s: float,
-    *,
-    tracebacks: bool,
-) -> None:
-    """Print what passed of each class, why tests were excluded, and what failed."""
+def report(judged: Judged, *, tracebacks: bool) -> None:
+    """Print what passed of each class, why tests don't count, and what failed."""
     passed: collections.Counter[str] = collections.Counter()
-    applicable: collections.Counter[str] = collections.Counter()
+    counted: collections.Counter[str] = collections.Counter()
     seconds: collections.Counter[str] = collections.Counter()
-    failures = []
-    for i in ids:
-        if reasons[i] is not None or i not in outcomes:
+    differs = list(read_list(DIFFERS))
+    for i, reason in judged.reasons.items():
+        if reason is not None or i not in judged.outcomes:
             continue
-        outcome = outcomes[i]
-        applicable[class_of(i)] += 1
+        outcome = judged.outcomes[i]
+        counted[class_of(i)] += 1
         seconds[class_of(i)] += outcome["seconds"]
         if outcome["outcome"] == "passed":
             passed[class_of(i)] += 1
         else:
-            failures.append(outcome)
-    differs = list(read_list(DIFFERS))
-    for outcome in failures:
-        reason = excluded_for(canonical(outcome["id"]), differs)
-        if reason is not None:
-            print(f"differs: {outcome['id']}\n    {reason}")
-            continue
-        last = [line for line in outcome["reason"].splitlines() if line.strip()]
-        print(f"{outcome['outcome']}: {outcome['id']}\n    {last[-1][:300] if last else ''}")
-        if tracebacks:
-            print(outcome["reason"])
+            _show(outcome, excluded_for(canonical(i), differs), tracebacks=tracebacks)
     print(f"\n{'class':45} {'passed':>6} {'of':>4} {'seconds':>8}")
-    for name in applicable:
-        print(f"{name:45} {passed[name]:6} {applicable[name]:4} {seconds[name]:8.0f}")
-    total = sum(applicable.values())
-    print(f"{'all':45} {passed.total():6} {total:4} {wall_s:8.0f} (wall)")
-    counts = collections.Counter(reason for reason in reasons.values() if reason is not None)
+    for name in counted:
+        print(f"{name:45} {passed[name]:6} {counted[name]:4} {seconds[name]:8.0f}")
+    total = sum(counted.values())
+    print(f"{'all':45} {passed.total():6} {total:4} {judged.wall_s:8.0f} (wall)")
+    counts = collections.Counter(reason for reason in judged.reasons.values() if reason is not None)
     for reason, count in counts.most_common():
-        print(f"excluded: {count:4}  {reason}")
+        print(f"not counted: {count:4}  {reason}")
+    print(f"statements left out, as they need a private member: {judged.num_left_out}")
+    print(f"\n{HEAD}")
+    for name in (part.rpartition("::")[2] for part in SELECTED):
+        if any(name in i for i in judged.reasons):
+            print(judged.row(name))
+
+
+def _show(outcome: dict[str, Any], differs: str | None, *, tracebacks: bool) -> None:
+    """Print a test that did not pass; ``differs``: why it should not."""
+    if differs is not None:
+        print(f"differs: {outcome['id']}\n    {differs}")
+        return
+    last = [line for line in outcome["reason"].splitlines() if line.strip()]
+    print(f"{outcome['outcome']}: {outcome['id']}\n    {last[-1][:300] if last else ''}")
+    if tracebacks:
+        print(outcome["reason"])
 
 
 if __name__ == "__main__":
