@@ -30,8 +30,8 @@ class BufferFiller(BatchStream):
         that an exception broke off, such as Ctrl-C, is completed by the next one.
 
         Raises:
-            CollectorStateError: there is no ``replay_buffer``, it was started already, or another
-                thread waits for a batch.
+            CollectorStateError: there is no ``replay_buffer``, it was started already, another thread
+                waits for a batch, or its class overrides :meth:`next`.
             DeadlineError: the thread that collects did not start in time.
         """
         self._check_open()
@@ -39,6 +39,11 @@ class BufferFiller(BatchStream):
         if buffer is None:
             raise CollectorStateError(
                 "start() needs a replay_buffer to fill: pass replay_buffer= to the collector"
+            )
+        if type(self).next is not BatchStream.next:
+            raise CollectorStateError(
+                f"start(): {type(self).__name__} has a next() of its own, which is not called in "
+                "the background: iterate over the collector, or pass postproc= instead"
             )
         if self._background is None:
             self._enter()  # no other thread waits for a batch

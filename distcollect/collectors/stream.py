@@ -126,6 +126,20 @@ class BatchStream(ABC):
             be lower than the number of frames in a batch.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class whose own ``rollout()`` or ``iterator()`` a loop would not call.
+
+        Raises:
+            ArgumentTypeError: it has one of these methods.
+        """
+        super().__init_subclass__(**kwargs)
+        for name in ("rollout", "iterator"):
+            if name in vars(cls):
+                raise ArgumentTypeError(
+                    f"class {cls.__name__}: its {name}() would not be called by a loop over the "
+                    "collector. To change batches, pass postproc= or override next()"
+                )
+
     def __init__(self, options: CollectorOptions) -> None:
         """Open what shows and records the run.
 
