@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -56,14 +57,17 @@ class DataCollectorBase(BufferFiller):
     Attributes:
         frames_per_batch: frames in each batch.
         total_frames: frames after which it ends, a multiple of ``frames_per_batch``; -1: endless.
+        compiled_policy, cudagraphed_policy: False: the collector calls the policy as it is given.
     """
+
+    compiled_policy = cudagraphed_policy = False
 
     def __init__(self, options: CollectorOptions) -> None:
         """Build the collector, see :class:`~distcollect.collectors.stream.BatchStream`."""
         self._seed: tuple[int, bool] | None = None
         self._evaluated: Evaluation | None = None
         self._version_before_load: int | None = None  # set until a load has ended
-        make_known_to_torchrl(DataCollectorBase)
+        make_known_to_torchrl(type(self))
         super().__init__(options)
 
     @property
@@ -143,6 +147,17 @@ class DataCollectorBase(BufferFiller):
     def set_post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:
         """The same as assigning to :attr:`post_collect_hook`."""
         self.post_collect_hook = hook
+
+    def enable_profile(self, **settings: Any) -> None:
+        """Warn that it has no effect: here ``trace="FILE"`` records the run."""
+        warnings.warn(
+            f"enable_profile({', '.join(settings)}) has no effect here: pass trace='FILE' to the "
+            "collector, or set a post_collect_hook that calls torch.profiler",
+            stacklevel=2,
+        )
+
+    def disable_profile(self) -> None:
+        """Nothing, see :meth:`enable_profile`."""
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the policy in this process."""

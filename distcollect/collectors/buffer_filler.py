@@ -30,8 +30,8 @@ class BufferFiller(BatchStream):
         that an exception broke off, such as Ctrl-C, is completed by the next one.
 
         Raises:
-            CollectorStateError: there is no ``replay_buffer``, it was started already, another thread
-                waits for a batch, or its class overrides :meth:`next`.
+            CollectorStateError: there is no ``replay_buffer``, it was started already, another
+                thread waits for a batch, or its class overrides :meth:`next`.
             DeadlineError: the thread that collects did not start in time.
         """
         self._check_open()

@@ -132,6 +132,8 @@ def _check_direct(kwargs: Mapping[str, Any]) -> None:
 def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The collector with workers that the arguments select."""
     given = dict(kwargs)
+    # TorchRL's backends have an argument of this name too: "gloo" or "nccl".
+    name = given.pop("backend", None)
     options = dict(given.pop("backend_options", None) or {})
     reserved = [name for name in _RESERVED if name in options]
     if reserved:
@@ -142,7 +144,6 @@ def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     twice = options.keys() & {*given, *("create_env_fn", "policy")[: len(args)]}
     if twice:
         raise ArgumentError(f"backend_options has duplicates of arguments: {sorted(twice)}")
-    name = given.pop("backend", None)
     if name == "submitit" and options.setdefault("launcher", "submitit") != "submitit":
         raise ArgumentError("backend='submitit' requires launcher='submitit'")
     count, sync = given.pop("num_collectors", None), given.pop("sync", None)

@@ -13,7 +13,7 @@ from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import BatchTimeout, WorkerLost
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.policy.weight_layout import published
-from distcollect.rollout.tree_layout import AnyLayout
+from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 from distcollect.supervision.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.trainer.deliveries import Delivery
@@ -238,7 +238,8 @@ class Session:
             DeadlineError, WorkerError: see :meth:`.Pool.seed`.
         """
         timeout_s = self._options.fault_limits.batch_timeout_s
-        self.pool.seed(seed, static_seed=static_seed, timeout_s=timeout_s, note=note)
+        as_torchrl = isinstance(self.layout, TreeLayout)
+        self.pool.seed(seed, static_seed, as_torchrl=as_torchrl, timeout_s=timeout_s, note=note)
 
     def set_hooks(self, hooks: bytes, note: Callable[[], None]) -> None:
         """Have all workers call these hooks; see :meth:`.Pool.set_hooks`."""

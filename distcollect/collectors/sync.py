@@ -26,7 +26,7 @@ from distcollect.collectors.stream import JOIN_TIMEOUT_S
 from distcollect.collectors.torchrl_weights import weights_among
 from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND, UnpublishedChanges
 from distcollect.common import checks
-from distcollect.common.seeding import Stream, checked_seed, env_seed, policy_seed
+from distcollect.common.seeding import Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
 from distcollect.engine.interrupts import Stopped
@@ -364,15 +364,14 @@ class SyncDataCollector(DataCollectorBase):
         self._seed = seed, static_seed
         self._seeded = seed, static_seed, self._progress.batches
         self._seed_engine(self._engine, seed, static_seed)
-        return unused if self._engine.next_seed is None else self._engine.next_seed
+        if self._engine.next_seed is None:
+            return unused
+        return seed if static_seed else self._engine.next_seed
 
     @staticmethod
     def _seed_engine(engine: EngineBase, seed: int, static_seed: bool) -> None:
-        rows = range(engine.layout.num_envs)
-        env_seeds = [env_seed(seed, 0 if static_seed else row) for row in rows]
-        if isinstance(engine.layout, TreeLayout):
-            env_seeds[0] = checked_seed(seed)
-        engine.seed(env_seeds, [policy_seed(seed, row) for row in rows])
+        envs, as_torchrl = range(engine.layout.num_envs), isinstance(engine.layout, TreeLayout)
+        engine.seed(*process_seeds(seed, envs, 0, static=static_seed, as_torchrl=as_torchrl))
 
     def _call(
         self,

@@ -92,15 +92,27 @@ def translated(
     return arguments
 
 
+# TorchRL's name for each class of ours that it has too.
+_THEIR_CLASSES = {
+    "DataCollectorBase": "BaseCollector",
+    "SyncDataCollector": "Collector",
+    "aSyncDataCollector": "AsyncCollector",
+    "MultiSyncDataCollector": "MultiSyncCollector",
+    "MultiaSyncDataCollector": "MultiAsyncCollector",
+}
+
+
 def make_known_to_torchrl(kind: type) -> None:
-    """Let ``isinstance`` take objects of class ``kind`` for TorchRL's collectors.
+    """Let ``isinstance`` take objects of class ``kind`` for those of TorchRL's class of that name.
 
     TorchRL's trainers refuse a collector that is not a ``torchrl.collectors.BaseCollector``.
     """
     # Importing torchrl has side effects, and trainers import this module before they are used.
     module = sys.modules.get("torchrl.collectors")
-    if module is not None and hasattr(module, "BaseCollector"):
-        module.BaseCollector.register(kind)
+    for base in kind.__mro__:
+        theirs = getattr(module, _THEIR_CLASSES.get(base.__name__, ""), None)
+        if theirs is not None:
+            theirs.register(base)
 
 
 def _check_without_effect(name: str, value: Any, own_names: Set[str]) -> None:

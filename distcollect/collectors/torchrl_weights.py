@@ -41,14 +41,14 @@ _WEIGHTS = ("policy_or_weights", "weights", "policy", "weights_dict")
 
 
 class HookedUpdater(WeightUpdaterBase):
-    """A weight updater of TorchRL's that says what is sent; another updater moves the bytes.
+    """A weight updater that says what is sent, as TorchRL's do; another one moves the bytes.
 
     These methods of it are called: ``_get_server_weights``, ``_maybe_map_weights``,
     ``_skip_update``, ``all_worker_ids``, ``init``, ``register_collector`` and the post-hooks.
     """
 
     def __init__(self, hooks: Any, mover: WeightUpdaterBase) -> None:
-        """Ask ``hooks``, an instance of TorchRL's ``WeightUpdaterBase``; move with ``mover``.
+        """Ask ``hooks``, of a class derived from TorchRL's ``WeightUpdaterBase``, or from ours.
 
         Raises:
             ArgumentError: ``hooks`` can't be used here.
@@ -63,7 +63,8 @@ class HookedUpdater(WeightUpdaterBase):
                 "sends the weights of its policy. If you get weights from elsewhere, derive from "
                 "distcollect.AutoUpdater and return them from _get_server_weights()"
             )
-        if _defining(hooks, "_sync_weights_with_worker").__module__.partition(".")[0] != "torchrl":
+        sender = _defining(hooks, "_sync_weights_with_worker").__module__
+        if sender.partition(".")[0] not in ("torchrl", "distcollect"):
             warnings.warn(
                 f"weight_updater={name}: its _sync_weights_with_worker() is not called, as "
                 "distcollect sends the weights to the workers itself. Its other methods are called",
@@ -157,9 +158,9 @@ def made_updater(given: object, backend: str) -> WeightUpdaterBase:
     # TorchRL's updaters can be called, but that sends weights.
     if not _is_updater(given) and callable(given):
         made = given()
-    if isinstance(made, WeightUpdaterBase):
+    if isinstance(made, WeightUpdaterBase) and _is_changed(made, "sources"):
         return made
-    if _is_torchrl(made, "WeightUpdaterBase"):
+    if _is_updater(made):
         return HookedUpdater(made, default_updater(backend))
     if _is_torchrl(made, "WeightSyncScheme"):
         what = "is a scheme: pass it as weight_sync_schemes={'policy': ...}, or leave it out"
@@ -333,10 +334,10 @@ def _is_torchrl(given: object, name: str) -> bool:
 
 
 def _defining(hooks: object, method: str) -> type:
-    """The class that defines the method that an object has."""
-    return next(cls for cls in type(hooks).__mro__ if method in vars(cls))
+    """The class that defines the method that an object has; our base if none does."""
+    return next((cls for cls in type(hooks).__mro__ if method in vars(cls)), WeightUpdaterBase)
 
 
 def _is_changed(hooks: object, method: str) -> bool:
-    """Whether a method is another one than that of TorchRL's ``WeightUpdaterBase``."""
+    """Whether a method is another one than that of ``WeightUpdaterBase``."""
     return _defining(hooks, method).__name__ != "WeightUpdaterBase"

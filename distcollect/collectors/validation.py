@@ -337,11 +337,15 @@ def devices(
     def found(name: str, value: object, *, here: bool) -> torch.device | None:
         return _device("device", device, here) if value is None else _device(name, value, here)
 
-    return Devices(
+    chosen = Devices(
         found("storing_device", storing_device, here=True),
         found("env_device", env, here=not elsewhere),
         found("policy_device", policy, here=not elsewhere),
     )
+    # Batches are on the CPU in any case: here they say so, as TorchRL's do.
+    cpu = torch.device("cpu")
+    computes_on_cpu = chosen.env == chosen.policy == cpu
+    return chosen._replace(storing=cpu) if chosen.storing is None and computes_on_cpu else chosen
 
 
 def _device(name: str, value: object, here: bool) -> torch.device | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 
 import numpy as np
@@ -61,28 +62,41 @@ def policy_seed(seed: int, index: int, stream: int = Stream.POLICY) -> int:
 
 
 def process_seeds(
-    seed: int, envs: range, incarnation: int, *, static: bool
+    seed: int, envs: range, incarnation: int, *, static: bool, as_torchrl: bool = False
 ) -> tuple[list[int], list[int]]:
-    """The seeds of a worker process: one for each env, and one for the policy in each env.
+    """The seeds of a process: one for each env, and one for the policy in each env.
 
     Args:
         seed: the seed of the run.
-        envs: the indices of the worker's envs among all envs of the run.
+        envs: the indices of the process's envs among all envs of the run.
         incarnation: number of the process in the worker's slot, counted from 0; each gets other
             seeds than the one before.
         static: all envs get the same env seed.
+        as_torchrl: env i gets the i-th seed of TorchRL's chain; one of a replacement doesn't.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: ``seed`` is not a whole number from 0 on.
     """
+    seed = checked_seed(seed)
     stream = Stream.REPLACED + 2 * incarnation if incarnation else 0
-    env_seeds = [env_seed(seed, 0 if static else env, stream=stream) for env in envs]
+    indices = [0 if static else env for env in envs]
+    if as_torchrl and not incarnation:
+        env_seeds = [next_seed(seed, index) for index in indices]
+    else:
+        env_seeds = [env_seed(seed, index, stream=stream) for index in indices]
     return env_seeds, [policy_seed(seed, env, stream=stream + 1) for env in envs]
 
 
 def next_seed(seed: int, count: int) -> int:
     """The seed that follows ``count`` seeds in TorchRL's chain, of which ``seed`` is the first."""
     for _ in range(count):
-        drawn = np.random.default_rng(seed).bytes(8)
-        seed = int.from_bytes(drawn, "big") % (2**32 - 1)
+        seed = _following(seed)
     return seed
+
+
+@functools.lru_cache(maxsize=2**16)  # the chain is walked from its start for each env
+def _following(seed: int) -> int:
+    return int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % (2**32 - 1)
 
 
 def shares(total: int, num: int) -> list[int]:

@@ -5,6 +5,7 @@ This module imports torchrl, and is imported only where TorchRL envs are stepped
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.nn import TensorDictModuleBase, set_interaction_type
 from torch import nn
 from torch.distributions import Distribution
+from torchrl.envs import InitTracker
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
-from torchrl.modules.utils import get_env_transforms_from_module
 
 from distcollect.common import gpus
 from distcollect.envs.base import describe
@@ -240,19 +241,24 @@ def _device_of(td: TensorDictBase) -> torch.device | None:
 
 def _add_transforms(envs: TorchRLEnvs, policy: nn.Module) -> None:
     """Add what a recurrent policy needs and the envs lack: "is_init", its state at the start."""
-    if not any(hasattr(part, "make_tensordict_primer") for part in policy.modules()):
+    parts: list[Any] = [p for p in policy.modules() if hasattr(p, "make_tensordict_primer")]
+    if not parts:
         return
-    needed: Any = get_env_transforms_from_module(policy)
-    known = envs.members[0].full_observation_spec.keys(True, True)
-    known = {key if isinstance(key, str) else key[-1] for key in known}
-    missing = []
-    for transform in getattr(needed, "transforms", [needed]):
-        primers = getattr(transform, "primers", None)
-        if primers is None:
-            adds = {getattr(transform, "init_key", "is_init")}
-        else:
-            adds = {key if isinstance(key, str) else key[-1] for key in primers.keys(True, True)}
-        if not adds <= known:
-            missing.append(transform)
+    spec = envs.members[0].full_observation_spec
+    known = {_last(key) for key in spec.keys(True, True)}
+    missing = [] if "is_init" in known else [InitTracker()]
+    for part in parts:
+        try:
+            primer = part.make_tensordict_primer()
+        except RuntimeError as error:  # such as a ConsistentDropoutModule without input_shape
+            name = type(part).__name__
+            warnings.warn(f"{name} gets no initial state from the env: {error}", stacklevel=2)
+            continue
+        if not {_last(key) for key in primer.primers.keys(True, True)} <= known:
+            missing.append(primer)
     for transform in missing:
         envs.adapt(lambda env, added=transform: env.append_transform(added.clone()))  # type: ignore[misc]
+
+
+def _last(key: Any) -> str:
+    return key if isinstance(key, str) else str(key[-1])

@@ -324,14 +324,16 @@ class Pool:
     def seed(
         self,
         seed: int,
+        static_seed: bool = False,
         *,
-        static_seed: bool,
+        as_torchrl: bool = False,
         timeout_s: float,
         note: Callable[[], None] = lambda: None,
     ) -> None:
         """Seed every worker; its next rollout starts with a reset.
 
-        Env i of all gets the i-th seed drawn from ``seed``, or with ``static_seed`` all the same.
+        Env i of all gets the i-th seed drawn from ``seed``, or with ``static_seed`` all the same;
+        ``as_torchrl``: the seeds that TorchRL's collectors draw.
         Rollouts from before are given up. ``note`` is called when nothing can fail any more here,
         and all that follows is up to the workers.
 
@@ -343,7 +345,8 @@ class Pool:
         def seeds(slot: WorkerSlot) -> tuple[list[int], list[int]]:
             first = self._plan.first_env + slot.worker_id * self._plan.num_envs
             envs = range(first, first + self._plan.num_envs)
-            return process_seeds(seed, envs, slot.incarnation, static=static_seed)
+            incarnation = slot.incarnation
+            return process_seeds(seed, envs, incarnation, static=static_seed, as_torchrl=as_torchrl)
 
         self._call_all(WorkerService.seed, lambda: seeds, timeout_s, note)
 

@@ -8,7 +8,7 @@ receiver and writes the bytes into memory that the receiver has ready.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -40,12 +40,13 @@ class UpdaterContext:
     host_of: Callable[[int], str | None] = lambda _: None
 
 
-class WeightUpdaterBase(ABC):
+class WeightUpdaterBase:
     """Moves weights from the trainer to workers; derive from it for a way of your own.
 
-    For each push, :meth:`sources` and then :meth:`send` are called on one thread. The methods that
-    decide what is sent, and to which workers, have the names that TorchRL gives them; they are
-    called on the thread that calls ``update_policy_weights_``.
+    For each push, :meth:`sources` and then :meth:`send` are called on one thread. A class without
+    :meth:`sources`, such as one for TorchRL's collectors, says only what is sent, and to which
+    workers. The methods for that have the names that TorchRL gives them; they are called on the
+    thread that calls ``update_policy_weights_``.
 
     Attributes:
         together: whether a push only works if all of its receivers take part, as in a broadcast.
@@ -59,10 +60,10 @@ class WeightUpdaterBase(ABC):
     together: bool = False
     relays: Mapping[int, int] = MappingProxyType({})
 
-    def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - optional
+    def init(self, *args: Any, **kwargs: Any) -> None:
         """Take the arguments of the collector's ``init_updater``."""
 
-    def attach(self, context: UpdaterContext) -> None:  # noqa: B027 - optional
+    def attach(self, context: UpdaterContext) -> None:
         """Take what is known of the run; called once, before anything is sent."""
 
     def _get_server_weights(self) -> Any:
@@ -89,20 +90,27 @@ class WeightUpdaterBase(ABC):
         """The workers of an update for which the user selected none; None: all."""
         return None
 
-    def _call_post_hooks(self) -> None:  # noqa: B027 - optional
+    def _call_post_hooks(self) -> None:
         """Called after each update, when the weights are on their way to the workers."""
 
-    def register_collector(self, collector: Any) -> None:  # noqa: B027 - optional
-        """Take the collector that uses this updater; called once, before the first update."""
+    _collector: Callable[[], Any] = staticmethod(lambda: None)
 
-    def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:  # noqa: B027
+    def register_collector(self, collector: Any) -> None:
+        """Take the collector that uses this updater; called once, before the first update."""
+        self._collector = weakref.ref(collector)
+
+    @property
+    def collector(self) -> Any:
+        """The collector that uses this updater; None before there is one, and when it is gone."""
+        return self._collector()
+
+    def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
         """Raise ArgumentError if weights on ``device`` can't be sent to these workers."""
 
-    @abstractmethod
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
     ) -> Mapping[int, WeightSource]:
-        """Prepare a push.
+        """Prepare a push. If a class doesn't override it, the default updater moves its weights.
 
         Args:
             payload: uint8 ``[N]``, on the device of the trainer's weights. It doesn't change.
@@ -111,21 +119,22 @@ class WeightUpdaterBase(ABC):
         Returns:
             ``{worker_id: source}`` for each of them that is not in ``relays``.
         """
+        raise NotImplementedError
 
-    def send(self, payload: torch.Tensor) -> None:  # noqa: B027 - optional
+    def send(self, payload: torch.Tensor) -> None:
         """Do the trainer's part while the receivers receive.
 
         Raises:
             RuntimeError: it broke off. The acknowledgements show which receivers have the payload.
         """
 
-    def forget(self, peer: int) -> None:  # noqa: B027 - optional
+    def forget(self, peer: int) -> None:
         """A receiver is gone, or failed: drop connections with it, as they may be in any state.
 
         May be called while :meth:`send` waits for the receiver.
         """
 
-    def close(self) -> None:  # noqa: B027 - optional
+    def close(self) -> None:
         """Give all resources back. A push may still be under way; it may fail then."""
 
 

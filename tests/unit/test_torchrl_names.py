@@ -67,9 +67,12 @@ class TestCollector:
                 {"num_workers": 1, "sync": True},
             ),
             (
-                {"backend": "distributed", "backend_options": {"launcher": "mp"}},
+                {
+                    "backend": "distributed",
+                    "backend_options": {"launcher": "mp", "backend": "gloo"},
+                },
                 "RPCDataCollector",
-                {"num_workers": 1, "sync": False, "launcher": "mp"},
+                {"num_workers": 1, "sync": False, "launcher": "mp", "backend": "gloo"},
             ),
             (
                 {"backend": "submitit", "num_collectors": 3},
