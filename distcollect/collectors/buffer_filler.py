@@ -74,9 +74,7 @@ class BufferFiller(BatchStream):
 
     def _fill(self) -> bool:
         """Add one batch to the replay buffer; False if ``total_frames`` are collected."""
-        try:
-            self._prepare(None)
-        except StopIteration:
+        if not self._prepare(None):
             return False
         self._hand_out()
         return True

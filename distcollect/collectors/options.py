@@ -147,7 +147,7 @@ class CollectorOptions:
         checks.positive("frames_per_batch", self.frames_per_batch)
         validation.check_total_frames(self.total_frames, self.frames_per_batch)
         check_replay_buffer(self.replay_buffer)
-        validation.check_extends_by_step(self)
+        validation.check_buffer_takes(self)
         checks.positive("envs_per_worker", self.envs_per_worker)
         validation.check_policy(self.policy, self.policy_factory, several=self.has_workers)
         validation.check_random_frames(self.init_random_frames)

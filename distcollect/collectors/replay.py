@@ -39,7 +39,10 @@ class ReplayBuffer(Protocol):
     """Stores frames: TorchRL's replay buffers, :class:`RateLimited`, or your own class."""
 
     def extend(self, data: TensorDict) -> Any:
-        """Add frames ``[F]``, or ``[n, T]`` to a TorchRL buffer with ``ndim`` above 1."""
+        """Add frames ``[F]``, or ``[n, T]`` to a TorchRL buffer with ``ndim`` above 1.
+
+        If it raises, it is called again with the same frames for the next batch.
+        """
 
 
 def check_replay_buffer(given: object) -> ReplayBuffer | None:
@@ -73,22 +76,21 @@ def check_can_hold(buffer: ReplayBuffer | None, layout: AnyLayout) -> None:
             )
 
 
-def parts_for(
+def frames_for(
     batch: TensorDict,
     buffer: ReplayBuffer,
     rollouts_of: Callable[[TensorDict], Sequence[TensorDict]] = lambda batch: [batch],
     *,
     by_step: bool = False,
-) -> Sequence[TensorDict]:
-    """What ``buffer`` is given one after the other: the frames of a batch, without padding.
+) -> TensorDict:
+    """What ``buffer`` is given of a batch: its frames without padding; there may be none.
 
     Args:
         batch: the batch.
         buffer: where it is to be added.
-        rollouts_of: the parts for a buffer with rows (TorchRL's storages with ``ndim`` above 1),
-            which has one row for each env.
-        by_step: an entry of the buffer is one step of all envs of a worker, unless there is
-            padding.
+        rollouts_of: the rollouts ``[n, T]`` of a batch. They are joined along time for a buffer
+            with rows (TorchRL's storages with ``ndim`` above 1), which has one row for each env.
+        by_step: an entry of the buffer is one step of all envs of a worker.
     """
     storage = getattr(buffer, "storage", None)
     device = getattr(storage, "device", None)
@@ -96,13 +98,22 @@ def parts_for(
         # A TorchRL storage on a device takes frames that name it.
         batch = batch.to(device)
     if MASK in batch.keys(include_nested=True):
-        return [batch[batch[MASK]]]
-    if by_step:
+        return batch[batch[MASK]]
+    ndim = num_dims(buffer)
+    if not by_step and ndim == 1:
+        return batch.reshape(-1)
+    rollouts = rollouts_of(batch)
+    joined = rollouts[0] if len(rollouts) == 1 else torch.cat(list(rollouts), -1)
+    if ndim == 1:
         # Time comes first, as a buffer's entries are along the first dimension.
-        return [part.permute(-1, *range(part.ndim - 1)) for part in rollouts_of(batch)]
-    if getattr(storage, "ndim", 1) > 1:
-        return rollouts_of(batch)
-    return [batch.reshape(-1)]
+        return joined.permute(-1, *range(joined.ndim - 1))
+    # Single envs may have no dimension of rows, or those of workers and envs.
+    return joined.reshape(-1, *joined.shape[max(0, joined.ndim - ndim + 1) :])
+
+
+def num_dims(buffer: object) -> int:
+    """How many dimensions the entries of a buffer are along: ``ndim`` of TorchRL's storages."""
+    return getattr(getattr(buffer, "storage", None), "ndim", 1)
 
 
 class FillState(enum.Enum):
@@ -210,7 +221,7 @@ class RateLimited:
         """Add frames at once; the thread that fills the buffer waits before it collects them."""
         with self._lock:
             result = self._buffer.extend(data)
-            self._inserted += data.numel()
+            self._inserted += data.shape.numel()
             self._changed.notify_all()
         return result
 
@@ -393,12 +404,13 @@ class Background:
         try:
             while self._collects_one():
                 pass
-        except CollectorStateError as error:
-            # It was shut down, which is no failure.
-            log.debug("collecting in the background ended: %s", error)
         except BaseException as error:
-            log.exception("collecting in the background ended")
-            self.error = error
+            if self._stop_requested and isinstance(error, CollectorStateError):
+                # It was shut down, which is no failure.
+                log.debug("collecting in the background ended: %s", error)
+            else:
+                log.exception("collecting in the background ended")
+                self.error = error
         finally:
             if self._limit is not None:
                 self._limit.end(self.error)

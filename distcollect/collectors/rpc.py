@@ -207,7 +207,6 @@ class RPCDataCollector(WorkerAccess):
             shape=self._options.batch_format.shape(layout, rollouts),
         )
 
-    @timed
     def hand_over(
         self, timeout_s: float | None = None, *, keep_s: float = 60.0
     ) -> RolloutReference:
@@ -241,8 +240,15 @@ class RPCDataCollector(WorkerAccess):
         """
         self._check_hands_over("hand_over")
         checks.seconds(f"keep_s={keep_s!r}", keep_s)
-        self._check_not_over()
         self._enter()
+        if self._is_over():
+            self._leave()
+            raise StopIteration
+        return self._refer(timeout_s, keep_s)
+
+    @timed
+    def _refer(self, timeout_s: float | None, keep_s: float) -> RolloutReference:
+        """See :meth:`hand_over`."""
         try:
             self._publish_automatically()
             reference, number = self._session.hand_over(
@@ -264,7 +270,6 @@ class RPCDataCollector(WorkerAccess):
         self._progress, self._caller = then, None
         return reference
 
-    @timed
     def take_over(self, reference: RolloutReference, timeout_s: float | None = None) -> TensorDict:
         """Fetch a rollout that another trainer handed over, directly from its worker.
 
@@ -294,6 +299,12 @@ class RPCDataCollector(WorkerAccess):
                 f"take_over({reference!r}): must be what another trainer's hand_over() gave"
             )
         self._enter()
+        self._fetch(reference, timeout_s)
+        return self._hand_out()
+
+    @timed
+    def _fetch(self, reference: RolloutReference, timeout_s: float | None) -> None:
+        """Have the batch of another trainer's rollout ready."""
         self._stats_recorder.switch_to("transfer")
         rollouts = [self._session.handover_receiver.take(reference, self._limit_s(timeout_s))]
         self._stats_recorder.switch_to("assemble")
@@ -307,7 +318,6 @@ class RPCDataCollector(WorkerAccess):
         )
         shaped = self._options.batch_format.shaped(batch, reference.layout)
         self._finish(shaped, replace(self._progress, lag=_stats_of(lags)))
-        return self._hand_out()
 
     def _check_hands_over(self, method: str) -> None:
         self._check_delivers()

@@ -23,9 +23,10 @@ from distcollect.collectors.progress import Collected, Progress, Ready
 from distcollect.collectors.replay import (
     ReplayBuffer,
     check_can_hold,
-    parts_for,
+    frames_for,
 )
 from distcollect.collectors.unpublished import UnpublishedChanges
+from distcollect.collectors.users_code import OneCall, without_stop
 from distcollect.common import tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentTypeError, BatchTimeout, CollectorStateError
@@ -67,26 +68,31 @@ class _Batches(Iterator[TensorDict]):
 
 
 def timed(method: _Method) -> _Method:
-    """Count the time of a collector's method as time in which the caller waits for a batch."""
+    """Count the time of a collector's method as time in which the caller waits for a batch.
+
+    Nobody else may call such a method meanwhile.
+    """
 
     @functools.wraps(method)
     def wrapper(self: BatchStream, *args: Any, **kwargs: Any) -> Any:
         recorder, monitor = self._stats_recorder, self._monitor_thread
-        recorder.switch_to("assemble")
-        if not monitor.has_begun:
-            monitor.begin(_weakly(self.stats))
         try:
-            result = method(self, *args, **kwargs)
-        except BaseException as error:
-            if isinstance(error, StopIteration):
-                recorder.end()
+            with self._one_call:
+                recorder.switch_to("assemble")
+                if not monitor.has_begun:
+                    monitor.begin(_weakly(self.stats))
+                return without_stop(method, self, *args, **kwargs)
+        except BaseException:
             self._leave()
             raise
         finally:
             recorder.switch_to("train")
-        return result
 
     return cast("_Method", wrapper)
+
+
+def _do_nothing(frames: TensorDict) -> None:
+    pass
 
 
 def _close_monitor(monitor: MonitorThread, last_stats: Sequence[Stats]) -> None:
@@ -155,6 +161,7 @@ class BatchStream(ABC):
         self._options = options
         self._state = CollectorState.OPEN
         self._owner = Owner()
+        self._one_call = OneCall()
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self._progress = Progress()
         self._entering = threading.Lock()
@@ -277,38 +284,38 @@ class BatchStream(ABC):
             EnvError: an env raised too often; names the worker.
             PolicyError: the policy raised; names the worker.
             WorkerLost: fewer workers are left than ``Faults.min_workers``; says why.
-            CollectorStateError: after :meth:`shutdown`, after :meth:`start`, or while another
-                thread waits for a batch of this collector.
+            CollectorStateError: after :meth:`shutdown`, after :meth:`start`, while another thread
+                waits for a batch of this collector, or within another call of it, as from
+                ``postproc``.
+            ArgumentError: ``postproc``, a hook or the buffer raised StopIteration. Their other
+                exceptions pass through.
         """
         self._check_delivers()
         self._enter()
         try:
-            self._prepare(timeout_s)
+            if not self._prepare(timeout_s):
+                raise StopIteration
             return self._hand_out()
         except BaseException:
             self._leave()
             raise
 
     @timed
-    def _prepare(self, timeout_s: float | None) -> None:
-        """Have the next batch ready, with ``postproc``."""
+    def _prepare(self, timeout_s: float | None) -> bool:
+        """Have the next batch ready, with ``postproc``; False if there is none any more."""
         ready = self._progress.ready
         if ready is not None and ready.stamp == self._stamp():
-            return  # an exception kept it from reaching the user
+            return True  # an exception kept it from reaching the user
         if (watch := self._unpublished) is not None:
             watch.batch_begins()
-        if self._progress.trajectories is None:
-            self._check_not_over()
-            collected = self._next(self._limit_s(timeout_s))
-            batch: TensorDict | None
-            batch = self._options.batch_format.shaped(collected.rows, self._layout)
-            then = self._after(collected)
-        else:
-            batch, then = self._collect_trajectories(timeout_s)
-        if batch is None:
-            self._progress = replace(self._progress, ready=Ready(None, then, self._stamp()))
-        else:
-            self._finish(batch, then)
+        if self._progress.trajectories is not None:
+            return self._prepare_trajectories(timeout_s)
+        if self._is_over():
+            return False
+        collected = self._next(self._limit_s(timeout_s))
+        batch = self._options.batch_format.shaped(collected.rows, self._layout)
+        self._finish(batch, self._after(collected))
+        return True
 
     def _set_hooks(self, hooks: Hooks) -> None:
         """Call these from now on."""
@@ -349,14 +356,10 @@ class BatchStream(ABC):
         ready = self._progress.ready
         assert ready is not None
         self._let_go(ready.then)
-        if (buffer := self._options.replay_buffer) is None or ready.batch is None:
+        if self._options.replay_buffer is None:
             return self._given(ready)
-        by_step = not self._options.extend_buffer and self._layout.num_envs > 1
-        first, *others = parts_for(ready.batch, buffer, self._rollouts_of, by_step=by_step)
-        # The buffer has the batch from here on, whatever it does with it.
-        buffer.extend(self._given(ready, first))
-        for part in others:
-            buffer.extend(part)
+        with self._one_call:
+            without_stop(self._add, ready)
         return cast("TensorDict", None)
 
     def _given(self, ready: Ready, frames: TensorDict | None = None) -> TensorDict:
@@ -366,8 +369,29 @@ class BatchStream(ABC):
         self._progress, self._caller = ready.then, None
         return value
 
-    def _collect_trajectories(self, timeout_s: float | None) -> tuple[TensorDict | None, Progress]:
-        """The next whole trajectories; see :attr:`Ready.batch` and :attr:`Ready.then`."""
+    def _add(self, ready: Ready) -> None:
+        """Add the batch to the replay buffer; if that raises, the next call adds it again."""
+        options, before = self._options, self._progress
+        assert options.replay_buffer is not None
+        if ready.batch is None:
+            self._progress = ready.then
+            return
+        by_step = not options.extend_buffer and self._layout.num_envs > 1
+        frames = frames_for(ready.batch, options.replay_buffer, self._rollouts_of, by_step=by_step)
+        # Not frames.numel(), which is 1 for an empty TensorDict.
+        extend = options.replay_buffer.extend if frames.shape.numel() else _do_nothing
+        try:
+            # The buffer has the frames from here on, unless it raises.
+            extend(self._given(ready, frames))
+        except BaseException as error:
+            trace = error.__traceback__
+            # Python raises Ctrl-C in this very frame just after the buffer has returned.
+            if not isinstance(error, KeyboardInterrupt) or (trace and trace.tb_next):
+                self._progress = before
+            raise
+
+    def _prepare_trajectories(self, timeout_s: float | None) -> bool:
+        """See :meth:`_prepare`, for ``trajs_per_batch``."""
         progress, before = self._progress, self._progress.batches
         limit_s = self._limit_s(timeout_s)
         deadline = time.monotonic() + limit_s
@@ -375,16 +399,17 @@ class BatchStream(ABC):
             trajectories = progress.trajectories
             assert trajectories is not None
             if trajectories.ready:
-                break
-            try:
-                self._check_not_over()
-            except StopIteration:
+                batch, rest = trajectories.taken()
+                self._finish(batch, replace(progress, trajectories=rest))
+                return True
+            if self._is_over():
+                if self._options.replay_buffer is None or progress.batches == before:
+                    self._drop_trajectories()
+                    return False
                 # Batches were collected, but no whole trajectory for the buffer: one more turn of
                 # the caller's loop.
-                if self._options.replay_buffer is not None and progress.batches > before:
-                    return None, progress
-                self._drop_trajectories()
-                raise
+                self._progress = replace(progress, ready=Ready(None, progress, self._stamp()))
+                return True
             left_s, num_before = deadline - time.monotonic(), trajectories.num_whole
             if progress.batches > before and left_s <= 0:
                 raise self._too_few_trajectories(limit_s, num_before)
@@ -402,8 +427,6 @@ class BatchStream(ABC):
             is_nearer = trajectories.num_whole > num_before or not self._options.reset_at_each_iter
             if timeout_s is None and is_nearer:
                 deadline = time.monotonic() + limit_s
-        batch, rest = trajectories.taken()
-        return batch, replace(progress, trajectories=rest)
 
     def _too_few_trajectories(self, limit_s: float, num_whole: int) -> BatchTimeout:
         options = self._options
@@ -418,9 +441,12 @@ class BatchStream(ABC):
             f"trajectories were whole; {hint}"
         )
 
-    def _check_not_over(self) -> None:
-        if self.total_frames != -1 and self._progress.frames >= self.total_frames:
-            raise StopIteration
+    def _is_over(self) -> bool:
+        """Whether ``total_frames`` are collected; then no time counts any more."""
+        is_over = self.total_frames != -1 and self._progress.frames >= self.total_frames
+        if is_over:
+            self._stats_recorder.end()
+        return is_over
 
     def _after(self, collected: Collected) -> Progress:
         """What has been collected, once the user has this."""
@@ -466,7 +492,8 @@ class BatchStream(ABC):
                     "another thread waits for a batch of this collector: take all batches on one "
                     "thread and pass them on, or let the threads take turns with a lock of yours"
                 )
-            self._caller = this_thread
+            with self._one_call:  # refuses a call within another one
+                self._caller = this_thread
 
     def _leave(self) -> None:
         """This thread gets no batch, if it has waited for one."""

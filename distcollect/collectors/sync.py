@@ -210,10 +210,7 @@ class SyncDataCollector(DataCollectorBase):
     def _next(self, timeout_s: float) -> Collected:
         if self._hooks.pre_collect is not None:
             self._hooks.pre_collect()
-        progress = self._progress
-        # Frames that were stepped, and that an exception kept from reaching the user, are lost.
-        num_batches = progress.batches - self._first_batch
-        self._engine.settle("interrupted", num_kept=num_batches * self.frames_per_batch)
+        self._settle("interrupted")
         # Each batch needs a slab of its own: the slab's memory becomes the batch.
         slab = new_slab(self._engine.layout, self._num_steps)
         self._stats_recorder.switch_to("collect")
@@ -235,6 +232,11 @@ class SyncDataCollector(DataCollectorBase):
         self._stats_recorder.delivered([(0, [(0, slab.num_frames)])])
         rollout = Rollout(header, slab.local_tensors())
         return Collected(self._assembled(rollout), [header], LagStats(0, 0.0, 0))
+
+    def _settle(self, cause: str, *, is_broken: bool = False) -> None:
+        """Count frames that were stepped, and did not reach the user, as lost."""
+        num_kept = (self._progress.batches - self._first_batch) * self.frames_per_batch
+        self._engine.settle(cause, num_kept=num_kept, is_broken=is_broken)
 
     def _assembled(self, rollout: Rollout) -> TensorDict:
         layout, options = self._layout, self._options
@@ -425,9 +427,12 @@ class SyncDataCollector(DataCollectorBase):
         count()
 
     def _release(self, *, close_envs: bool) -> None:
+        has_ended = True
         if self._background is not None:
             self._engine.stop()
-            self._background.join(JOIN_TIMEOUT_S)
+            has_ended = self._background.join(JOIN_TIMEOUT_S)
+        if has_ended:
+            self._settle("shut_down", is_broken=True)
         self._traj_ids.close()
         try:
             self._evaluator.close()

@@ -1,8 +1,16 @@
-"""Where in the user's code a warning points to."""
+"""Where a collector meets the user's code: lines that warnings name, functions that are called."""
 
 from __future__ import annotations
 
+import _thread
 import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from distcollect.errors import ArgumentError, CollectorStateError
+
+_Result = TypeVar("_Result")
 
 
 def users_stack_level() -> int:
@@ -12,3 +20,44 @@ def users_stack_level() -> int:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("distcollect."):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def without_stop(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Call ``function``, which calls functions of the user's.
+
+    Raises:
+        ArgumentError: one of them raised StopIteration, which would end a loop over the collector
+            as if it were complete.
+    """
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        code = frame.f_code
+        raise ArgumentError(
+            f"{code.co_name}() in {code.co_filename}:{line} raised StopIteration: {error}. That "
+            "would end a loop over the collector as if it were complete: raise another exception"
+        ) from error
+
+
+class OneCall(_thread.RLock):  # type: ignore[misc] # the stubs call it final
+    """A context for one call at a time; a second one is refused, also within the first.
+
+    It is a lock, so that leaving the context is one call in C, which no exception can break off.
+    """
+
+    def __enter__(self) -> Any:  # type: ignore[override]
+        if self._is_owned():  # type: ignore[attr-defined]
+            self._refuse()
+        try:
+            return self.acquire(blocking=False) or self._refuse()
+        except BaseException:  # Ctrl-C as well
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+            raise
+
+    def _refuse(self) -> NoReturn:
+        raise CollectorStateError(
+            "this collector is making a batch already: take the next one neither within postproc, "
+            "a hook or the buffer's extend(), nor on two threads at the same time"
+        )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from distcollect.collectors import pickling
+from distcollect.collectors.replay import num_dims
 from distcollect.collectors.users_code import users_stack_level
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from distcollect.envs.make import check_env_id, is_env, make_by_id, space_of
@@ -234,20 +235,39 @@ def check_hook(name: str, value: object) -> None:
         raise ArgumentTypeError(f"{name}={value!r}: must be a function")
 
 
-def check_extends_by_step(options: Any) -> None:
-    """Check ``extend_buffer``.
+def check_buffer_takes(options: Any) -> None:
+    """Check that the replay buffer can take what it is to be given.
 
     Raises:
-        ArgumentError: it is False, and a batch is changed as a whole before it is added.
+        ArgumentError: it takes single steps or whole rollouts of several envs (``extend_buffer`` is
+            False, or ``ndim`` above 1), and a batch is changed as a whole, or frames are left out.
     """
-    if options.extend_buffer or options.replay_buffer is None:
+    ndim = num_dims(options.replay_buffer)
+    if options.replay_buffer is None or (options.extend_buffer and ndim == 1):
         return
-    for name in ("postproc", "split_trajs", "trajs_per_batch"):
-        if getattr(options, name):
+    conflicts = {
+        "preemptive_threshold": "leaves out frames",
+        "batch_deadline_s": "leaves out frames",
+        "mask_above": "leaves out frames",
+        "split_trajs": "needs whole batches",
+        "trajs_per_batch": "needs whole batches",
+    }
+    if ndim == 1:
+        conflicts["postproc"] = "needs whole batches"
+    for name, reason in conflicts.items():
+        value = getattr(options, name, None)
+        if value is None or value is False:
+            continue
+        given = options.staleness if name == "mask_above" else name
+        if ndim == 1:
             raise ArgumentError(
-                f"extend_buffer=False adds single steps to the replay buffer, and {name} needs "
-                "whole batches: leave out one of them"
+                "extend_buffer=False adds single steps to the replay buffer, and "
+                f"{given} {reason}: leave out one of them"
             )
+        raise ArgumentError(
+            f"replay_buffer: its storage has ndim={ndim}, so it takes whole rollouts, and "
+            f"{given} {reason}: use a storage with ndim=1, or leave out the other"
+        )
 
 
 def check_traj_format(value: object, trajs_per_batch: int | None) -> None:

@@ -24,11 +24,12 @@ from distcollect.rollout.slabs import AnySlab
 from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.telemetry.step_timer import StepTimer
 
-# Why the frames of a rollout are lost, by what ended it; any other error is an env's.
+# Why the frames of a rollout are lost, by what ended it: the first that it is.
 _CAUSES: dict[type[BaseException], str] = {
     Stopped: "shut_down",
-    KeyboardInterrupt: "interrupted",
     PolicyError: "policy_failed",
+    Exception: "env_failed",
+    BaseException: "interrupted",  # Ctrl-C, or an exit
 }
 
 
@@ -155,7 +156,8 @@ class EngineBase(ABC):
             self._collect(slab, random=random, fresh=fresh)
             self._num_kept += slab.num_frames
         except BaseException as error:
-            self.settle(_CAUSES.get(type(error), "env_failed"), is_broken=True)
+            cause = next(why for kind, why in _CAUSES.items() if isinstance(error, kind))
+            self.settle(cause, is_broken=True)
             raise
         finally:
             self._interrupts.rollout_ended()

@@ -11,10 +11,9 @@ and take no reset mask. For that row the next step is a filler, and ``Step.real`
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import gymnasium as gym
@@ -410,15 +409,27 @@ class EnvBatch(Envs):
         except EnvError as env_error:
             return env_error
 
-    @contextlib.contextmanager
-    def _naming_env(self, call: str, row: int = 0) -> Iterator[None]:
+    def _naming_env(self, call: str, row: int = 0) -> NamingEnv:
         """Turn every exception into an EnvError that names the env of a row."""
-        try:
-            yield
-        except EnvError:
-            raise
-        except Exception as err:
-            raise EnvError(f"{self._name(row)}: {call}() raised {describe(err)}") from err
+        return NamingEnv(lambda: self._name(row), call)
+
+
+class NamingEnv:
+    """A context that turns every exception into an EnvError that names the env.
+
+    It is no generator: ``contextlib`` raises a StopIteration again if it became a RuntimeError.
+    """
+
+    def __init__(self, name: Callable[[], str], call: str) -> None:
+        """``name`` returns the env's name, ``call`` is what is called of it."""
+        self._name = name
+        self._call = call
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, EnvError):
+            raise EnvError(f"{self._name()}: {self._call}() raised {describe(error)}") from error
 
 
 def with_key_paths(leaves: tuple[Leaf, ...], space: Space) -> list[tuple[Leaf, KeyPath]]:

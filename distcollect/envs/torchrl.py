@@ -7,7 +7,7 @@ only imported when the user passes a TorchRL env, and has thus imported torchrl 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from torchrl.envs import (
     VecGymEnvTransform,
 )
 
-from distcollect.envs.base import Envs, EnvState, called, describe
+from distcollect.envs.base import Envs, EnvState, NamingEnv, called, describe
 from distcollect.envs.torchrl_parallel import letting_processes_run
 from distcollect.envs.torchrl_stepping import Stepper
 from distcollect.errors import ArgumentError, EnvError, SpaceError
@@ -279,15 +279,9 @@ class TorchRLEnvs(Envs):
                     f"{_shapes(mine)} instead of {_shapes(theirs)}"
                 )
 
-    @contextlib.contextmanager
-    def _naming_env(self, call: str, row: int) -> Iterator[None]:
+    def _naming_env(self, call: str, row: int) -> NamingEnv:
         """Turn every exception into an EnvError that names the env."""
-        try:
-            yield
-        except EnvError:
-            raise
-        except Exception as error:
-            raise EnvError(f"{self.name(row)}: {call}() raised {describe(error)}") from error
+        return NamingEnv(lambda: self.name(row), call)
 
     def _close_failed(self, row: int) -> None:
         """Close an env that raised, ignoring errors, and end its processes."""
