@@ -18,7 +18,7 @@ from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.stream import CollectorState, Hooks
 from distcollect.collectors.torchrl_compat import make_known_to_torchrl
 from distcollect.common import checks
-from distcollect.common.seeding import Stream, env_seed
+from distcollect.common.seeding import Stream, checked_seed, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.results import EpisodeStats, Evaluation, LagStats, Stats
 from distcollect.rollout.tree_layout import TreeLayout
@@ -348,7 +348,9 @@ class DataCollectorBase(BufferFiller):
             WorkerLost: a worker that was named is lost, or all are.
         """
         self._check_open()
+        num_episodes = checks.plain(num_episodes)
         checks.positive("num_episodes", num_episodes)
+        seed = None if seed is None else checked_seed(seed)
         limit_s = self._limit_s(timeout_s)
         result = self._evaluate(num_episodes, worker_ids, deterministic, seed, limit_s)
         self._evaluated = result

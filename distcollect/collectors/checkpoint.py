@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,6 +95,7 @@ class Checkpoint:
                     f"{name}={type(part).__name__}: has no state_dict() and load_state_dict(); "
                     "name only objects that have both"
                 )
+        every_s = checks.plain(every_s)
         checks.above_zero(f"Checkpoint(every_s={every_s!r})", every_s)
         if not isinstance(path, str | os.PathLike | None):
             raise ArgumentTypeError(f"Checkpoint({path!r}): must be the path of a file")
@@ -106,7 +109,6 @@ class Checkpoint:
         self._parts = parts
         self._saved_at = self._start_checked_at = time.monotonic()
         self._file_checked = False  # whether an earlier run's file was loaded, or is known to miss
-        self._is_loadable = False  # whether a saved file was loaded once
         preemption.watch(self._save_and_exit)
 
     def load(self) -> bool:
@@ -132,7 +134,6 @@ class Checkpoint:
             )
         for name, part in self._parts.items():
             self._load_part(name, part, states[name])
-        self._is_loadable = True
         for part in self._parts.values():
             publish = getattr(part, "update_policy_weights_", None)
             if publish is not None:
@@ -169,9 +170,8 @@ class Checkpoint:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as file:
             torch.save({"format": _FORMAT, "parts": states}, file)
-            if not self._is_loadable:
-                file.flush()
-                self._check_loadable(Path(file.name))
+            file.flush()
+            _check_loadable(Path(file.name), states)
         self._saved_at = time.monotonic()
 
     def step(self) -> bool:
@@ -238,16 +238,33 @@ class Checkpoint:
             )
         return states
 
-    def _check_loadable(self, draft: Path) -> None:
-        """Load the first file at once: later it would be too late to find that it can't be."""
-        try:
-            torch.load(draft, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ArgumentTypeError(
-                f"the state of one of {sorted(self._parts)} could not be loaded again: {error}; "
-                "state_dict() has to give tensors and plain Python values"
-            ) from error
-        self._is_loadable = True
+
+def _check_loadable(draft: Path, states: Mapping[str, Any]) -> None:
+    """Check that a file can be loaded, before it replaces another: later would be too late.
+
+    Raises:
+        ArgumentTypeError: it can't; names the part.
+    """
+    try:
+        # Without reading the tensors.
+        torch.load(draft, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        found = [name for name, state in states.items() if not _can_be_loaded(state)]
+        raise ArgumentTypeError(
+            f"the state of {' and '.join(found or states)} could not be loaded again: {error}; its "
+            "state_dict() has to give tensors and plain Python values"
+        ) from error
+
+
+def _can_be_loaded(state: Any) -> bool:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever it is, it can't be loaded
+        return False
+    return True
 
 
 def _publish(publish: Any) -> None:

@@ -13,6 +13,7 @@ from distcollect.collectors.ray_collector import RayDataCollector
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.collectors.signature import takes
 from distcollect.collectors.sync import SyncDataCollector
+from distcollect.common.checks import plain
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
 _BACKENDS = {
@@ -107,7 +108,7 @@ setattr(Collector.__new__, "__signature__", inspect.signature(Collector.__init__
 
 
 def _backend(kwargs: Mapping[str, Any]) -> str:
-    given, count = kwargs.get("backend"), kwargs.get("num_collectors")
+    given, count = kwargs.get("backend"), plain(kwargs.get("num_collectors"))
     if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
         raise ArgumentTypeError(f"num_collectors={count!r}: must be a positive integer")
     if count is not None and count < 1:

@@ -165,6 +165,8 @@ class RateLimited:
             ArgumentError, ArgumentTypeError: an argument is wrong.
         """
         check_replay_buffer(buffer)
+        numbers = map(checks.plain, (samples_per_insert, min_size, slack, timeout_s))
+        samples_per_insert, min_size, slack, timeout_s = numbers
         if not callable(getattr(buffer, "sample", None)):
             raise ArgumentTypeError(f"RateLimited({buffer!r}): must have a method sample()")
         checks.above_zero(

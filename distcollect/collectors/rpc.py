@@ -20,7 +20,7 @@ from distcollect.collectors.torchrl_weights import NoUpdater, weights_among
 from distcollect.collectors.worker_attributes import WorkerAccess
 from distcollect.collectors.worker_options import RPCOptions
 from distcollect.common import checks
-from distcollect.common.seeding import next_seed
+from distcollect.common.seeding import checked_seed, next_seed
 from distcollect.errors import ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.preemption import exit_if_requested
@@ -239,6 +239,7 @@ class RPCDataCollector(WorkerAccess):
             BatchTimeout, EnvError, PolicyError, WorkerLost: as :meth:`next`.
         """
         self._check_hands_over("hand_over")
+        keep_s = checks.plain(keep_s)
         checks.seconds(f"keep_s={keep_s!r}", keep_s)
         self._enter()
         if self._is_over():
@@ -405,7 +406,8 @@ class RPCDataCollector(WorkerAccess):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         self._check_open()
-        unused = self._session.unused_seed(seed)  # raises if the seed is no seed
+        seed, static_seed = checked_seed(seed), bool(static_seed)
+        unused = self._session.unused_seed(seed)
 
         def note() -> None:
             self._seed = seed, static_seed

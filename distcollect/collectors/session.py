@@ -221,11 +221,7 @@ class Session:
         return reference, delivery.number
 
     def unused_seed(self, seed: int) -> int:
-        """A seed that none of the envs uses if all workers get ``seed``.
-
-        Raises:
-            ArgumentError, ArgumentTypeError: ``seed`` is not a whole number from 0 on.
-        """
+        """A seed that none of the envs uses if all workers get ``seed``."""
         num_slots = max(self.pool.worker_ids, default=-1) + 1
         return env_seed(seed, self.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from distcollect.collectors.torchrl_compat import translated
+from distcollect.common.checks import plain
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
 _P = ParamSpec("_P")
@@ -53,6 +54,8 @@ def _read(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> _Options:
+    args = [plain(value) for value in args]
+    kwargs = {name: plain(value) for name, value in kwargs.items()}
     own_names = signature.parameters.keys()
     for fixed in fields(cast("Any", kind)):
         if not fixed.init and fixed.name in kwargs:

@@ -27,7 +27,7 @@ from distcollect.collectors.replay import (
 )
 from distcollect.collectors.unpublished import UnpublishedChanges
 from distcollect.collectors.users_code import OneCall, without_stop
-from distcollect.common import tensor_cache
+from distcollect.common import checks, tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentTypeError, BatchTimeout, CollectorStateError
 from distcollect.results import Stats
@@ -293,12 +293,13 @@ class BatchStream(ABC):
         self._check_delivers()
         self._enter()
         try:
-            if not self._prepare(timeout_s):
-                raise StopIteration
-            return self._hand_out()
+            if self._prepare(timeout_s):
+                return self._hand_out()
         except BaseException:
             self._leave()
             raise
+        self._leave()
+        raise StopIteration
 
     @timed
     def _prepare(self, timeout_s: float | None) -> bool:
@@ -469,7 +470,8 @@ class BatchStream(ABC):
         """Changes with everything that makes a batch that was not returned yet useless."""
 
     def _limit_s(self, timeout_s: float | None) -> float:
-        return self._options.fault_limits.batch_timeout_s if timeout_s is None else timeout_s
+        limits = self._options.fault_limits
+        return limits.batch_timeout_s if timeout_s is None else checks.plain(timeout_s)
 
     def _check_open(self) -> None:
         if not self._owner.is_here:

@@ -361,6 +361,7 @@ class SyncDataCollector(DataCollectorBase):
         self._check_open()
         if self._background is not None:
             raise CollectorStateError("set_seed() must come before start()")
+        seed, static_seed = checked_seed(seed), bool(static_seed)
         unused = env_seed(seed, self._engine.layout.num_envs, stream=Stream.NEXT_COLLECTOR)
         self._drop_trajectories()
         self._seed = seed, static_seed

@@ -17,6 +17,7 @@ import torch
 
 from distcollect.collectors.torchrl_weights import check_updater_in_process, take_schemes
 from distcollect.collectors.users_code import users_stack_level
+from distcollect.common.checks import plain
 from distcollect.common.suggestions import unknown_argument
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
@@ -132,7 +133,7 @@ def _read_numbers(arguments: dict[str, Any]) -> None:
     """Read ``frames_per_batch`` as a list, and whole numbers that are floats, such as 1e6."""
     frames = arguments.get("frames_per_batch")
     if isinstance(frames, list | tuple):
-        arguments["frames_per_batch"] = _sum_of_workers(list(frames), arguments)
+        arguments["frames_per_batch"] = _sum_of_workers([*map(plain, frames)], arguments)
     for name in ("frames_per_batch", "total_frames"):
         value = arguments.get(name)
         if isinstance(value, float) and value.is_integer():

@@ -15,6 +15,7 @@ from torch import nn
 from distcollect.collectors import pickling
 from distcollect.collectors.replay import num_dims
 from distcollect.collectors.users_code import users_stack_level
+from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from distcollect.envs.make import check_env_id, is_env, make_by_id, space_of
 from distcollect.errors import ArgumentError, ArgumentTypeError
@@ -212,7 +213,11 @@ def check_policy(policy: object, factory: object, *, several: bool) -> None:
 
 def is_by_worker(weights: object) -> TypeGuard[dict[int, Any]]:
     """Whether it is a dict with the weights of each of several workers, by worker_id."""
-    return isinstance(weights, dict) and bool(weights) and all(type(key) is int for key in weights)
+    return (
+        isinstance(weights, dict)
+        and bool(weights)
+        and all(type(checks.plain(key)) is int for key in weights)
+    )
 
 
 def check_hooks(options: Any) -> None:

@@ -11,6 +11,15 @@ import torch
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
 
+def plain(value: Any) -> Any:
+    """A scalar of numpy's or torch's as Python's number or bool, so that it can be stored and sent.
+
+    Anything else is returned as it is.
+    """
+    is_scalar = isinstance(value, np.generic | np.ndarray | torch.Tensor) and value.ndim == 0
+    return value.item() if is_scalar else value
+
+
 def positive(name: str, value: object, *, optional: bool = False) -> None:
     """Raise unless ``value`` is a whole number above zero, or None if it is ``optional``.
 
@@ -43,7 +52,7 @@ def above_zero(what: str, value: Any) -> None:
 
 
 def _number(what: str, value: Any, kind: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
+    if isinstance(value, bool) or not isinstance(value, float | int):
         raise ArgumentTypeError(f"{what}: must be {kind}")
 
 
@@ -93,9 +102,13 @@ def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:
     """
     if wanted is None:
         return None
-    ids = [wanted] if isinstance(wanted, int) and not isinstance(wanted, bool) else wanted
-    if isinstance(ids, slice):
+    ids: Any = wanted.tolist() if isinstance(wanted, np.ndarray | torch.Tensor) else plain(wanted)
+    if isinstance(ids, int) and not isinstance(ids, bool):
+        ids = [ids]
+    elif isinstance(ids, slice):
         ids = list(present[ids])
+    elif isinstance(ids, list | tuple):
+        ids = [plain(each) for each in ids]
     if not isinstance(ids, Sequence) or not all(
         isinstance(i, int) and not isinstance(i, bool) for i in ids
     ):

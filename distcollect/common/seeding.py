@@ -34,7 +34,7 @@ def checked_seed(seed: int) -> int:
         ArgumentTypeError: it is not a whole number.
     """
     try:
-        wanted = operator.index(seed)
+        wanted = int(operator.index(seed))
     except TypeError:
         raise ArgumentTypeError(f"seed={seed!r}: must be a whole number, 0 or more") from None
     if wanted < 0:
@@ -51,8 +51,8 @@ def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
         ArgumentError: ``seed`` is negative.
         ArgumentTypeError: ``seed`` is not a whole number.
     """
-    checked_seed(seed)
-    return int(np.random.SeedSequence([seed, int(stream), index]).generate_state(1)[0]) >> 1
+    entropy = np.random.SeedSequence([checked_seed(seed), int(stream), index])
+    return int(entropy.generate_state(1)[0]) >> 1
 
 
 def policy_seed(seed: int, index: int, stream: int = Stream.POLICY) -> int:

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Collection
 from typing import Any, TypeVar
 
+from distcollect.common.checks import plain
 from distcollect.errors import ArgumentTypeError
 
 T = TypeVar("T")
@@ -21,7 +22,10 @@ def unknown_argument(name: str, known: Collection[str]) -> str:
 
 
 def suggests_names(kind: type[T]) -> type[T]:
-    """Have a dataclass raise :class:`ArgumentTypeError` for an unknown field, with a suggestion."""
+    """Have a dataclass raise :class:`ArgumentTypeError` for an unknown field, with a suggestion.
+
+    It also takes scalars of numpy and torch as numbers.
+    """
     init = kind.__init__
     known = [each.name for each in dataclasses.fields(kind) if each.init]  # type: ignore[arg-type]
 
@@ -30,7 +34,7 @@ def suggests_names(kind: type[T]) -> type[T]:
         for name in kwargs:
             if name not in known:
                 raise ArgumentTypeError(f"{kind.__name__}: {unknown_argument(name, known)}")
-        init(self, *args, **kwargs)
+        init(self, *map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
     kind.__init__ = checked  # type: ignore[method-assign,assignment]
     return kind
