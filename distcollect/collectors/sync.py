@@ -26,7 +26,7 @@ from distcollect.collectors.stream import JOIN_TIMEOUT_S
 from distcollect.collectors.torchrl_weights import weights_among
 from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND, UnpublishedChanges
 from distcollect.common import checks
-from distcollect.common.seeding import Stream, env_seed, process_seeds
+from distcollect.common.seeding import Stream, checked_seed, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
 from distcollect.engine.interrupts import Stopped

@@ -185,7 +185,7 @@ class WeightSender:
                 return
             try:
                 self._send(push)
-            except Exception as error:
+            except BaseException as error:  # an updater of the user's may exit
                 if self._closed:
                     return  # the handles have got an error already
                 version = push.publication.version
