@@ -41,7 +41,8 @@ def takes(
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         # Tools that unwrap functions, such as mkdocstrings, would show `init` with its `options`.
         del wrapper.__wrapped__
-        wrapper.__doc__ = _with_arguments(init.__doc__ or "", _texts(kind), signature)
+        if init.__doc__:  # Python has left it out if it was started with -OO
+            wrapper.__doc__ = _with_arguments(init.__doc__, _texts(kind), signature)
         return wrapper
 
     return decorate
