@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 
 @dataclass(frozen=True)
@@ -41,3 +44,31 @@ class Segment:
             return mmap.mmap(fd, self.num_bytes)
         finally:
             os.close(fd)
+
+
+def memory_file(name: str) -> int:
+    """New memory as a file without a path, named ``name``; returns its descriptor.
+
+    Raises:
+        OSError: the kernel, or a sandbox, doesn't provide it.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    # Python was built for a libc older than this one, as the builds of uv and conda are.
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd: int = libc.memfd_create(name.encode(), 1)  # MFD_CLOEXEC
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), f"memfd_create: {os.strerror(ctypes.get_errno())}")
+    return fd
+
+
+def small_file() -> IO[bytes]:
+    """A new file without a path, in memory or else on the disk.
+
+    Raises:
+        OSError: the system provides neither.
+    """
+    try:
+        return os.fdopen(memory_file("distcollect"), "w+b")
+    except OSError:
+        return tempfile.TemporaryFile()

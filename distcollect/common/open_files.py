@@ -1,9 +1,11 @@
-"""How many files, sockets too, this process may have open at once."""
+"""How many files, sockets too, this process may have open at once, and its standard streams."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+from collections.abc import Iterator
 
 # Some programs close every descriptor that they might have: no limit is raised above this.
 _MOST = 1 << 20
@@ -12,6 +14,7 @@ _MOST = 1 << 20
 # the trainer starts has no supervisor, but three pieces of memory: its step counter and two
 # rollouts.
 _FILES, _FILES_PER_WORKER, _FILES_PER_LOCAL_WORKER = 140, 6, 8
+_STDOUT, _STDERR = 1, 2
 
 
 def limit() -> int:
@@ -51,3 +54,27 @@ def shortage(num_workers: int, *, are_local: bool) -> str:
         f"{highest}: raise its hard limit (ulimit -Hn {needed + 1000} as root, LimitNOFILE in "
         "systemd, nofile in /etc/security/limits.conf), or use fewer workers"
     )
+
+
+def fill_standard_streams() -> None:
+    """Open the null device for each of stdin, stdout and stderr that is closed.
+
+    Else a socket would be opened under its number, and get what is written to stderr.
+    """
+    fd = 0
+    while fd <= _STDERR:
+        fd = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    os.close(fd)
+
+
+@contextlib.contextmanager
+def output_streams() -> Iterator[tuple[int, int]]:
+    """Descriptors of stdout and stderr for a child process; the null device if they are closed."""
+    fill_standard_streams()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        # What was opened under that number by someone else is not for children.
+        stdout, stderr = (fd if os.get_inheritable(fd) else nothing for fd in (_STDOUT, _STDERR))
+        yield stdout, stderr
+    finally:
+        os.close(nothing)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from distcollect.common.memory_segment import Segment
+from distcollect.common.memory_segment import Segment, memory_file
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def allocate(num_bytes: int) -> tuple[torch.Tensor, Segment]:
         OSError: the system doesn't provide it.
     """
     name = f"distcollect-{secrets.token_hex(8)}"
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = memory_file(name)
     try:
         os.ftruncate(fd, num_bytes)
         mapping = mmap.mmap(fd, num_bytes)
@@ -81,15 +81,18 @@ def allocate(num_bytes: int) -> tuple[torch.Tensor, Segment]:
     return torch.frombuffer(mapping, dtype=torch.uint8), segment
 
 
-@cache
 def host_of_memory() -> str:
     """A name that is equal for processes that can map each other's memory.
 
     They have one kernel, one user, and see each other's pids: containers on one machine may not.
     """
+    return f"{_host_of_pids()} {os.getuid()}"
+
+
+@cache
+def _host_of_pids() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    pids = Path("/proc/self/ns/pid").readlink()
-    return f"{boot} {pids} {os.getuid()}"
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 @cache

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from distcollect.common.memory_segment import small_file
+
 # What stands where in a block of the memory; all are int64.
 STEPPED = 0  # frames stepped in all
 TASK = 1  # what is being done, a value of Task
@@ -139,7 +141,8 @@ class SharedStepCounter:
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("distcollect-steps", os.MFD_CLOEXEC)
+        with small_file() as file:
+            self.fd = os.dup(file.fileno())
         os.ftruncate(self.fd, _NUM_PAGES * mmap.PAGESIZE)
         self._memory = _map(self.fd)
 

@@ -15,6 +15,9 @@ SIGTERM         sends SIGTERM to the worker
 :data:`CHECK`   the same, if the parent of this process has ended.
                 The kernel sends it when that may be so
 ==============  ===================================================
+
+All others wait. The worker itself ignores what terminals and batch systems send to every process of
+a job: the trainer decides what follows.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ CHECK = signal.SIGRTMIN + 2
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, KILL, CHECK}
+_IGNORED_BY_WORKERS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # CHECK comes at once; this is for kernels that don't send it.
 _CHECK_PERIOD_S = 5.0
 # A process that the kernel can't end now, or another user's, is not waited for any longer.
@@ -48,7 +52,9 @@ def guard(parent: int) -> None:
         parent: the process that started this one. All ends with it.
     """
     libc = ctypes.CDLL(None)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # If the trainer ignores it, so would this process, and could not wait for its children.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc.prctl(_PR_SET_PDEATHSIG, int(CHECK), 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     guard_pid = os.getpid()
@@ -58,6 +64,8 @@ def guard(parent: int) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # if the guard is killed
         if os.getppid() != guard_pid:  # it was, before the kernel knew
             os._exit(1)
+        for number in _IGNORED_BY_WORKERS:
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     try:
@@ -72,8 +80,6 @@ def _guard(worker: int, parent: int) -> NoReturn:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     status = _wait(worker, parent)
     if status is None:  # the kernel could not end it yet
         _exit_by(signal.SIGKILL)
@@ -96,13 +102,13 @@ def _wait(worker: int, parent: int) -> int | None:
             return _kill_all(worker)
         elif number == signal.SIGCHLD:
             # Others are reaped too: this process is the parent of what lost its own.
-            for pid, status in _ended():
+            for pid, status in ended():
                 if pid == worker:
                     _kill_all(worker)
                     return status
 
 
-def _ended() -> list[tuple[int, int]]:
+def ended() -> list[tuple[int, int]]:
     """The children that have ended, with their statuses."""
     found = []
     with contextlib.suppress(ChildProcessError):
@@ -130,7 +136,7 @@ def _kill_all(worker: int) -> int | None:
                 os.kill(pid, signal.SIGKILL)
         # The children of those that end now become children of this process.
         signal.sigtimedwait({signal.SIGCHLD}, _AGAIN_S)
-        status = dict(_ended()).get(worker, status)
+        status = dict(ended()).get(worker, status)
     return status
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from distcollect.common import worker_guard
+from distcollect.common import open_files, worker_guard
 from distcollect.common.forks import Owner
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import STACK_SIGNAL, SharedStepCounter
@@ -48,7 +48,9 @@ _STACK_S = 0.25
 # sys.path is set first: it may be what makes distcollect importable. The cores are set before
 # anything starts threads.
 _BOOT = """
-import json, os, sys
+import sys
+sys.path[:] = filter(None, sys.path)  # Python puts the working folder there
+import json, os
 boot = json.loads(sys.stdin.readline())
 if boot["cores"]:
     os.sched_setaffinity(0, boot["cores"])
@@ -84,6 +86,9 @@ class _Process(Protocol):
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, see :mod:`distcollect.common.worker_guard`."""
+
+    def kill(self) -> None:
+        """End it at once, and the worker with it, though it hangs."""
 
 
 @dataclass
@@ -125,7 +130,9 @@ class LocalProcesses:
 
     def __init__(self, events: ProcessEvents) -> None:
         """Report to ``events``."""
-        zygote.warm_up(self)
+        # Of now, also for replacements: libraries change variables for a while.
+        self._environ = zygote.inherited()
+        zygote.warm_up(self._environ, self)
         self._events = events
         # Reentrant: garbage collection under it may finalize a collector, which ends its processes.
         self._lock = threading.RLock()
@@ -141,7 +148,7 @@ class LocalProcesses:
         Args:
             boot: what it reads first; its ``counters_fd``, ``sys_path`` and ``authkey`` are filled
                 in here.
-            env: environment variables to add to this process's own.
+            env: environment variables to add to those that this process had when it made this.
 
         Raises:
             OSError: the system can't start it.
@@ -173,7 +180,7 @@ class LocalProcesses:
         self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
     ) -> _Process:
         try:
-            return zygote.fork(boot, env, counters)
+            return zygote.fork(boot, self._environ, env, counters)
         except zygote.Unavailable as error:
             log.debug("%s is started by itself: %s", boot.name, error)
             return self._start_alone(boot, env, counters)
@@ -183,13 +190,16 @@ class LocalProcesses:
     ) -> subprocess.Popen[bytes]:
         guard = [sys.executable, "-I", "-S", _GUARD, str(self._owner.pid)]
         try:
-            process = subprocess.Popen(
-                [*guard, sys.executable, "-c", _BOOT],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-                env={**zygote.inherited(), **env},
-                pass_fds=[boot.counters_fd],
-            )
+            with open_files.output_streams() as (stdout, stderr):
+                process = subprocess.Popen(
+                    [*guard, sys.executable, "-c", _BOOT],
+                    stdin=subprocess.PIPE,
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,
+                    env={**self._environ, **env},
+                    pass_fds=[boot.counters_fd],
+                )
         finally:
             counters.close()
         assert process.stdin is not None
@@ -229,20 +239,25 @@ class LocalProcesses:
         """Wait up to ``grace_s`` for all to end by themselves, then kill them; reap every one."""
         if not self._owner.is_here:
             return
-        deadline = time.monotonic() + grace_s
         self._closed.set()
         # Not this thread, on which a collector may be finalized.
         reapers = [r for r in self._reapers if r is not threading.current_thread()]
+        for running in self._still_running(reapers, grace_s):
+            log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
+            self._kill(running)
+        for running in self._still_running(reapers, _REAP_TIMEOUT_S):
+            log.warning("the guard of %s hangs, or the zygote: killing both", running.boot.name)
+            running.process.kill()
+        self._still_running(reapers, _REAP_TIMEOUT_S)
+        zygote.end_if_unwanted(self)
+
+    def _still_running(self, reapers: list[threading.Thread], timeout_s: float) -> list[_Running]:
+        """Wait up to ``timeout_s`` until all have ended; those that have not."""
+        deadline = time.monotonic() + timeout_s
         for reaper in reapers:
             reaper.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
-            remaining = list(self._running.values())
-        for running in remaining:
-            log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
-            self._kill(running)
-        for reaper in reapers:
-            reaper.join(_REAP_TIMEOUT_S)
-        zygote.end_if_unwanted(self)
+            return list(self._running.values())
 
     def _reap(self, running: _Running) -> None:
         boot, reason = running.boot, ""

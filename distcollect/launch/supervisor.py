@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from distcollect.common import open_files
 from distcollect.common.process_exit import STRAY_CONNECTION, ProcessExit
 from distcollect.errors import LaunchError
 from distcollect.launch import zygote
@@ -86,8 +87,10 @@ def supervise(
         LaunchError: the trainer can't be reached, or refused.
         SystemExit: the trainer is gone, or a signal ended this process.
     """
-    zygote.warm_up()
+    open_files.fill_standard_streams()
     with _Signals() as signals:
+        signals.hold()
+        zygote.warm_up(zygote.inherited())
         _supervise(
             find,
             signals,
@@ -153,8 +156,8 @@ class _Signals:
             self._previous[number] = signal.signal(number, self._received) or signal.SIG_DFL
         # Batch systems tell every process of a job that it will end. The trainer decides what
         # follows.
-        before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        self._previous[signal.SIGUSR2] = before or signal.SIG_DFL
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            self._previous[number] = signal.signal(number, signal.SIG_IGN) or signal.SIG_DFL
         return self
 
     def __exit__(self, *_: object) -> None:

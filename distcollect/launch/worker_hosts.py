@@ -99,6 +99,7 @@ class WorkerHosts(JoinServerEvents):
             ArgumentError: this process may not open enough files for so many workers.
             LaunchError: see :func:`~distcollect.net.interfaces.listen`.
         """
+        open_files.fill_standard_streams()
         open_files.raise_limit()
         num_others = max(num_ranks or 0, num_expected or 0)
         for num_workers, are_local in ((num_local, True), (num_others, False)):

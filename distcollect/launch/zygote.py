@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
 
-from distcollect.common import worker_guard
+from distcollect.common import memory_segment, open_files, worker_guard
 from distcollect.common.step_counter import SharedStepCounter
 from distcollect.errors import ArgumentError
 from distcollect.launch.run_folder import SECRET_VARIABLE
@@ -44,18 +45,11 @@ ZYGOTE = "DISTCOLLECT_ZYGOTE"
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
-# Libraries read these when they are loaded: a zygote with other values of them is of no use.
-_READ_AT_IMPORT = (
-    "GOMP_",
-    "KMP_",
-    "LD_",
-    "MALLOC_",
-    "MKL_",
-    "OMP_",
-    "OPENBLAS_",
-    "PYTHON",
-    "TORCH",
-)
+_ANSWER_TIMEOUT_S = 1.0
+# These change often, and nothing reads them when it is loaded.
+_NOT_READ_AT_IMPORT = ("DISTCOLLECT_", "PYTEST_CURRENT_TEST")
+# os.system() ignores them while it runs, a notebook between its cells; workers ignore SIGINT.
+_IGNORED_AT_TIMES = {signal.SIGINT, signal.SIGQUIT}
 _DEFAULTS = {
     # Threads of numpy's OpenBLAS start when it is loaded, and a process with threads isn't forked.
     "OPENBLAS_NUM_THREADS": "1",
@@ -71,8 +65,11 @@ _PRELOADED_IF_USED = ("torchrl.envs",)
 
 # First of all it is made sure that it ends with its parent: the imports take seconds. They make
 # objects that stay: searching these for garbage again and again would take a quarter of the time.
+# Python puts the working folder on the path: a json.py there is not the one that is wanted.
 _BOOT = """
-import ctypes, gc, json, os, sys
+import sys
+sys.path[:] = filter(None, sys.path)
+import ctypes, gc, json, os
 gc.disable()
 boot = json.loads(sys.stdin.readline())
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
@@ -80,7 +77,7 @@ if os.getppid() != boot["parent"]:
     os._exit(1)
 sys.path[:] = boot["sys_path"]
 from distcollect.worker.zygote import serve
-boot = serve(boot["fd"], boot["imported"])
+boot = serve(boot["fd"], boot["imported"], boot["mask"])
 from distcollect.worker.main import main
 main(boot)
 """
@@ -155,6 +152,14 @@ class ForkedProcess:
                 self._code = -signal.SIGKILL
                 self._ended.set()
 
+    def kill(self) -> None:
+        """End it at once, though its guard or the zygote hangs."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        if not self._ended.wait(_ANSWER_TIMEOUT_S):
+            self._zygote.close()
+
     def note(self, message: FromZygote) -> bool:
         """Take in what the zygote says of it; whether that was the last."""
         if isinstance(message, Forked):
@@ -187,8 +192,11 @@ class Zygote:
         is_gone: it has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str]) -> None:
         """Start it; it imports what it needs while this process goes on.
+
+        Args:
+            environ: its environment variables.
 
         Raises:
             OSError: the system can't start it.
@@ -197,21 +205,26 @@ class Zygote:
         self._forked: dict[int, ForkedProcess] = {}
         self._num_requests = 0
         self.is_gone = False
-        self._read_at_import = read_at_import(inherited())
+        self._origin = _origin(environ)
         self._sock, theirs = make_sockets()
         started: Future[subprocess.Popen[bytes]] = Future()
         # The kernel ends the zygote with the thread that starts it: this one lasts.
         self._reader = threading.Thread(
-            target=self._run, args=(theirs, started), name="distcollect-zygote", daemon=True
+            target=self._run,
+            args=(environ, theirs, started),
+            name="distcollect-zygote",
+            daemon=True,
         )
         self._reader.start()
         self._process = started.result(_START_TIMEOUT_S)
         self.pid = self._process.pid
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether workers of this process, with its environment of now, can be forked from it."""
-        return not self.is_gone and self._read_at_import == read_at_import(inherited())
+    def is_usable(self, environ: Mapping[str, str]) -> bool:
+        """Whether workers of this process, as it is now, can be forked from it.
+
+        ``environ``: their environment variables.
+        """
+        return not self.is_gone and self._origin == _origin(environ)
 
     def fork(
         self,
@@ -230,8 +243,7 @@ class Zygote:
             OSError: the zygote is gone, or no file for the request can be made.
         """
         child = Child(boot, dict(environ), str(Path.cwd()), frozenset(os.sched_getaffinity(0)))
-        child_fd = os.memfd_create("distcollect-boot", os.MFD_CLOEXEC)
-        with open(child_fd, "wb") as file:  # noqa: PTH123 - a descriptor
+        with memory_segment.small_file() as file, open_files.output_streams() as streams:
             pickle.dump(child, file)
             file.flush()
             file.seek(0)
@@ -240,7 +252,7 @@ class Zygote:
                 number = self._num_requests
                 forked = self._forked[number] = ForkedProcess(number, self, counters)
                 try:
-                    send(self._sock, Fork(number), [child_fd, counters.fd, 1, 2])
+                    send(self._sock, Fork(number), [file.fileno(), counters.fd, *streams])
                 except OSError:
                     del self._forked[number]
                     raise
@@ -257,14 +269,23 @@ class Zygote:
 
     def close(self) -> None:
         """End it and its workers at once; it is gone when this returns."""
-        self._process.kill()
+        try:
+            self._process.kill()
+        except PermissionError:  # this process has another user by now
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
             self._reader.join(_END_TIMEOUT_S)
 
-    def _run(self, theirs: socket.socket, started: Future[subprocess.Popen[bytes]]) -> None:
+    def _run(
+        self,
+        environ: Mapping[str, str],
+        theirs: socket.socket,
+        started: Future[subprocess.Popen[bytes]],
+    ) -> None:
         try:
             with theirs:
-                process = _start(theirs.fileno())
+                process = _start(environ, theirs.fileno())
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
             self._sock.close()
             started.set_exception(error)
@@ -297,18 +318,28 @@ class Zygote:
                 del self._forked[message.number]
 
 
-def _start(fd: int) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _BOOT],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**_DEFAULTS, **inherited()},
-        pass_fds=[fd],
-    )
+def _start(environ: Mapping[str, str], fd: int) -> subprocess.Popen[bytes]:
+    # It inherits that from this thread.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    with open_files.output_streams() as (_, stderr):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+            env={**_DEFAULTS, **environ},
+            pass_fds=[fd],
+        )
     assert process.stdin is not None
     imported = [name for name in _PRELOADED_IF_USED if name in sys.modules]
-    boot = {"fd": fd, "parent": os.getpid(), "sys_path": import_path(), "imported": imported}
+    boot = {
+        "fd": fd,
+        "parent": os.getpid(),
+        "sys_path": import_path(),
+        "imported": imported,
+        "mask": [int(number) for number in mask],
+    }
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(boot).encode() + b"\n")
         process.stdin.close()
@@ -322,15 +353,28 @@ def import_path() -> list[str]:
 
 def inherited() -> dict[str, str]:
     """This process's environment for workers: what their envs start has no use for the token."""
-    # One by one, as another thread may delete some meanwhile.
-    found = ((name, os.environ.get(name)) for name in os.environ if name != SECRET_VARIABLE)
-    return {name: value for name, value in found if value is not None}
+    # Other threads may change it meanwhile.
+    values = {name: os.environ.get(name) for name in os.environ if name != SECRET_VARIABLE}
+    # TensorDict writes that for an option which was set for a while, and later can't read it.
+    if values.get("LAZY_LEGACY_OP") == "None":
+        del values["LAZY_LEGACY_OP"]
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that libraries read when they are loaded."""
-    read = {name: value for name, value in environ.items() if name.startswith(_READ_AT_IMPORT)}
-    return {**_DEFAULTS, **read}
+def _origin(environ: Mapping[str, str]) -> tuple[object, ...]:
+    """What a process that is started now takes over from this one, or libraries read on loading."""
+    status = Path("/proc/self/status").read_text()
+    lines = dict(line.split(":", 1) for line in status.splitlines())  # not all kernels have all
+    ignored = int(lines.get("SigIgn", "0"), 16)
+    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return (
+        {name: environ[name] for name in environ if not name.startswith(_NOT_READ_AT_IMPORT)},
+        (os.getresuid(), os.getresgid(), os.getgroups()),
+        [lines.get(name) for name in ("CapInh", "CapPrm", "CapBnd", "CapAmb", "Umask")],
+        [resource.getrlimit(getattr(resource, name)) for name in limits],
+        (os.getpriority(os.PRIO_PROCESS, os.getpid()), os.sched_getscheduler(os.getpid())),
+        ignored & ~sum(1 << (number - 1) for number in _IGNORED_AT_TIMES),
+    )
 
 
 _zygote: Zygote | None = None
@@ -338,10 +382,11 @@ _users: weakref.WeakSet[object] = weakref.WeakSet()
 _lock = threading.RLock()
 
 
-def warm_up(user: object = None) -> None:
+def warm_up(environ: Mapping[str, str], user: object = None) -> None:
     """Start this process's zygote, so that it imports while this process does other things.
 
     Args:
+        environ: the environment variables of the workers to come.
         user: keeps it until :func:`end_if_unwanted`; None: nobody does.
 
     Raises:
@@ -352,13 +397,14 @@ def warm_up(user: object = None) -> None:
             _users.add(user)
     if ZygoteUse.chosen() is not ZygoteUse.OFF:
         try:
-            _current()
+            _current(environ)
         except OSError as error:
             log.warning("no process to fork workers from could be started: %s", error)
 
 
 def fork(
     boot: WorkerBoot,
+    environ: Mapping[str, str],
     added: Mapping[str, str],
     counters: SharedStepCounter,
 ) -> ForkedProcess:
@@ -366,7 +412,8 @@ def fork(
 
     Args:
         boot: what it starts with.
-        added: environment variables to add to this process's own.
+        environ: its environment variables.
+        added: further ones, of this worker alone.
         counters: its step counter; the descriptor is closed once the worker has it.
 
     Raises:
@@ -374,12 +421,11 @@ def fork(
     """
     if ZygoteUse.chosen() is ZygoteUse.OFF:
         raise Unavailable(f"{ZYGOTE}=off")
-    environ = {**inherited(), **added}
-    wanted, usual = read_at_import(environ), read_at_import(inherited())
-    if special := sorted(name for name in added if wanted.get(name) != usual.get(name)):
-        raise Unavailable(f"libraries read {', '.join(special)} when they are loaded")
+    usual = {**_DEFAULTS, **environ}
+    if special := sorted(name for name in added if added[name] != usual.get(name)):
+        raise Unavailable(f"libraries may read {', '.join(special)} when they are loaded")
     try:
-        return _current().fork(boot, environ, counters)
+        return _current(environ).fork(boot, {**environ, **added}, counters)
     except OSError as error:
         raise Unavailable(str(error)) from error
 
@@ -411,14 +457,14 @@ def close() -> None:
         zygote.close()
 
 
-def _current() -> Zygote:
+def _current(environ: Mapping[str, str]) -> Zygote:
     global _zygote  # noqa: PLW0603 - a process has one
     with _lock:
-        if _zygote is not None and not _zygote.is_usable:
+        if _zygote is not None and not _zygote.is_usable(environ):
             _zygote.retire()
             _zygote = None
         if _zygote is None:
-            _zygote = Zygote()
+            _zygote = Zygote(environ)
         return _zygote
 
 

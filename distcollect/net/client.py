@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -175,13 +176,19 @@ def join_once(trainer: TrainerAddress, hello: Hello, timeout_s: float) -> Contro
     return connection
 
 
+def flush_output() -> None:
+    """Write out what was printed, if somebody still takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, a pipe to a program that has ended, None
+            stream.flush()
+
+
 def exit_now(code: int) -> NoReturn:
     """End this process and all that it started, without waiting for anything.
 
     Only for a process that leads its own process group.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(code)

@@ -19,7 +19,7 @@ from distcollect.common.forks import Owner
 from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
-from distcollect.net.client import ControlConnection, NoAnswer, exit_now, join_once
+from distcollect.net.client import ControlConnection, NoAnswer, exit_now, flush_output, join_once
 from distcollect.net.messages import (
     Exit,
     Leaving,
@@ -59,8 +59,6 @@ def _join(trainer: TrainerAddress, hello: WorkerHello) -> ControlConnection:
 
 def main(boot: WorkerBoot) -> None:
     """Run a worker process until its trainer ends it or is gone."""
-    # A terminal, or torchrun, may send Ctrl-C to all processes; only the trainer acts on it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     if boot.authkey:
@@ -69,7 +67,9 @@ def main(boot: WorkerBoot) -> None:
     _name_worker_in_logs(boot.name)
     counter = StepCounter.inherited(boot.counters_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    if "OMP_NUM_THREADS" not in os.environ:
+    # As libgomp reads it: "4,2" has a number for each level of nesting, and it ignores "auto".
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if not threads.isdecimal() or not int(threads):
         torch.set_num_threads(boot.num_threads)
     connection = _join(
         boot.trainer, WorkerHello(worker_id=boot.worker_id, incarnation=boot.incarnation)
@@ -117,8 +117,7 @@ def main(boot: WorkerBoot) -> None:
     connection.send(Reachable(transport.endpoint, sample_for(welcome.trainer_segment)))
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     # Threads of torch may still wait for something. What the envs left running is ended by the
     # process that started this one.
     os._exit(0)

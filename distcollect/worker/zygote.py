@@ -19,8 +19,9 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ _PRELOADED = (
     "encodings.idna",  # to look up a host's address
 )
 _NUM_FDS = 4
+_LONGEST_WAKEUP = 4096
 
 
 class _Forked(BaseException):
@@ -61,26 +63,20 @@ class _Forked(BaseException):
         self.fds = fds
 
 
-@dataclass
-class _Worker:
-    """A worker, by its guard's process id and a descriptor of that process."""
-
-    number: int
-    pid: int
-    pidfd: int
-
-
-def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
+def serve(fd: int, imported: Sequence[str], mask: Sequence[int]) -> WorkerBoot:
     """Fork workers until the process that started this one ends or needs no more.
 
     Args:
         fd: descriptor of the socket by which they are requested.
         imported: modules that the trainer has imported and its envs may need.
+        mask: signals that are blocked in workers. Here all are: batch systems signal every process
+            of a job, and no signal may end what all workers depend on.
 
     Returns:
         In each worker, what it starts with. In the zygote it doesn't return.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # If the trainer ignores it, so would this process, and could not wait for its children.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for name in (*_PRELOADED, *imported):
         importlib.import_module(name)
     # Importing TorchRL makes "spawn" the default: a worker whose envs have processes of their own
@@ -96,7 +92,7 @@ def serve(fd: int, imported: Sequence[str]) -> WorkerBoot:
     except _Forked as forked:
         fds = forked.fds
     gc.enable()
-    return _become_worker(fds)
+    return _become_worker(fds, mask)
 
 
 def _warm_up() -> None:
@@ -112,15 +108,27 @@ class _Zygote:
         self._unforkable = unforkable
         self._pid = os.getpid()
         self._retired = False
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, int] = {}  # the request's number, by the guard's process id
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ, self._receive)
+        self._ends, self._end = socket.socketpair()  # it can be read when a child has ended
+        self._ends.setblocking(False)
+        self._end.setblocking(False)
+        self._selector.register(self._ends, selectors.EVENT_READ, self._reap)
 
     def run(self) -> None:
         """Do what is requested, until the parent needs no more."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._end.fileno(), warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         while self._workers or not self._retired:
             for key, _ in self._selector.select():
-                key.data()
+                try:
+                    key.data()
+                except Exception:  # noqa: BLE001 - it concerns one worker, and would end all
+                    traceback.print_exc()
+                    if os.getpid() != self._pid:
+                        os._exit(1)
         os._exit(0)
 
     def _receive(self) -> None:
@@ -133,49 +141,45 @@ class _Zygote:
         elif isinstance(message, Fork):
             self._fork(message, fds)
         elif isinstance(message, Signal):
-            worker = self._workers.get(message.number)
-            if worker is not None:
-                os.kill(worker.pid, message.signal)  # it was not reaped yet
+            for pid, number in self._workers.items():
+                if number == message.number:
+                    os.kill(pid, message.signal)  # it was not reaped yet
         elif isinstance(message, Retire):
             self._retired = True
 
     def _fork(self, request: Fork, fds: list[int]) -> None:
         number = request.number
-        if reason := self._unforkable or _why_not():
+        try:
+            reason = self._unforkable or _why_not()
+            pid = 0 if reason else os.fork()
+        except OSError as error:
+            reason = f"it can't be forked: {error}"
+        if reason:
             self._answer(Unforkable(number, reason))
+        elif pid == 0:
+            self._leave()
+            raise _Forked(fds)
         else:
-            try:
-                pid = os.fork()
-            except OSError as error:
-                self._answer(Unforkable(number, f"fork: {error}"))
-            else:
-                if pid == 0:
-                    self._leave()
-                    raise _Forked(fds)
-                worker = _Worker(number, pid, os.pidfd_open(pid))
-                self._workers[number] = worker
-                self._selector.register(
-                    worker.pidfd, selectors.EVENT_READ, lambda: self._reap(worker)
-                )
-                self._answer(Forked(number, pid))
+            self._workers[pid] = number
+            self._answer(Forked(number, pid))
         for fd in fds:
             os.close(fd)
 
     def _leave(self) -> None:
         """In a fork: guard a worker; in the worker, close what belongs to the zygote."""
+        signal.set_wakeup_fd(-1)
         os.setsid()
         worker_guard.guard(self._pid)
         self._selector.close()
-        self._sock.close()
-        for worker in self._workers.values():
-            os.close(worker.pidfd)
+        for sock in (self._sock, self._ends, self._end):
+            sock.close()
 
-    def _reap(self, worker: _Worker) -> None:
-        _, status = os.waitpid(worker.pid, 0)
-        self._selector.unregister(worker.pidfd)
-        os.close(worker.pidfd)
-        del self._workers[worker.number]
-        self._answer(Ended(worker.number, os.waitstatus_to_exitcode(status)))
+    def _reap(self) -> None:
+        self._ends.recv(_LONGEST_WAKEUP)
+        for pid, status in worker_guard.ended():
+            number = self._workers.pop(pid, None)  # None: what was imported has started it
+            if number is not None:
+                self._answer(Ended(number, os.waitstatus_to_exitcode(status)))
 
     def _answer(self, answer: Forked | Ended | Unforkable) -> None:
         with contextlib.suppress(OSError):  # the parent is gone, which the loop sees next
@@ -207,7 +211,7 @@ def _why_not() -> str:
     return f"what it imported has started {len(threads)} thread(s), named {names}"
 
 
-def _become_worker(fds: list[int]) -> WorkerBoot:
+def _become_worker(fds: list[int], mask: Sequence[int]) -> WorkerBoot:
     """Make a fork of the zygote what a process of its own would have been."""
     child_fd, counters_fd, stdout_fd, stderr_fd = fds
     with open(child_fd, "rb") as file:  # noqa: PTH123 - a descriptor
@@ -219,18 +223,17 @@ def _become_worker(fds: list[int]) -> WorkerBoot:
     os.close(stdout_fd)
     os.close(stderr_fd)
     _reconfigure(sys.stdout, line_buffering=os.isatty(1))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(child.environ)
     with contextlib.suppress(OSError):  # the folder is gone: that would not keep it from starting
         os.chdir(child.folder)
     os.sched_setaffinity(0, child.boot.cores or child.cores)
     sys.path[:] = child.boot.sys_path
-    if threads := child.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(threads.split(",")[0]))
+    importlib.invalidate_caches()  # of folders that had other modules when the zygote imported
     random.seed()
     np.random.seed()  # noqa: NPY002 - the state that envs may use
     torch.seed()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return replace(child.boot, counters_fd=counters_fd)
 
 

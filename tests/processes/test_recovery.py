@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers.descendants import signal_all
 from helpers.marked import Marked
 from helpers.policies import ShownWeight
 from helpers.waiting import stop_process
@@ -393,7 +394,10 @@ def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
         os.kill(checker.pids[2], signal.SIGKILL)
         killed = checker.pids[2]
         until(collector, checker, lambda: checker.pids[2] != killed, JOIN_S)
-        joined.terminate()  # preemption with notice
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+            # Preemption with notice: batch systems tell every process of a job.
+            signal_all(joined.pid, number)
+            joined.send_signal(number)
         until(collector, checker, lambda: collector.worker_states[2] is dc.WorkerState.LEFT, SOON_S)
         assert joined.wait(END_S) == 128 + signal.SIGTERM
         again = join(port)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
+import locale
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import tensordict
 import torch
 from helpers.marked import Marked
 from helpers.waiting import eventually
@@ -40,8 +46,17 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
         for fd in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # of the folder itself, which is closed by now
                 links.append(str(fd.readlink()))
+        status = Path("/proc/self/status").read_text().splitlines()
         return {
             "pid": os.getpid(),
+            "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
+            "limits": resource.getrlimit(resource.RLIMIT_SIGPENDING),
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "time_zone": time.tzname,
+            "character_set": locale.nl_langinfo(locale.CODESET),
+            "signals": [line for line in status if line.startswith(("Umask", "SigIgn", "SigBlk"))],
+            "lists_are_stacked": bool(tensordict.list_to_stack()),
+            "has_new_module": importlib.util.find_spec("a_new_module") is not None,
             "started_by": int(guard.rpartition(")")[2].split()[1]),
             "group": os.getpgid(0),
             "folder": str(Path.cwd()),
@@ -57,6 +72,36 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
             "memfds": sum("memfd:" in link for link in links),
             "sockets": sum(link.startswith("socket:") for link in links),
         }
+
+
+@contextlib.contextmanager
+def changed_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process has other properties, which those that it starts inherit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_SIGPENDING)
+    groups, mask = os.getgroups(), os.umask(0o27)
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    resource.setrlimit(resource.RLIMIT_SIGPENDING, (soft - 1, hard))
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGTSTP)]
+    monkeypatch.setenv("TZ", "Asia/Kathmandu")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    if os.geteuid() == 0:
+        os.setpriority(os.PRIO_PROCESS, 0, nice + 3)
+        os.setgroups([*groups, 4711])
+        os.setresgid(4712, 0, 0)
+        os.setresuid(4713, 0, 0)
+    try:
+        with tensordict.set_list_to_stack(False):
+            yield
+    finally:
+        if os.geteuid() == 0:
+            os.setresuid(0, 0, 0)
+            os.setresgid(0, 0, 0)
+            os.setgroups(groups)
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+        for number, handler in zip((signal.SIGHUP, signal.SIGTSTP), handlers, strict=True):
+            signal.signal(number, handler)
+        resource.setrlimit(resource.RLIMIT_SIGPENDING, (soft, hard))
+        os.umask(mask)
 
 
 def collect(num_workers: int = 2, **options: Any) -> dc.MultiSyncDataCollector:
@@ -75,17 +120,21 @@ def test_a_forked_worker_is_like_a_process_of_its_own(
     """The zygote may be older than all of this."""
     zygote.close()
     monkeypatch.setattr(sys, "path", [tmp_path / "which Python ignores", *sys.path])
-    zygote.warm_up()
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.setenv("LC_ALL", "C")
+    with collect(1) as collector:
+        collector.next()
     monkeypatch.setenv("OF_THE_TRAINER", "when the collector was made")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with collect() as collector:
-        collector.next()
-        forked, parent = processes(collector), zygote.pid()
-    monkeypatch.setenv(zygote.ZYGOTE, "off")
-    with collect() as collector:
-        collector.next()
-        alone = processes(collector)
+    with changed_process(monkeypatch):
+        with collect() as collector:
+            collector.next()
+            forked, parent = processes(collector), zygote.pid()
+        monkeypatch.setenv(zygote.ZYGOTE, "off")
+        with collect() as collector:
+            collector.next()
+            alone = processes(collector)
     assert {facts["started_by"] for facts in forked} == {parent}
     assert {facts["started_by"] for facts in alone} == {os.getpid()}
     for facts in (*forked, *alone):
@@ -97,10 +146,28 @@ def test_a_forked_worker_is_like_a_process_of_its_own(
         # Without the temporary folder that torch 2.8 adds in each process.
         folder = Path(tempfile.gettempdir())
         facts["path"] = [each for each in facts["path"] if Path(each).parent != folder]
-    for key in ("path", "cores", "start_method", "torch_threads", "memfds", "sockets"):
+    for key in sorted(forked[0].keys() - {"pid", "started_by", "group", "random"}):
         assert [facts[key] for facts in forked] == [facts[key] for facts in alone], key
+    assert forked[0]["time_zone"] == ("+0545", "+0545")
+    assert not forked[0]["lists_are_stacked"]
     for first, second in zip(forked[0]["random"], forked[1]["random"], strict=True):
         assert first != second
+
+
+def test_workers_find_modules_that_are_newer_than_the_zygote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    new_folder = tmp_path / "new"
+    monkeypatch.syspath_prepend(str(new_folder))
+    zygote.close()
+    with collect(1) as collector:
+        [before] = processes(collector)
+    new_folder.mkdir()
+    (new_folder / "a_new_module.py").touch()
+    with collect(1) as collector:
+        [after] = processes(collector)
+    assert after["started_by"] == before["started_by"]
+    assert after["has_new_module"]
 
 
 def test_a_replacement_is_forked_too() -> None:
@@ -126,6 +193,22 @@ def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
             assert collector.next().numel() == 32
         assert {facts["started_by"] for facts in processes(collector)} == {zygote.pid()}
     assert marked.gone(), marked.left()
+
+
+def test_a_request_that_fails_ends_no_worker(capfd: pytest.CaptureFixture[str]) -> None:
+    zygote.close()
+    with collect() as collector:
+        collector.next()
+        first, second = processes(collector)
+        assert zygote._zygote is not None
+        zygote._zygote._sock.send(b"no message")
+        eventually(lambda: "UnpicklingError" in capfd.readouterr().err, WAIT_S)
+        os.kill(second["pid"], signal.SIGKILL)
+        eventually(
+            lambda: len(collector.call("process")) == 2 and processes(collector)[1] != second,
+            WAIT_S,
+        )
+        assert processes(collector)[0]["pid"] == first["pid"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchrl's
@@ -163,13 +246,13 @@ def test_an_unknown_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whatever_keeps_it_from_starting_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: int) -> None:
+    def start(*_: object) -> None:
         raise TypeError("no such thing")
 
     monkeypatch.setattr(zygote, "_start", start)
     monkeypatch.setattr(zygote, "_START_TIMEOUT_S", 1.0)
     with pytest.raises(TypeError, match="no such thing"):
-        zygote.Zygote()
+        zygote.Zygote({})
 
 
 STARTS_A_THREAD = """
@@ -233,10 +316,11 @@ def test_a_forked_child_of_the_trainer_leaves_its_zygote_alone() -> None:
 
 def test_it_ends_with_a_killed_trainer_though_it_still_imports(marked: Marked) -> None:
     code = (
-        "from distcollect.launch import zygote; zygote.warm_up(); print(zygote.pid(), flush=True)"
+        "from distcollect.launch import zygote; zygote.warm_up(zygote.inherited()); "
+        "print(zygote.pid(), flush=True); input()"
     )
     trainer = subprocess.Popen(
-        [sys.executable, "-c", f"{code}; input()"],
+        [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
