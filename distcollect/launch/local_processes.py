@@ -192,7 +192,7 @@ class LocalProcesses:
         try:
             with open_files.output_streams() as (stdout, stderr):
                 process = subprocess.Popen(
-                    [*guard, sys.executable, "-c", _BOOT],
+                    [*guard, *zygote.interpreter(), "-c", _BOOT],
                     stdin=subprocess.PIPE,
                     stdout=stdout,
                     stderr=stderr,

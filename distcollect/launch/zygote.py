@@ -155,7 +155,7 @@ class ForkedProcess:
     def kill(self) -> None:
         """End it at once, though its guard or the zygote hangs."""
         if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
         if not self._ended.wait(_ANSWER_TIMEOUT_S):
             self._zygote.close()
@@ -323,7 +323,7 @@ def _start(environ: Mapping[str, str], fd: int) -> subprocess.Popen[bytes]:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with open_files.output_streams() as (_, stderr):
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT],
+            [*interpreter(), "-c", _BOOT],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -344,6 +344,11 @@ def _start(environ: Mapping[str, str], fd: int) -> subprocess.Popen[bytes]:
         process.stdin.write(json.dumps(boot).encode() + b"\n")
         process.stdin.close()
     return process
+
+
+def interpreter() -> list[str]:
+    """The command of this Python for workers: isolated from the environment if this process is."""
+    return [sys.executable, *(["-I"] if sys.flags.isolated else [])]
 
 
 def import_path() -> list[str]:

@@ -55,6 +55,7 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
             "time_zone": time.tzname,
             "character_set": locale.nl_langinfo(locale.CODESET),
             "signals": [line for line in status if line.startswith(("Umask", "SigIgn", "SigBlk"))],
+            "legacy_is_lazy": tensordict.lazy_legacy(),
             "lists_are_stacked": bool(tensordict.list_to_stack()),
             "has_new_module": importlib.util.find_spec("a_new_module") is not None,
             "started_by": int(guard.rpartition(")")[2].split()[1]),
@@ -127,6 +128,9 @@ def test_a_forked_worker_is_like_a_process_of_its_own(
     monkeypatch.setenv("OF_THE_TRAINER", "when the collector was made")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("LAZY_LEGACY_OP", raising=False)
+    with tensordict.set_lazy_legacy(True):
+        pass
     with changed_process(monkeypatch):
         with collect() as collector:
             collector.next()
