@@ -1,4 +1,4 @@
-"""Gymnasium's envs of every kind, whose rows number their frames; see :mod:`helpers.judge_truth`."""
+"""Gymnasium's envs of every kind, whose rows number their frames (:mod:`helpers.judge_truth`)."""
 
 from __future__ import annotations
 

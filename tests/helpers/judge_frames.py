@@ -27,7 +27,7 @@ DTYPES = {
     ("collector", "policy_version"): torch.int64,
     ("collector", "worker_id"): torch.int64,
     ("collector", "faulted"): torch.bool,
-    **{name: torch.bool for name in ENDS},
+    **dict.fromkeys(ENDS, torch.bool),
     **{("next", name): torch.bool for name in ENDS},
 }
 

@@ -181,8 +181,10 @@ def test_a_wait_for_episodes_that_no_rollout_can_hold_ends_in_time() -> None:
     options: dict[str, Any] = {"frames_per_batch": 4, "pre_collect_hook": limit}
     with tempfile.TemporaryDirectory() as folder:
         maker = NumberedMaker("single", Script(folder, (9,)))
-        with pytest.raises((dc.BatchTimeout, dc.ArgumentError)):
-            with dc.SyncDataCollector(
+        with (
+            pytest.raises((dc.BatchTimeout, dc.ArgumentError)),
+            dc.SyncDataCollector(
                 maker, act, trajs_per_batch=1, reset_at_each_iter=True, **options
-            ) as collector:
-                collector.next(timeout_s=0.2)
+            ) as collector,
+        ):
+            collector.next(timeout_s=0.2)

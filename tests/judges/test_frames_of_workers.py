@@ -84,7 +84,9 @@ def collect(name: str, case: Case) -> None:
         }
         if is_sync and form is None:
             options["cat_results"] = case.cat_results
-            options["preemptive_threshold"] = 0.5 if case.preempts else None
+            # Joined along time, a preempted rollout leaves no padding that shows where it ends.
+            preempts = case.preempts and case.cat_results != -1
+            options["preemptive_threshold"] = 0.5 if preempts else None
         try:
             collector = COLLECTORS[name](maker, act, **options)
         except dc.ArgumentError as error:
