@@ -88,7 +88,8 @@ def _cut_agents(layout: Layout, after: dict[Key, torch.Tensor]) -> None:
     The env itself does not know of a cut: of ``max_frames_per_traj``, or of a fault.
     """
     for reward in layout.outcomes:  # one for each group of a PettingZoo env
-        truncated, done = (after[(*reward.key[:-1], name)] for name in ("truncated", "done"))
-        cut = after["truncated",].unsqueeze(-1) & ~done
+        group = reward.key[:-1]
+        truncated, done = after[group + ("truncated",)], after[group + ("done",)]  # noqa: RUF005
+        cut = after[("truncated",)].unsqueeze(-1) & ~done
         truncated |= cut
         done |= cut

@@ -11,6 +11,8 @@ from helpers.paths import TESTS
 
 import distcollect as dc
 
+# Public methods of named tuples.
+OF_TUPLES = {"_asdict", "_fields", "_replace"}
 FILES = [*TESTS.glob("judges/*.py"), *TESTS.glob("helpers/judge_*.py")]
 
 
@@ -25,7 +27,7 @@ def private_parts(tree: ast.AST) -> Iterator[str]:
                 yield f"from {node.module} import {', '.join(a.name for a in node.names)}"
         elif isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__":
             of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            if not of_itself:
+            if not of_itself and node.attr not in OF_TUPLES:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
