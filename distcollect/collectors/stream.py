@@ -434,8 +434,8 @@ class BatchStream(ABC):
         hint = "give next() a longer timeout_s"
         if options.reset_at_each_iter:
             hint = (
-                "reset_at_each_iter ends all episodes with their rollout, so that only those which "
-                "are shorter are whole: leave it out, or increase frames_per_batch"
+                "with reset_at_each_iter only episodes that fit into a rollout are whole: leave it "
+                "out, or increase frames_per_batch"
             )
         return BatchTimeout(
             f"trajs_per_batch={options.trajs_per_batch}, but within {limit_s:g} s only {num_whole} "

@@ -92,7 +92,7 @@ class SyncDataCollector(DataCollectorBase):
         self._seeded: tuple[int, bool, int] | None = None
         self._evaluator = build_evaluator(self._plan, worker_id=worker_id, shared=True)
         with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(self._traj_ids.close)
+            if_it_fails.callback(self._traj_ids.free)
             self._engine = build_engine(
                 self._plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
             )
@@ -434,7 +434,7 @@ class SyncDataCollector(DataCollectorBase):
             has_ended = self._background.join(JOIN_TIMEOUT_S)
         if has_ended:
             self._settle("shut_down", is_broken=True)
-        self._traj_ids.close()
+        self._traj_ids.free()
         try:
             self._evaluator.close()
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from itertools import count
 
 from distcollect.errors import LaunchError, WorkerError
@@ -113,33 +113,33 @@ class Identity:
         num_blocks = self.next_peer if self.num_trainers == 1 else _PEERS_PER_LIFE
         return self.first_traj_id + num_blocks * TRAJ_IDS_PER_PEER
 
-    def own_traj_ids(self) -> Generator[int, None, None]:
-        """Trajectory ids for a collector that steps its envs in this process; without an end.
+    def own_traj_ids(self) -> OwnTrajIds:
+        """Trajectory ids for a collector that steps its envs in this process."""
+        return OwnTrajIds(self)
 
-        No other generator that is not closed gives the same. One that is alone begins with the
-        same id each time, so that equal seeds give equal batches.
+    def take_own_part(self, above: int) -> tuple[int, range]:
+        """A part of this process's block that is not in use: its number, and its ids.
+
+        Args:
+            above: its number is higher.
 
         Raises:
-            LaunchError: there are none left.
+            LaunchError: there is none left.
         """
-        parts: list[int] = []
-        try:
-            while True:
-                with self._lock:
-                    part = next(each for each in count() if each not in self._own_parts)
-                    parts.append(part)
-                    self._own_parts.add(part)
-                first = self._first_of_own_part(part)
-                yield from range(first, first + min(_OWN_IDS_AT_ONCE, TRAJ_IDS_PER_PEER))
-        finally:
-            self._own_parts.difference_update(parts)
+        with self._lock:
+            part = next(each for each in count(above + 1) if each not in self._own_parts)
+            self._own_parts.add(part)
+        begin = part * _OWN_IDS_AT_ONCE
+        if begin < TRAJ_IDS_PER_PEER:
+            first = self.first_traj_id + self.trainer * TRAJ_IDS_PER_PEER + begin
+        else:  # in blocks of processes that are never started
+            first = self.first_traj_id + self.new_peer() * TRAJ_IDS_PER_PEER
+        return part, range(first, first + min(_OWN_IDS_AT_ONCE, TRAJ_IDS_PER_PEER))
 
-    def _first_of_own_part(self, part: int) -> int:
-        first = self.first_traj_id
-        at = part * _OWN_IDS_AT_ONCE
-        if at >= TRAJ_IDS_PER_PEER:  # then blocks of processes that are never started
-            return first + self.new_peer() * TRAJ_IDS_PER_PEER
-        return first + self.trainer * TRAJ_IDS_PER_PEER + at
+    def free_own_parts(self, parts: list[int]) -> None:
+        """Others may use these parts of this process's block."""
+        # Without the lock, which the thread may hold where an iterator is collected as garbage.
+        self._own_parts.difference_update(parts)
 
     def resume(self, first_traj_id: int) -> int:
         """Begin another life of the run: give out only trajectory ids from this one on.
@@ -176,6 +176,33 @@ class Identity:
         if self.num_trainers == 1:
             return next_traj_id
         return max(next_traj_id, self.num_trainers * _TRAJ_IDS_PER_TRAINER_IN_FORMAT_1)
+
+
+class OwnTrajIds(Iterator[int]):
+    """Trajectory ids for a collector that steps its envs in this process; they rise, without end.
+
+    Until it is freed or gone, no other one gives the same. One that is alone begins with the same
+    id each time, so that equal seeds give equal batches.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._parts: list[int] = []
+        self._ids = iter(range(0))
+
+    def __next__(self) -> int:
+        for traj_id in self._ids:
+            return traj_id
+        part, ids = self._identity.take_own_part(max(self._parts, default=-1))
+        self._parts.append(part)
+        self._ids = iter(ids)
+        return next(self._ids)
+
+    def free(self) -> None:
+        """Its collector was shut down: others may use the same ids."""
+        self._identity.free_own_parts(self._parts)
+
+    __del__ = free
 
 
 # The same for the whole life of this process, as ids are never given out twice.

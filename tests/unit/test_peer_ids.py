@@ -119,7 +119,7 @@ def test_a_process_that_steps_envs_itself_never_repeats_an_id(
     ids = [next(each) for _ in range(9) for each in own]
     assert len({*ids}) == len(ids) == 18
     assert [traj_id // 4 for traj_id in ids[:2]] == [0, 1]
-    own[0].close()
+    own[0].free()
     assert next(trainers[0].own_traj_ids()) == ids[0], "each collector begins with the same ids"
     before = max(ids)
     trainers[0].resume(before + 1)
@@ -128,7 +128,7 @@ def test_a_process_that_steps_envs_itself_never_repeats_an_id(
     assert next(trainers[0].own_traj_ids()) > before
 
 
-def test_generators_that_are_open_at_the_same_time_share_no_id(
+def test_iterators_that_are_in_use_at_the_same_time_share_no_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that is alone gives the same ids each time, also after others were closed or dropped."""
@@ -139,7 +139,7 @@ def test_generators_that_are_open_at_the_same_time_share_no_id(
     for _ in range(3):
         several = [identity.own_traj_ids() for _ in range(3)]
         ids = [next(each) for _ in range(9) for each in several]
-        several.pop(1).close()
+        several.pop(1).free()
         several.append(identity.own_traj_ids())
         ids_of_open = [each for each in ids if each not in ids[1::3]]
         ids_of_open += [next(each) for _ in range(9) for each in several]
@@ -147,7 +147,7 @@ def test_generators_that_are_open_at_the_same_time_share_no_id(
         assert len({*ids_of_open}) == len(ids_of_open)
         assert {each // TRAJ_IDS_PER_PEER for each in [*ids, *ids_of_open]} == {1}
         first = several.pop(0)
-        first.close()
+        first.free()
         del several[:]
         assert list(islice(identity.own_traj_ids(), 10)) == alone
 
