@@ -197,9 +197,9 @@ def _check_options(options: StepOptions, envs: EnvBatch) -> None:
     if needs_resets and not envs.supports_partial_reset:
         wanted = "max_frames_per_traj" if options.max_frames_per_traj else "reset_at_each_iter"
         raise ArgumentError(
-            f"{wanted} does not work with this vector env: it cannot reset single rows, as it, or "
-            "a wrapper with its own reset() or observations(), may take no reset mask. Pass a "
-            "maker of single envs and envs_per_worker instead"
+            f"{wanted} does not work with this native vector env: it cannot reset single rows, as "
+            "it, or a wrapper with its own reset() or observations(), may take no reset mask. Pass "
+            "a maker of single envs and envs_per_worker instead"
         )
     if options.exact_version and isinstance(envs, AsyncPoolBatch):
         raise ArgumentError(

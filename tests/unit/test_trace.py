@@ -118,7 +118,7 @@ def timed_rollouts(monkeypatch: pytest.MonkeyPatch, count: int, num_steps: int) 
 
     monkeypatch.setattr(step_timer, "clock_ns", clock)
     recorder = TracingStepTimer(1)
-    recorder._episodes.add = lambda slab: ([], [])  # type: ignore[method-assign]
+    recorder._episodes.add = lambda slab, rests: ([], [])  # type: ignore[method-assign]
     found = []
     for _ in range(count):
         recorder.begin()
