@@ -198,8 +198,8 @@ def _check_options(options: StepOptions, envs: EnvBatch) -> None:
         wanted = "max_frames_per_traj" if options.max_frames_per_traj else "reset_at_each_iter"
         raise ArgumentError(
             f"{wanted} does not work with this native vector env: it cannot reset single rows, as "
-            "it, or a wrapper with its own reset() or observations(), may take no reset mask. Pass "
-            "a maker of single envs and envs_per_worker instead"
+            "it, or a wrapper of yours around it, may take no reset mask. Pass a maker of single "
+            "envs and envs_per_worker instead"
         )
     if options.exact_version and isinstance(envs, AsyncPoolBatch):
         raise ArgumentError(

@@ -329,15 +329,18 @@ def _can_reset_some(env: AnyVectorEnv, mode: AutoresetMode) -> bool:
         return False
     wrapper = env
     while isinstance(wrapper, VectorWrapper):
-        if isinstance(wrapper, _FULL_RESETS_ONLY) or _has_own_reset(wrapper):
+        if isinstance(wrapper, _FULL_RESETS_ONLY) or _may_know_no_masks(wrapper):
             return False
         wrapper = wrapper.env
-    return not _has_own_reset(bare)
+    return not _may_know_no_masks(bare)
 
 
-def _has_own_reset(env: AnyVectorEnv) -> bool:
-    """Whether code of the user's runs in a reset, which may take it for a reset of all rows."""
-    methods = [getattr(type(env), name, None) for name in ("reset", "observations")]
+def _may_know_no_masks(env: AnyVectorEnv) -> bool:
+    """Whether code of the user's runs in its calls.
+
+    It may take the reset of a row for a reset of all, or wait for a filler step.
+    """
+    methods = [getattr(type(env), name, None) for name in ("reset", "step", "observations")]
     modules = [method.__module__ for method in methods if method is not None]
     return any(module.partition(".")[0] not in _KNOW_MASKS for module in modules)
 

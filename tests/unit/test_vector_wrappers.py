@@ -107,10 +107,29 @@ class AgesOfItsOwn(SyncVectorEnv):
         return observations, *others
 
 
+class AgesBySteps(VectorWrapper[Any, Any, Any, Any, Any]):
+    """The same, by the ends and the filler steps that it sees in its step."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self._ages = np.zeros(env.num_envs)
+        self._over = np.zeros(env.num_envs, bool)
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        self._ages += 1
+        self._ages[self._over] = 0
+        self._over = terminated | truncated
+        observations = observations.copy()
+        observations[:, 1] = self._ages
+        return observations, rewards, terminated, truncated, infos
+
+
 WRAPPED: dict[str, Any] = {
     "wrapper": lambda: Ages(rows()),
     "same step": lambda: Ages(rows(AutoresetMode.SAME_STEP)),
     "within another": lambda: vector_wrappers.RecordEpisodeStatistics(Ages(rows())),
+    "steps": lambda: AgesBySteps(rows()),
     "observations": lambda: Calls(rows()),
     "vector env": AgesOfItsOwn,
 }
