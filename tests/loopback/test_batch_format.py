@@ -197,9 +197,13 @@ def test_a_trajectory_whose_env_fails(fails_at: int, length: int, num_abandoned:
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit_s"), [(dc.SyncDataCollector, 0.2), (dc.MultiaSyncDataCollector, 3)]
+    ("kind", "limit_s", "is_given"),
+    [
+        (dc.SyncDataCollector, 0.2, True),
+        (dc.SyncDataCollector, 0.2, False),
+        (dc.MultiaSyncDataCollector, 3, True),
+    ],
 )
-@pytest.mark.parametrize("is_given", [True, False])
 def test_trajectories_that_no_rollout_can_hold(kind: Any, limit_s: float, is_given: bool) -> None:
     """The wait has an end, and the error names the two arguments."""
     faults = dc.Faults(batch_timeout_s=600 if is_given else limit_s)
