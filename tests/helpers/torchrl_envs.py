@@ -53,6 +53,7 @@ __all__ = [
     "GymEnv",
     "ParallelEnv",
     "RewardScaling",
+    "SerialEnv",
     "TransformedEnv",
     "policy_for",
 ]

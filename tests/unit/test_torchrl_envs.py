@@ -285,6 +285,20 @@ def test_seeds(zoo: Any) -> None:
     assert not torch.equal(first["observation"], collect(2, 2)["observation"])
 
 
+@pytest.mark.parametrize("is_serial", [False, True])
+def test_a_static_seed_is_that_of_all_envs(zoo: Any, is_serial: bool) -> None:
+    make = (lambda: zoo.SerialEnv(3, zoo.pendulum)) if is_serial else 3 * [zoo.pendulum]
+    env = zoo.pendulum()
+    env.set_seed(5)
+    expected = env.reset()["observation"]
+    with dc.SyncDataCollector(make, frames_per_batch=6) as collector:
+        for static_seed in (True, False):
+            collector.set_seed(5, static_seed=static_seed)
+            starts = collector.next()["observation"][:, 0]
+            assert torch.equal(starts[0], expected)
+            assert len(starts.unique(dim=0)) == (1 if static_seed else 3)
+
+
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
 def test_vector_envs_of_gym(zoo: Any, mode: AutoresetMode) -> None:
     cut = 12 if mode is AutoresetMode.DISABLED else None
