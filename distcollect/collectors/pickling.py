@@ -8,30 +8,34 @@ from dataclasses import replace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import nn
 
 from distcollect.engine.pickled_plan import PickledPlan, TensorTable
 from distcollect.engine.plan import WorkerPlan
-from distcollect.envs.make import is_torchrl_env
+from distcollect.envs.make import EnvContext, is_torchrl_env
 from distcollect.envs.registered import pickled_registry
 from distcollect.errors import ArgumentError, DistCollectError, PolicyNotSendable
 from distcollect.policy.weight_layout import module_of
 
 
 class EnvCopies:
-    """An env maker that makes copies of one TorchRL env.
+    """An env maker that makes copies of one TorchRL env, in any process.
 
-    Its process and every other can make them; each has the state that the env had.
+    The first copy has the state that the env had, with its random generator. All others have seeds
+    of their own: else they would play the same episodes.
     """
 
-    def __init__(self, env: object) -> None:
-        """Pickle ``env``.
+    def __init__(self, env: object, worker_id: int) -> None:
+        """Pickle ``env``; the worker gets the first copy.
 
         Raises:
             ArgumentError: it can't be pickled.
         """
         self._kind = type(env).__name__
+        self._first = worker_id, 0  # with the incarnation
+        self._is_used = False  # in this process
         try:
             self._pickled = cloudpickle.dumps(env)
         except Exception as error:
@@ -40,9 +44,13 @@ class EnvCopies:
                 f"({type(error).__name__}: {error}): pass a callable that makes one"
             ) from error
 
-    def __call__(self) -> Any:
+    def __call__(self, context: EnvContext) -> Any:
         """A copy of the env."""
-        return cloudpickle.loads(self._pickled)
+        env = cloudpickle.loads(self._pickled)
+        if self._is_used or (context.worker_id, context.incarnation) != self._first:
+            env.set_seed(int(np.random.SeedSequence().generate_state(1)[0]) >> 1)
+        self._is_used = True
+        return env
 
     def __repr__(self) -> str:
         return f"copies of a {self._kind}"
@@ -51,15 +59,18 @@ class EnvCopies:
 def with_copied_envs(makers: Sequence[object]) -> list[object]:
     """``makers``, with a maker of copies in place of each TorchRL env; the same for the same env.
 
+    Args:
+        makers: by worker_id, or one for all workers.
+
     Raises:
         ArgumentError: an env can't be pickled.
     """
     copies: dict[int, EnvCopies] = {}
     made: list[object] = []
-    for maker in makers:
+    for worker_id, maker in enumerate(makers):
         if is_torchrl_env(maker):
             if id(maker) not in copies:
-                copies[id(maker)] = EnvCopies(maker)
+                copies[id(maker)] = EnvCopies(maker, worker_id)
             made.append(copies[id(maker)])
         else:
             made.append(maker)
