@@ -39,9 +39,10 @@ class EnvCopies:
         try:
             self._pickled = cloudpickle.dumps(env)
         except Exception as error:
+            advice = _advice(error, "pass a callable that makes one")
             raise ArgumentError(
                 f"create_env_fn is an env ({self._kind}) that can't be sent to workers "
-                f"({type(error).__name__}: {error}): pass a callable that makes one"
+                f"({type(error).__name__}: {error}): {advice}"
             ) from error
 
     def __call__(self, context: EnvContext) -> Any:
@@ -166,8 +167,20 @@ def _not_sendable(plan: WorkerPlan, error: Exception) -> DistCollectError:
     }
     what = next((name for name, value in named.items() if _fails(value)), "an argument")
     return ArgumentError(
-        f"{what} can't be sent to a worker ({type(error).__name__}: {error}); create what "
-        "can't be pickled inside of it"
+        f"{what} can't be sent to a worker ({type(error).__name__}: {error}): "
+        + _advice(error, "create what can't be pickled inside of it")
+    )
+
+
+def _advice(error: Exception, usual: str) -> str:
+    """What to do about something that can't be pickled; ``usual`` unless processes share it."""
+    if "through inheritance" not in str(error):
+        return usual
+    return (
+        "it holds a lock or a number that processes share, as a TorchRL EnvCreator does for "
+        "VecNorm, VecNormV2 and TrajCounter, and workers share nothing: pass the function that "
+        "makes the env instead of the EnvCreator, and each worker has statistics or counts of its "
+        "own; or share them within SyncDataCollector(ParallelEnv(n, EnvCreator(...)), ...)"
     )
 
 

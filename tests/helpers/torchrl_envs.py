@@ -27,6 +27,7 @@ from torchrl.envs import (
     CatTensors,
     Compose,
     EnvBase,
+    EnvCreator,
     GymEnv,
     GymWrapper,
     InitTracker,
@@ -37,7 +38,10 @@ from torchrl.envs import (
     SerialEnv,
     StepCounter,
     ToTensorImage,
+    TrajCounter,
     TransformedEnv,
+    VecNorm,
+    VecNormV2,
     default_info_dict_reader,
 )
 
@@ -446,6 +450,16 @@ class LateEntry(Counter):
 
     def _step(self, tensordict: Any) -> TensorDict:
         return super()._step(tensordict).set("late", self._count.clone())
+
+
+def sharing(kind: str) -> EnvCreator:
+    """A maker of envs with a transform whose state their processes share."""
+    transforms = {
+        "VecNorm": lambda: VecNorm(in_keys=["observation"]),
+        "VecNormV2": lambda: VecNormV2(in_keys=["observation"]),
+        "TrajCounter": TrajCounter,
+    }
+    return EnvCreator(lambda: TransformedEnv(pendulum(), transforms[kind]()))
 
 
 def vector_env(mode: AutoresetMode) -> EnvBase:

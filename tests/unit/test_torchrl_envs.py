@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tensordict.nn import TensorDictModule as Mod
 from torch import nn
 
 import distcollect as dc
+from distcollect.collectors import session
 from distcollect.rollout.loose_slab import LooseSlab, unpacked
 from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
@@ -391,6 +393,27 @@ def test_an_env_that_cannot_be_pickled_is_refused_for_workers(zoo: Any) -> None:
     env.lock = threading.Lock()
     with pytest.raises(dc.ArgumentError, match=r"can't be sent to workers.*pass a callable"):
         dc.RPCDataCollector(env, frames_per_batch=20)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # VecNorm is deprecated
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [("list", "VecNorm"), ("list", "VecNormV2"), ("env", "VecNormV2"), ("partial", "TrajCounter")],
+)
+def test_state_that_processes_share_is_refused_for_workers(
+    zoo: Any, form: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr(session, "Workers", start)
+    creator = zoo.sharing(kind)
+    given: Any = partial(creator)
+    if form != "partial":
+        given = 2 * [creator] if form == "list" else zoo.ParallelEnv(2, creator)
+    advice = r"can't be sent to .*: pass the function that makes the env instead of the EnvCreator"
+    with pytest.raises(dc.ArgumentError, match=advice):
+        dc.MultiSyncDataCollector(given, frames_per_batch=20, num_workers=2)
 
 
 def test_devices() -> None:
