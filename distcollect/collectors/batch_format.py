@@ -321,6 +321,8 @@ def _by_trajectory(rows: TensorDict) -> tuple[TensorDict, torch.Tensor]:
 
 def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
     """``frames`` as rows of these lengths, padded to the longest."""
+    if isinstance(frames, LazyStackedTensorDict):
+        return _padded_loose(frames, lengths.tolist())
     lengths = lengths.to(frames[TRAJ_IDS].device)
     is_real = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
 
@@ -329,14 +331,10 @@ def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
         indexable(out)[is_real] = indexable(value)
         return out
 
-    batch: TensorDict
-    if isinstance(frames, LazyStackedTensorDict):
-        batch = _padded_loose(frames, lengths.tolist())
-    else:
-        batch = frames.named_apply(spread, nested_keys=True, batch_size=is_real.shape)
-        for key, part in reversed(list(batch.items(include_nested=True))):  # the innermost first
-            if isinstance(part, TensorDictBase):
-                part.batch_size = (*is_real.shape, *frames.get(key).batch_size[1:])
+    batch: TensorDict = frames.named_apply(spread, nested_keys=True, batch_size=is_real.shape)
+    for key, part in reversed(list(batch.items(include_nested=True))):  # the innermost first
+        if isinstance(part, TensorDictBase):
+            part.batch_size = (*is_real.shape, *frames.get(key).batch_size[1:])
     batch.names = [None, "time"]
     batch[MASK] = batch[MASK] if MASK in frames.keys(include_nested=True) else is_real
     return batch
@@ -350,7 +348,11 @@ def _padded_loose(frames: LazyStackedTensorDict, lengths: list[int]) -> TensorDi
         for frame in padding:
             frame[TRAJ_IDS].fill_(-1)
         rows.append(lazy_stack([*part.unbind(0), *padding], 0))
-    return lazy_stack(rows, 0)
+    batch: TensorDict = lazy_stack(rows, 0)
+    batch.names = [None, "time"]
+    if MASK not in frames.keys(include_nested=True):
+        batch[MASK] = batch[TRAJ_IDS] >= 0
+    return batch
 
 
 def _without_padding(batch: TensorDict) -> TensorDict:
