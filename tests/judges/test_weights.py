@@ -268,6 +268,22 @@ def test_a_function_with_several_modules() -> None:
             collector.update_policy_weights_({"one": Shown()})
 
 
+def test_evaluating_in_the_background_plays_published_weights() -> None:
+    module, buffer = fill(Shown(), 1), Buffer()
+    with dc.SyncDataCollector(
+        PayingEnv, module, frames_per_batch=4, replay_buffer=buffer
+    ) as collector:
+        collector.evaluate(1)  # before, the policy is shared
+        collector.start()
+        first = module.gain.item()
+        fill(module, 2)
+        assert collector.evaluate(1).returns.tolist() == [policies.STEPS * first]
+        collector.update_policy_weights_()
+        evaluation = collector.evaluate(1)
+        assert evaluation.policy_version.tolist() == [1]
+        assert evaluation.returns.tolist() == [policies.STEPS * module.gain.item()]
+
+
 class Keeping(Shown):
     """Keeps the tensor of its third call, which comes after the collector has tried it."""
 

@@ -293,6 +293,35 @@ def test_versions_are_copied_to_where_the_weights_are() -> None:
     assert len(buffers) <= 3
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_buffer_that_a_forward_pass_assigns_anew_gets_each_version(in_place: bool) -> None:
+    net = nn.BatchNorm1d(3)
+    live = LiveWeights(net, in_place=in_place)
+    for version in range(1, 4):
+        offered(live, version, version)
+        live.apply()
+        for name, value in net.state_dict().items():
+            assert (value == version).all(), name
+        assert net.running_mean.shape == (3,)
+        with torch.inference_mode():  # as workers call policies
+            net.running_mean = torch.full((5,), -1.0)
+            net.running_var = net.running_var + 1
+            net.num_batches_tracked += 1
+
+
+def test_what_a_policy_does_to_its_buffers_is_not_in_the_newest_version() -> None:
+    """A push of changes starts from what was published."""
+    net = nn.BatchNorm1d(3)
+    live = LiveWeights(net)
+    offered(live, 1, 1)
+    live.apply()
+    for buffer in net.buffers():
+        buffer.add_(1)
+    copied = live.layout.empty()
+    live.copy_newest(copied)
+    assert all((view == 1).all() for view in live.layout.views(copied))
+
+
 def test_a_buffer_that_could_not_be_filled_is_not_used_again() -> None:
     """The thread that should fill it may still write to it."""
     live = LiveWeights(nn.Linear(2, 2))

@@ -1,0 +1,121 @@
+"""Which modules a callable holds, and what they are called."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+
+from distcollect.policy.weight_layout import module_of, named_tensors, published
+
+net, other = nn.Linear(4, 2), nn.Linear(2, 1)
+nothing = nn.Softmax(-1)
+
+
+def by_name(observation: torch.Tensor) -> torch.Tensor:
+    return nothing(net(observation))
+
+
+def by_another(observation: torch.Tensor) -> torch.Tensor:
+    return by_name(observation)
+
+
+def in_a_comprehension(observation: torch.Tensor) -> list[torch.Tensor]:
+    return [net(row) for row in observation]
+
+
+class Agent:
+    """Has modules in attributes."""
+
+    def __init__(self, *nets: nn.Module) -> None:
+        self.nets = list(nets)
+        self.agent = self
+        self.numbers = torch.ones(3)
+
+    def act(self, observation: torch.Tensor) -> Any:
+        return [part(observation) for part in self.nets]
+
+
+def late() -> Any:
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        return after(observation)  # noqa: F821 - deleted
+
+    after = net
+    del after
+    return policy
+
+
+ONE = {
+    "module": net,
+    "method": net.forward,
+    "method of an object": Agent(net).act,
+    "partial": partial(nn.Module.__call__, net),
+    "global": by_name,
+    "function of a function": by_another,
+    "comprehension": in_a_comprehension,
+    "compiled": torch.compile(net.forward, backend="eager"),
+    "part of another": Agent(nn.Sequential(net), net).act,
+    "TensorDictModule": TensorDictModule(net.forward, in_keys=["a"], out_keys=["b"]),
+    "sequence": TensorDictSequential(
+        TensorDictModule(by_name, in_keys=["a"], out_keys=["b"]),
+        TensorDictModule(net.forward, in_keys=["b"], out_keys=["c"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", ONE.values(), ids=ONE)
+def test_the_only_module(policy: Any) -> None:
+    found = named_tensors(policy)
+    assert [value is net.weight for value in found.values()] == [True, False]
+    assert {name.rpartition(".")[2] for name in found} == {"weight", "bias"}
+
+
+def test_several_are_named_by_where_they_are() -> None:
+    assert list(named_tensors(Agent(net, other).act)) == [
+        "nets_0.weight",
+        "nets_0.bias",
+        "nets_1.weight",
+        "nets_1.bias",
+    ]
+    values, items = net, other  # names that a ModuleDict has for something else
+    assert list(named_tensors(lambda obs: items(values(obs)))) == [
+        "items_.weight",
+        "items_.bias",
+        "values_.weight",
+        "values_.bias",
+    ]
+
+
+@pytest.mark.parametrize("policy", [torch.relu, len, late(), Agent(nothing).act, partial(max)])
+def test_none(policy: Any) -> None:
+    assert module_of(policy) is None
+
+
+def test_a_module_without_weights_is_the_policy_s() -> None:
+    assert module_of(nothing) is nothing
+
+
+def test_models_count_as_models_only() -> None:
+    found = published(by_name, {"model": nn.Sequential(net)})
+    assert found is not None
+    assert list(found.state_dict()) == ["model.0.weight", "model.0.bias"]
+
+
+def test_an_env_is_no_policy() -> None:
+    pytest.importorskip("torchrl")
+    from torchrl.envs import GymEnv, ObservationNorm, TransformedEnv  # noqa: PLC0415
+
+    norm = ObservationNorm(loc=0.0, scale=1.0, in_keys=["observation"])
+    env = TransformedEnv(GymEnv("CartPole-v1"), norm)
+    assert list(env.state_dict())
+
+    def policy(td: TensorDictBase) -> Any:
+        return env.rand_action(td)
+
+    assert module_of(policy) is None
+    env.close()
