@@ -106,7 +106,6 @@ def push(
 # In this process, in the background, and with what is not weights.
 
 
-@settings(max_examples=40)
 @given(
     kind=st.sampled_from([*KINDS, All]),
     form=st.sampled_from(sorted(FORMS)),
@@ -160,7 +159,7 @@ class Buffer:
         return int(self.batches[-1]["collector", "policy_version"].max())
 
 
-@settings(max_examples=15, phases=[Phase.generate])  # where one fails, more would take long
+@settings(phases=[Phase.generate])  # where one fails, more would take long
 @given(
     kind=st.sampled_from([*KINDS, All]),
     form=st.sampled_from(sorted(FORMS)),

@@ -103,7 +103,7 @@ class TestSelection:
         assert push(wrap) == ([version], [version])
 
     def test_the_collectors_own_policy_is_the_default(self, collector: Any, shared: Any) -> None:
-        collector._session.publisher._own.fill(77)
+        collector.policy.fill(77)
         collector.update_policy_weights_()
         shared[1][collector.policy_version] = 77
         assert check_whole(collector.next(), shared[1]) == [collector.policy_version]
