@@ -20,7 +20,7 @@ from helpers.paths import SCRIPTS
 SCRIPT = SCRIPTS / "judge_run.py"
 LIMIT_S = 150
 _END_S = 30
-_MARK = "JUDGE_MARK"
+MARK = "JUDGE_MARK"
 # A shell would set handlers of its own.
 _BEGIN = """
 import json, os, signal, sys
@@ -81,7 +81,7 @@ class Condition:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder or folder,
-                env={**os.environ, "DISTCOLLECT_VIEW": "0", _MARK: mark, **self.env},
+                env={**os.environ, "DISTCOLLECT_VIEW": "0", MARK: mark, **self.env},
                 start_new_session=True,
             )
         try:
@@ -111,7 +111,7 @@ def _marked(mark: str) -> dict[int, str]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
                 found[int(folder.name)] = command.decode()[:200]
     return found

@@ -5,6 +5,7 @@ The expectations are those of the pages Failures, Launching and Security.
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def with_site(folder: Path, code: str) -> dict[str, str]:
     """Variables that have every Python run this code when it starts."""
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(code)
-    return {"PYTHONPATH": str(folder / "site")}
+    path = os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path}
 
 
 @pytest.mark.parametrize(

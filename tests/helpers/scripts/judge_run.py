@@ -154,8 +154,8 @@ def change_everything():
     """After a zygote has begun, change all of this process that a process started later has."""
     late = FOLDER / "late"
     late.mkdir()
-    (late / f"{LATE_MODULE}.py").write_text("")
-    (FOLDER / "on_the_path" / f"{LATE_MODULE}.py").write_text("")
+    (FOLDER / "made_late").mkdir()
+    (FOLDER / "made_late" / f"{LATE_MODULE}.py").write_text("")
     os.chdir(late)
     os.umask(0o027)
     for name, soft in (("RLIMIT_CORE", 0), ("RLIMIT_NOFILE", 2000), ("RLIMIT_STACK", 1 << 22)):
@@ -199,8 +199,7 @@ def become_another_user():
 
 def state():
     """The state of a worker that starts after everything was changed."""
-    sys.path.append(str(FOLDER / "on_the_path"))
-    (FOLDER / "on_the_path").mkdir()
+    sys.path.insert(0, str(FOLDER / "made_late"))
     os.environ["JUDGE_DELETED_LATE"] = "1"
     with collector(num_workers=1) as open_collector:
         open_collector.next()
@@ -211,7 +210,6 @@ def state():
         "environment": dict(os.environ),
         "sys.path": sys.path,
         "folder": str(Path.cwd()),
-        "Cpus_allowed": None,
     }
     return {"worker": state_of_worker, "own": own}
 
