@@ -64,6 +64,18 @@ def test_signals_that_are_ignored(ignored: tuple[signal.Signals, ...], tmp_path:
     check_collects(Condition(ignored=ignored).run(tmp_path, "collect"))
 
 
+@slow
+@pytest.mark.parametrize("ignored", [(), (TERM, USR1, USR2, HUP, CHLD)], ids=["none", "all"])
+def test_torchrun_with_signals_that_are_ignored(
+    ignored: tuple[signal.Signals, ...], tmp_path: Path
+) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+    ended = Condition(ignored=ignored, options=torchrun).run(tmp_path, "launched")
+    assert ended.code == 0, ended.output
+    assert ended.seen["launched"] == COLLECTED
+    assert ended.left == []
+
+
 @pytest.mark.parametrize(
     "zygote", [pytest.param("keep", id="forked"), pytest.param("off", id="alone", marks=slow)]
 )

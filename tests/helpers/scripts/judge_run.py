@@ -82,9 +82,9 @@ def replaced(open_collector, worker_id):
     return with_all(open_collector) == [0, 1]
 
 
-def collect():
+def collect(kind=dc.MultiSyncDataCollector, **options):
     """Batches, the death of a worker, twice, its replacement, an orderly end."""
-    with collector() as open_collector:
+    with collector(kind, **options) as open_collector:
         first = open_collector.next()
         other = pids_of(open_collector)[1]
         # What the first death has done to others shows at the second one at the latest.
@@ -96,6 +96,11 @@ def collect():
         "the other one stayed": stayed,
         "all accounted for": open_collector.ledger.total.open == 0,
     }
+
+
+def launched():
+    """The same with the two workers that a launch has."""
+    return collect(dc.RPCDataCollector, num_workers=None, frames_per_batch=8, sync=True)
 
 
 def signals():
@@ -319,4 +324,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    dc.run(main)
