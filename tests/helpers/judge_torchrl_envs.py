@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ def check_entries(batch: TensorDictBase, kind: str) -> None:
             same("batch size of the agents", (*batch.shape, NUM_AGENTS), part["agents"].batch_size)
     if kind == "plain":
         return
-    for i, frame in enumerate(batch.reshape(-1).unbind(0)):
+    for i in product(*map(range, batch.shape)):  # a batch of uneven entries has no other shape
+        frame = batch[i]
         if ("collector", "mask") in frame.keys(True) and not frame["collector", "mask"]:
             continue
         for part in (frame, frame["next"]):

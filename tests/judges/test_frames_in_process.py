@@ -16,8 +16,9 @@ from helpers.judge_envs import (
     act,
 )
 from helpers.judge_frames import FrameOracle, check_disjoint
+from helpers.judge_settings import drawn
 from helpers.judge_truth import Script
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import distcollect as dc
@@ -134,19 +135,15 @@ def collect(kind: str, case: Case) -> None:
         oracle.check_sums(collector.stats())
 
 
-# Without the phase that explains, which takes long.
-PHASES = [phase for phase in Phase if phase is not Phase.explain]
-
-
 @pytest.mark.parametrize("kind", SINGLE_PROCESS_KINDS)
-@settings(phases=PHASES)
+@drawn()
 @given(case=CASES)
 def test_each_frame_is_what_happened_in_the_env(kind: str, case: Case) -> None:
     collect(kind, case)
 
 
 @pytest.mark.parametrize("kind", SUBPROCESS_KINDS)
-@settings(phases=PHASES, max_examples=max(2, settings.default.max_examples // 6))
+@drawn(1 / 6)
 @given(case=CASES)
 def test_each_frame_is_what_happened_in_the_processes_of_an_async_vector_env(
     kind: str, case: Case
@@ -154,7 +151,7 @@ def test_each_frame_is_what_happened_in_the_processes_of_an_async_vector_env(
     collect(kind, case)
 
 
-@settings(phases=PHASES)
+@drawn()
 @given(case=CASES)
 def test_each_frame_is_what_happened_in_a_vector_env_that_gives_tensors(case: Case) -> None:
     pytest.importorskip("array_api_compat", reason="gymnasium[array-api] is not installed")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from helpers.judge_frames import FrameOracle
+from helpers.judge_settings import drawn
 from helpers.judge_truth import Script
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import distcollect as dc
@@ -83,17 +84,13 @@ def collect(kind: Any, case: Case) -> None:
             oracle.check_ledger(collector.ledger, ended=True)
 
 
-# Without the phase that explains, which takes long.
-PHASES = [phase for phase in Phase if phase is not Phase.explain]
-
-
-@settings(phases=PHASES)
+@drawn()
 @given(case=CASES)
 def test_each_frame_is_what_happened_to_each_agent(case: Case) -> None:
     collect(dc.SyncDataCollector, case)
 
 
-@settings(phases=PHASES, max_examples=max(2, settings.default.max_examples // 6))
+@drawn(1 / 6)
 @given(case=CASES)
 def test_each_frame_of_a_worker_is_what_happened_to_each_agent(case: Case) -> None:
     collect(dc.aSyncDataCollector, case)

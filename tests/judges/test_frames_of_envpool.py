@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from helpers.judge_settings import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDictBase
 
@@ -114,17 +115,13 @@ def collect(kind: Any, case: Case) -> None:
             assert episodes.min_return >= 8, "an episode that does not begin at a reset"
 
 
-# Without the phase that explains, which takes long.
-PHASES = [phase for phase in Phase if phase is not Phase.explain]
-
-
-@settings(phases=PHASES)
+@drawn()
 @given(case=CASES)
 def test_each_frame_is_what_happened_in_the_pool(case: Case) -> None:
     collect(dc.SyncDataCollector, case)
 
 
-@settings(phases=PHASES, max_examples=max(2, settings.default.max_examples // 6))
+@drawn(1 / 6)
 @given(case=CASES)
 def test_each_frame_of_a_worker_is_what_happened_in_the_pool(case: Case) -> None:
     collect(dc.aSyncDataCollector, case)

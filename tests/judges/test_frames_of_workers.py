@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from helpers.judge_envs import DRIFTING, MAY_REFUSE_CUTS, NumberedMaker, act
 from helpers.judge_frames import FrameOracle, check_disjoint
+from helpers.judge_settings import drawn
 from helpers.judge_truth import Script
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import distcollect as dc
@@ -117,12 +118,8 @@ def collect(name: str, case: Case) -> None:
         oracle.check_ledger(collector.ledger, ended=True)
 
 
-# Without the phase that explains, which takes long.
-PHASES = [phase for phase in Phase if phase is not Phase.explain]
-
-
 @pytest.mark.parametrize("name", COLLECTORS)
-@settings(phases=PHASES, max_examples=max(2, settings.default.max_examples // 6))
+@drawn(1 / 6)
 @given(case=CASES)
 def test_each_frame_is_what_happened_in_the_env(name: str, case: Case) -> None:
     collect(name, case)
