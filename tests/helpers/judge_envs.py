@@ -184,11 +184,11 @@ SINGLE_PROCESS_KINDS = [
 ]
 SUBPROCESS_KINDS = [f"async-{mode}{memory}" for mode in MODES for memory in ("", "-pipe")]
 
-# Rows of these drift apart, as their rows can't be reset alone: frames of the faster rows are
+# Rows of these may drift apart, as their rows can't be reset alone: frames of the faster rows are
 # dropped in sync mode, and options that cut episodes may be refused.
-DRIFTING = {"native-next", "wrapped-next", "async-next-pipe"}
-# These can't cut episodes either.
-MAY_REFUSE_CUTS = {*DRIFTING, "native-same"}
+DRIFTING = {"native-next", "wrapped-next", "torch-next", "async-next-pipe"}
+# These may be unable to cut episodes either.
+MAY_REFUSE_CUTS = {*DRIFTING, "native-same", "torch-same"}
 
 
 def act(observation: torch.Tensor) -> torch.Tensor:

@@ -174,7 +174,7 @@ def test_two_collectors_that_are_open_at_once_share_no_traj_ids() -> None:
 
 def test_a_wait_for_episodes_that_no_rollout_can_hold_ends_in_time() -> None:
     """Each rollout begins with a reset, and all episodes are longer: none can ever be whole."""
-    limit = Limit(5000)
+    limit = Limit(2000)
     options: dict[str, Any] = {"frames_per_batch": 4, "pre_collect_hook": limit}
     with tempfile.TemporaryDirectory() as folder:
         maker = NumberedMaker("single", Script(folder, (9,)))
