@@ -10,7 +10,8 @@ The checkout has to be of the release that is installed. Its tests are copied in
 folder, and in the copy each import of a collector from ``torchrl.collectors`` that this package
 has under the same name becomes an import from ``distcollect``. A statement of a test that reads or
 sets a private member of a collector, such as ``assert collector._use_buffers``, is left out, and so
-is what checks the values that it read. Nothing else is changed.
+is what checks the values that it read, and the one test of what is inside of a state. Nothing else
+is changed.
 
 A test counts if it passes with TorchRL's own collectors here (``reference.txt`` has those, written
 by ``--theirs``). Not counted are those that use no collector of ours, and those that replace
@@ -107,7 +108,9 @@ def without_private_members(source: str) -> tuple[str, int]:
 
 
 def _is_private(node: ast.AST) -> bool:
-    """Whether it is a private member of a collector."""
+    """Whether it is a private member of a collector, or a key inside of its state."""
+    if isinstance(node, ast.Constant):
+        return node.value == "traj_pool"
     is_member = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     return is_member and node.attr.startswith("_") and node.value.id in _PRIVATE_OF
 
@@ -343,7 +346,7 @@ def judge(
 ) -> Judged:
     """Run the tests whose ids contain one of the patterns; without patterns all."""
     reference = dict(read_list(REFERENCE))
-    recorded = {class_of(i) for i in reference}
+    recorded = {i.partition("::")[0] for i in reference}
     exclusions = list(read_list(EXCLUDED))
     with tempfile.TemporaryDirectory(prefix="yardstick-") as name:
         folder = Path(name)
@@ -352,7 +355,8 @@ def judge(
         reasons = {i: excluded_for(canonical(i), exclusions) for i in ids}
         for i in ids:
             # TestRPCCollector, all of which TorchRL passes on an idle host, is not in the list.
-            if not theirs and canonical(i) not in reference and class_of(i) in recorded:
+            is_unknown = canonical(i) not in reference and i.partition("::")[0] in recorded
+            if not theirs and is_unknown:
                 reasons[i] = NOT_THEIRS
         chosen = [i for i in ids if every or theirs or reasons[i] is None]
         runs = [Run(folder, str(job), chosen[job::jobs]) for job in range(jobs)]
