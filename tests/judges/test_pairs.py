@@ -1,9 +1,10 @@
 """Judge: pairs of arguments, each with each kind of replay buffer.
 
 A pair either is refused before anything starts, or the run has exactly its frames: each that was
-stepped reaches the user or the buffer once, or is among what is lost, masked or abandoned. Batches of
-a single frame, and batches that are masked as a whole, included. Numbers may be scalars of numpy or
-torch, and each state survives JSON and a file. From docs/semantics.md and docs/training.md.
+stepped reaches the user or the buffer once, or is among what is lost, masked or abandoned. Batches
+of a single frame, and batches that are masked as a whole, included. Numbers may be scalars of
+numpy or torch, and each state survives JSON and a file. From docs/semantics.md and
+docs/training.md.
 """
 
 from __future__ import annotations
