@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from tensordict.base import TensorDictBase
 
 from distcollect.common import checks
-from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.errors import ArgumentError, ArgumentTypeError, BatchTimeout
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import MASK, TRAJ_IDS
 from distcollect.rollout.spaces import as_key, indexable
@@ -212,6 +212,19 @@ class WholeTrajectories:
     def ready(self) -> bool:
         """Whether there are enough whole trajectories for a batch."""
         return self.num_whole >= (self._num_per_batch or 1)
+
+    def too_few(self, limit_s: float, *, resets: bool) -> BatchTimeout:
+        """The error for a batch that did not come within so long; ``resets``: each iteration."""
+        hint = "give next() a longer timeout_s"
+        if resets:
+            hint = (
+                "with reset_at_each_iter only episodes that fit into a rollout are whole: leave it "
+                "out, or increase frames_per_batch"
+            )
+        return BatchTimeout(
+            f"trajs_per_batch={self._num_per_batch or 1}, but within {limit_s:g} s only "
+            f"{self.num_whole} trajectories were whole; {hint}"
+        )
 
     def with_rollouts(self, rows: TensorDict, headers: Sequence[Header]) -> WholeTrajectories:
         """With the trajectories in these W rollouts, with each one's header.

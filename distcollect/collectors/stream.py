@@ -394,7 +394,7 @@ class BatchStream(ABC):
     def _prepare_trajectories(self, timeout_s: float | None) -> bool:
         """See :meth:`_prepare`, for ``trajs_per_batch``."""
         progress, before = self._progress, self._progress.batches
-        limit_s = self._limit_s(timeout_s)
+        limit_s, resets = self._limit_s(timeout_s), self._options.reset_at_each_iter
         deadline = time.monotonic() + limit_s
         while True:
             trajectories = progress.trajectories
@@ -411,36 +411,23 @@ class BatchStream(ABC):
                 # the caller's loop.
                 self._progress = replace(progress, ready=Ready(None, progress, self._stamp()))
                 return True
-            left_s, num_before = deadline - time.monotonic(), trajectories.num_whole
+            left_s = deadline - time.monotonic()
             if progress.batches > before and left_s <= 0:
-                raise self._too_few_trajectories(limit_s, num_before)
+                raise trajectories.too_few(limit_s, resets=resets)
             try:
                 collected = self._next(max(left_s, 0.0))
             except BatchTimeout as error:
                 if progress.batches == before:
                     raise
-                raise self._too_few_trajectories(limit_s, num_before) from error
+                raise trajectories.too_few(limit_s, resets=resets) from error
+            num_before = trajectories.num_whole
             rows = self._options.batch_format.shaped(collected.rows, self._layout)
             trajectories = trajectories.with_rollouts(rows, collected.headers)
             progress = replace(self._after(collected), trajectories=trajectories)
             self._progress = progress
             # With resets in between, a trajectory that one rollout lacks comes in no later one.
-            is_nearer = trajectories.num_whole > num_before or not self._options.reset_at_each_iter
-            if timeout_s is None and is_nearer:
+            if timeout_s is None and (trajectories.num_whole > num_before or not resets):
                 deadline = time.monotonic() + limit_s
-
-    def _too_few_trajectories(self, limit_s: float, num_whole: int) -> BatchTimeout:
-        options = self._options
-        hint = "give next() a longer timeout_s"
-        if options.reset_at_each_iter:
-            hint = (
-                "with reset_at_each_iter only episodes that fit into a rollout are whole: leave it "
-                "out, or increase frames_per_batch"
-            )
-        return BatchTimeout(
-            f"trajs_per_batch={options.trajs_per_batch}, but within {limit_s:g} s only {num_whole} "
-            f"trajectories were whole; {hint}"
-        )
 
     def _is_over(self) -> bool:
         """Whether ``total_frames`` are collected; then no time counts any more."""
