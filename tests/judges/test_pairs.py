@@ -2,9 +2,8 @@
 
 A pair either is refused before anything starts, or the run has exactly its frames: each that was
 stepped reaches the user or the buffer once, or is among what is lost, masked or abandoned. Batches
-of a single frame, and batches that are masked as a whole, included. Numbers may be scalars of
-numpy or torch, and each state survives JSON and a file. From docs/semantics.md and
-docs/training.md.
+of a single frame, and those that are masked as a whole, included. Numbers may be scalars of numpy
+or torch, and each state survives JSON and a file. From docs/semantics.md and docs/training.md.
 """
 
 from __future__ import annotations
