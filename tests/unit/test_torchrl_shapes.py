@@ -1,0 +1,96 @@
+"""Entries of TorchRL frames whose shape changes, and entries that are not always there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.torchrl_checks import zoo
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+import distcollect as dc
+from distcollect.rollout.loose_slab import LooseSlab, unpacked
+from distcollect.rollout.tree_layout import TreeLayout
+
+__all__ = ["zoo"]
+
+
+def counts(frames: Any) -> list[int]:
+    """The count in each frame of :class:`Growing`, whose observation has that many entries."""
+    found = []
+    for frame in frames.reshape(-1).unbind(0):
+        observation = frame["observation"]
+        assert (observation == len(observation) - 1).all()
+        found.append(int(observation[0]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "expected"),
+    [
+        ({}, (2, 7), 2 * [0, 1, 2, 0, 1, 2, 0]),
+        ({"split_trajs": True}, (6, 3), 2 * [0, 1, 2, 0, 1, 2, 0, 0, 0]),
+        ({"trajs_per_batch": 3}, (3, 3), 3 * [0, 1, 2]),
+        ({"trajs_per_batch": 3, "traj_format": "cat"}, (9,), 3 * [0, 1, 2]),
+        ({"max_frames_per_traj": 2}, (2, 7), 2 * [0, 1, 0, 1, 0, 1, 0]),
+        ({"set_truncated": True, "storing_device": "cpu"}, (2, 7), 2 * [0, 1, 2, 0, 1, 2, 0]),
+    ],
+)
+def test_entries_whose_shape_changes_at_each_step(
+    zoo: Any, options: dict[str, Any], shape: tuple[int, ...], expected: list[int]
+) -> None:
+    make = zoo.Growing
+    if "set_truncated" in options:
+        make = lambda: zoo.Growing().add_truncated_keys()  # noqa: E731
+    with dc.SyncDataCollector(make, frames_per_batch=14, envs_per_worker=2, **options) as collector:
+        batch = collector.next()
+    assert isinstance(batch, LazyStackedTensorDict)
+    assert batch.shape == shape
+    assert batch.names[-1] == "time"
+    if "split_trajs" in options:
+        mask = batch["collector", "mask"]
+        assert mask.sum(-1).tolist() == [3, 3, 1, 3, 3, 1]
+        assert torch.equal(mask, batch["collector", "traj_ids"] >= 0)
+        expected = [n for n, real in zip(expected, mask.flatten().tolist(), strict=True) if real]
+        batch = batch[mask]
+    assert counts(batch) == expected
+    assert [len(frame["next", "observation"]) - 2 for frame in batch.reshape(-1)] == expected
+    if "set_truncated" in options:
+        truncated = batch["next", "truncated"].squeeze(-1)
+        assert truncated.tolist() == 2 * [6 * [False] + [True]]
+
+
+def test_padding_of_a_rollout_of_changing_shapes_is_no_frame(zoo: Any) -> None:
+    env = zoo.Growing()
+    layout = TreeLayout((), rewards=(("reward",),), is_loose=True)
+    slab = LooseSlab(layout, 4)
+    td = env.reset()
+    frames = list(env.rollout(2, tensordict=td, auto_reset=False).unbind(0))
+    slab.write(0, frames)
+    slab.finish(2)
+    rollout = unpacked(slab.tensors())
+    rollout["number"] = torch.arange(4)
+    assert rollout["number"].tolist() == [0, 1, 2, 3]
+    assert counts(rollout[:2]) == [0, 1]
+
+
+def test_what_a_policy_writes_has_one_shape(zoo: Any) -> None:
+    size = 2
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        return td.update({"action": torch.zeros(1), "more": torch.full((size,), 7.0)})
+
+    with dc.SyncDataCollector(zoo.Counter, policy, frames_per_batch=1) as collector:
+        ids = collector.next()["collector", "traj_ids"]
+        assert (ids % 2**20).tolist() == [0]  # where the ids of a collector may begin
+        size = 6
+        with pytest.raises(dc.EnvError, match=r"'more' has shape \[6\], but before it had \[2\]"):
+            collector.next()
+
+
+def test_an_entry_that_only_steps_give(zoo: Any) -> None:
+    with dc.SyncDataCollector(zoo.LateEntry, frames_per_batch=5) as collector:
+        batch = collector.next()
+    assert batch["next", "late"].flatten().tolist() == [1, 2, 3, 1, 2]
+    assert batch["late"].flatten().tolist() == [0, 1, 2, 3, 1]  # as TorchRL keeps it at a reset
