@@ -357,7 +357,7 @@ def _padded_loose(frames: LazyStackedTensorDict, lengths: list[int]) -> TensorDi
     """See :func:`_padded`, for frames whose shapes differ: padding has that of the last frame."""
     rows = []
     for part in frames.split(lengths):
-        padding: list[Any] = [torch.zeros_like(part[-1]) for _ in range(max(lengths) - len(part))]
+        padding = [part[-1].clone().zero_() for _ in range(max(lengths) - len(part))]
         for frame in padding:
             frame[TRAJ_IDS].fill_(-1)
         rows.append(lazy_stack([*part.unbind(0), *padding], 0))

@@ -88,8 +88,8 @@ def _cut_agents(layout: Layout, after: dict[Key, torch.Tensor]) -> None:
     The env itself does not know of a cut: of ``max_frames_per_traj``, or of a fault.
     """
     for reward in layout.outcomes:  # one for each group of a PettingZoo env
-        group = reward.key[:-1]
-        truncated, done = after[group + ("truncated",)], after[group + ("done",)]  # noqa: RUF005
-        cut = after[("truncated",)].unsqueeze(-1) & ~done
+        keys = [(*reward.key[:-1], name) for name in ("truncated", "done")]
+        truncated, done = (after[key] for key in keys)
+        cut = after["truncated",].unsqueeze(-1) & ~done
         truncated |= cut
         done |= cut
