@@ -26,7 +26,7 @@ from distcollect.collectors.replay import (
     frames_for,
 )
 from distcollect.collectors.unpublished import UnpublishedChanges
-from distcollect.collectors.users_code import OneCall, without_stop
+from distcollect.collectors.users_code import without_stop
 from distcollect.common import checks, tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentTypeError, BatchTimeout, CollectorStateError
@@ -70,22 +70,23 @@ class _Batches(Iterator[TensorDict]):
 def timed(method: _Method) -> _Method:
     """Count the time of a collector's method as time in which the caller waits for a batch.
 
-    Nobody else may call such a method meanwhile.
+    It may call functions of the user's; these must not take a batch of the collector.
     """
 
     @functools.wraps(method)
     def wrapper(self: BatchStream, *args: Any, **kwargs: Any) -> Any:
         recorder, monitor = self._stats_recorder, self._monitor_thread
         try:
-            with self._one_call:
-                recorder.switch_to("assemble")
-                if not monitor.has_begun:
-                    monitor.begin(_weakly(self.stats))
-                return without_stop(method, self, *args, **kwargs)
+            self._is_busy = True
+            recorder.switch_to("assemble")
+            if not monitor.has_begun:
+                monitor.begin(_weakly(self.stats))
+            return without_stop(method, self, *args, **kwargs)
         except BaseException:
             self._leave()
             raise
         finally:
+            self._is_busy = False  # first, as what follows may be interrupted
             recorder.switch_to("train")
 
     return cast("_Method", wrapper)
@@ -161,11 +162,11 @@ class BatchStream(ABC):
         self._options = options
         self._state = CollectorState.OPEN
         self._owner = Owner()
-        self._one_call = OneCall()
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self._progress = Progress()
         self._entering = threading.Lock()
         self._caller: int | None = None  # the thread that waits for a batch, or is about to get it
+        self._is_busy = False  # the user's functions may be called now
         if options.trajs_per_batch is not None:
             has_buffer = options.replay_buffer is not None
             self._progress = Progress(
@@ -359,8 +360,11 @@ class BatchStream(ABC):
         self._let_go(ready.then)
         if self._options.replay_buffer is None:
             return self._given(ready)
-        with self._one_call:
+        self._is_busy = True
+        try:
             without_stop(self._add, ready)
+        finally:
+            self._is_busy = False
         return cast("TensorDict", None)
 
     def _given(self, ready: Ready, frames: TensorDict | None = None) -> TensorDict:
@@ -481,8 +485,12 @@ class BatchStream(ABC):
                     "another thread waits for a batch of this collector: take all batches on one "
                     "thread and pass them on, or let the threads take turns with a lock of yours"
                 )
-            with self._one_call:  # refuses a call within another one
-                self._caller = this_thread
+            if self._is_busy:
+                raise CollectorStateError(
+                    "this collector is making a batch already: take the next one not within "
+                    "postproc, a hook or the buffer's extend()"
+                )
+            self._caller = this_thread
 
     def _leave(self) -> None:
         """This thread gets no batch, if it has waited for one."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import _thread
 import inspect
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from distcollect.errors import ArgumentError, CollectorStateError
+from distcollect.errors import ArgumentError
 
 _Result = TypeVar("_Result")
 
@@ -38,26 +37,3 @@ def without_stop(function: Callable[..., _Result], *args: Any, **kwargs: Any) ->
             f"{code.co_name}() in {code.co_filename}:{line} raised StopIteration: {error}. That "
             "would end a loop over the collector as if it were complete: raise another exception"
         ) from error
-
-
-class OneCall(_thread.RLock):  # type: ignore[misc] # the stubs call it final
-    """A context for one call at a time; a second one is refused, also within the first.
-
-    It is a lock, so that leaving the context is one call in C, which no exception can break off.
-    """
-
-    def __enter__(self) -> Any:  # type: ignore[override]
-        if self._is_owned():  # type: ignore[attr-defined]
-            self._refuse()
-        try:
-            return self.acquire(blocking=False) or self._refuse()
-        except BaseException:  # Ctrl-C as well
-            if self._is_owned():  # type: ignore[attr-defined]
-                self.release()
-            raise
-
-    def _refuse(self) -> NoReturn:
-        raise CollectorStateError(
-            "this collector is making a batch already: take the next one neither within postproc, "
-            "a hook or the buffer's extend(), nor on two threads at the same time"
-        )
