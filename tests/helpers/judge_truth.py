@@ -173,6 +173,8 @@ def read_truth(folder: str) -> dict[int, TrueRow]:
     rows = {}
     for path in Path(folder).glob("row-*"):
         words = np.fromfile(path, np.int64)
+        if not len(words):
+            continue  # it is being made
         head, *records = words[: len(words) // _WORDS * _WORDS].reshape(-1, _WORDS).tolist()
         uid = int(path.name[4:])
         row = rows[uid] = TrueRow(uid, *head[:3], bool(head[3]), head[4])
