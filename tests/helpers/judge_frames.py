@@ -93,7 +93,6 @@ class FrameOracle:
         drops: whole rollouts may be missing, as with staleness or a lost worker.
         random_batches: so many batches at the start may have random actions.
         in_parallel: when one row's env raises, others may have made the step, which is lost.
-        agents_end: a trajectory may end where an agent does, as TorchRL has it.
         acts: whether the policy is :func:`helpers.judge_envs.act`.
         knows_workers: whether makers were given a context.
     """
@@ -109,7 +108,6 @@ class FrameOracle:
     drops: bool = False
     random_batches: int = 0
     in_parallel: bool = False
-    agents_end: bool = False
     acts: bool = True
     knows_workers: bool = True
     ids: dict[int, Place] = field(default_factory=dict)
@@ -187,7 +185,7 @@ class FrameOracle:
         if self.trajs is not None or self.splits:
             ids = {frame.traj_id for frame in chunk}
             same(f"{chunk[0]}: number of trajectories in its row", 1, len(ids))
-        if self.trajs is not None and not self.agents_end:
+        if self.trajs is not None:
             same(f"{chunk[0]}, the first of a whole trajectory: its step", 0, chunk[0].place.step)
             same(f"{chunk[-1]}, the last of a whole trajectory: done", True, chunk[-1].done)
         if self.resets and self.trajs is None and not self.splits:
@@ -253,7 +251,7 @@ class FrameOracle:
             else:
                 expect(self._has_faults(), what, expected="the same row", got=b)
                 same(f"{what}: step", 0, b.step)
-        elif frame.traj_id == before.traj_id or self.agents_end:
+        elif frame.traj_id == before.traj_id:
             same(what, a._replace(step=a.step + 1), b)
         else:
             expect(self.drifts, f"{what}: traj_id", expected="that of before", got="a new one")
@@ -280,15 +278,14 @@ class FrameOracle:
             return
         what = f"{frame}, delivered after that of {before.place}"
         expect(frame.place > before.place, what, expected="a later frame", got=frame.place)
-        by_trajectory = self.trajs is not None or (self.splits and self.agents_end)
-        if by_trajectory or self.drifts or self.drops:
+        # Where one of several envs raised, the trajectories of others may end between two batches.
+        if self.trajs is not None or self.drifts or self.drops or self._has_faults():
             return
         if before.done and not self.set_truncated:
             same(f"{what}: step", 0, frame.place.step)
         elif not self.resets and not before.done:
             same(what, before.place._replace(step=before.place.step + 1), frame.place)
-            if not self.agents_end:
-                same(f"{what}: traj_id", before.traj_id, frame.traj_id)
+            same(f"{what}: traj_id", before.traj_id, frame.traj_id)
 
     def _note(self, frame: Frame) -> None:
         """Remember it: ids, order, and the episodes that are delivered from start to end."""
@@ -299,7 +296,7 @@ class FrameOracle:
         ids = self._episode_ids.setdefault((uid, episode), [])
         if frame.traj_id not in ids:
             ids.append(frame.traj_id)
-            may_split = self.drifts or self.drops or self.set_truncated or self.agents_end
+            may_split = self.drifts or self.drops or self.set_truncated
             expect(
                 len(ids) == 1 or may_split, f"{frame}: traj_ids of its episode", expected=1, got=ids
             )

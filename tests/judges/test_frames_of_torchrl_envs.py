@@ -75,7 +75,6 @@ def collect(collector_class: Any, case: Case) -> None:
             resets=case.resets,
             trajs=2 if form == "whole" else None,
             splits=form == "split",
-            agents_end=case.kind == "nested",
             acts=False,
         )
         maker = TorchRLMaker(case.kind, script, num_rows)
