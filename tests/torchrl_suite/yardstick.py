@@ -333,7 +333,7 @@ class Judged:
             len(known), len(known) - len(counted), len(counted), passed, share, len(meant),
             len(failed) - len(meant),
         )  # fmt: skip
-        return f"| `{name}` | {' | '.join(map(str, figures))} |"
+        return f"| {name} | {' | '.join(map(str, figures))} |"
 
 
 def judge(
