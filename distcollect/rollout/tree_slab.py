@@ -237,9 +237,14 @@ class _Reader:
     """
 
     def __init__(self, frames: Sequence[TensorDictBase]) -> None:
-        self._nodes: dict[Key, list[dict[str, Any]] | None] = {
-            (): [dict(frame.items()) for frame in frames]
-        }
+        try:
+            roots = [dict(frame.items()) for frame in frames]
+        except RuntimeError as error:  # a lazy stack of envs that differ
+            raise ValueError(
+                "an entry has another shape in one env than in the next, in the same step, though "
+                "their specs give it one shape: give it a size of -1 in the spec"
+            ) from error
+        self._nodes: dict[Key, list[dict[str, Any]] | None] = {(): roots}
 
     def values(self, key: Key) -> list[Any] | None:
         """The entry in each TensorDict, zeros where one lacks it; None where all do."""
