@@ -352,6 +352,6 @@ def test_variables_are_those_of_the_code() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     code = "".join(path.read_text() for path in (ROOT / "distcollect").rglob("*.py"))
     own = {"DISTCOLLECT_RUN"}  # what `distcollect submit` passes to its jobs
-    assert listed == set(re.findall(r'"(DISTCOLLECT\w+)"', code)) - own
+    assert listed == set(re.findall(r'"(DISTCOLLECT_\w+)"', code)) - own
     written = "".join(page.read_text() for page in PAGES.values())
     assert set(re.findall(r"DISTCOLLECT_\w+", written)) <= listed
