@@ -253,6 +253,9 @@ class Run:
         answer.set_exception(WorkerLost("it is gone"))
         return answer
 
+    def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
+        return self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
+
     def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
         if peer == self.evicted:
             return self.lost()
@@ -580,7 +583,7 @@ class Run:
         self.batch += 1
         self.deadline = self.clock.now + timeout_s
         if self.rng.random() < self.hands:
-            self.hand_over(timeout_s)
+            self.refer(timeout_s)
             return []
         if self.plan.sync:
             rollouts = taken(self.pool, timeout_s)
@@ -592,7 +595,7 @@ class Run:
         self.interrupted = None
         return rollouts
 
-    def hand_over(self, timeout_s: float) -> None:
+    def refer(self, timeout_s: float) -> None:
         delivery = self.pool.deliveries.hand_over(timeout_s, 60)
         self.pool.deliveries.claim(delivery.number)
         [request] = delivery.requests
