@@ -200,7 +200,9 @@ class OwnTrajIds(Iterator[int]):
 
     def free(self) -> None:
         """Its collector was shut down: others may use the same ids."""
-        self._identity.free_own_parts(self._parts)
+        # Once: when it is collected as garbage, others may have these parts already.
+        parts, self._parts = self._parts, []
+        self._identity.free_own_parts(parts)
 
     __del__ = free
 

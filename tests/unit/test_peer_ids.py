@@ -152,6 +152,17 @@ def test_iterators_that_are_in_use_at_the_same_time_share_no_id(
         assert list(islice(identity.own_traj_ids(), 10)) == alone
 
 
+def test_an_iterator_that_was_freed_frees_nothing_again_when_it_is_gone() -> None:
+    identity = Identity("run")
+    closed = identity.own_traj_ids()
+    next(closed)
+    closed.free()
+    is_open = identity.own_traj_ids()
+    ids = [next(is_open)]
+    del closed
+    assert next(identity.own_traj_ids()) not in ids
+
+
 def test_open_collectors_in_this_process_share_no_trajectory_id() -> None:
     def opened() -> dc.SyncDataCollector:
         return dc.SyncDataCollector("CartPole-v1", None, frames_per_batch=100)
