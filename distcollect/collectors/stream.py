@@ -77,7 +77,7 @@ def timed(method: _Method) -> _Method:
     def wrapper(self: BatchStream, *args: Any, **kwargs: Any) -> Any:
         recorder, monitor = self._stats_recorder, self._monitor_thread
         try:
-            self._is_busy = True
+            self._busy = threading.get_ident()
             recorder.switch_to("assemble")
             if not monitor.has_begun:
                 monitor.begin(_weakly(self.stats))
@@ -86,7 +86,7 @@ def timed(method: _Method) -> _Method:
             self._leave()
             raise
         finally:
-            self._is_busy = False  # first, as what follows may be interrupted
+            self._busy = None  # first, as what follows may be interrupted
             recorder.switch_to("train")
 
     return cast("_Method", wrapper)
@@ -166,7 +166,7 @@ class BatchStream(ABC):
         self._progress = Progress()
         self._entering = threading.Lock()
         self._caller: int | None = None  # the thread that waits for a batch, or is about to get it
-        self._is_busy = False  # the user's functions may be called now
+        self._busy: int | None = None  # the thread that may call the user's functions now
         if options.trajs_per_batch is not None:
             has_buffer = options.replay_buffer is not None
             self._progress = Progress(
@@ -360,11 +360,11 @@ class BatchStream(ABC):
         self._let_go(ready.then)
         if self._options.replay_buffer is None:
             return self._given(ready)
-        self._is_busy = True
+        self._busy = threading.get_ident()
         try:
             without_stop(self._add, ready)
         finally:
-            self._is_busy = False
+            self._busy = None
         return cast("TensorDict", None)
 
     def _given(self, ready: Ready, frames: TensorDict | None = None) -> TensorDict:
@@ -379,7 +379,7 @@ class BatchStream(ABC):
         options, before = self._options, self._progress
         assert options.replay_buffer is not None
         if ready.batch is None:
-            self._progress = ready.then
+            self._given(ready)
             return
         by_step = not options.extend_buffer and self._layout.num_envs > 1
         frames = frames_for(ready.batch, options.replay_buffer, self._rollouts_of, by_step=by_step)
@@ -480,12 +480,12 @@ class BatchStream(ABC):
         """Wait for a batch on this thread, if no other one does."""
         this_thread = threading.get_ident()
         with self._entering:
-            if self._caller not in (None, this_thread):
+            if {self._caller, self._busy} - {None, this_thread}:
                 raise CollectorStateError(
                     "another thread waits for a batch of this collector: take all batches on one "
                     "thread and pass them on, or let the threads take turns with a lock of yours"
                 )
-            if self._is_busy:
+            if self._busy is not None:
                 raise CollectorStateError(
                     "this collector is making a batch already: take the next one not within "
                     "postproc, a hook or the buffer's extend()"

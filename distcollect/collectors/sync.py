@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import socket
+import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -87,7 +89,8 @@ class SyncDataCollector(DataCollectorBase):
         self._traj_ids = identity().own_traj_ids()
         self._plan = options.plan(num_envs=options.num_envs, traces=traces).with_policy_made()
         worker_id = options.worker_id
-        self._first_batch = 0  # of this engine
+        self._num_counted = 0  # batches that the statistics have as delivered
+        self._counting = threading.Lock()
         # The last seed of the envs, whether it is static, and the number of batches before it.
         self._seeded: tuple[int, bool, int] | None = None
         self._evaluator = build_evaluator(self._plan, worker_id=worker_id, shared=True)
@@ -198,6 +201,7 @@ class SyncDataCollector(DataCollectorBase):
         return self._engine.layout
 
     def _snapshot(self, known: Stats) -> Stats:
+        self._count_delivered()
         counts = self._engine.counter
         frames = Frames(counts.stepped, lost=dict(counts.lost), env_faults=counts.env_faults)
         return self._stats_recorder.snapshot(
@@ -210,6 +214,7 @@ class SyncDataCollector(DataCollectorBase):
     def _next(self, timeout_s: float) -> Collected:
         if self._hooks.pre_collect is not None:
             self._hooks.pre_collect()
+        self._count_delivered()
         self._settle("interrupted")
         # Each batch needs a slab of its own: the slab's memory becomes the batch.
         slab = new_slab(self._engine.layout, self._num_steps)
@@ -229,14 +234,21 @@ class SyncDataCollector(DataCollectorBase):
         )
         self._stats_recorder.switch_to("assemble")
         self._stats_recorder.collected(header)
-        self._stats_recorder.delivered([(0, [(0, slab.num_frames)])])
         rollout = Rollout(header, slab.local_tensors())
         return Collected(self._assembled(rollout), [header], LagStats(0, 0.0, 0))
 
     def _settle(self, cause: str, *, is_broken: bool = False) -> None:
         """Count frames that were stepped, and did not reach the user, as lost."""
-        num_kept = (self._progress.batches - self._first_batch) * self.frames_per_batch
+        num_kept = self._progress.batches * self.frames_per_batch
         self._engine.settle(cause, num_kept=num_kept, is_broken=is_broken)
+
+    def _count_delivered(self) -> None:
+        """Have the statistics count the batches that the user has got since the last call."""
+        with self._counting:
+            num_batches = self._progress.batches - self._num_counted
+            if num_batches > 0:
+                self._num_counted += num_batches
+                self._stats_recorder.delivered([(0, [(0, num_batches * self.frames_per_batch)])])
 
     def _assembled(self, rollout: Rollout) -> TensorDict:
         layout, options = self._layout, self._options
@@ -321,10 +333,11 @@ class SyncDataCollector(DataCollectorBase):
 
     def _use(self, background: Background) -> None:
         # The new engine resets the envs. If an exception breaks this off, the old one goes on.
-        self._engine.settle("given_up", is_broken=True)
+        self._settle("given_up", is_broken=True)
         policy, models = copied(self._plan.policy, self._plan.models)
         plan = replace(self._plan, policy=policy, models=models)
-        engine = build_engine_for(self._engine.envs, plan, traj_ids=self._traj_ids)
+        counter = self._engine.counter
+        engine = build_engine_for(self._engine.envs, plan, traj_ids=self._traj_ids, counter=counter)
         engine.weights.version = self._version
         num_batches = self._progress.batches
         if self._seeded is not None:
@@ -339,8 +352,10 @@ class SyncDataCollector(DataCollectorBase):
         )
         evaluator = build_evaluator(plan, worker_id=self._options.worker_id)
         # At once: what is done elsewhere depends on whether there is a background.
-        self._engine, self._first_batch, self._background = engine, num_batches, background
+        self._engine, self._background = engine, background
         before, self._evaluator = self._evaluator, evaluator
+        if self._unclosed:
+            self._unclosed = evaluator, engine.envs
         before.close()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -428,11 +443,8 @@ class SyncDataCollector(DataCollectorBase):
         count()
 
     def _release(self, *, close_envs: bool) -> None:
-        has_ended = True
-        if self._background is not None:
-            self._engine.stop()
-            has_ended = self._background.join(JOIN_TIMEOUT_S)
-        if has_ended:
+        self._engine.stop()
+        if self._has_stopped():
             self._settle("shut_down", is_broken=True)
         self._traj_ids.free()
         try:
@@ -441,6 +453,15 @@ class SyncDataCollector(DataCollectorBase):
             if close_envs:
                 self._engine.close()
             self._unclosed = ()
+
+    def _has_stopped(self) -> bool:
+        """Wait for the thread that collects; whether it does no more."""
+        if self._background is not None:
+            return self._background.join(JOIN_TIMEOUT_S)
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while self._busy not in (None, threading.get_ident()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._busy is None
 
 
 def _close(parts: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ import gymnasium as gym
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
+from helpers.waiting import eventually
 from tensordict import TensorDict
 
 import distcollect as dc
@@ -187,6 +188,32 @@ def test_one_that_fills_a_buffer_in_the_background_too() -> None:
     del collector
     gc.collect()
     assert Closable.closed.wait(60)
+
+
+def test_the_envs_that_it_evaluates_in_too() -> None:
+    open_envs = []
+
+    class Listed(Slow):
+        def __init__(self) -> None:
+            super().__init__()
+            open_envs.append(self)
+
+        def close(self) -> None:
+            open_envs.remove(self)
+
+    class Buffer:
+        def extend(self, data: TensorDict) -> None:
+            """Drops the frames."""
+
+    collector = dc.SyncDataCollector(
+        Listed, frames_per_batch=4, max_frames_per_traj=4, replay_buffer=Buffer()
+    )
+    collector.start()
+    collector.evaluate(1)
+    assert len(open_envs) == 2
+    del collector
+    gc.collect()
+    eventually(lambda: not open_envs)
 
 
 def test_an_env_of_the_users_stays_open() -> None:

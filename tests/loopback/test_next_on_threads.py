@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -101,3 +102,48 @@ def test_the_background_does_not_start_while_a_thread_waits() -> None:
             collector.start()
         _may_step.set()
         first.result(_SOON_S)
+
+
+def test_shutdown_while_another_thread_collects() -> None:
+    """The thread gets an error, and the frames that it has stepped are lost."""
+    collector = in_process()
+    with ThreadPoolExecutor(1) as threads:
+        collector.next()
+        first = waiting_in(collector.next, threads)
+        threading.Timer(0.2, _may_step.set).start()
+        collector.shutdown()
+        assert isinstance(first.exception(_SOON_S), dc.CollectorStateError)
+    assert collector.stats().delivered == 4
+    assert collector.stats().lost == {"shut_down": 1}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_threads_that_take_turns_until_the_end(whole: bool) -> None:
+    class Buffer:
+        def extend(self, data: Any) -> None:
+            """Drops the frames."""
+
+    length = 4 if whole else 100
+    options: Any = {"max_frames_per_traj": length, "trajs_per_batch": 1, "total_frames": 4}
+    with (
+        in_process(replay_buffer=Buffer(), **options) as collector,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        threads.submit(collector.next).result(_SOON_S)
+        with pytest.raises(StopIteration):
+            collector.next()
+
+
+def test_shutdown_by_the_buffer_that_is_given_a_batch() -> None:
+    collector: dc.DataCollectorBase
+
+    class Ending:
+        def extend(self, data: Any) -> None:
+            collector.shutdown()
+
+    collector = in_process(replay_buffer=Ending())
+    begin = time.monotonic()
+    collector.next()
+    assert time.monotonic() - begin < 5
+    assert collector.stats().delivered == 4
+    assert not collector.stats().lost

@@ -211,3 +211,43 @@ def test_frames_name_what_ended_their_rollout(error: type[BaseException], cause:
     [(found, num_frames)] = collector.stats().lost.items()
     assert found == cause
     assert 0 < num_frames < T
+
+
+def test_a_batch_that_postproc_refuses_is_not_delivered() -> None:
+    errors = [ValueError("odd")]
+
+    def postproc(batch: TensorDict) -> TensorDict:
+        if errors:
+            raise errors.pop()
+        return batch
+
+    with dc.SyncDataCollector("CartPole-v1", frames_per_batch=8, postproc=postproc) as collector:
+        with pytest.raises(ValueError, match="odd"):
+            collector.next()
+        assert collector.stats().delivered == 0
+        collector.next()
+        stats = collector.stats()
+    assert stats.delivered == stats.workers[0].frames == 8
+    assert stats.lost == {"interrupted": 8}
+
+
+def test_a_batch_that_the_buffer_refused_is_lost_when_the_background_begins() -> None:
+    class Refusing:
+        num_calls = 0
+
+        def extend(self, data: TensorDict) -> None:
+            self.num_calls += 1
+            if self.num_calls == 2:
+                raise ValueError("full")
+
+    with dc.SyncDataCollector(
+        "CartPole-v1", frames_per_batch=8, total_frames=32, replay_buffer=Refusing()
+    ) as collector:
+        collector.next()
+        with pytest.raises(ValueError, match="full"):
+            collector.next()
+        collector.start()
+        eventually(lambda: not collector.is_running)
+        stats = collector.stats()
+    assert stats.delivered == 32
+    assert stats.lost == {"given_up": 8}
