@@ -32,6 +32,7 @@ from distcollect.rollout.tree_layout import AnyLayout
 log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
+_STORAGES = "torchrl.data.replay_buffers.storages"
 
 
 @runtime_checkable
@@ -63,9 +64,9 @@ def check_can_hold(buffer: ReplayBuffer | None, layout: AnyLayout) -> None:
 
     TorchRL writes frames to one tensor by index, which torch can't do for some dtypes.
     """
-    module = sys.modules.get("torchrl.data.replay_buffers.storages")
-    storage = getattr(buffer, "storage", None)
-    if module is None or not isinstance(storage, module.TensorStorage):
+    storage = _torchrl_storage(buffer)
+    tensor_storage = getattr(sys.modules.get(_STORAGES), "TensorStorage", ())
+    if not isinstance(storage, tensor_storage):
         return
     for leaf in layout.per_frame:
         if not can_be_indexed(leaf.dtype):
@@ -92,8 +93,7 @@ def frames_for(
             with rows (TorchRL's storages with ``ndim`` above 1), which has one row for each env.
         by_step: an entry of the buffer is one step of all envs of a worker.
     """
-    storage = getattr(buffer, "storage", None)
-    device = getattr(storage, "device", None)
+    device = getattr(_torchrl_storage(buffer), "device", None)
     if batch.device is None and isinstance(device, torch.device):
         # A TorchRL storage on a device takes frames that name it.
         batch = batch.to(device)
@@ -113,7 +113,17 @@ def frames_for(
 
 def num_dims(buffer: object) -> int:
     """How many dimensions the entries of a buffer are along: ``ndim`` of TorchRL's storages."""
-    return getattr(getattr(buffer, "storage", None), "ndim", 1)
+    return getattr(_torchrl_storage(buffer), "ndim", 1)
+
+
+def _torchrl_storage(buffer: object) -> Any:
+    """The storage of one of TorchRL's buffers; None: it is a buffer of another kind.
+
+    A user's own may well have an attribute of this name: an array, say, which has dimensions too.
+    """
+    storage = getattr(buffer, "storage", None)
+    kind = getattr(sys.modules.get(_STORAGES), "Storage", ())
+    return storage if isinstance(storage, kind) else None
 
 
 class FillState(enum.Enum):

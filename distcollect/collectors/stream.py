@@ -141,7 +141,7 @@ class BatchStream(ABC):
         """
         super().__init_subclass__(**kwargs)
         for name in ("rollout", "iterator"):
-            if name in vars(cls):
+            if getattr(cls, name) is not getattr(BatchStream, name):  # its own, or of a mixin
                 raise ArgumentTypeError(
                     f"class {cls.__name__}: its {name}() would not be called by a loop over the "
                     "collector. To change batches, pass postproc= or override next()"

@@ -167,6 +167,9 @@ def test_a_method_that_loops_would_not_call_is_refused(base: type, name: str) ->
     with pytest.raises(dc.DistCollectError, match=rf"class Mine: its {name}\(\)") as caught:
         type("Mine", (base,), {name: lambda self: None})
     assert isinstance(caught.value, TypeError)
+    mixin = type("Mixin", (), {name: lambda self: None})
+    with pytest.raises(dc.DistCollectError, match=rf"class Mine: its {name}\(\)"):
+        type("Mine", (mixin, base), {})
 
 
 class Marking(dc.Collector):

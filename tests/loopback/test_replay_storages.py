@@ -111,3 +111,22 @@ def test_frames_that_are_left_out_and_whole_steps(
             "CartPole-v1", frames_per_batch=8, num_workers=2, **buffer(), **MASKING[name]
         )
     assert started() == []
+
+
+def test_a_buffer_of_the_users_that_keeps_frames_in_an_array() -> None:
+    """Its array has dimensions, but it is given frames ``[F]`` nevertheless."""
+
+    class Ring:
+        def __init__(self) -> None:
+            self.storage = torch.zeros(100, 4)
+            self.shapes: list[tuple[int, ...]] = []
+
+        def extend(self, data: Any) -> None:
+            self.shapes.append(tuple(data.shape))
+
+    ring = Ring()
+    with dc.SyncDataCollector(
+        CountingMaker(), envs_per_worker=2, frames_per_batch=2 * T, replay_buffer=ring
+    ) as collector:
+        collector.next()
+    assert ring.shapes == [(2 * T,)]
