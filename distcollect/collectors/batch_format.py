@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor, lazy_stack
 from tensordict.base import TensorDictBase
 
 from distcollect.common import checks
@@ -348,6 +348,11 @@ def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
     for key, part in reversed(list(batch.items(include_nested=True))):  # the innermost first
         if isinstance(part, TensorDictBase):
             part.batch_size = (*is_real.shape, *frames.get(key).batch_size[1:])
+    for key, value in frames.items(include_nested=True):
+        if is_non_tensor(value):  # left out above; padding repeats a row's last one
+            ends = lengths.cumsum(0)[:, None]
+            steps = torch.arange(is_real.shape[1], device=lengths.device)
+            batch.set(key, value[torch.minimum(ends - lengths[:, None] + steps, ends - 1)])
     batch.names = [None, "time"]
     batch[MASK] = batch[MASK] if MASK in frames.keys(include_nested=True) else is_real
     return batch

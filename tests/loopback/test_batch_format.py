@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 import distcollect as dc
-from distcollect.collectors.batch_format import BatchFormat
+from distcollect.collectors.batch_format import BatchFormat, split
 
 T = 5
 
@@ -439,3 +439,12 @@ def test_classes_that_fix_an_argument_refuse_it() -> None:
         dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=8, sync=False)
     with pytest.raises(ValueError, match="aSyncDataCollector has no num_workers"):
         dc.aSyncDataCollector("CartPole-v1", frames_per_batch=8, num_workers=2)
+
+
+def test_entries_that_are_no_tensors_are_split_too() -> None:
+    texts = NonTensorStack("a0", "a1", "b0", "b1", "b2")
+    ids = torch.tensor([[0, 0, 1, 1, 1]])
+    inner = TensorDict({"text": texts.unsqueeze(0)}, [1, 5])
+    rows = TensorDict({"inner": inner, "collector": {"traj_ids": ids}}, [1, 5])
+    text = split(rows).get(("inner", "text"))
+    assert text.tolist() == [["a0", "a1", "a1"], ["b0", "b1", "b2"]]
