@@ -259,7 +259,7 @@ class Lifecycle:
         """A worker failed at a request: it is replaced, unless the error ``is_final``."""
         process = self.processes.get(key)
         if process is not None:
-            process.ends_run = is_final
+            process.ends_run |= is_final  # its other calls fail as it is lost
             self._fail_process(process, error)
 
     def _fail_process(self, process: Process, error: BaseException) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from distcollect.errors import WorkerError, WorkerLost
 from distcollect.trainer.worker_slots import WorkerSlot
@@ -25,7 +25,7 @@ class FirstFailures:
         if self._messages:
             self._messages.pop(worker_id, None)
 
-    def is_final(self, slot: WorkerSlot, error: BaseException, collecting: Iterable[int]) -> bool:
+    def is_final(self, slot: WorkerSlot, error: BaseException, collecting: Collection[int]) -> bool:
         """A process failed; whether all do, so that the run can't go on.
 
         Args:
@@ -38,7 +38,7 @@ class FirstFailures:
         message = error.message if isinstance(error, WorkerError) else repr(error)
         message = _NUMBERS.sub("", message)
         self._messages.setdefault(slot.worker_id, {})[slot.incarnation] = message
-        return all(
+        return slot.worker_id in collecting and all(
             [*self._messages.get(worker_id, {}).values()][-_TIMES:] == _TIMES * [message]
             for worker_id in collecting
         )

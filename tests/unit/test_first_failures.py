@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from unittest.mock import Mock
+
+from distcollect.common.process_exit import ProcessExit
+from distcollect.config import Faults
 from distcollect.errors import EnvError, WorkerLost
+from distcollect.supervision.lifecycle import Lifecycle
+from distcollect.supervision.status import Phase, Status
 from distcollect.trainer.first_failures import FirstFailures
 from distcollect.trainer.worker_slots import WorkerSlot
 
@@ -30,3 +37,24 @@ def test_all_workers_have_to_fail_three_times_by_the_same_error() -> None:
         assert not fails(0, incarnation, EnvError("worn out (pid 9)", worker_id=0))
     assert not fails(0, 8, EnvError("worn out (pid 9)", worker_id=0), num_requests=2)
     assert fails(0, 9, EnvError("worn out (pid 9)", worker_id=0))
+
+
+def test_a_worker_that_collects_nothing_does_not_end_the_run() -> None:
+    """Those that collected have left, and others may come."""
+    failures = FirstFailures()
+    assert not failures.is_final(WorkerSlot(3, 0, 0), EnvError("worn out", worker_id=3), [])
+
+
+def test_the_run_ends_also_if_the_worker_owes_other_answers() -> None:
+    """They fail when it is lost, before it is known how its process ended."""
+    status = Status()
+    lifecycle = Lifecycle(Mock(), Mock(), Faults(), Mock(), status, num_first=2, post=Mock())
+    lifecycle.check()
+    for worker_id in range(2):
+        lifecycle._membership.ready(worker_id, 0, time.monotonic())
+    status.enter(Phase.RUNNING)
+    error = EnvError("worn out", worker_id=0)
+    lifecycle.failed((0, 0), error, is_final=True)
+    lifecycle.failed((0, 0), WorkerLost("peer 1 is gone"))
+    lifecycle.reaped((0, 0), ProcessExit(1, 0))
+    assert status.failure is error
