@@ -117,6 +117,7 @@ class Push:
         base: the version that a payload with only some entries is a change of.
         epoch: how often versions had been renumbered when this one was published, see
             :class:`ResumeRequest`.
+        changes_follow: whether a later payload may have only what has changed since.
     """
 
     version: int
@@ -126,6 +127,7 @@ class Push:
     checksum: int
     base: int = 0
     epoch: int = 0
+    changes_follow: bool = False
 
 
 class WorkerService(Service, Protocol):

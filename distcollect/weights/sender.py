@@ -217,6 +217,7 @@ class WeightSender:
             checksum=checksum(payload.data),
             base=payload.base,
             epoch=publication.epoch,
+            changes_follow=self._options.changes_only,
         )
         if not self._all_ready(first, preparing):
             return  # those that are ready come again, as a group without the others

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -322,6 +323,23 @@ class TestReceiver:
             version, InlineSource(flat), WeightEncoding(), flat.nbytes, checksum(flat), 0, epoch
         )
         return self.receiver.receive(push).result(SOON_S)
+
+    def test_a_change_of_weights_that_the_policy_has_swapped_is_refused(self) -> None:
+        def receive(version: int, data: torch.Tensor, encoding: WeightEncoding) -> Any:
+            push = Push(
+                version, InlineSource(data), encoding, data.nbytes, checksum(data), version - 1
+            )
+            return self.receiver.receive(replace(push, changes_follow=True)).result(SOON_S)
+
+        flat = self.live.layout.empty()
+        self.live.layout.views(flat)[0].copy_(torch.arange(4.0).view(2, 2))
+        receive(1, flat, WeightEncoding())
+        self.live.apply()
+        receive(2, flat[:0], WeightEncoding(entries=()))
+        self.live.apply()
+        self.module.weight.data.copy_(self.module.weight.data.flip(0))
+        with pytest.raises(RuntimeError, match="the policy has changed its parameters itself"):
+            receive(3, flat[:0], WeightEncoding(entries=()))
 
     def test_what_lies_ready_has_the_new_number(self) -> None:
         self.receive(1, 1.0, epoch=0)
