@@ -66,6 +66,7 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
     """
     if not callable(main):
         raise ArgumentTypeError(f"run({main!r}): must be a function without parameters, your main")
+    num_trainers = checks.plain(num_trainers)
     checks.positive("num_trainers", num_trainers)
     launch = Launch.detect()
     folder = RunFolder.here()

@@ -50,6 +50,11 @@ _ANSWER_TIMEOUT_S = 1.0
 _NOT_READ_AT_IMPORT = ("DISTCOLLECT_", "PYTEST_CURRENT_TEST")
 # os.system() ignores them while it runs, a notebook between its cells; workers ignore SIGINT.
 _IGNORED_AT_TIMES = {signal.SIGINT, signal.SIGQUIT}
+# Of /proc/self/status: what a process may do, and the mode of its new files.
+_INHERITED_STATUS = (
+    *("CapInh", "CapPrm", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters"),
+    "Umask",
+)
 _DEFAULTS = {
     # Threads of numpy's OpenBLAS start when it is loaded, and a process with threads isn't forked.
     "OPENBLAS_NUM_THREADS": "1",
@@ -375,7 +380,7 @@ def _origin(environ: Mapping[str, str]) -> tuple[object, ...]:
     return (
         {name: environ[name] for name in environ if not name.startswith(_NOT_READ_AT_IMPORT)},
         (os.getresuid(), os.getresgid(), os.getgroups()),
-        [lines.get(name) for name in ("CapInh", "CapPrm", "CapBnd", "CapAmb", "Umask")],
+        [lines.get(name) for name in _INHERITED_STATUS],
         [resource.getrlimit(getattr(resource, name)) for name in limits],
         (os.getpriority(os.PRIO_PROCESS, os.getpid()), os.sched_getscheduler(os.getpid())),
         ignored & ~sum(1 << (number - 1) for number in _IGNORED_AT_TIMES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import locale
@@ -31,6 +32,7 @@ import distcollect as dc
 from distcollect.launch import zygote
 
 WAIT_S = 60
+_PR_SET_NO_NEW_PRIVS = 38
 
 
 class Reporting(gym.Wrapper[Any, Any, Any, Any]):
@@ -304,6 +306,20 @@ def test_variables_that_libraries_read_when_loaded_get_another_zygote(
         collector.next()
     assert facts["started_by"] != first
     assert facts["torch_threads"] == 2
+
+
+@pytest.mark.skipif(
+    "NoNewPrivs:\t0" not in Path("/proc/self/status").read_text(), reason="it may do no less"
+)
+def test_a_trainer_that_gives_up_privileges_gets_another_zygote() -> None:
+    child = os.fork()  # it can't be undone
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            before = zygote._origin({})
+            assert ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            os._exit(0 if zygote._origin({}) != before else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_forked_child_of_the_trainer_leaves_its_zygote_alone() -> None:
