@@ -130,8 +130,10 @@ class LocalProcesses:
 
     def __init__(self, events: ProcessEvents) -> None:
         """Report to ``events``."""
-        # Of now, also for replacements: libraries change variables for a while.
+        # Of now, also for replacements: libraries change variables for a while, and a script may
+        # go to another folder.
         self._environ = zygote.inherited()
+        self._folder, self._sys_path = zygote.working_folder(), tuple(zygote.import_path())
         zygote.warm_up(self._environ, self)
         self._events = events
         # Reentrant: garbage collection under it may finalize a collector, which ends its processes.
@@ -157,7 +159,7 @@ class LocalProcesses:
         boot = replace(
             boot,
             counters_fd=counters.fd,
-            sys_path=tuple(zygote.import_path()),
+            sys_path=self._sys_path,
             authkey=multiprocessing.current_process().authkey.hex(),
         )
         process = self._start(boot, env, counters)
@@ -180,7 +182,7 @@ class LocalProcesses:
         self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
     ) -> _Process:
         try:
-            return zygote.fork(boot, self._environ, env, counters)
+            return zygote.fork(boot, self._environ, env, self._folder, counters)
         except zygote.Unavailable as error:
             log.debug("%s is started by itself: %s", boot.name, error)
             return self._start_alone(boot, env, counters)
@@ -198,6 +200,7 @@ class LocalProcesses:
                     stderr=stderr,
                     start_new_session=True,
                     env={**self._environ, **env},
+                    cwd=self._folder if os.access(self._folder, os.X_OK) else None,
                     pass_fds=[boot.counters_fd],
                 )
         finally:

@@ -235,6 +235,7 @@ class Zygote:
         self,
         boot: WorkerBoot,
         environ: Mapping[str, str],
+        folder: str,
         counters: SharedStepCounter,
     ) -> ForkedProcess:
         """Request a worker.
@@ -242,12 +243,13 @@ class Zygote:
         Args:
             boot: what it starts with.
             environ: its environment variables.
+            folder: its working folder.
             counters: its step counter; the descriptor is closed once the worker has it.
 
         Raises:
             OSError: the zygote is gone, or no file for the request can be made.
         """
-        child = Child(boot, dict(environ), str(Path.cwd()), frozenset(os.sched_getaffinity(0)))
+        child = Child(boot, dict(environ), folder, frozenset(os.sched_getaffinity(0)))
         with memory_segment.small_file() as file, open_files.output_streams() as streams:
             pickle.dump(child, file)
             file.flush()
@@ -361,6 +363,14 @@ def import_path() -> list[str]:
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
+def working_folder() -> str:
+    """This process's working folder; "" if it was removed."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return ""
+
+
 def inherited() -> dict[str, str]:
     """This process's environment for workers: what their envs start has no use for the token."""
     # Other threads may change it meanwhile.
@@ -416,6 +426,7 @@ def fork(
     boot: WorkerBoot,
     environ: Mapping[str, str],
     added: Mapping[str, str],
+    folder: str,
     counters: SharedStepCounter,
 ) -> ForkedProcess:
     """Request a worker from this process's zygote.
@@ -424,6 +435,7 @@ def fork(
         boot: what it starts with.
         environ: its environment variables.
         added: further ones, of this worker alone.
+        folder: its working folder; "" if it was removed.
         counters: its step counter; the descriptor is closed once the worker has it.
 
     Raises:
@@ -435,7 +447,7 @@ def fork(
     if special := sorted(name for name in added if added[name] != usual.get(name)):
         raise Unavailable(f"libraries may read {', '.join(special)} when they are loaded")
     try:
-        return _current(environ).fork(boot, {**environ, **added}, counters)
+        return _current(environ).fork(boot, {**environ, **added}, folder, counters)
     except OSError as error:
         raise Unavailable(str(error)) from error
 

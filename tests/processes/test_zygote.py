@@ -190,6 +190,29 @@ def test_a_replacement_is_forked_too() -> None:
         assert processes(collector)[1]["started_by"] == zygote.pid()
 
 
+@pytest.mark.parametrize("use", ["keep", "off"])
+def test_a_replacement_has_the_folder_and_path_of_the_time_when_its_collector_was_made(
+    use: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(zygote.ZYGOTE, use)
+    with collect() as collector:
+        collector.next()
+        before = processes(collector)[1]
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        os.kill(before["pid"], signal.SIGKILL)
+        eventually(
+            lambda: (
+                len(collector.call("process")) == 2
+                and processes(collector)[1]["pid"] != before["pid"]
+            ),
+            WAIT_S,
+        )
+        after = processes(collector)[1]
+    assert after["folder"] == before["folder"] != str(tmp_path)
+    assert str(tmp_path) not in after["path"]
+
+
 def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
     with collect() as collector:
         collector.next()
