@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -61,7 +61,8 @@ class WeightSync:
             raise ArgumentError(
                 f"WeightSync(wire_dtype={self.wire_dtype!r}): use 'bfloat16', 'float16' or None"
             )
-        if isinstance(self.exclude, str) or not all(isinstance(p, str) for p in self.exclude):
+        patterns = self.exclude if isinstance(self.exclude, Collection) else [None]
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
             raise ArgumentTypeError(
                 f"WeightSync(exclude={self.exclude!r}): must be a list of patterns, as ['critic.*']"
             )

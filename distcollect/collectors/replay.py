@@ -461,4 +461,6 @@ class Background:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end; returns whether it has ended, or never began."""
+        if self._thread.is_current:  # the user's buffer shuts the collector down
+            return False
         return not self._begun.done() or self._ended.arrives(timeout_s)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.envs import StepCountEnv
 from helpers.loopback_pool import loopback_collector
+from helpers.waiting import eventually
 
 import distcollect as dc
 
@@ -134,7 +135,8 @@ def test_threads_that_take_turns_until_the_end(whole: bool) -> None:
             collector.next()
 
 
-def test_shutdown_by_the_buffer_that_is_given_a_batch() -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_shutdown_by_the_buffer_that_is_given_a_batch(in_background: bool) -> None:
     collector: dc.DataCollectorBase
 
     class Ending:
@@ -143,7 +145,11 @@ def test_shutdown_by_the_buffer_that_is_given_a_batch() -> None:
 
     collector = in_process(replay_buffer=Ending())
     begin = time.monotonic()
-    collector.next()
+    if in_background:
+        collector.start()
+        eventually(lambda: not collector.is_running)
+    else:
+        collector.next()
     assert time.monotonic() - begin < 5
     assert collector.stats().delivered == 4
     assert not collector.stats().lost

@@ -20,6 +20,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 BAD: Sequence[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dc.WeightSync(wire_dtype="int8"), ValueError, "wire_dtype='int8'.*bfloat16"),
     (lambda: dc.WeightSync(exclude="critic"), TypeError, r"\['critic.\*'\]"),
+    (lambda: dc.WeightSync(exclude=None), TypeError, r"\['critic.\*'\]"),  # type: ignore[arg-type]
     (lambda: dc.WeightSync(ready_timeout_s=0), ValueError, "ready_timeout_s=0"),
     (lambda: dc.Staleness(-1), ValueError, "max_policy_lag=-1"),
     (lambda: dc.Staleness(1.5), ValueError, "max_policy_lag=1.5"),  # type: ignore[arg-type]
