@@ -73,6 +73,8 @@ class HookedUpdater(WeightUpdaterBase):
             )
         self._hooks = hooks
         self._mover = mover
+        # Our own classes have more methods than TorchRL's.
+        self._told = [mover, hooks] if isinstance(hooks, WeightUpdaterBase) else [mover]
 
     @property
     def together(self) -> bool:  # type: ignore[override]
@@ -113,10 +115,12 @@ class HookedUpdater(WeightUpdaterBase):
     # How it is sent.
 
     def attach(self, context: UpdaterContext) -> None:
-        self._mover.attach(context)
+        for updater in self._told:
+            updater.attach(context)
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
-        self._mover.check(device, worker_ids)
+        for updater in self._told:
+            updater.check(device, worker_ids)
 
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
@@ -127,10 +131,12 @@ class HookedUpdater(WeightUpdaterBase):
         self._mover.send(payload)
 
     def forget(self, peer: int) -> None:
-        self._mover.forget(peer)
+        for updater in self._told:
+            updater.forget(peer)
 
     def close(self) -> None:
-        self._mover.close()
+        for updater in self._told:
+            updater.close()
 
 
 class NoUpdater(AutoUpdater):

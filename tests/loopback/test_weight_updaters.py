@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,3 +160,25 @@ class TestUpdaters:
             alone.init_updater(1, two=3)
             with pytest.raises(TypeError, match="no weight updater"):
                 alone.update_policy_weights_(worker_ids=0)
+
+
+class WithoutSources(dc.WeightUpdaterBase):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def attach(self, context: UpdaterContext) -> None:
+        self.told.append("attach")
+
+    def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
+        self.told.append("check")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+def test_an_updater_without_sources_is_told_of_the_run_too(collect: Collect) -> None:
+    updater = WithoutSources()
+    collector = collect(weight_updater=updater)
+    collector.update_policy_weights_()
+    collector.shutdown()
+    assert updater.told == ["attach", "check", "close"]
