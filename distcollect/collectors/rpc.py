@@ -301,7 +301,11 @@ class RPCDataCollector(WorkerAccess):
             )
         self._enter()
         self._fetch(reference, timeout_s)
-        return self._hand_out()
+        try:
+            return self._hand_out()
+        except BaseException:
+            self._leave()
+            raise
 
     @timed
     def _fetch(self, reference: RolloutReference, timeout_s: float | None) -> None:

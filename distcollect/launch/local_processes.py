@@ -314,7 +314,7 @@ class LocalProcesses:
             log.warning("%s: %s; killing it", running.boot.name, running.reason)
             self._kill(running)
         elif overdue and (pid := running.worker_pid) is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # it ended, or this process gave up its user
                 os.kill(pid, STACK_SIGNAL)
         running.is_overdue = bool(overdue)
 
