@@ -70,7 +70,9 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """The variables of a function's closure and module that it uses."""
+    """A function's default arguments, and the variables of its closure and module that it uses."""
+    yield from _parts(function.__defaults__ or ())
+    yield from _parts(function.__kwdefaults__ or {})
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents

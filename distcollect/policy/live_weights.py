@@ -163,8 +163,8 @@ def _places(
         (part, name, tensor)
         for part in (() if module is None else module.modules())
         for name, tensor in (
-            *part.named_parameters(recurse=False),
-            *part.named_buffers(recurse=False),
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
         )
         if id(tensor) in wanted and getattr(part, name, None) is tensor
     ]

@@ -13,7 +13,7 @@ from torch import nn
 
 from distcollect.errors import ArgumentTypeError, WeightsError
 from distcollect.policy.live_weights import LiveWeights
-from distcollect.policy.weight_layout import WeightLayout, check_range, checksum
+from distcollect.policy.weight_layout import WeightLayout, check_range, checksum, module_of
 
 
 class Net(nn.Module):
@@ -411,3 +411,21 @@ def test_what_is_newest_is_whole_while_it_is_being_applied() -> None:
             live._tensors = [Looking()]
         live.apply()
     assert Looking.seen == (2, 2.0)
+
+
+def test_modules_that_are_default_arguments_are_found():
+    net = nn.Linear(2, 2)
+    assert module_of(lambda x, net=net: net(x)) is net
+    assert module_of(lambda x, *, net=net: net(x)) is net
+
+
+def test_a_buffer_with_two_names_in_one_module_is_put_back_under_both():
+    module = nn.Module()
+    buffer = torch.zeros(2)
+    module.register_buffer("first", buffer)
+    module.register_buffer("second", buffer)
+    live = LiveWeights(module)
+    module.second = module.second + 1  # as a forward pass may do
+    live.commit(live.spare().zero_(), 1)
+    live.apply()
+    assert module.second is module.first
