@@ -479,18 +479,27 @@ class BatchStream(ABC):
     def _enter(self) -> None:
         """Wait for a batch on this thread, if no other one does."""
         this_thread = threading.get_ident()
-        with self._entering:
-            if {self._caller, self._busy} - {None, this_thread}:
-                raise CollectorStateError(
-                    "another thread waits for a batch of this collector: take all batches on one "
-                    "thread and pass them on, or let the threads take turns with a lock of yours"
-                )
-            if self._busy is not None:
-                raise CollectorStateError(
-                    "this collector is making a batch already: take the next one not within "
-                    "postproc, a hook or the buffer's extend()"
-                )
-            self._caller = this_thread
+        try:
+            with self._entering:
+                self._check_entry(this_thread)
+                self._caller = this_thread
+        except CollectorStateError:
+            raise
+        except BaseException:  # Ctrl-C
+            self._leave()
+            raise
+
+    def _check_entry(self, this_thread: int) -> None:
+        if {self._caller, self._busy} - {None, this_thread}:
+            raise CollectorStateError(
+                "another thread waits for a batch of this collector: take all batches on one "
+                "thread and pass them on, or let the threads take turns with a lock of yours"
+            )
+        if self._busy is not None:
+            raise CollectorStateError(
+                "this collector is making a batch already: take the next one not within "
+                "postproc, a hook or the buffer's extend()"
+            )
 
     def _leave(self) -> None:
         """This thread gets no batch, if it has waited for one."""
