@@ -256,13 +256,18 @@ class RPCDataCollector(WorkerAccess):
                 self._limit_s(timeout_s), keep_s, self._progress.claimed
             )
         except WorkerError:
+            exit_if_requested()
             self.shutdown()
             raise
         header, pool = reference.header, self._session.pool
         lag = pool.lag(header.worker_id, header.policy_version[0])
         lags = [[(lag, header.num_frames)]]
         pool.deliveries.note(number, [header.worker_id], lags, {})
+        before = self._progress
         then = self._after(Collected(TensorDict(), [header], _stats_of(lags), number))
+        if (ready := before.ready) is not None and ready.then.claimed == before.claimed:
+            # Taken over, and the buffer's extend() raised: nobody else has it.
+            then = replace(then, ready=replace(ready, then=then))
         return self._referred(reference, then)
 
     def _referred(self, reference: RolloutReference, then: Progress) -> RolloutReference:

@@ -13,9 +13,11 @@ import pytest
 import torch
 from helpers.counting_envs import CountingMaker
 from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+from tensordict import TensorDict
 
 import distcollect as dc
 from distcollect.common.shared_memory import SharedTensor
+from distcollect.launch import preemption
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.slab import Slab
@@ -122,6 +124,54 @@ def test_what_was_read_too_late_counts_for_nothing(collector: dc.RPCDataCollecto
     with pytest.raises(dc.RolloutGone, match="took it back"):
         worker.confirm_handover(reference.key)
     settled(collector, lambda total: total.lost == {"not_taken": 2 * STEPS})
+
+
+class FullOnce:
+    """A buffer whose second extend() raises."""
+
+    def __init__(self) -> None:
+        self.num_calls = self.num_frames = 0
+
+    def extend(self, data: TensorDict) -> None:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise ValueError("full")
+        self.num_frames += data.numel()
+
+
+def test_what_was_taken_and_the_buffer_refused_outlives_the_next_hand_over() -> None:
+    buffer = FullOnce()
+    with make(replay_buffer=buffer) as collector:
+        collector.next()
+        reference = collector.hand_over(SOON_S)
+        with pytest.raises(ValueError, match="full"):
+            collector.take_over(reference, SOON_S)
+        other = collector.hand_over(SOON_S)
+        collector.next()
+        assert buffer.num_frames == 2 * 2 * STEPS
+        collector.take_over(other, SOON_S)
+        collector.next()
+        assert buffer.num_frames == 4 * 2 * STEPS
+        assert collector.ledger.total.delivered == 4 * 2 * STEPS
+        assert collector.frames == 4 * 2 * STEPS
+
+
+def test_a_signal_to_end_counts_more_than_workers_that_it_ended(
+    collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector.hand_over(SOON_S)
+
+    def lose(*args: object) -> None:
+        monkeypatch.setattr(preemption, "_requested", "SIGTERM")
+        raise dc.WorkerLost("ended")
+
+    def save_and_exit() -> None:
+        raise preemption.Interrupted
+
+    monkeypatch.setattr(preemption, "_save_and_exit", save_and_exit)
+    monkeypatch.setattr(collector._session, "hand_over", lose)
+    with pytest.raises(preemption.Interrupted):
+        collector.hand_over(SOON_S)
 
 
 def test_one_whose_worker_dies_is_lost(collector: dc.RPCDataCollector) -> None:
