@@ -217,8 +217,8 @@ class RPCDataCollector(WorkerAccess):
         counts them as delivered once that trainer has them, and otherwise as lost: by "not_taken"
         after ``keep_s``, "worker_lost", or "shut_down" if this collector ends before. They count
         towards ``total_frames`` here in any case, and :class:`Staleness` limits their lag now, not
-        when they are taken. Until then they occupy one of the worker's two rollout buffers, so at
-        most one rollout of a worker can wait while it keeps collecting.
+        when they are taken. Until then they occupy one of the worker's two rollout buffers, which
+        it uses in turn: it collects one more rollout, and then waits until this one was taken.
 
         If you also call :meth:`next`, rollouts may have been fetched in advance for it. These are
         kept for it, unless no other rollout is being collected: then the frames travel with the
