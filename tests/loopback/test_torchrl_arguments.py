@@ -232,12 +232,10 @@ def test_stats_count_the_workers() -> None:
 
 
 class Buffer:
-    """A replay buffer with a row for each env."""
-
-    class storage:  # noqa: N801 - TorchRL's name for it
-        ndim = 2
+    """A replay buffer with a row for each env, by a storage of TorchRL's."""
 
     def __init__(self) -> None:
+        self.storage = pytest.importorskip("torchrl.data").LazyTensorStorage(100, ndim=2)
         self.shapes: list[tuple[int, ...]] = []
 
     def extend(self, data: TensorDict) -> None:
