@@ -6,6 +6,7 @@ import dis
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
+from inspect import getattr_static
 from types import CodeType, FunctionType, MethodType, ModuleType
 
 import torch
@@ -15,15 +16,17 @@ from torch import nn
 
 _MOST_SEARCHED = 100_000  # objects; a callable may refer to anything, for example a whole dataset
 _NEVER_SEARCHED = (type, ModuleType, str, bytes, int, float, torch.Tensor, TensorDictBase)
+_LIBRARIES = frozenset({"torch", "torchrl", "tensordict", "numpy", "gymnasium"})
 
 
 def held_modules(policy: object) -> dict[str, nn.Module]:
     """The modules with weights that ``policy`` computes with, by where it has them.
 
     It is one itself, or it is a callable that refers to some: a bound method, a ``partial``, a
-    function that uses variables of a closure or of its module, an object with attributes, a
-    TensorDictModule that wraps one of these. Attributes, lists and dicts are searched as deep as
-    they go. Modules within one that was found are left out, and so are TorchRL's envs.
+    function that uses variables of a closure or of its module, an object with attributes or with a
+    ``__call__`` that is such a function, a TensorDictModule that wraps one of these. Attributes,
+    lists and dicts are searched as deep as they go. Modules within one that was found are left out,
+    and so are TorchRL's envs.
     """
     found: dict[str, nn.Module] = {}
     seen: dict[int, object] = {}  # the objects themselves, so that their ids stay valid
@@ -67,6 +70,18 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
         slots = vars(kind).get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             yield slot, getattr(thing, slot, None)
+    if type(thing).__module__.partition(".")[0] not in _LIBRARIES:
+        yield from _of_class(thing)
+
+
+def _of_class(thing: object) -> Iterator[tuple[str, object]]:
+    """The modules among the attributes of an object's class, and its ``__call__``."""
+    for kind in type(thing).__mro__:
+        for name, value in vars(kind).items():
+            if isinstance(value, nn.Module) and getattr_static(thing, name, None) is value:
+                yield name, value
+    if isinstance(call := getattr_static(type(thing), "__call__", None), FunctionType):
+        yield "", call
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:

@@ -41,6 +41,26 @@ class Agent:
         return [part(observation) for part in self.nets]
 
 
+class Calling:
+    """Uses a global variable."""
+
+    def __call__(self, observation: torch.Tensor) -> Any:
+        return net(observation)
+
+
+class Shared:
+    """Has modules in attributes of the class, of which each object replaces one."""
+
+    actor = net
+    critic: nn.Module = nn.Linear(1, 1)
+
+    def __init__(self) -> None:
+        self.critic = nothing
+
+    def __call__(self, observation: torch.Tensor) -> Any:
+        return self.critic(self.actor(observation))
+
+
 def late() -> Any:
     def policy(observation: torch.Tensor) -> torch.Tensor:
         return after(observation)  # noqa: F821 - deleted
@@ -57,6 +77,9 @@ ONE = {
     "partial": partial(nn.Module.__call__, net),
     "global": by_name,
     "function of a function": by_another,
+    "object that uses a global": Calling(),
+    "class attribute": Shared(),
+    "method of an object with a class attribute": Shared().__call__,
     "comprehension": in_a_comprehension,
     "compiled": torch.compile(net.forward, backend="eager"),
     "part of another": Agent(nn.Sequential(net), net).act,
