@@ -238,7 +238,7 @@ class WeightLayout:
             problems += [
                 f"{name!r} and {other!r} differ, but are one weight in the policy"
                 for other in others
-                if given[other] is not value and not torch.equal(given[other], value)
+                if given[other] is not value and not _same(given[other], value)
             ]
             if tuple(value.shape) != entry.shape:
                 problems.append(
@@ -258,6 +258,13 @@ class WeightLayout:
                 "Nothing was sent"
             )
         return selected
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same values, NaN among them, on whichever devices."""
+    return one.shape == other.shape and torch.allclose(
+        one, other.to(one), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def check_finite(weights: Mapping[str, torch.Tensor]) -> None:

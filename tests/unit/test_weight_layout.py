@@ -429,3 +429,14 @@ def test_a_buffer_with_two_names_in_one_module_is_put_back_under_both():
     live.commit(live.spare().zero_(), 1)
     live.apply()
     assert module.second is module.first
+
+
+def test_a_tied_weight_with_nan_is_the_same_under_both_names():
+    net = nn.Linear(2, 2, bias=False)
+    layout = WeightLayout.of(nn.ModuleDict({"one": net, "two": net}))
+    value = torch.tensor([[float("nan"), 1.0], [float("inf"), 2.0]])
+    given = {"one.weight": value, "two.weight": value.clone()}
+    assert layout.select(given)["one.weight"] is value
+    given["two.weight"][0, 1] = 3.0
+    with pytest.raises(WeightsError, match="differ"):
+        layout.select(given)
