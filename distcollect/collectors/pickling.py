@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -199,7 +201,10 @@ def copied(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[s
         ArgumentError: they can't be copied.
     """
     own = {id(tensor) for tensor in _tensors(policy, models)}
-    reason: object = "it is a function of a module that can be imported, and so is never copied"
+    reason: object = (
+        "it is a function of a module that can be imported, or its class has or uses the weights, "
+        "and so they are never copied"
+    )
     # A deep copy of a function is the function itself, with the variables of its closure.
     for duplicate in (copy.deepcopy, _pickled_and_back):
         try:
@@ -216,7 +221,36 @@ def copied(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[s
 
 
 def _pickled_and_back(given: Any) -> Any:
-    return cloudpickle.loads(cloudpickle.dumps(given))
+    file = io.BytesIO()
+    pickler = _ClassesStay(file)
+    pickler.dump(given)
+    file.seek(0)
+    return _ClassesStayed(file, pickler.classes).load()
+
+
+class _ClassesStay(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves classes out: of one of a script, cloudpickle would replace the attributes."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.classes: list[type] = []
+
+    def persistent_id(self, obj: object) -> int | None:
+        """See :meth:`pickle.Pickler.persistent_id`."""
+        if not isinstance(obj, type):
+            return None
+        self.classes.append(obj)
+        return len(self.classes) - 1
+
+
+class _ClassesStayed(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, classes: Sequence[type]) -> None:
+        super().__init__(file)
+        self._classes = classes
+
+    def persistent_load(self, pid: int) -> type:
+        """See :meth:`pickle.Unpickler.persistent_load`."""
+        return self._classes[pid]
 
 
 def _tensors(policy: Any, models: Mapping[str, nn.Module]) -> Iterator[torch.Tensor]:

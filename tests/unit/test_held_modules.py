@@ -11,6 +11,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
+from distcollect.collectors.pickling import copied
+from distcollect.errors import ArgumentError
 from distcollect.policy.weight_layout import module_of, named_tensors, published
 
 net, other = nn.Linear(4, 2), nn.Linear(2, 1)
@@ -142,3 +144,27 @@ def test_an_env_is_no_policy() -> None:
 
     assert module_of(policy) is None
     env.close()
+
+
+def test_a_policy_whose_class_has_its_module_is_left_as_it_is() -> None:
+    shared = nn.Linear(1, 1)
+
+    class Policy:
+        net = shared
+
+        def __call__(self, observation: torch.Tensor) -> Any:
+            return self.net(observation)
+
+    with pytest.raises(ArgumentError, match="class"):
+        copied(Policy(), {})
+    assert Policy.net is shared
+
+
+def test_a_function_is_copied_with_its_module() -> None:
+    class Net(nn.Linear):
+        pass
+
+    own = Net(1, 1)
+    copy, _ = copied(lambda observation: own(observation)[0], {})
+    assert isinstance(module_of(copy), Net)
+    assert module_of(copy) is not own
