@@ -38,7 +38,7 @@ def held_modules(policy: object) -> dict[str, nn.Module]:
         seen[id(thing)] = thing
         if isinstance(thing, nn.Module):
             if not _is_env(thing):
-                found[name or "policy"] = thing
+                found[_free_name(name or "policy", found)] = thing
                 to_search.extend(_wrapped_by(thing, name))
         elif not isinstance(thing, _NEVER_SEARCHED):
             to_search.extend((f"{name}_{part}".strip("_"), inner) for part, inner in _parts(thing))
@@ -48,6 +48,14 @@ def held_modules(policy: object) -> dict[str, nn.Module]:
         for name, module in found.items()
         if id(module) not in within and _has_weights(module)
     }
+
+
+def _free_name(name: str, taken: Mapping[str, object]) -> str:
+    """``name``, or one like it, that a part of a ModuleDict can have and that is not taken."""
+    name = name.replace(".", "_")
+    while name in taken or hasattr(nn.ModuleDict, name):
+        name += "_"
+    return name
 
 
 def _parts(thing: object) -> Iterator[tuple[str, object]]:

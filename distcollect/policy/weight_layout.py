@@ -325,8 +325,7 @@ def module_of(policy: object, models: Iterable[nn.Module] = ()) -> nn.Module | N
     called = called_by(policy)
     known = {id(part) for model in models for part in model.modules()}
     held = {
-        # A ModuleDict takes no names of its own attributes.
-        f"{name}_" if hasattr(nn.ModuleDict, name) else name.replace(".", "_"): module
+        name: module
         for name, module in held_modules(called).items()
         if module is called or id(module) not in known
     }

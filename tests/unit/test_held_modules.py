@@ -116,6 +116,25 @@ def test_several_are_named_by_where_they_are() -> None:
     ]
 
 
+def with_default(body: nn.Module, observation: torch.Tensor, head: nn.Module = other) -> Any:
+    return head(body(observation))
+
+
+class Nested:
+    def __init__(self) -> None:
+        self.x = {"a.b": net}
+        self.x_a = {"b": other}
+
+    def act(self, observation: torch.Tensor) -> Any: ...
+
+
+@pytest.mark.parametrize("policy", [partial(with_default, net), Nested().act])
+def test_modules_that_would_have_the_same_name(policy: Any) -> None:
+    found = module_of(policy)
+    assert isinstance(found, nn.ModuleDict)
+    assert {*found.values()} == {net, other}
+
+
 @pytest.mark.parametrize("policy", [torch.relu, len, late(), Agent(nothing).act, partial(max)])
 def test_none(policy: Any) -> None:
     assert module_of(policy) is None
