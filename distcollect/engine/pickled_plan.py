@@ -81,5 +81,18 @@ def unpickled(parts: Sequence[bytes | mmap.mmap]) -> WorkerPlan:
     own = module_of(loaded.policy)
     if own is not None and loaded.held is not None and own is not loaded.held:
         # A function that travels by its name uses the modules of this process.
-        own.load_state_dict(loaded.held.state_dict())
+        _copy_state(loaded.held, own)
     return loaded
+
+
+def _copy_state(source: nn.Module, target: nn.Module) -> None:
+    """Copy what a module computes with: its weights, all of its buffers, and its mode."""
+    target.load_state_dict(source.state_dict())
+    buffers = dict(source.named_buffers())  # the state has no buffers that aren't persistent
+    for name, buffer in target.named_buffers():
+        if name in buffers:
+            buffer.data = buffers[name].to(buffer)
+    parts = dict(source.named_modules())
+    for name, part in target.named_modules():
+        if name in parts:
+            part.training = parts[name].training

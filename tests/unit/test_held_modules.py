@@ -11,7 +11,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
-from distcollect.collectors.pickling import copied
+from distcollect.collectors.pickling import copied, pickled_plans
+from distcollect.engine.pickled_plan import unpickled
+from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import ArgumentError
 from distcollect.policy.weight_layout import module_of, named_tensors, published
 
@@ -142,6 +144,30 @@ def test_none(policy: Any) -> None:
 
 def test_a_module_without_weights_is_the_policy_s() -> None:
     assert module_of(nothing) is nothing
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("scale", torch.zeros(1), persistent=False)
+
+
+scaled = Scaled()
+
+
+def by_its_name(observation: torch.Tensor) -> torch.Tensor:
+    return scaled(observation)
+
+
+def test_a_function_that_travels_by_its_name_gets_the_mode_and_all_buffers() -> None:
+    scaled.eval()
+    scaled.scale.fill_(3.0)
+    [payload] = pickled_plans(WorkerPlan("CartPole-v1", 1, policy=by_its_name), ["CartPole-v1"])
+    scaled.train()
+    scaled.scale.fill_(0.0)
+    assert module_of(unpickled(payload).policy) is scaled  # as the worker's process has it
+    assert not scaled.training
+    assert scaled.scale == 3.0
 
 
 def test_models_count_as_models_only() -> None:
