@@ -23,6 +23,7 @@ from distcollect.rollout.spaces import Key
 log = logging.getLogger(__name__)
 
 _NUM_STEPS = 64  # of each rollout; steps after the last episode's end are wasted
+_MOST_STEPS = 2048
 
 
 class Evaluator:
@@ -91,7 +92,7 @@ class Evaluator:
         self, engine: EngineBase, seed: int, owed: list[int], deadline: float
     ) -> list[tuple[float, int, list[float]]]:
         """(return, length, metrics) of the episodes; ``owed``: how many each env is to play."""
-        slab = new_slab(engine.layout, _NUM_STEPS)
+        slab, num_steps = None, _NUM_STEPS
         episodes: list[tuple[float, int, list[float]]] = []
         num_envs = len(owed)
         totals, lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
@@ -99,6 +100,8 @@ class Evaluator:
         while any(owed):
             _seed(engine, seed, num_starts)
             num_starts += 1
+            if slab is None or slab.num_steps != num_steps:
+                slab = new_slab(engine.layout, num_steps)
             traj_ids, over = np.full(num_envs, -1), np.ones(num_envs, bool)
             is_whole = True
             while is_whole and any(owed):
@@ -109,7 +112,7 @@ class Evaluator:
                     )
                 engine.collect(slab)
                 is_rest = np.isin(slab.traj_ids, engine.step_timer.rests)
-                for step in range(_NUM_STEPS):
+                for step in range(num_steps):
                     begins = slab.traj_ids[:, step] != traj_ids
                     # Frames are missing where an env was replaced, or where rows of a vector env
                     # have drifted apart. What follows is no whole episode, so all envs start over.
@@ -125,12 +128,15 @@ class Evaluator:
                     for row in np.flatnonzero(over & ~slab.faulted[:, step]).tolist():
                         if owed[row]:
                             owed[row] -= 1
-                            last = np.array([row * _NUM_STEPS + step])
+                            last = np.array([row * num_steps + step])
                             values = [
                                 float(slab.values_at(key, last)[0])
                                 for key in self._metrics.values()
                             ]
                             episodes.append((float(totals[row]), int(lengths[row]), values))
+            if not is_whole and not slab.faulted.any():
+                # Longer rollouts have room for more skew, and thus for longer episodes.
+                num_steps = min(2 * num_steps, _MOST_STEPS)
         return episodes
 
     def close(self) -> None:

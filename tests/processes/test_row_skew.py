@@ -135,6 +135,13 @@ def test_an_evaluation_counts_no_rest_of_an_episode() -> None:
     assert evaluation.returns.tolist() == evaluation.lengths.tolist()
 
 
+def test_an_evaluation_has_episodes_that_are_much_longer_than_those_of_other_rows() -> None:
+    make_env = partial(Native, (1,), (400,))
+    with dc.SyncDataCollector(make_env, policy=None, frames_per_batch=16) as collector:
+        evaluation = collector.evaluate(4, timeout_s=20)
+    assert sorted(evaluation.lengths.tolist()) == [1, 1, 400, 400]
+
+
 class Clock:
     """Time that passes when somebody sleeps."""
 
