@@ -341,7 +341,8 @@ def _may_know_no_masks(env: AnyVectorEnv) -> bool:
     It may take the reset of a row for a reset of all, or wait for a filler step.
     """
     methods = [getattr(type(env), name, None) for name in ("reset", "step", "observations")]
-    modules = [method.__module__ for method in methods if method is not None]
+    # Code that was generated or compiled may not say from where it is.
+    modules = [str(getattr(each, "__module__", "")) for each in methods if each is not None]
     return any(module.partition(".")[0] not in _KNOW_MASKS for module in modules)
 
 

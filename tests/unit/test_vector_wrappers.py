@@ -125,11 +125,21 @@ class AgesBySteps(VectorWrapper[Any, Any, Any, Any, Any]):
         return observations, rewards, terminated, truncated, infos
 
 
+class Generated(AgesBySteps):
+    """Does not say from which module it is."""
+
+    def step(self, actions: Any) -> Any:
+        return super().step(actions)
+
+    step.__module__ = None  # type: ignore[assignment]
+
+
 WRAPPED: dict[str, Any] = {
     "wrapper": lambda: Ages(rows()),
     "same step": lambda: Ages(rows(AutoresetMode.SAME_STEP)),
     "within another": lambda: vector_wrappers.RecordEpisodeStatistics(Ages(rows())),
     "steps": lambda: AgesBySteps(rows()),
+    "generated": lambda: Generated(rows()),
     "observations": lambda: Calls(rows()),
     "vector env": AgesOfItsOwn,
 }
