@@ -34,6 +34,11 @@ _SCALARS = ("rewards", "terminations", "truncations")
 _FULL_RESETS_ONLY = (NormalizeObservation, NormalizeReward)
 # The packages whose other vector envs and wrappers take a reset mask.
 _KNOW_MASKS = ("gymnasium", "ale_py")
+# Where a vector env or a wrapper may keep something of the rows, with the halves of AsyncVectorEnv.
+_METHODS = (
+    *("reset", "step", "observations"),
+    *("reset_async", "reset_wait", "step_async", "step_wait"),
+)
 
 
 class VectorBatch(EnvBatch):
@@ -340,7 +345,7 @@ def _may_know_no_masks(env: AnyVectorEnv) -> bool:
 
     It may take the reset of a row for a reset of all, or wait for a filler step.
     """
-    methods = [getattr(type(env), name, None) for name in ("reset", "step", "observations")]
+    methods = [getattr(type(env), name, None) for name in _METHODS]
     # Code that was generated or compiled may not say from where it is.
     modules = [str(getattr(each, "__module__", "")) for each in methods if each is not None]
     return any(module.partition(".")[0] not in _KNOW_MASKS for module in modules)

@@ -142,6 +142,27 @@ def test_an_evaluation_has_episodes_that_are_much_longer_than_those_of_other_row
     assert sorted(evaluation.lengths.tolist()) == [1, 1, 400, 400]
 
 
+class FramesOfHalves(AsyncVectorEnv):
+    """Gives as the reward how many frames a row has since its reset, which it counts itself."""
+
+    def reset_wait(self, *args: Any, **kwargs: Any) -> Any:
+        self._counts = np.zeros(self.num_envs)
+        return super().reset_wait(*args, **kwargs)
+
+    def step_wait(self, *args: Any, **kwargs: Any) -> Any:
+        observations, _, *others = super().step_wait(*args, **kwargs)
+        self._counts += 1
+        self._counts[observations[:, 2] == 0] = 0
+        return observations, self._counts.copy(), *others
+
+
+def test_state_in_the_halves_of_a_vector_env_s_calls() -> None:
+    rows = [partial(Row, row, lengths) for row, lengths in enumerate(((3,), (5,)))]
+    with dc.SyncDataCollector(lambda: FramesOfHalves(rows), None, frames_per_batch=16) as each:
+        batch = each.next()
+    assert (batch["next", "reward"][..., 0] == batch["next", "observation"][..., 2]).all()
+
+
 class Clock:
     """Time that passes when somebody sleeps."""
 

@@ -147,6 +147,8 @@ def test_a_module_without_weights_is_the_policy_s() -> None:
 
 
 class Scaled(nn.Linear):
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(4, 2)
         self.register_buffer("scale", torch.zeros(1), persistent=False)
