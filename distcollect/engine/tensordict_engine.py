@@ -86,6 +86,7 @@ class TensorDictEngine(EngineBase):
         self._trajectories = Trajectories(envs.num_envs, traj_ids, None)
         self._collector = TensorDict()
         self._frames: list[TensorDictBase] = []  # not written to the slab yet
+        self._given: set[Key] = set()  # the entries that frames had so far
         self._td = policy.exploring().call(lambda: self._started(envs.reset()))
         self.layout = tree_layout(envs, self._td, policy.try_out(self._td))
         self._done_keys = [_short(key) for key in self.layout.done]
@@ -124,7 +125,7 @@ class TensorDictEngine(EngineBase):
         slab.clear()
         with self.envs.stepping():
             num_steps = self._fill(slab, random=random)
-        self._write(slab, num_steps, rest=True)
+        self._write(slab, num_steps, random=random, rest=True)
         slab.finish(num_steps)
 
     def _fill(  # noqa: C901 - calls would cost more than what they do
@@ -179,20 +180,23 @@ class TensorDictEngine(EngineBase):
             start.set("collector", self._collector)
             step += 1
             if len(self._frames) > _MOST_KEPT:
-                self._write(slab, step)
+                self._write(slab, step, random=random)
         return step
 
-    def _write(self, slab: FrameSlab, step: int, *, rest: bool = False) -> None:
+    def _write(self, slab: FrameSlab, step: int, *, random: bool, rest: bool = False) -> None:
         """Write the frames to the slab, all but the newest: a fault of its env may still mark it.
 
         Args:
             slab: the slab.
             step: the next step.
+            random: the policy was not called.
             rest: write the newest frame as well.
         """
         count = len(self._frames) - (not rest)
+        # Random frames lack what the policy writes.
+        given = set() if random else self._given
         try:
-            slab.write(step - len(self._frames), self._frames[:count])
+            slab.write(step - len(self._frames), self._frames[:count], given)
         except ValueError as error:
             raise EnvError(f"{self.envs.name()}: {error}") from error
         del self._frames[:count]

@@ -52,7 +52,7 @@ class LooseSlab:
         self.ended.fill(False)
         self._frames = []
 
-    def write(self, start: int, frames: Sequence[TensorDictBase]) -> None:
+    def write(self, start: int, frames: Sequence[TensorDictBase], given: set[Key]) -> None:
         """Add the frames of consecutive steps; see :meth:`.TreeSlab.write`."""
         self._frames += frames
         rows = self.layout.num_envs

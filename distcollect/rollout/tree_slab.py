@@ -65,26 +65,33 @@ class TreeSlab:
         for kept in self._final.values():
             kept.clear()
 
-    def write(self, start: int, frames: Sequence[TensorDictBase]) -> None:
+    def write(self, start: int, frames: Sequence[TensorDictBase], given: set[Key]) -> None:
         """Write the frames of consecutive steps.
 
         Args:
             start: the first of the steps.
             frames: the TensorDict of each step, with its "next".
+            given: keys of the entries that earlier frames had; those that these have are added.
 
         Raises:
-            ValueError: an entry has another shape than in the layout; names it.
+            ValueError: an entry has another shape than in the layout, or a frame lacks it though
+                others have it; names it.
         """
         if not frames:
             return
         layout, reader = self.layout, _Reader(frames)
         before, self._last = self._last, {}
         count = len(frames)
+        begins = self._begins(start, count)
+
+        def read(key: Key, *, at: Sequence[bool] = ()) -> list[torch.Tensor] | None:
+            return self._complete(key, reader.values(key), at=at, given=given)
+
         following: dict[Key, torch.Tensor] = {}
         differs: torch.Tensor | None = None
         for leaf in layout.carried:
-            root = self._put(leaf, start, count, reader.values(leaf.key))
-            after = self._stacked(leaf, count, reader.values(("next", *leaf.key)))
+            root = self._put(leaf, start, count, read(leaf.key, at=begins))
+            after = self._stacked(leaf, count, read(("next", *leaf.key)))
             self._last[leaf.key] = after[:, -1]
             # The values after each step but the last, and after the step before the first.
             if leaf.key in before:
@@ -98,9 +105,9 @@ class TreeSlab:
         if differs is not None and differs.any():
             self._keep(differs.nonzero(), first, following)
         for leaf in layout.root_only:
-            self._put(leaf, start, count, reader.values(leaf.key))
+            self._put(leaf, start, count, read(leaf.key))
         for leaf in layout.next_only:
-            self._put(leaf, start, count, reader.values(("next", *leaf.key)))
+            self._put(leaf, start, count, read(("next", *leaf.key)))
         self._add_rewards(start, count)
 
     def finish(self, num_steps: int) -> None:
@@ -154,6 +161,49 @@ class TreeSlab:
             values = (torch.cat(self._final[leaf.key]) for leaf in self.layout.carried)
             packed = self._wire.with_final_tensors(packed, at, values)
         return [packed, *(self._stand_ins if mapped and self._stand_ins else large)]
+
+    def _begins(self, start: int, count: int) -> list[bool]:
+        """For each of the steps, whether a trajectory may begin with it."""
+        ids = self.traj_ids[:, max(start - 1, 0) : start + count]
+        changes: list[bool] = (ids[:, 1:] != ids[:, :-1]).any(0).tolist()
+        return changes if start else [True, *changes]
+
+    def _complete(
+        self,
+        key: Key,
+        values: list[torch.Tensor | None],
+        *,
+        at: Sequence[bool],
+        given: set[Key],
+    ) -> list[torch.Tensor] | None:
+        """An entry of consecutive steps, with zeros where it may be missing.
+
+        Args:
+            key: the entry's key.
+            values: of each step; None where it is missing.
+            at: for each step, whether it may be missing there: what only steps give is missing
+                after a reset. Empty: nowhere.
+            given: the entries that earlier frames had; it may be missing everywhere if it is not
+                among them. It is added if it was found.
+
+        Returns:
+            None if it is missing everywhere.
+
+        Raises:
+            ValueError: it is missing where it may not be.
+        """
+        found = [value for value in values if value is not None]
+        if len(found) == len(values):
+            given.add(key)
+            return found
+        may_lack = [value is not None or may for value, may in zip(values, at, strict=False)]
+        if (found or key in given) and not (may_lack and all(may_lack)):
+            raise ValueError(f"a frame has no entry {'.'.join(key)!r}, though other frames have it")
+        if not found:
+            return None
+        given.add(key)
+        zeros = torch.zeros_like(found[0])
+        return [zeros if value is None else value for value in values]
 
     def _put(
         self, leaf: Leaf, start: int, count: int, values: list[torch.Tensor] | None
@@ -244,25 +294,14 @@ class _Reader:
                 "an entry has another shape in one env than in the next, in the same step, though "
                 "their specs give it one shape: give it a size of -1 in the spec"
             ) from error
-        self._nodes: dict[Key, list[dict[str, Any]] | None] = {(): roots}
+        self._nodes: dict[Key, list[dict[str, Any]]] = {(): roots}
 
-    def values(self, key: Key) -> list[Any] | None:
-        """The entry in each TensorDict, zeros where one lacks it; None where all do."""
-        nodes = self._node(key[:-1])
-        if nodes is None:
-            return None
-        values = [node.get(key[-1]) for node in nodes]
-        found = [value for value in values if value is not None]
-        if not found:
-            return None
-        if len(found) == len(values):
-            return values
-        # The first frame of a run lacks what only steps give, and no reset.
-        zeros = torch.zeros_like(found[0])
-        return [zeros if value is None else value for value in values]
+    def values(self, key: Key) -> list[Any]:
+        """The entry in each TensorDict; None where one lacks it."""
+        return [node.get(key[-1]) for node in self._node(key[:-1])]
 
-    def _node(self, key: Key) -> list[dict[str, Any]] | None:
+    def _node(self, key: Key) -> list[dict[str, Any]]:
         if key not in self._nodes:
             values = self.values(key)
-            self._nodes[key] = None if values is None else [dict(v.items()) for v in values]
+            self._nodes[key] = [{} if v is None else dict(v.items()) for v in values]
         return self._nodes[key]

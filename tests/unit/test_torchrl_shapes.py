@@ -67,7 +67,7 @@ def test_padding_of_a_rollout_of_changing_shapes_is_no_frame(zoo: Any) -> None:
     slab = LooseSlab(layout, 4)
     td = env.reset()
     frames = list(env.rollout(2, tensordict=td, auto_reset=False).unbind(0))
-    slab.write(0, frames)
+    slab.write(0, frames, set())
     slab.finish(2)
     rollout = unpacked(slab.tensors())
     rollout["number"] = torch.arange(4)
@@ -94,3 +94,43 @@ def test_an_entry_that_only_steps_give(zoo: Any) -> None:
         batch = collector.next()
     assert batch["next", "late"].flatten().tolist() == [1, 2, 3, 1, 2]
     assert batch["late"].flatten().tolist() == [0, 1, 2, 3, 1]  # as TorchRL keeps it at a reset
+
+
+@pytest.mark.parametrize("frames_per_batch", [1, 2, 5])
+@pytest.mark.parametrize("lacking", ["late", "more"])
+def test_an_entry_that_is_missing_in_mid_run(zoo: Any, frames_per_batch: int, lacking: str) -> None:
+    steps = 0
+
+    class Forgetful(zoo.LateEntry):  # type: ignore[misc]
+        def _step(self, tensordict: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            following = super()._step(tensordict)
+            return following.exclude(lacking) if steps == 4 else following
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        td["action"] = torch.zeros(1)
+        if steps != 3 or lacking != "more":
+            td["next", "more"] = torch.ones(1)
+        return td
+
+    with (
+        dc.SyncDataCollector(Forgetful, policy, frames_per_batch=frames_per_batch) as collector,
+        pytest.raises(dc.EnvError, match=f"no entry 'next.{lacking}', though other frames"),
+    ):
+        [collector.next() for _ in range(4)]
+
+
+def test_what_a_policy_writes_is_missing_in_random_frames(zoo: Any) -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        td["action"] = torch.zeros(1)
+        td["next", "more"] = torch.ones(1)
+        return td.set("logits", torch.ones(2))
+
+    with dc.SyncDataCollector(
+        zoo.LateEntry, policy, frames_per_batch=3, init_random_frames=6, reset_at_each_iter=True
+    ) as collector:
+        batches = [collector.next() for _ in range(4)]
+    assert [batch["next", "more"].sum().item() for batch in batches] == [0, 0, 3, 3]
+    assert [batch["logits"].sum().item() for batch in batches] == [0, 0, 6, 6]
+    assert [batch["late"].flatten().tolist() for batch in batches] == 4 * [[0, 1, 2]]
