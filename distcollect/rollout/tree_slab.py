@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS
-from distcollect.rollout.spaces import Key, Leaf
+from distcollect.rollout.spaces import Key, Leaf, dtype_name
 from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.rollout.wire import WireForm, wire_layout
 
@@ -74,8 +74,8 @@ class TreeSlab:
             given: keys of the entries that earlier frames had; those that these have are added.
 
         Raises:
-            ValueError: an entry has another shape than in the layout, or a frame lacks it though
-                others have it; names it.
+            ValueError: an entry has another shape than in the layout or values that its dtype has
+                not, or a frame lacks it though others have it; names it.
         """
         if not frames:
             return
@@ -228,7 +228,7 @@ class TreeSlab:
             # beyond the column's end.
             try:
                 torch.stack(values, out=part[0])
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:  # TypeError: of another dtype
                 raise self._error(leaf, values) from error
             return part
         return part.copy_(self._stacked(leaf, count, values))
@@ -245,14 +245,23 @@ class TreeSlab:
             stacked = torch.stack(values, len(self.layout.batch_size))
         except RuntimeError as error:
             raise self._error(leaf, values) from error
-        return stacked.reshape(shape).to("cpu", leaf.dtype)
+        stacked = stacked.reshape(shape).cpu()
+        converted = stacked.to(leaf.dtype)
+        if not torch.can_cast(stacked.dtype, leaf.dtype) and (converted != stacked).any():
+            raise self._error(leaf, values)
+        return converted
 
     def _error(self, leaf: Leaf, values: Sequence[torch.Tensor]) -> ValueError:
-        expected = [*self.layout.batch_size, *leaf.shape]
-        shapes = [list(value.shape) for value in values]
-        other = next((shape for shape in shapes if shape != expected), expected)
+        name, expected = ".".join(leaf.key), [*self.layout.batch_size, *leaf.shape]
+        for value in values:
+            if (found := list(value.shape)) != expected:
+                return ValueError(
+                    f"the entry {name!r} has shape {found}, but before it had {expected}"
+                )
+        other = next((v.dtype for v in values if v.dtype is not leaf.dtype), leaf.dtype)
         return ValueError(
-            f"the entry {'.'.join(leaf.key)!r} has shape {other}, but before it had {expected}"
+            f"the entry {name!r} has values of {dtype_name(other)} that can't be written as "
+            f"{dtype_name(leaf.dtype)}, its dtype in the spec or at the first reset"
         )
 
     def _keep(self, at: torch.Tensor, first: int, values: dict[Key, torch.Tensor]) -> None:

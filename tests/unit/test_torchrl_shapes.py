@@ -134,3 +134,34 @@ def test_what_a_policy_writes_is_missing_in_random_frames(zoo: Any) -> None:
     assert [batch["next", "more"].sum().item() for batch in batches] == [0, 0, 3, 3]
     assert [batch["logits"].sum().item() for batch in batches] == [0, 0, 6, 6]
     assert [batch["late"].flatten().tolist() for batch in batches] == 4 * [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("batch_size", [(), (2,)])
+@pytest.mark.parametrize("name", ["ratio", "reward"])
+def test_values_that_an_entrys_dtype_can_not_hold(
+    zoo: Any, batch_size: tuple[int, ...], name: str
+) -> None:
+    whole = torch.ones(*batch_size, 1, dtype=torch.int64)
+
+    class Halving(zoo.Counter):  # type: ignore[misc]
+        steps = 0
+
+        def __init__(self) -> None:
+            super().__init__(batch_size=batch_size)
+            spec = zoo.Unbounded((*batch_size, 1), dtype=torch.int64)
+            self.observation_spec["ratio"] = spec
+            self.reward_spec = spec.clone()
+
+        def _reset(self, tensordict: Any = None, **kwargs: Any) -> Any:
+            return super()._reset(tensordict, **kwargs).set("ratio", whole)
+
+        def _step(self, tensordict: Any) -> Any:
+            self.steps += 1
+            following = super()._step(tensordict).set("ratio", whole).set("reward", 2.0 * whole)
+            return following.set(name, whole / 2) if self.steps == 5 else following
+
+    with (
+        dc.SyncDataCollector(Halving, frames_per_batch=12) as collector,
+        pytest.raises(dc.EnvError, match=f"'{name}' has values of float32 that can't be written"),
+    ):
+        collector.next()
