@@ -68,8 +68,7 @@ def assemble(
     after["truncated",] = column(truncated)
     after["done",] = column(terminated | truncated)
     after.update((leaf.key, viewed(flat[leaf.key], *leaf.shape)) for leaf in layout.outcomes)
-    if not compact:
-        _cut_agents(layout, after)
+    _cut_agents(layout, after)
     roots = (*layout.carried, *layout.action, *layout.extras)
     batch = {leaf.key: viewed(flat[leaf.key], *leaf.shape) for leaf in roots}
     for name in ("done", "terminated", "truncated"):

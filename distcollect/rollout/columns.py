@@ -14,7 +14,7 @@ import torch
 
 from distcollect.common import tensor_cache
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import FAULTED, MASK, POLICY_VERSION, TRAJ_IDS, Tensors
+from distcollect.rollout.layout import FAULTED, MASK, POLICY_VERSION, TRAJ_IDS, Layout, Tensors
 from distcollect.rollout.spaces import Key, indexable
 from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.rollout.wire import WireForm, WireLayout, wire_layout
@@ -41,7 +41,7 @@ def join(
     Args:
         layout: what a frame of each rollout consists of.
         rollouts: W rollouts of n rows and T steps each.
-        compact: leave out what is after each frame.
+        compact: leave out what is after each frame, but for the flags of agents.
         pinned: the columns are to be in pinned memory.
 
     Returns:
@@ -72,7 +72,10 @@ def join(
     final_at, finals = _ends(layout, runs, steps)
 
     following: dict[Key, torch.Tensor] = {}
-    for index, leaf in enumerate(() if compact else layout.carried):
+    kept = layout.agent_flags if isinstance(layout, Layout) else ()
+    for index, leaf in enumerate(layout.carried):
+        if compact and leaf.key not in kept:
+            continue
         root = flat[leaf.key]
         after = tensor_cache.empty(tuple(root.shape), root.dtype, pinned=pinned)
         after[:, :-1] = root[:, 1:]

@@ -45,6 +45,12 @@ class Layout:
     outcomes: tuple[Leaf, ...] = ()
 
     @property
+    def agent_flags(self) -> list[Key]:
+        """Of a PettingZoo env: the flags of each group of agents, which are carried leaves."""
+        flags = ("done", "terminated", "truncated")
+        return [(*reward.key[:-1], flag) for reward in self.outcomes for flag in flags]
+
+    @property
     def per_frame(self) -> tuple[Leaf, ...]:
         """Leaves of shape ``[n, T, *shape]``, in the order in which they travel."""
         return (*self.carried, *self.action, *self.extras, *self.outcomes, *_BOOKKEEPING)

@@ -100,12 +100,17 @@ def flags_after(batch: Any) -> dict[str, list[Any]]:
     }
 
 
-def test_agents_are_truncated_when_their_episode_is_cut() -> None:
+@pytest.mark.parametrize("compact_obs", [False, True])
+def test_agents_are_truncated_when_their_episode_is_cut(compact_obs: bool) -> None:
     lives = {"ant_0": 2, "ant_1": 9, "bee": 9}
     with dc.SyncDataCollector(
-        lambda: Lives(lives=lives), frames_per_batch=5, max_frames_per_traj=3
+        lambda: Lives(lives=lives),
+        frames_per_batch=5,
+        max_frames_per_traj=3,
+        compact_obs=compact_obs,
     ) as collector:
         batch = collector.next()
+    assert (("next", "ant", "observation") in batch) is not compact_obs
     ends, runs = [[1], [0]]
     assert flags_after(batch) == {
         "terminated": [5 * [[0]], [[0, 0], [1, 0], [1, 0], [0, 0], [1, 0]], 5 * [[0]]],
