@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -283,11 +282,13 @@ def test_a_buffer_gets_trajectories_as_soon_as_they_are_whole(
 
 
 class Added:
-    """A replay buffer; ``device`` is that of its storage."""
+    """A replay buffer; ``device`` is that of its storage, which is one of TorchRL's."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.added: list[TensorDict] = []
-        self.storage = SimpleNamespace(device=device)
+        if device is not None:
+            data = pytest.importorskip("torchrl.data")
+            self.storage = data.LazyTensorStorage(1000, device=device)
 
     def extend(self, data: TensorDict) -> None:
         self.added.append(data)
