@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 
-def descendants(ancestor: int) -> list[int]:
-    """The ids of all descendants that run; zombies are left out."""
+def descendants(ancestor: int, *, zombies: bool = False) -> list[int]:
+    """The ids of all descendants that run; with ``zombies`` also of those that were not reaped."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
+            if zombies or state != "Z":
                 parents[int(stat.parent.name)] = int(parent)
     found = [ancestor]
     for pid in found:

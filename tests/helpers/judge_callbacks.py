@@ -177,19 +177,3 @@ def raised_by(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return call(), None
     except BaseException as error:  # noqa: BLE001 - to be judged
         return None, error
-
-
-def descendants() -> set[int]:
-    """The ids of all processes that this one has started, or that these have."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found: set[int] = set()
-    waiting = [os.getpid()]
-    while waiting:
-        more = children.get(waiting.pop(), [])
-        found.update(more)
-        waiting += more
-    return found

@@ -117,20 +117,6 @@ def _marked(mark: str) -> dict[int, str]:
     return found
 
 
-def descendants(ancestor: int) -> list[int]:
-    """The ids of the processes that a process and its descendants have started, zombies not."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                parents[int(stat.parent.name)] = int(parent)
-    found = [ancestor]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
-
-
 def listening_ports(pid: int) -> list[int]:
     """The TCP ports at which a process listens."""
     inodes = set()

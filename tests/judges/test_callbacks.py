@@ -7,18 +7,19 @@ or the run goes on and lists what happened. Each frame that an env stepped was r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+from helpers.descendants import descendants
 from helpers.judge_callbacks import (
     RAISED,
     Buffer,
     Trigger,
     arguments,
-    descendants,
     raised_by,
 )
 from helpers.waiting import eventually
@@ -26,6 +27,12 @@ from helpers.waiting import eventually
 import distcollect as dc
 
 T, TOTAL = 6, 48
+
+
+def started() -> set[int]:
+    """The processes that this one, and those that it started, have started."""
+    return set(descendants(os.getpid(), zombies=True))
+
 
 KINDS = [StopIteration, KeyError, MemoryError, SystemExit, KeyboardInterrupt]
 # What a process ends by, so that a worker is lost and replaced.
@@ -138,9 +145,9 @@ def _helper() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
-    before = descendants()
+    before = started()
     yield
-    eventually(lambda: descendants() <= before, 20, lambda: descendants() - before)
+    eventually(lambda: started() <= before, 20, lambda: started() - before)
 
 
 def _judge(

@@ -19,7 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from helpers.judge_launches import descendants, listening_ports
+from helpers.descendants import descendants
+from helpers.judge_launches import listening_ports
 from helpers.judge_state import LATE_MODULE, StateEnv
 
 import distcollect as dc
