@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         MultiSyncDataCollector,
         aSyncDataCollector,
     )
-    from distcollect.collectors.ray_collector import RayCollector, RayDataCollector
     from distcollect.collectors.replay import RateLimited, ReplayBuffer
     from distcollect.collectors.rpc import (
         DistributedCollector,
@@ -43,10 +42,8 @@ if TYPE_CHECKING:
         RPCDataCollector,
     )
     from distcollect.collectors.sync import SyncDataCollector
-    from distcollect.commands.slurm.delayed import submitit_delayed_launcher
     from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
     from distcollect.envs.make import EnvContext
-    from distcollect.envs.pettingzoo import PettingZooEnv
     from distcollect.errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -68,8 +65,12 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerMismatch,
     )
+    from distcollect.integrations.pettingzoo import PettingZooEnv
+    from distcollect.integrations.ray.collector import RayCollector, RayDataCollector
+    from distcollect.integrations.slurm.delayed import submitit_delayed_launcher
     from distcollect.launch.run import num_workers, run
     from distcollect.policy.base import Exploration
+    from distcollect.pool.handover import RolloutReference
     from distcollect.results import (
         EnvFault,
         EpisodeStats,
@@ -86,7 +87,6 @@ if TYPE_CHECKING:
         WorkerTimes,
     )
     from distcollect.telemetry.bottleneck import Bottleneck
-    from distcollect.trainer.handover import RolloutReference
     from distcollect.transport.worker_service import WeightSource
     from distcollect.weights.broadcast import AutoUpdater, BroadcastUpdater
     from distcollect.weights.push_handle import PushHandle
@@ -215,7 +215,7 @@ _MODULES = {
     "MultiSyncCollector": "distcollect.collectors.local",
     "MultiSyncDataCollector": "distcollect.collectors.local",
     "MultiaSyncDataCollector": "distcollect.collectors.local",
-    "PettingZooEnv": "distcollect.envs.pettingzoo",
+    "PettingZooEnv": "distcollect.integrations.pettingzoo",
     "PolicyError": "distcollect.errors",
     "PolicyKeyError": "distcollect.errors",
     "PolicyNotSendable": "distcollect.errors",
@@ -225,11 +225,11 @@ _MODULES = {
     "RPCDataCollector": "distcollect.collectors.rpc",
     "RPCUpdater": "distcollect.weights.updaters",
     "RateLimited": "distcollect.collectors.replay",
-    "RayCollector": "distcollect.collectors.ray_collector",
-    "RayDataCollector": "distcollect.collectors.ray_collector",
+    "RayCollector": "distcollect.integrations.ray.collector",
+    "RayDataCollector": "distcollect.integrations.ray.collector",
     "ReplayBuffer": "distcollect.collectors.replay",
     "RolloutGone": "distcollect.errors",
-    "RolloutReference": "distcollect.trainer.handover",
+    "RolloutReference": "distcollect.pool.handover",
     "SharedMemoryUpdater": "distcollect.weights.updaters",
     "SpaceError": "distcollect.errors",
     "Staleness": "distcollect.config",
@@ -251,7 +251,7 @@ _MODULES = {
     "aSyncDataCollector": "distcollect.collectors.local",
     "num_workers": "distcollect.launch.run",
     "run": "distcollect.launch.run",
-    "submitit_delayed_launcher": "distcollect.commands.slurm.delayed",
+    "submitit_delayed_launcher": "distcollect.integrations.slurm.delayed",
 }
 
 

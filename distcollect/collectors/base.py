@@ -16,14 +16,14 @@ from distcollect.collectors import validation
 from distcollect.collectors.buffer_filler import BufferFiller
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.stream import CollectorState, Hooks
-from distcollect.collectors.torchrl_compat import make_known_to_torchrl
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, checked_seed, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
+from distcollect.integrations.torchrl.arguments import make_known_to_torchrl
+from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.results import EpisodeStats, Evaluation, LagStats, Stats
 from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
-from distcollect.trainer.publisher import Weights, WorkerIds
 from distcollect.transport.peer_ids import identity
 from distcollect.weights.push_handle import PushHandle
 

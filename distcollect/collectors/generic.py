@@ -9,12 +9,12 @@ from typing import Any
 
 from distcollect.collectors.local import MultiaSyncDataCollector, MultiSyncDataCollector
 from distcollect.collectors.options import SyncOptions
-from distcollect.collectors.ray_collector import RayDataCollector
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.collectors.signature import takes
 from distcollect.collectors.sync import SyncDataCollector
 from distcollect.common.checks import plain
 from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.integrations.ray.collector import RayDataCollector
 
 _BACKENDS = {
     "direct": "direct",

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from distcollect.common import checks
-from distcollect.common.replies import LOOK_UP_S, Bell, Reply
+from distcollect.common.replies import WAKEUP_INTERVAL_S, Reply, Wakeup
 from distcollect.common.threads import SingleThread
 from distcollect.errors import (
     ArgumentError,
@@ -270,7 +270,7 @@ class RateLimited:
                         f"(samples_per_insert={self._samples_per_insert:g}, "
                         f"min_size={self._min_size}). Is the collector still running?"
                     )
-                self._changed.wait(min(remaining, LOOK_UP_S))
+                self._changed.wait(min(remaining, WAKEUP_INTERVAL_S))
             samples = self._buffer.sample(*args, **kwargs)
             self._sampled += _num_samples(samples)
             self._changed.notify_all()
@@ -280,7 +280,7 @@ class RateLimited:
         """Block until a batch may be added, or ``wanted()`` is False."""
         with self._lock:
             while wanted() and not self._may_insert():
-                self._changed.wait(LOOK_UP_S)
+                self._changed.wait(WAKEUP_INTERVAL_S)
 
     def begin(self) -> None:
         """A collector adds frames from now on."""
@@ -345,8 +345,8 @@ class _Turn(_thread.RLock):  # type: ignore[misc] # the stubs call it final
             while True:
                 remaining = deadline - time.monotonic()
                 # It ends by itself, if an exception ends this wait.
-                self._wanted_until = time.monotonic() + 2 * LOOK_UP_S
-                if self.acquire(timeout=max(0.0, min(remaining, LOOK_UP_S))):
+                self._wanted_until = time.monotonic() + 2 * WAKEUP_INTERVAL_S
+                if self.acquire(timeout=max(0.0, min(remaining, WAKEUP_INTERVAL_S))):
                     self._wanted_until = 0.0
                     return None
                 if remaining <= 0:
@@ -382,7 +382,7 @@ class Background:
         self._limit = limit
         self._turn = _Turn()
         self._stop_requested = False
-        self._changed = Bell()  # the thread waits for it
+        self._changed = Wakeup()  # the thread waits for it
         self._thread = SingleThread(self._run, "distcollect-collect")
         self._begun: Reply[None] = Reply()
         self._ended: Reply[None] = Reply()
@@ -432,11 +432,11 @@ class Background:
         """Collect a batch once that may be; returns whether there is more to collect."""
         while not self._stop_requested:
             if self._turn.wanted_for_s > 0:
-                self._changed.wait(min(self._turn.wanted_for_s, LOOK_UP_S))
+                self._changed.wait(min(self._turn.wanted_for_s, WAKEUP_INTERVAL_S))
                 continue
             if self._limit is not None:
                 self._limit.wait_to_insert(self._may_collect)
-            if self._turn.acquire(timeout=LOOK_UP_S):
+            if self._turn.acquire(timeout=WAKEUP_INTERVAL_S):
                 try:
                     return not self._stop_requested and self._collect()
                 finally:

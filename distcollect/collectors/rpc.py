@@ -11,19 +11,22 @@ from typing import Any
 from tensordict import TensorDict
 
 from distcollect.collectors import pickling, validation
-from distcollect.collectors.closing import Closing
+from distcollect.collectors.finalizer import Finalizer
 from distcollect.collectors.progress import Collected, Progress
 from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stop
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import Hooks, timed
-from distcollect.collectors.torchrl_weights import NoUpdater, weights_among
 from distcollect.collectors.worker_attributes import WorkerAccess
 from distcollect.collectors.worker_options import RPCOptions
 from distcollect.common import checks
 from distcollect.common.seeding import checked_seed, next_seed
 from distcollect.errors import ArgumentTypeError, CollectorStateError, WorkerError
+from distcollect.integrations.torchrl.weights import NoUpdater, weights_among
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.preemption import exit_if_requested
+from distcollect.pool.handover import RolloutReference
+from distcollect.pool.policy_lag import count_lags
+from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.results import (
     Evaluation,
     LagStats,
@@ -35,9 +38,6 @@ from distcollect.results import (
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
-from distcollect.trainer.handover import RolloutReference
-from distcollect.trainer.policy_lag import count_lags
-from distcollect.trainer.publisher import Weights, WorkerIds
 from distcollect.weights.push_handle import PushHandle
 
 
@@ -73,7 +73,7 @@ class RPCDataCollector(WorkerAccess):
         if not (options.update_at_each_batch or isinstance(options.updater, NoUpdater)):
             self._unpublished = self._session.unpublished
         limit_s = self._options.fault_limits.stop_timeout_s + CLOSING_LIMIT_S
-        self._stop_session = Closing(
+        self._stop_session = Finalizer(
             self, partial(stop, self._session.pool, self._session.workers), limit_s
         )
 

@@ -6,24 +6,24 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from distcollect.collectors.closing import Closing, close_first_at_exit, forgotten_closings
+from distcollect.collectors.finalizer import Finalizer, close_first_at_exit, forgotten_closings
 from distcollect.collectors.unpublished import UnpublishedChanges
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import BatchTimeout, WorkerLost
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.policy.weight_layout import published
+from distcollect.pool.deliveries import Delivery
+from distcollect.pool.handover import HandoverReceiver, RolloutReference
+from distcollect.pool.pool import Pool
+from distcollect.pool.publisher import Publisher
+from distcollect.pool.remote_calls import RemoteCalls, evaluators
+from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
-from distcollect.supervision.manager import Workers
+from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.trainer.deliveries import Delivery
-from distcollect.trainer.handover import HandoverReceiver, RolloutReference
-from distcollect.trainer.pool import Pool
-from distcollect.trainer.publisher import Publisher
-from distcollect.trainer.remote_calls import RemoteCalls, evaluators
-from distcollect.trainer.worker_slots import BatchPlan
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.worker_service import Probe
+from distcollect.transport.worker_service import WorkerInfo
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
 from distcollect.weights.updaters import UpdaterContext
@@ -85,13 +85,13 @@ class Session:
             self._connect(stats_recorder)
         except BaseException:
             # Not on this thread: an exception may have broken off what it did, and may do so again.
-            Closing(self, self.workers.close, CLOSING_LIMIT_S)()
+            Finalizer(self, self.workers.close, CLOSING_LIMIT_S)()
             raise
 
     def _connect(self, stats_recorder: StatsRecorder) -> None:
         """Build what drives the workers, and have the workers' manager report to the pool."""
         options, workers = self._options, self.workers
-        probe: Probe = next(iter(workers.probes.values()))
+        probe: WorkerInfo = next(iter(workers.probes.values()))
         timeout_s = options.fault_limits.weights_timeout_s
         self.layout: AnyLayout = probe.layout
         self.has_weights = bool(probe.weights.entries)
@@ -103,8 +103,8 @@ class Session:
                 workers.address,
                 timeout_s,
                 workers.gpus,
-                workers.transport.is_near,
-                workers.transport.host_of,
+                workers.transport.shares_memory,
+                workers.transport.host_key,
             )
         )
         sender = WeightSender(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from distcollect.collectors.torchrl_compat import translated
 from distcollect.common.checks import plain
 from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.integrations.torchrl.arguments import translated
 
 _P = ParamSpec("_P")
 _Options = TypeVar("_Options")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from tensordict import TensorDict
 
 from distcollect.collectors.batch_format import WholeTrajectories
-from distcollect.collectors.closing import Closing
+from distcollect.collectors.finalizer import Finalizer
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.progress import Collected, Progress, Ready
 from distcollect.collectors.replay import (
@@ -25,8 +25,8 @@ from distcollect.collectors.replay import (
     check_can_hold,
     frames_for,
 )
+from distcollect.collectors.stacklevel import without_stop
 from distcollect.collectors.unpublished import UnpublishedChanges
-from distcollect.collectors.users_code import without_stop
 from distcollect.common import checks, tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentTypeError, BatchTimeout, CollectorStateError
@@ -183,7 +183,7 @@ class BatchStream(ABC):
         )
         self._is_released = False
         self._last_stats: list[Stats] = []  # what the monitor is closed with
-        self._close_monitor = Closing(
+        self._close_monitor = Finalizer(
             self, partial(_close_monitor, self._monitor_thread, self._last_stats), _MONITOR_LIMIT_S
         )
         try:

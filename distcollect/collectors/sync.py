@@ -18,14 +18,13 @@ from tensordict import TensorDict
 
 from distcollect.collectors import validation
 from distcollect.collectors.base import DataCollectorBase
-from distcollect.collectors.closing import Closing, close_later
+from distcollect.collectors.finalizer import Finalizer, close_later
 from distcollect.collectors.options import SyncOptions
 from distcollect.collectors.pickling import copied
 from distcollect.collectors.progress import Collected
 from distcollect.collectors.replay import Background
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stream import JOIN_TIMEOUT_S
-from distcollect.collectors.torchrl_weights import weights_among
 from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND, UnpublishedChanges
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, checked_seed, env_seed, process_seeds
@@ -33,8 +32,10 @@ from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
 from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
+from distcollect.integrations.torchrl.weights import weights_among
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import is_part, module_of, published
+from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.results import (
     EnvFault,
     Evaluation,
@@ -48,7 +49,6 @@ from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slabs import AnySlab, new_slab
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
-from distcollect.trainer.publisher import Weights, WorkerIds
 from distcollect.transport.peer_ids import identity
 
 # For the envs to close at exit.
@@ -108,7 +108,7 @@ class SyncDataCollector(DataCollectorBase):
             if_it_fails.pop_all()
         if not options.has_env_instances:
             self._unclosed = self._evaluator, self._engine.envs
-            Closing(self, partial(_shut_down, weakref.ref(self)), _CLOSING_LIMIT_S)
+            Finalizer(self, partial(_shut_down, weakref.ref(self)), _CLOSING_LIMIT_S)
 
     def __del__(self) -> None:
         # Not by what waits for the exit: that must not refer to the envs, as a policy or a maker

@@ -6,7 +6,7 @@ import warnings
 
 from torch import nn
 
-from distcollect.collectors.users_code import users_stack_level
+from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.policy.weight_layout import WeightLayout, state_tensors
 
 # A buffer is filled in the background at its own pace, so the loop may well publish later.

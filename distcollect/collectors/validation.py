@@ -14,7 +14,7 @@ from torch import nn
 
 from distcollect.collectors import pickling
 from distcollect.collectors.replay import num_dims
-from distcollect.collectors.users_code import users_stack_level
+from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
 from distcollect.envs.make import check_env_id, is_env, make_by_id, space_of

@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.options import CollectorOptions, EnvMaker
-from distcollect.collectors.torchrl_weights import made_updater
-from distcollect.collectors.users_code import users_stack_level
+from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.collectors.validation import Devices
 from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Staleness, WeightSync
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.engine.plan import StepOptions
 from distcollect.errors import ArgumentError
-from distcollect.launch import ray_job
+from distcollect.integrations.ray import job as ray_job
+from distcollect.integrations.ray.settings import RaySettings
+from distcollect.integrations.torchrl.weights import made_updater
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.open_hosts import current
-from distcollect.launch.ray_settings import RaySettings
 from distcollect.weights.updaters import WeightUpdaterBase
 
 

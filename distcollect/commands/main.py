@@ -16,10 +16,13 @@ from distcollect.version import __version__
 # name: (module with add_arguments(parser) and run(arguments) -> exit status, a line of help)
 _COMMANDS = {
     "bench": (
-        "distcollect.commands.bench.command",
+        "benchmarks.command",
         "compare speed with a bare loop and other collectors",
     ),
-    "cancel": ("distcollect.commands.slurm.cancel", "cancel the jobs of a run on a SLURM cluster"),
+    "cancel": (
+        "distcollect.integrations.slurm.cancel",
+        "cancel the jobs of a run on a SLURM cluster",
+    ),
     "collect": (
         "distcollect.commands.collect.command",
         "collect frames of an env and write them to disk",
@@ -30,8 +33,14 @@ _COMMANDS = {
         "distcollect.commands.run_script",
         "run a script that does not call distcollect.run, under torchrun or srun",
     ),
-    "status": ("distcollect.commands.slurm.status", "show the jobs of a run on a SLURM cluster"),
-    "submit": ("distcollect.commands.slurm.submit", "submit a training script to a SLURM cluster"),
+    "status": (
+        "distcollect.integrations.slurm.status",
+        "show the jobs of a run on a SLURM cluster",
+    ),
+    "submit": (
+        "distcollect.integrations.slurm.submit",
+        "submit a training script to a SLURM cluster",
+    ),
     "top": ("distcollect.commands.top", "show the state of a run, from its run_dir"),
     "worker": ("distcollect.commands.worker", "start a worker that joins a running trainer"),
 }

@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 # Longest single wait of the user's thread, in seconds. A signal that arrives just as the main
 # thread begins to wait is handled only when the wait ends; short waits let Ctrl-C through.
-LOOK_UP_S = 0.5
+WAKEUP_INTERVAL_S = 0.5
 
 # Code that uses a condition enters its lock (``with lock``), not the condition: entering a
 # condition runs Python code, and Ctrl-C there could leave the lock taken. For the same reason the
 # user's thread waits for no future of another thread, but for a Reply.
 
 
-class Bell:
+class Wakeup:
     """Wakes one thread that waits for a change. Ringing is remembered until the next wait.
 
     Unlike a condition it has no lock that an exception in the waiting thread could leave taken.
@@ -72,7 +72,7 @@ class Reply(Generic[T]):
         self._callbacks: list[Callable[[Any], object]] | None = None
         self._then: Callable[[Any, Any], object] | None = None
         self._about: Any = None  # for that
-        self._bell: Bell | None = None  # the thread that waits for it waits for this
+        self._bell: Wakeup | None = None  # the thread that waits for it waits for this
 
     @classmethod
     def of(cls, value: T) -> Reply[T]:
@@ -148,14 +148,14 @@ class Reply(Generic[T]):
     def arrives(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` on one thread; whether it is there."""
         if not self._is_done and self._bell is None:
-            self._bell = Bell()
+            self._bell = Wakeup()
         deadline = time.monotonic() + timeout_s
         while not self._is_done:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return False
             assert self._bell is not None
-            self._bell.wait(min(remaining, LOOK_UP_S))
+            self._bell.wait(min(remaining, WAKEUP_INTERVAL_S))
         return True
 
     def exception(self, timeout_s: float = 0) -> BaseException | None:
@@ -229,7 +229,7 @@ def _pass_on(reply: Reply[T], future: Future[T]) -> None:
 def arrives(answer: Future[Any], timeout_s: float) -> bool:
     """Wait up to ``timeout_s`` for ``answer``; whether it came (a result or an error)."""
     deadline = time.monotonic() + timeout_s
-    while not wait([answer], max(0.0, min(deadline - time.monotonic(), LOOK_UP_S))).done:
+    while not wait([answer], max(0.0, min(deadline - time.monotonic(), WAKEUP_INTERVAL_S))).done:
         if time.monotonic() >= deadline:
             return False
     return True

@@ -88,7 +88,7 @@ def build_engine_for(
     """Like :func:`build_engine`, for envs that exist and a plan whose policy was made."""
     if not isinstance(envs, EnvBatch):
         # Not before a TorchRL env is there, as importing torchrl has side effects.
-        from distcollect.engine.build_torchrl import build_tensordict_engine  # noqa: PLC0415
+        from distcollect.integrations.torchrl.build import build_tensordict_engine  # noqa: PLC0415
 
         return build_tensordict_engine(envs, plan, traj_ids=traj_ids, counter=counter)
     policy: Policy

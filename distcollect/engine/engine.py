@@ -16,14 +16,14 @@ import numpy as np
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.aligned_loop import AlignedLoop
-from distcollect.engine.async_loop import AsyncLoop
 from distcollect.engine.base import EngineBase, seed_global_generators
 from distcollect.engine.plan import StepOptions
 from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
 from distcollect.envs.base import EnvBatch, Faulted
-from distcollect.envs.envpool_async import AsyncPoolBatch
 from distcollect.errors import ArgumentError, PolicyError
+from distcollect.integrations.envpool.async_batch import AsyncPoolBatch
+from distcollect.integrations.envpool.async_loop import AsyncLoop
 from distcollect.policy.base import Policy
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.random import RandomPolicy

@@ -9,7 +9,7 @@ from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
 
-class Strip:
+class StepChunk:
     """Steps of n rows as they are made, fillers among them: at most T.
 
     Attributes:
@@ -71,7 +71,7 @@ class RaggedBuffer:
         """Allocate room for ``2 * num_steps`` frames of each row."""
         self.num_steps = num_steps
         self.position = np.zeros(layout.num_envs, np.int64)
-        self.strip = Strip(layout, num_steps)
+        self.strip = StepChunk(layout, num_steps)
         self._frames: Arrays = {
             leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps) for leaf in layout.per_frame
         }

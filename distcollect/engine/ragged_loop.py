@@ -8,7 +8,7 @@ import numpy as np
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import STEPPED
-from distcollect.engine.ragged_buffer import RaggedBuffer, Strip
+from distcollect.engine.ragged_buffer import RaggedBuffer, StepChunk
 from distcollect.engine.rollout_loop import RolloutLoop
 from distcollect.envs.base import Faulted, Step
 from distcollect.policy.base import Policy
@@ -117,7 +117,7 @@ class RaggedLoop(RolloutLoop):
             self._recover(buffer, faulted)
         return goes_on
 
-    def _end_trajectories(self, strip: Strip, step: int, result: Step) -> None:
+    def _end_trajectories(self, strip: StepChunk, step: int, result: Step) -> None:
         rows, trajectories = result.ended, self.trajectories
         if rows:
             if self.recovery.streaks:

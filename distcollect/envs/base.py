@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
-from distcollect.envs.fitting import MisfitError, write
+from distcollect.envs.coercion import MisfitError, write
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
 

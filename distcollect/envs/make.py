@@ -17,13 +17,13 @@ from gymnasium.envs.registration import find_highest_version, parse_env_id
 from gymnasium.vector import VectorEnv
 
 from distcollect.envs.base import Env, Envs, InfoKeys, Maker, describe, name_of
-from distcollect.envs.envpool import EnvPoolBatch, is_envpool
-from distcollect.envs.envpool_async import AsyncPoolBatch
-from distcollect.envs.pettingzoo import PettingZooEnv
 from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
 from distcollect.envs.vector_ids import VectorMaker, vector_maker
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
+from distcollect.integrations.envpool.async_batch import AsyncPoolBatch
+from distcollect.integrations.envpool.batch import EnvPoolBatch, is_envpool
+from distcollect.integrations.pettingzoo import PettingZooEnv
 from distcollect.rollout.spaces import leaves_of
 
 
@@ -204,7 +204,7 @@ def _batch(
             raise ArgumentError(
                 "info_keys: a TorchRL env adds such entries itself, see its set_info_dict_reader"
             )
-        from distcollect.envs.torchrl import TorchRLEnvs  # noqa: PLC0415 - see is_torchrl_env
+        from distcollect.integrations.torchrl.envs import TorchRLEnvs  # noqa: PLC0415 - see is_torchrl_env
 
         return TorchRLEnvs(envs, makers)
     if is_envpool(envs[0]):

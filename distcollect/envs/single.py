@@ -20,10 +20,10 @@ from distcollect.envs.base import (
     name_of,
     with_key_paths,
 )
-from distcollect.envs.fitting import MisfitError, flag, number, write
+from distcollect.envs.coercion import MisfitError, flag, number, write
 from distcollect.envs.info import space_of_info
-from distcollect.envs.pettingzoo import OUTCOMES, PettingZooEnv
 from distcollect.errors import EnvError
+from distcollect.integrations.pettingzoo import OUTCOMES, PettingZooEnv
 from distcollect.rollout.spaces import Arrays, leaves_of, unflatten
 
 _FALSE = np.False_

@@ -22,7 +22,7 @@ from distcollect.envs.base import (
     Step,
     called,
 )
-from distcollect.envs.fitting import MisfitError, write
+from distcollect.envs.coercion import MisfitError, write
 from distcollect.envs.info import EPISODE, first_of_each, space_of_info
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, unflatten

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distcollect.envs.envpool_parts import check_envpool_parts
 from distcollect.errors import ArgumentError
+from distcollect.integrations.envpool.parts import check_envpool_parts
 
 _FILTERING = threading.Lock()
 

@@ -7,9 +7,9 @@ import os
 import secrets
 
 from distcollect.errors import ArgumentError, LaunchError
+from distcollect.integrations.ray.placer import RayPlacer
+from distcollect.integrations.ray.settings import RaySettings
 from distcollect.launch.cpu_placement import num_cores
-from distcollect.launch.ray_placer import RayPlacer
-from distcollect.launch.ray_settings import RaySettings
 from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import one_of_several

@@ -13,7 +13,7 @@ import torch.distributed
 from distcollect.common import checks
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
-from distcollect.launch import ray_job
+from distcollect.integrations.ray import job as ray_job
 from distcollect.launch.exit_deadline import interpreter_exit_deadline
 from distcollect.launch.exit_deadline import timeout_s as exit_timeout_s
 from distcollect.launch.main_call import MainCall

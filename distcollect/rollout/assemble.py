@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 
 from distcollect.rollout.assemble_tree import assemble_tree
-from distcollect.rollout.columns import bookkeeping, join
 from distcollect.rollout.header import Rollout
+from distcollect.rollout.join_rollouts import bookkeeping, join
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.spaces import Key, nested
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout

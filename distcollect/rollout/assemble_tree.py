@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
-from distcollect.rollout.columns import bookkeeping, join
 from distcollect.rollout.header import Rollout
+from distcollect.rollout.join_rollouts import bookkeeping, join
 from distcollect.rollout.layout import TRAJ_IDS
-from distcollect.rollout.loose_slab import stacked, unpacked
+from distcollect.rollout.pickled_rollout import stacked, unpacked
 from distcollect.rollout.spaces import Key, as_key
 from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.rollout.wire import wire_layout

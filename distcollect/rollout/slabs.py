@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from distcollect.rollout.loose_slab import LooseSlab
+from distcollect.rollout.pickled_rollout import PickledRollout
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 from distcollect.rollout.tree_slab import TreeSlab
 
-FrameSlab: TypeAlias = TreeSlab | LooseSlab  # written by the loop for TorchRL envs
+FrameSlab: TypeAlias = TreeSlab | PickledRollout  # written by the loop for TorchRL envs
 AnySlab: TypeAlias = Slab | FrameSlab
 
 
@@ -24,5 +24,5 @@ def new_slab(layout: AnyLayout, num_steps: int, *, shared: bool = False) -> AnyS
     if not isinstance(layout, TreeLayout):
         return Slab(layout, num_steps, shared=shared)
     if layout.is_loose:
-        return LooseSlab(layout, num_steps, shared=shared)
+        return PickledRollout(layout, num_steps, shared=shared)
     return TreeSlab(layout, num_steps, shared=shared)

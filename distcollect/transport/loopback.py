@@ -26,7 +26,7 @@ class LoopbackTransport:
 
     Attributes:
         bytes_fetched: size of all rollouts that were fetched.
-        hosts: maps peers to what :meth:`host_of` answers.
+        hosts: maps peers to what :meth:`host_key` answers.
     """
 
     def __init__(self) -> None:
@@ -106,11 +106,11 @@ class LoopbackTransport:
         self._pending.complete(answer, error=error)
         return answer
 
-    def is_near(self, peer: int) -> bool:
+    def shares_memory(self, peer: int) -> bool:
         """See :class:`~distcollect.transport.protocol.Transport`: no worker counts as near."""
         return False
 
-    def host_of(self, peer: int) -> str | None:
+    def host_key(self, peer: int) -> str | None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         return self.hosts.get(peer)
 

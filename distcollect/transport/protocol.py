@@ -153,10 +153,10 @@ class Transport(Protocol):
             held: what :meth:`hand_over` answered to the other trainer.
         """
 
-    def is_near(self, peer: int) -> bool:
+    def shares_memory(self, peer: int) -> bool:
         """Whether ``peer`` is on this host, so that each process can map the other's memory."""
 
-    def host_of(self, peer: int) -> str | None:
+    def host_key(self, peer: int) -> str | None:
         """Equal for peers that can map each other's memory; None: ``peer`` shares none."""
 
     def disconnect(self, peer: int) -> None:
@@ -198,7 +198,7 @@ def call_service(
     return done
 
 
-Owed: TypeAlias = Future[Any] | Reply[Any]
+PendingAnswer: TypeAlias = Future[Any] | Reply[Any]
 AnyOwed = TypeVar("AnyOwed", Future[Any], Reply[Any])
 
 
@@ -208,7 +208,7 @@ class PendingAnswers:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._peers: dict[Owed, int] = {}
+        self._peers: dict[PendingAnswer, int] = {}
 
     def expect(self, peer: int, answer: AnyOwed) -> AnyOwed:
         """Note that ``peer`` owes this answer, and return it."""
@@ -217,12 +217,14 @@ class PendingAnswers:
         return answer
 
     @property
-    def open(self) -> list[Owed]:
+    def open(self) -> list[PendingAnswer]:
         """The answers that are still owed."""
         with self._lock:
             return list(self._peers)
 
-    def complete(self, answer: Owed, value: Any = None, error: BaseException | None = None) -> None:
+    def complete(
+        self, answer: PendingAnswer, value: Any = None, error: BaseException | None = None
+    ) -> None:
         """Complete ``answer`` with a value or an error, unless :meth:`fail` did already."""
         with self._lock:
             if self._peers.pop(answer, None) is None:

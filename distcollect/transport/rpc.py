@@ -41,7 +41,7 @@ from distcollect.transport.protocol import (
     CollectRequest,
     Failure,
     Offer,
-    Owed,
+    PendingAnswer,
     PendingAnswers,
     Service,
     call_service,
@@ -202,11 +202,11 @@ class RpcTransport:
         self._ask(answer, peer, torch.add, PING)
         return answer
 
-    def is_near(self, peer: int) -> bool:
+    def shares_memory(self, peer: int) -> bool:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         return peer in self._mapped
 
-    def host_of(self, peer: int) -> str | None:
+    def host_key(self, peer: int) -> str | None:
         """See :class:`~distcollect.transport.protocol.Transport`."""
         address = self._addresses.get(peer)
         sample = None if address is None else address.memory_sample
@@ -239,7 +239,7 @@ class RpcTransport:
         for peer in peers:
             self._pending.fail(peer)
 
-    def copied(self, peer: int, sent: Owed, fetched: AnyOwed) -> AnyOwed:
+    def copied(self, peer: int, sent: PendingAnswer, fetched: AnyOwed) -> AnyOwed:
         """Complete ``fetched`` once ``peer`` has sent a rollout, and return it.
 
         Args:
@@ -250,14 +250,14 @@ class RpcTransport:
         sent.add_done_callback(partial(self._arrived, peer, fetched))
         return fetched
 
-    def _arrived(self, peer: int, fetched: Owed, sent: Owed) -> None:
+    def _arrived(self, peer: int, fetched: PendingAnswer, sent: PendingAnswer) -> None:
         error = sent.exception()
         if error is None:
             self._copy_shared(peer, sent.result(), fetched)
         else:
             fetched.set_exception(error)
 
-    def _copy_shared(self, peer: int, sent: list[Any], fetched: Owed) -> None:
+    def _copy_shared(self, peer: int, sent: list[Any], fetched: PendingAnswer) -> None:
         """Complete ``fetched`` with ``sent``, where SharedTensors are replaced by copies."""
         if not any(isinstance(tensor, SharedTensor) for tensor in sent):
             fetched.set_result(sent)
@@ -288,7 +288,7 @@ class RpcTransport:
 
     def _ask(
         self,
-        answer: Owed,
+        answer: PendingAnswer,
         peer: int,
         function: Any,
         args: tuple[Any, ...],

@@ -20,7 +20,7 @@ from distcollect.transport.protocol import CollectRequest, Service
 
 
 @dataclass(frozen=True)
-class Probe:
+class WorkerInfo:
     """What a worker reports after it has built its plan and tried out envs and policy.
 
     Attributes:
@@ -148,7 +148,7 @@ class WorkerService(Service, Protocol):
     def read_part(self, place: Segment) -> None:
         """Map the next part of the plan, which another process on this host has."""
 
-    def configure(self) -> Future[Probe]:
+    def configure(self) -> Future[WorkerInfo]:
         """Build envs and policy as the plan says, all of whose parts came, and try them out."""
 
     # Rollouts.

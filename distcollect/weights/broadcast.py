@@ -17,7 +17,7 @@ import torch.distributed
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import listen
 from distcollect.transport.worker_service import WeightSource
-from distcollect.weights.group_backends import GroupBackend, Place, backend_named
+from distcollect.weights.group_backends import GroupBackend, GroupMember, backend_named
 from distcollect.weights.groups import Groups
 from distcollect.weights.updaters import (
     RPCUpdater,
@@ -44,7 +44,7 @@ _MAX_FAILURES = 2
 
 
 @dataclass(frozen=True)
-class BroadcastSource(Place, WeightSource):
+class BroadcastSource(GroupMember, WeightSource):
     """The broadcast of a process group, which is made when its name comes up first.
 
     Attributes:
@@ -135,7 +135,9 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._backends = [backend_named(name) for name in names]
         self._groups = Groups()
         self._names: dict[tuple[Any, ...], str] = {}
-        self._left: deque[tuple[float, Place]] = deque()  # (when it was left, its first member)
+        self._left: deque[tuple[float, GroupMember]] = (
+            deque()
+        )  # (when it was left, its first member)
         self._counter = itertools.count()
         self._store: Any = None
         self._current: BroadcastSource | None = None
@@ -218,7 +220,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         for left, name in [item for item in self._names.items() if item[1] not in existing]:
             del self._names[left]
             self._worked.discard(name)
-            place = Place(name, 0, len(left), self._context.timeout_s, left[0])
+            place = GroupMember(name, 0, len(left), self._context.timeout_s, left[0])
             self._left.append((time.monotonic(), place))
         self._clear_store()
         if members not in self._names:
@@ -263,7 +265,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         for site in self._sites:
             del self._failures[self._current.backend, site]
 
-    def _note_failure(self, place: Place, error: RuntimeError) -> None:
+    def _note_failure(self, place: GroupMember, error: RuntimeError) -> None:
         """If it keeps failing where it never worked, the next backend takes its place."""
         if place.group in self._worked or place.backend == self._backends[-1].name:
             return
@@ -330,14 +332,14 @@ class AutoUpdater(WeightUpdaterBase):
         self, device: torch.device, peers: Mapping[int, int]
     ) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Who maps the trainer's memory, ``{worker_id: peer}``, and who has which relay."""
-        is_near, gpus = self._context.is_near, self._context.gpus
+        shares_memory, gpus = self._context.shares_memory, self._context.gpus
         if own := gpu_of(device):
-            near = {w: peer for w, peer in peers.items() if gpus[w] == own and is_near(peer)}
+            near = {w: peer for w, peer in peers.items() if gpus[w] == own and shares_memory(peer)}
             relays = self._relays(near, peers, of_gpus=True)
             first = {w: p for w, p in peers.items() if w not in near and w not in relays}
             if first and self._broadcast and self._broadcast.is_on_gpus(device, first):
                 return near, relays
-        near = {w: peer for w, peer in peers.items() if is_near(peer)}
+        near = {w: peer for w, peer in peers.items() if shares_memory(peer)}
         return near, self._relays(near, peers, of_gpus=False)
 
     def _relays(
@@ -349,7 +351,7 @@ class AutoUpdater(WeightUpdaterBase):
         if self._broadcast is None:
             return relays
         for worker_id, peer in peers.items():
-            host = self._context.host_of(peer)
+            host = self._context.host_key(peer)
             if worker_id in near or host is None:
                 continue
             site = host, self._context.gpus[worker_id] if of_gpus else ""

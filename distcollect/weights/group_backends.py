@@ -27,7 +27,7 @@ _environment_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupMember:
     """A member's place in a process group.
 
     Attributes:
@@ -74,7 +74,7 @@ class GroupBackend(ABC):
         return ""
 
     @abstractmethod
-    def make(self, store: Any, place: Place, address: str) -> Any:
+    def make(self, store: Any, place: GroupMember, address: str) -> Any:
         """A process group, without waiting for other members.
 
         Args:
@@ -83,7 +83,7 @@ class GroupBackend(ABC):
             address: this host's, on the interface to use.
         """
 
-    def keys(self, place: Place) -> list[str]:
+    def keys(self, place: GroupMember) -> list[str]:
         """The keys that the group leaves in its store."""
         return []
 
@@ -98,10 +98,10 @@ class GlooBackend(GroupBackend):
         missing = missing_gloo_parts()
         return f"torch {torch.__version__} lacks {', '.join(missing)}" if missing else ""
 
-    def make(self, store: Any, place: Place, address: str) -> Any:
+    def make(self, store: Any, place: GroupMember, address: str) -> Any:
         return gloo_group(store, place.rank, place.size, address)
 
-    def keys(self, place: Place) -> list[str]:
+    def keys(self, place: GroupMember) -> list[str]:
         return [f"0/{rank}" for rank in range(place.size)]
 
 
@@ -120,12 +120,12 @@ class NcclBackend(GroupBackend):
             f"(trainer first){lacks}"
         )
 
-    def make(self, store: Any, place: Place, address: str) -> Any:
+    def make(self, store: Any, place: GroupMember, address: str) -> Any:
         name_interface(address)
         with _without_watchdog():
             return dist.ProcessGroupNCCL(store, place.rank, place.size, place.timeout)
 
-    def keys(self, place: Place) -> list[str]:
+    def keys(self, place: GroupMember) -> list[str]:
         return ["0"]
 
 
@@ -145,7 +145,7 @@ class RegisteredBackend(GroupBackend):
             f"{[gpu or 'cpu' for gpu in gpus]} (trainer first)"
         )
 
-    def make(self, store: Any, place: Place, address: str) -> Any:
+    def make(self, store: Any, place: GroupMember, address: str) -> Any:
         make = torch_backends.creator(self.name)
         if make is None:
             raise ArgumentError(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from distcollect.common.threads import run_aside
-from distcollect.weights.group_backends import Place, backend_named
+from distcollect.weights.group_backends import GroupMember, backend_named
 
 # Torch declares no types for its stores and process groups.
 dist: Any = torch.distributed
@@ -26,7 +26,7 @@ _LAST_WORD_S = 0.2
 _ABORT_TIMEOUT_S = 2.0
 
 
-class _Held:
+class _PendingBroadcast:
     """What a broadcast needs until it has ended, also if nobody waits for it any more.
 
     It is kept in no local variable, so that the traceback of an error doesn't keep it alive.
@@ -71,7 +71,7 @@ class _Held:
         self.group = self.flat = self.work = None
 
 
-class _Ending:
+class _BroadcastCancel:
     """How a broadcast that is under way is ended early.
 
     Attributes:
@@ -89,7 +89,7 @@ class _Ending:
         with self._lock:
             self.given_up.set()
 
-    def look(self, held: _Held) -> bool:
+    def look(self, held: _PendingBroadcast) -> bool:
         """Whether the broadcast was given up, or has ended."""
         with self._lock:
             return self.given_up.is_set() or held.look()
@@ -97,16 +97,16 @@ class _Ending:
 
 # Broadcasts that perhaps have not ended, though their group was aborted: their memory is not used
 # again.
-_stuck: list[_Held] = []
+_stuck: list[_PendingBroadcast] = []
 
 
 class Groups:
     """The process groups that this process is in, by name, ordered by their last use."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[str, tuple[Any, Place]] = OrderedDict()
+        self._groups: OrderedDict[str, tuple[Any, GroupMember]] = OrderedDict()
         self._lock = threading.Lock()
-        self._under_way: dict[str, _Ending] = {}
+        self._under_way: dict[str, _BroadcastCancel] = {}
         self._aborting: list[threading.Thread] = []
 
     @property
@@ -121,7 +121,7 @@ class Groups:
             if name not in names:
                 self.drop(name)
 
-    def join(self, place: Place, store: Any, address: str) -> None:
+    def join(self, place: GroupMember, store: Any, address: str) -> None:
         """Join a group if this process is not in it yet, without waiting for the other members."""
         with self._lock:
             joined = self._groups.get(place.group)
@@ -132,7 +132,7 @@ class Groups:
             self._groups[place.group] = joined
             self._groups.move_to_end(place.group)
 
-    def broadcast(self, place: Place, flat: torch.Tensor) -> None:
+    def broadcast(self, place: GroupMember, flat: torch.Tensor) -> None:
         """Broadcast ``flat`` from rank 0; all members of the group must do so together.
 
         Raises:
@@ -140,10 +140,10 @@ class Groups:
                 called. The group is dropped then; ``flat`` may be torn, and may still be written
                 to.
         """
-        ending = _Ending()
+        ending = _BroadcastCancel()
         with self._lock:
             group, _ = self._groups.get(place.group, (None, None))
-            held = _Held(group, flat)
+            held = _PendingBroadcast(group, flat)
             del group
             self._under_way[place.group] = ending
         try:
@@ -184,7 +184,7 @@ class Groups:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _abort(group: Any, ending: _Ending | None) -> None:
+def _abort(group: Any, ending: _BroadcastCancel | None) -> None:
     try:
         with contextlib.suppress(RuntimeError):  # it took longer than the group's timeout
             group.abort()
@@ -193,7 +193,7 @@ def _abort(group: Any, ending: _Ending | None) -> None:
             ending.aborted.set()
 
 
-def _broadcast(held: _Held, place: Place, ending: _Ending) -> None:
+def _broadcast(held: _PendingBroadcast, place: GroupMember, ending: _BroadcastCancel) -> None:
     """Broadcast in the group that is held."""
     if held.group is None:
         raise RuntimeError(f"process group {place.group} was left before its broadcast")
@@ -223,7 +223,7 @@ def _broadcast(held: _Held, place: Place, ending: _Ending) -> None:
         ) from held.error
 
 
-def _begin(held: _Held, place: Place) -> None:
+def _begin(held: _PendingBroadcast, place: GroupMember) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
@@ -234,7 +234,7 @@ def _begin(held: _Held, place: Place) -> None:
         held.error = error
 
 
-def _broadcast_aside(held: _Held, place: Place, ending: _Ending) -> None:
+def _broadcast_aside(held: _PendingBroadcast, place: GroupMember, ending: _BroadcastCancel) -> None:
     """Broadcast on a thread of its own: it may hang in each call of the backend."""
     _begin(held, place)
     has_begun = held.error is None
@@ -251,7 +251,7 @@ def _broadcast_aside(held: _Held, place: Place, ending: _Ending) -> None:
         _stuck.append(held)
 
 
-def _ends(held: _Held, ending: _Ending, limit_s: float) -> bool:
+def _ends(held: _PendingBroadcast, ending: _BroadcastCancel, limit_s: float) -> bool:
     """Wait for a broadcast to end, or for each step of its abort, up to ``limit_s``."""
     never = threading.Event()
     if not _comes(lambda: ending.look(held), never, limit_s):
@@ -279,7 +279,7 @@ def _comes(condition: Callable[[], bool], given_up: threading.Event, timeout_s: 
     return True
 
 
-def _destroy(held: _Held, place: Place) -> None:
+def _destroy(held: _PendingBroadcast, place: GroupMember) -> None:
     """Drop the references to a broadcast that was given up once it has ended."""
     if held.work is not None:
         _comes(held.look, threading.Event(), 2 * place.timeout_s)

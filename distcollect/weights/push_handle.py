@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distcollect.common.replies import LOOK_UP_S, Bell
+from distcollect.common.replies import WAKEUP_INTERVAL_S, Wakeup
 from distcollect.errors import DistCollectError, WeightsTimeout
 
 
@@ -40,7 +40,7 @@ class PushHandle:
         self._record = record
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._changed = Bell()
+        self._changed = Wakeup()
         self._acknowledged: dict[int, int] = {}
         self._left_out: dict[int, DistCollectError] = {}
         self._later: set[int] = set()  # left out for now
@@ -113,7 +113,7 @@ class PushHandle:
                     f"version {self.version} is not acknowledged by workers {waited_for} "
                     f"after {limit:g} s; Faults(weights_timeout_s=...) gives them longer"
                 )
-            self._changed.wait(min(remaining, LOOK_UP_S))
+            self._changed.wait(min(remaining, WAKEUP_INTERVAL_S))
         left_out = self.left_out
         if self.worker_ids and not self.acknowledged and left_out:
             # Without the frames of an earlier raise, which its traceback keeps alive.

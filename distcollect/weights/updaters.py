@@ -29,15 +29,15 @@ class UpdaterContext:
         address: of the trainer's host, on the interface by which workers reach it.
         timeout_s: for each wait.
         gpus: worker_id to a name of the GPU that has its policy, "" for the CPU.
-        is_near: whether a peer is on the trainer's host, and can map its memory.
-        host_of: equal for peers that can map each other's memory; None: it shares none.
+        shares_memory: whether a peer is on the trainer's host, and can map its memory.
+        host_key: equal for peers that can map each other's memory; None: it shares none.
     """
 
     address: str
     timeout_s: float
     gpus: Mapping[int, str]
-    is_near: Callable[[int], bool] = lambda _: False
-    host_of: Callable[[int], str | None] = lambda _: None
+    shares_memory: Callable[[int], bool] = lambda _: False
+    host_key: Callable[[int], str | None] = lambda _: None
 
 
 class WeightUpdaterBase:

@@ -42,10 +42,10 @@ from distcollect.transport.peer_ids import traj_ids_of
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
 from distcollect.transport.worker_service import (
     EvaluationRequest,
-    Probe,
     Push,
     ResumeRequest,
     WeightSource,
+    WorkerInfo,
     WorkerService,
 )
 from distcollect.weights.receiver import WeightReceiver
@@ -134,7 +134,7 @@ class Worker(WorkerService):
     def read_part(self, place: Segment) -> None:
         self._plan.append(place.open())
 
-    def configure(self) -> Future[Probe]:
+    def configure(self) -> Future[WorkerInfo]:
         return self._submit(self._configure)
 
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
@@ -208,7 +208,7 @@ class Worker(WorkerService):
             raise WorkerError("called for weights before it was configured")
         return self._receiver
 
-    def _configure(self) -> Probe:
+    def _configure(self) -> WorkerInfo:
         parts, self._plan = self._plan, []
         try:
             plan = unpickled(parts)
@@ -247,7 +247,7 @@ class Worker(WorkerService):
         gc.collect()
         gc.freeze()
         is_torchrl = self._engine.envs.is_torchrl
-        return Probe(self._engine.layout, weights.layout, gpu_of(weights.device), is_torchrl)
+        return WorkerInfo(self._engine.layout, weights.layout, gpu_of(weights.device), is_torchrl)
 
     def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured

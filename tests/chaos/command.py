@@ -27,7 +27,7 @@ from chaos.envs import Maker, Marking
 from chaos.hosts import Hosts, Joiners
 from chaos.injuries import Injuries, Injury
 from distcollect.results import LedgerReport
-from distcollect.supervision.membership import PRESENT
+from distcollect.roster.membership import PRESENT
 
 _SETTLE_S = 20.0
 _PUSH_WAIT_S = 1.0

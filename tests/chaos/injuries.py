@@ -19,7 +19,7 @@ import distcollect as dc
 from chaos.checks import Checker, Seen
 from chaos.envs import Order, Record
 from chaos.hosts import Hosts, Joiner, Joiners, pid_of
-from distcollect.supervision.membership import PRESENT
+from distcollect.roster.membership import PRESENT
 
 _LOOK_S = 0.01
 _ACT_S = 0.05

@@ -26,7 +26,7 @@ from helpers.paths import ROOT
 from helpers.programs import run_python
 
 import distcollect as dc
-from distcollect.collectors.torchrl_compat import NO_EFFECT, REFUSED, WARNED, translated
+from distcollect.integrations.torchrl.arguments import NO_EFFECT, REFUSED, WARNED, translated
 from distcollect.launch import preemption
 
 PACKAGE_LOG = logging.getLogger("distcollect")
@@ -50,7 +50,7 @@ def saved_frames(folder: Path, num_frames: int) -> str:
 
 
 def saved_episodes(folder: Path) -> None:
-    from distcollect.commands.collect.minari_export import MinariTarget  # noqa: PLC0415
+    from distcollect.integrations.minari import MinariTarget  # noqa: PLC0415
 
     saved_frames(folder, 200)
     env = gym.make("CartPole-v1")

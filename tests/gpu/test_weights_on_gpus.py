@@ -25,7 +25,7 @@ from helpers.waiting import eventually, stop_process
 import distcollect as dc
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import RelaySource
-from distcollect.weights.group_backends import Place
+from distcollect.weights.group_backends import GroupMember
 from distcollect.weights.groups import Groups
 from distcollect.weights.updaters import UpdaterContext
 
@@ -210,7 +210,7 @@ class TestOneBackendForGpus:
         groups = Groups()
         store = torch.distributed.HashStore()
         for name in ("first", "second"):
-            place = Place(name, 0, 1, 60.0, backend)
+            place = GroupMember(name, 0, 1, 60.0, backend)
             groups.join(place, store, "127.0.0.1")
             flat = torch.ones(1 << 20, dtype=torch.uint8, device=device)
             for _ in range(2):
@@ -224,7 +224,7 @@ class TestOneBackendForGpus:
         self, device: torch.device, backend: str
     ) -> None:
         groups = Groups()
-        place = Place("group", 0, 1, 60.0, backend)
+        place = GroupMember("group", 0, 1, 60.0, backend)
         groups.join(place, torch.distributed.HashStore(), "127.0.0.1")
         other = torch.ones(8, dtype=torch.uint8, device="cpu" if device.type == "cuda" else "meta")
         with pytest.raises(RuntimeError, match=f"{backend} could not broadcast"):

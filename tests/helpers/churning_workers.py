@@ -16,7 +16,7 @@ from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import WorkerLost
 from distcollect.results import WorkerState
-from distcollect.supervision.interfaces import MembershipObserver
+from distcollect.roster.interfaces import MembershipObserver
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import WorkerService
 from distcollect.worker.service import Worker

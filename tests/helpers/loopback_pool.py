@@ -12,11 +12,11 @@ from distcollect.collectors import session
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.results import WorkerState
-from distcollect.supervision.interfaces import MembershipObserver
-from distcollect.supervision.worker_ends import WorkerEnds
+from distcollect.roster.interfaces import MembershipObserver
+from distcollect.roster.worker_ends import WorkerEnds
 from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.worker_service import Probe, WorkerService
+from distcollect.transport.worker_service import WorkerInfo, WorkerService
 from distcollect.worker.service import Worker
 
 ADDRESS = "127.0.0.1"
@@ -50,7 +50,7 @@ class LoopbackWorkers:
             for part in plan_for(worker_id):
                 self.transport.call(peer, WorkerService.receive_part, part).result(SOON_S)
             request[worker_id] = self.transport.call(peer, WorkerService.configure)
-        self.probes: dict[int, Probe] = {
+        self.probes: dict[int, WorkerInfo] = {
             worker_id: answer.result(faults.start_timeout_s)
             for worker_id, answer in request.items()
         }

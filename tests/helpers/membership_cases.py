@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from distcollect.supervision.membership import Membership
+from distcollect.roster.membership import Membership
 
 SILENCE_S = 8.0
 START_S = 100.0

@@ -15,11 +15,11 @@ import torch
 from distcollect.common.replies import Reply
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout, DeadlineError, DistCollectError, WorkerLost
+from distcollect.pool.pool import Pool
+from distcollect.pool.requests import origin
+from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
-from distcollect.trainer.pool import Pool
-from distcollect.trainer.requests import origin
-from distcollect.trainer.worker_slots import BatchPlan
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Offer
 from distcollect.transport.worker_service import WorkerService
 from distcollect.weights.push_handle import PushHandle, PushRecord
@@ -205,8 +205,8 @@ class Run:
         self.has: dict[int, int] = {}
         self.on_acknowledged: Any = None
         self.on_left_out: Any = None
-        monkeypatch.setattr("distcollect.trainer.pool.time", self.clock)
-        monkeypatch.setattr("distcollect.trainer.deliveries.time", self.clock)
+        monkeypatch.setattr("distcollect.pool.pool.time", self.clock)
+        monkeypatch.setattr("distcollect.pool.deliveries.time", self.clock)
         self.pool = Pool(
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from helpers.waiting import eventually
 from tensordict import TensorDict
 
 import distcollect as dc
-from distcollect.collectors.closing import forgotten_closings
+from distcollect.collectors.finalizer import forgotten_closings
 
 
 class Trainer:

@@ -14,13 +14,13 @@ import torch
 from helpers.pool_simulation import CallingThread, taken, wait_by
 from helpers.waiting import eventually
 
-from distcollect.common.replies import Bell, Reply
+from distcollect.common.replies import Reply, Wakeup
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
+from distcollect.pool.pool import Pool
+from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
-from distcollect.trainer.pool import Pool
-from distcollect.trainer.worker_slots import BatchPlan
 from distcollect.transport.protocol import CollectRequest
 from distcollect.weights.push_handle import PushHandle, PushRecord
 
@@ -223,10 +223,10 @@ def test_the_users_thread_wakes_once_for_a_batch(monkeypatch: pytest.MonkeyPatch
     """Though the batch comes long after the pool's thread has handled the request for it."""
     pool, transport, _ = make(sync=False)
     for module in ("common.replies", "trainer.deliveries", "trainer.event_loop"):
-        monkeypatch.setattr(f"distcollect.{module}.LOOK_UP_S", 60)
-    user, waits, wait = threading.get_ident(), [], Bell.wait
+        monkeypatch.setattr(f"distcollect.{module}.WAKEUP_INTERVAL_S", 60)
+    user, waits, wait = threading.get_ident(), [], Wakeup.wait
 
-    def count(bell: Bell, timeout_s: float) -> None:
+    def count(bell: Wakeup, timeout_s: float) -> None:
         if threading.get_ident() == user:
             waits.append(timeout_s)
         wait(bell, timeout_s)
@@ -236,7 +236,7 @@ def test_the_users_thread_wakes_once_for_a_batch(monkeypatch: pytest.MonkeyPatch
         pool._loop.do(lambda: None)
         transport.answer(0).arrive()
 
-    monkeypatch.setattr(Bell, "wait", count)
+    monkeypatch.setattr(Wakeup, "wait", count)
     answering = threading.Thread(target=answer_later)
     answering.start()
     pool.deliveries.get(60)

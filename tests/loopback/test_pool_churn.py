@@ -11,8 +11,8 @@ from helpers.pool_simulation import FLAT, FRAMES, Run
 
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
+from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.header import Rollout
-from distcollect.trainer.worker_slots import BatchPlan
 
 NUM_BATCHES = 2000
 DROP_NONE = Staleness(0, mode="drop")

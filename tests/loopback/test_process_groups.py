@@ -27,7 +27,7 @@ from helpers.publishing import NAMES, Collect, Telling, collect, told
 from helpers.waiting import eventually
 
 import distcollect as dc
-from distcollect.weights.group_backends import NcclBackend, Place, backend_named
+from distcollect.weights.group_backends import GroupMember, NcclBackend, backend_named
 from distcollect.weights.groups import Groups
 from distcollect.weights.updaters import UpdaterContext
 
@@ -46,17 +46,19 @@ class Members:
         self.store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self.groups = [Groups() for _ in range(3)]
 
-    def join(self, name: str, ranks: list[int], timeout_s: float = WAIT_S) -> dict[int, Place]:
+    def join(
+        self, name: str, ranks: list[int], timeout_s: float = WAIT_S
+    ) -> dict[int, GroupMember]:
         places = {}
         for at, rank in enumerate(ranks):
-            place = Place(name, at, len(ranks), timeout_s, NAME)
+            place = GroupMember(name, at, len(ranks), timeout_s, NAME)
             # NCCL, too, may block a connection to the store.
             store = dist.TCPStore(HOST, self.store.port, is_master=False)
             self.groups[rank].join(place, store, HOST)
             places[rank] = place
         return places
 
-    def broadcast(self, rank: int, place: Place, flat: torch.Tensor) -> Future[None]:
+    def broadcast(self, rank: int, place: GroupMember, flat: torch.Tensor) -> Future[None]:
         answer: Future[None] = Future()
 
         def run() -> None:
@@ -68,7 +70,7 @@ class Members:
         threading.Thread(target=run, daemon=True).start()
         return answer
 
-    def all_get(self, places: dict[int, Place], num_bytes: int = LARGE) -> None:
+    def all_get(self, places: dict[int, GroupMember], num_bytes: int = LARGE) -> None:
         """Broadcast, and check that it arrives."""
         sent = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
         flats = {rank: torch.zeros(num_bytes, dtype=torch.uint8) for rank in places}
@@ -274,7 +276,7 @@ class TestNccl:
             return "group"
 
         monkeypatch.setattr(dist, "ProcessGroupNCCL", make, raising=False)
-        place = Place("group", 0, 2, 7.0, "nccl")
+        place = GroupMember("group", 0, 2, 7.0, "nccl")
         for before in (None, "0"):
             if before is None:
                 monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
@@ -291,7 +293,7 @@ class TestNccl:
         if not torch.cuda.is_available():
             refused = pytest.raises(ValueError, match="no GPUs found")
         with refused:
-            NcclBackend().make(dist.HashStore(), Place("group", 0, 1, 7.0, "nccl"), HOST)
+            NcclBackend().make(dist.HashStore(), GroupMember("group", 0, 1, 7.0, "nccl"), HOST)
 
     @pytest.mark.parametrize("gpus", [["", ""], ["a", ""], ["a", "a"], ["a", "b", "a"]])
     def test_it_needs_a_gpu_for_each(
@@ -360,7 +362,7 @@ class TestWeights:
         with pytest.raises(dc.ArgumentError, match=r"'unheard_of'.*register_backend"):
             dc.WeightSync(backend="unheard_of")
         with pytest.raises(dc.ArgumentError, match=r"'unheard_of'.*no such backend"):
-            Groups().join(Place("group", 0, 1, 1.0, "unheard_of"), dist.HashStore(), HOST)
+            Groups().join(GroupMember("group", 0, 1, 1.0, "unheard_of"), dist.HashStore(), HOST)
 
     def test_weights_must_be_on_its_kind_of_device(self) -> None:
         updater = dc.BroadcastUpdater(NAME)

@@ -175,7 +175,7 @@ def between_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(broadcast, "_AUTO", (nccl_stand_in.NAME, "gloo"))
     monkeypatch.setattr(broadcast, "gpu_of", lambda device: "a0")
     monkeypatch.setattr(
-        LoopbackTransport, "is_near", lambda transport, peer: transport.host_of(peer) == "a"
+        LoopbackTransport, "shares_memory", lambda transport, peer: transport.host_key(peer) == "a"
     )
     monkeypatch.setattr(group_backends.torch_backends, "device_types", lambda name: ("cuda",))
     yield

@@ -14,7 +14,7 @@ from helpers.publishing import Collect, Telling, collect, told
 from tensordict import TensorDict
 
 import distcollect as dc
-from distcollect.collectors.torchrl_weights import HookedUpdater
+from distcollect.integrations.torchrl.weights import HookedUpdater
 
 __all__ = ["collect"]
 

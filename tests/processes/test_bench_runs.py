@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.items import ITEMS, Item, Part
+from benchmarks.report import table
+from benchmarks.runner import Outcome, run_item
 from helpers.marked import Marked
 
-from distcollect.commands.bench.items import ITEMS, Item, Part
-from distcollect.commands.bench.report import table
-from distcollect.commands.bench.runner import Outcome, run_item
 from distcollect.commands.main import main
 
 
@@ -71,7 +71,7 @@ def test_nothing_is_left_when_the_benchmark_is_killed(marked: Marked) -> None:
 def test_importing_the_package_imports_no_benchmark() -> None:
     code = (
         "import sys, distcollect.commands.main\n"
-        "unwanted = 'distcollect.commands.bench', 'torchrl', 'stable_baselines3'\n"
+        "unwanted = 'benchmarks', 'torchrl', 'stable_baselines3'\n"
         "print([name for name in sys.modules if name.startswith(unwanted)])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)

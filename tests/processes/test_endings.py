@@ -333,9 +333,9 @@ def test_what_is_open_is_closed_before_what_was_imported_later_ends() -> None:
     """As Ray, which would end the workers' actors before their collector is closed."""
     code = """
 import atexit
-from distcollect.collectors import closing
+from distcollect.collectors import finalizer as closing
 owner = {1}
-kept = closing.Closing(owner, lambda: print("closed", flush=True), 60.0)
+kept = closing.Finalizer(owner, lambda: print("closed", flush=True), 60.0)
 atexit.register(lambda: print("Ray ends", flush=True))
 closing.close_first_at_exit()
 """

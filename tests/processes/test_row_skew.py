@@ -11,11 +11,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from benchmarks.uneven_pool import UnevenPool
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from helpers.loopback_pool import loopback_collector
 
 import distcollect as dc
-from distcollect.commands.bench.uneven_pool import UnevenPool
 
 LENGTHS = ((3, 4), (1, 30), (40,))  # of the episodes in each row, in turn
 

@@ -13,7 +13,7 @@ import pytest
 from helpers.bad_launches import free_port
 from helpers.launching import start
 
-from distcollect.commands.slurm.jobs import Job, Resources, Submitter
+from distcollect.integrations.slurm.jobs import Job, Resources, Submitter
 from distcollect.launch.run_folder import LISTENING, RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.worker_hosts import WorkerHosts
 

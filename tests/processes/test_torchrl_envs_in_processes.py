@@ -107,8 +107,8 @@ def test_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
 
 def test_a_parallel_env_is_stepped_as_a_serial_one(zoo: Any) -> None:
     """Without its own method; the end of one of its processes is noticed."""
-    from distcollect.envs.torchrl import TorchRLEnvs  # noqa: PLC0415
-    from distcollect.envs.torchrl_parallel import (  # noqa: PLC0415
+    from distcollect.integrations.torchrl.envs import TorchRLEnvs  # noqa: PLC0415
+    from distcollect.integrations.torchrl.parallel import (  # noqa: PLC0415
         ParallelStep,
         is_usual_parallel_env,
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
+from benchmarks.command import select
+from benchmarks.items import ITEMS
+from benchmarks.report import targets_table
+from benchmarks.runner import Outcome
+from benchmarks.stats import Spread, best, paired
+from benchmarks.targets import TARGETS
+from benchmarks.windows import NotEnough, frames_per_s
 
-from distcollect.commands.bench.command import select
-from distcollect.commands.bench.items import ITEMS
-from distcollect.commands.bench.report import targets_table
-from distcollect.commands.bench.runner import Outcome
-from distcollect.commands.bench.stats import Spread, best, paired
-from distcollect.commands.bench.targets import TARGETS
-from distcollect.commands.bench.windows import NotEnough, frames_per_s
 from distcollect.commands.main import main
 
 

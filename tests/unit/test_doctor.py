@@ -46,7 +46,7 @@ def test_nothing_is_wrong_here() -> None:
         assert not checks.check_interface(each)
         assert not checks.check_name(each, 2 if each is FAR else 1)
         assert not checks.check_ports(each)
-        assert not checks.check_near(HERE, each, is_near=each is HERE)
+        assert not checks.check_near(HERE, each, shares_memory=each is HERE)
     assert not checks.check_versions([HERE, FAR])
 
 
@@ -99,7 +99,7 @@ def test_memory() -> None:
     assert second.problem.startswith("/dev/shm has 64 MB free")
     assert not checks.check_memory(replace(FAR, shm_bytes=-1))
     neighbour = replace(HERE, rank=1)
-    assert "may not map" in only(checks.check_near(HERE, neighbour, is_near=False)).problem
+    assert "may not map" in only(checks.check_near(HERE, neighbour, shares_memory=False)).problem
 
 
 def test_files() -> None:
@@ -176,7 +176,7 @@ def test_clocks() -> None:
 
 
 def test_a_report_is_aligned() -> None:
-    link = Link(0.00031, 1.1e9, 3.2e6, -0.25, is_near=False)
+    link = Link(0.00031, 1.1e9, 3.2e6, -0.25, shares_memory=False)
     lines = report.links({1: FAR, 10: HERE}, {1: link, 10: link}).splitlines()
     assert len({len(line) for line in lines[1:]}) == 1
     assert lines[1].split() == [

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.uneven_pool import UnevenPool
 from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
-from distcollect.commands.bench.uneven_pool import UnevenPool
 from distcollect.engine.build import build_engine
 from distcollect.engine.plan import StepOptions, WorkerPlan
 from distcollect.policy.live_weights import LiveWeights

@@ -8,10 +8,10 @@ from unittest.mock import Mock
 from distcollect.common.process_exit import ProcessExit
 from distcollect.config import Faults
 from distcollect.errors import EnvError, WorkerLost
-from distcollect.supervision.lifecycle import Lifecycle
-from distcollect.supervision.status import Phase, Status
-from distcollect.trainer.first_failures import FirstFailures
-from distcollect.trainer.worker_slots import WorkerSlot
+from distcollect.pool.first_failures import FirstFailures
+from distcollect.pool.worker_slots import WorkerSlot
+from distcollect.roster.lifecycle import Lifecycle
+from distcollect.roster.status import Phase, Status
 
 
 def test_all_workers_have_to_fail_three_times_by_the_same_error() -> None:

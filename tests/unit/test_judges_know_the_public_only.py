@@ -38,8 +38,8 @@ def test_judges_use_only_what_is_public(file: Path) -> None:
 
 def test_a_private_part_is_found() -> None:
     for source in (
-        "import distcollect.trainer.pool",
-        "from distcollect.trainer import pool",
+        "import distcollect.pool.pool",
+        "from distcollect.pool import pool",
         "from distcollect import _MODULES",
         "collector._session",
     ):

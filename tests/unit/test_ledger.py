@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
+from distcollect.pool.ledger import Ledger
 from distcollect.results import Frames
-from distcollect.trainer.ledger import Ledger
 
 FRAMES = 10
 

@@ -11,7 +11,7 @@ import pytest
 from helpers.membership_cases import PAUSE_S, SILENCE_S, START_S, make
 
 from distcollect.results import WorkerState
-from distcollect.supervision.membership import Command, Membership, Overdue, Ping, Start
+from distcollect.roster.membership import Command, Membership, Overdue, Ping, Start
 
 
 def working(now: float = 0.0, **settings: int) -> Membership:

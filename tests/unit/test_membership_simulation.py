@@ -12,7 +12,7 @@ import pytest
 from helpers.membership_cases import PAUSE_S, SILENCE_S, START_S, make
 
 from distcollect.results import WorkerState
-from distcollect.supervision.membership import Ping, Start
+from distcollect.roster.membership import Ping, Start
 
 # Allowed changes of a slot's state: see the module's docstring.
 ARROWS = {

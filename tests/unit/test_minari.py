@@ -16,8 +16,8 @@ from tensordict import TensorDict
 
 import distcollect as dc
 from distcollect.commands import main as cli
-from distcollect.commands.collect.minari_export import MinariTarget
 from distcollect.commands.collect.saved import SavedFrames
+from distcollect.integrations.minari import MinariTarget
 
 minari = pytest.importorskip("minari", reason="needs minari (extra minari)")
 pytest.importorskip("h5py", reason="needs minari (extra minari)")
@@ -149,7 +149,7 @@ def test_what_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("distcollect.commands.collect.minari_export.unflatten", interrupted)
+    monkeypatch.setattr("distcollect.integrations.minari.unflatten", interrupted)
     with pytest.raises(KeyboardInterrupt):
         target.write(tmp_path, len(frames), Nested(0), {})
     assert not target.folder.exists()

@@ -11,8 +11,8 @@ import pytest
 
 from distcollect.common.memory_segment import Segment
 from distcollect.errors import WorkerError, WorkerLost
-from distcollect.supervision import plans
-from distcollect.supervision.plans import PlanSender
+from distcollect.roster import plans
+from distcollect.roster.plans import PlanSender
 from distcollect.transport.worker_service import WorkerService
 
 NUM_WORKERS = 1000
@@ -27,7 +27,7 @@ class Transport:
         self.probes: dict[int, Future[Any]] = {}
         self.most = 0
 
-    def host_of(self, peer: int) -> str:
+    def host_key(self, peer: int) -> str:
         return f"host {peer // 10}"
 
     def call(self, peer: int, method: Any, *args: Any, share: bool = False) -> Future[Any]:

@@ -272,8 +272,8 @@ def test_weights_without_gloos_private_parts(monkeypatch: pytest.MonkeyPatch) ->
             address="127.0.0.1",
             timeout_s=5,
             gpus={0: "", 1: ""},
-            is_near=lambda peer: False,
-            host_of=lambda peer: "another",
+            shares_memory=lambda peer: False,
+            host_key=lambda peer: "another",
         )
     )
     payload = torch.arange(8, dtype=torch.uint8)

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import distcollect as dc
-from distcollect.collectors.torchrl_compat import translated
 from distcollect.collectors.worker_options import RayOptions, RPCOptions
-from distcollect.launch import ray_cluster, ray_job
-from distcollect.launch.ray_settings import RaySettings
+from distcollect.integrations.ray import cluster as ray_cluster
+from distcollect.integrations.ray import job as ray_job
+from distcollect.integrations.ray.settings import RaySettings
+from distcollect.integrations.torchrl.arguments import translated
 
 GIVEN: dict[str, Any] = {"create_env_fn": "CartPole-v1", "frames_per_batch": 8}
 

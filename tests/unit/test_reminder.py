@@ -9,8 +9,8 @@ import pytest
 
 from distcollect.common import reminder
 from distcollect.common.reminder import Reminder, wait_for
-from distcollect.supervision.process import Process, ProcessState
-from distcollect.supervision.start_report import start_report
+from distcollect.roster.process import Process, ProcessState
+from distcollect.roster.start_report import start_report
 
 
 def test_a_wait_is_mentioned_less_and_less_often() -> None:

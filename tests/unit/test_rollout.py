@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
-from distcollect.rollout.loose_slab import packed, unpacked
+from distcollect.rollout.pickled_rollout import packed, unpacked
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Leaf
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from distcollect.config import Staleness
-from distcollect.rollout.header import Header
-from distcollect.trainer.modes import make_scheduler
-from distcollect.trainer.pool_commands import Command, Decline, ReportDrained
-from distcollect.trainer.requests import Requests
-from distcollect.trainer.staleness import SentVersions
-from distcollect.trainer.worker_slots import (
+from distcollect.pool.modes import make_scheduler
+from distcollect.pool.pool_commands import Command, Decline, ReportDrained
+from distcollect.pool.requests import Requests
+from distcollect.pool.staleness import SentVersions
+from distcollect.pool.worker_slots import (
     BatchPlan,
     RolloutRequest,
     RolloutState,
@@ -20,6 +19,7 @@ from distcollect.trainer.worker_slots import (
     WorkerSlot,
     WorkerSlots,
 )
+from distcollect.rollout.header import Header
 from distcollect.transport.protocol import NUM_SLABS
 
 FRAMES = 4

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from distcollect.errors import WorkerError
-from distcollect.trainer.pool_commands import Command, SetUp
-from distcollect.trainer.setup_calls import SetupCalls
-from distcollect.trainer.staleness import SentVersions
-from distcollect.trainer.worker_slots import SlotState, WorkerSlot, WorkerSlots
+from distcollect.pool.pool_commands import Command, SetUp
+from distcollect.pool.setup_calls import SetupCalls
+from distcollect.pool.staleness import SentVersions
+from distcollect.pool.worker_slots import SlotState, WorkerSlot, WorkerSlots
 
 
 def seed(*_: Any) -> None: ...

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 
 import pytest
 
-from distcollect.trainer.staleness import Pacer, SentVersions, StalenessTicket, lagging
+from distcollect.pool.staleness import Pacer, SentVersions, StalenessTicket, lagging
 
 
 def ask(pacer: Pacer, worker_id: int, version: int) -> StalenessTicket:

@@ -13,9 +13,9 @@ from helpers.paths import SCRIPTS
 
 import distcollect as dc
 from distcollect.commands.main import main
-from distcollect.commands.slurm import disks, states
-from distcollect.commands.slurm.status import trainer_in_words
-from distcollect.commands.slurm.submit import _check_folder, minutes
+from distcollect.integrations.slurm import disks, states
+from distcollect.integrations.slurm.status import trainer_in_words
+from distcollect.integrations.slurm.submit import _check_folder, minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 
 SCRIPT = SCRIPTS / "train_submitted.py"

@@ -8,8 +8,8 @@ import pytest
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import DeadlineError, WorkerLost
-from distcollect.supervision.process import IllegalTransition, Process, ProcessState
-from distcollect.supervision.status import Phase, Status
+from distcollect.roster.process import IllegalTransition, Process, ProcessState
+from distcollect.roster.status import Phase, Status
 
 LEGAL = {
     (ProcessState.STARTED, ProcessState.PROBING),

@@ -10,7 +10,7 @@ from helpers.torchrl_checks import zoo
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 import distcollect as dc
-from distcollect.rollout.loose_slab import LooseSlab, unpacked
+from distcollect.rollout.pickled_rollout import PickledRollout, unpacked
 from distcollect.rollout.tree_layout import TreeLayout
 
 __all__ = ["zoo"]
@@ -64,7 +64,7 @@ def test_entries_whose_shape_changes_at_each_step(
 def test_padding_of_a_rollout_of_changing_shapes_is_no_frame(zoo: Any) -> None:
     env = zoo.Growing()
     layout = TreeLayout((), rewards=(("reward",),), is_loose=True)
-    slab = LooseSlab(layout, 4)
+    slab = PickledRollout(layout, 4)
     td = env.reset()
     frames = list(env.rollout(2, tensordict=td, auto_reset=False).unbind(0))
     slab.write(0, frames, set())

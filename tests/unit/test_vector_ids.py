@@ -12,8 +12,8 @@ from gymnasium.vector import VectorEnv
 from helpers.loopback_pool import loopback_collector
 
 import distcollect as dc
-from distcollect.envs.envpool import EnvPoolBatch
 from distcollect.envs.vector_ids import vector_maker
+from distcollect.integrations.envpool.batch import EnvPoolBatch
 
 N, T = 4, 30
 

@@ -12,7 +12,6 @@ from typing import Any
 import gymnasium as gym
 
 from distcollect.collectors.rpc import RPCDataCollector
-from distcollect.commands.collect.minari_export import MinariTarget
 from distcollect.commands.collect.policy_file import NamedPolicy, import_from_here, named_policy
 from distcollect.commands.collect.saved import SavedFrames, frame_bytes
 from distcollect.commands.main import INTERRUPTED
@@ -20,6 +19,7 @@ from distcollect.common.checks import positive
 from distcollect.config import Monitor
 from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError
+from distcollect.integrations.minari import MinariTarget
 from distcollect.launch.run import run as launch
 from distcollect.results import Stats
 from distcollect.telemetry.display import is_terminal, log_line

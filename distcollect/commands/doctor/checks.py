@@ -222,9 +222,9 @@ def check_idle(where: str, cores: float) -> list[Finding]:
     ]
 
 
-def check_near(trainer: HostReport, report: HostReport, *, is_near: bool) -> list[Finding]:
+def check_near(trainer: HostReport, report: HostReport, *, shares_memory: bool) -> list[Finding]:
     """Check that the trainer can map the memory of a rank on its own host."""
-    if is_near or report.host_id != trainer.host_id:
+    if shares_memory or report.host_id != trainer.host_id:
         return []
     return [
         Finding(

@@ -18,10 +18,10 @@ from distcollect.commands.doctor import checks, report
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Hop, Link, Links, link_problem
-from distcollect.commands.doctor.ray_nodes import RayNodes
 from distcollect.commands.doctor.server import DoctorHello, DoctorServer, take_part
 from distcollect.errors import DistCollectError, LaunchError
-from distcollect.launch.ray_cluster import ADDRESS as RAY_ADDRESS
+from distcollect.integrations.ray.cluster import ADDRESS as RAY_ADDRESS
+from distcollect.integrations.ray.doctor_nodes import RayNodes
 from distcollect.launch.rendezvous import (
     LISTEN,
     ListenSpec,
@@ -284,7 +284,7 @@ def _measure(
             )
             continue
         findings += checks.check_clock(where, link.skew_s)
-        findings += checks.check_near(reports[0], reports[rank], is_near=link.is_near)
+        findings += checks.check_near(reports[0], reports[rank], shares_memory=link.shares_memory)
     return measured, reached, findings
 
 

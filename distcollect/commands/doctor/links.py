@@ -42,14 +42,14 @@ class Link:
         fetch_bytes_per_s: rate of tensors to the trainer by RPC.
         broadcast_bytes_per_s: rate of weights from the trainer.
         skew_s: how far the worker's clock is ahead of the trainer's.
-        is_near: whether each can map the other's memory.
+        shares_memory: whether each can map the other's memory.
     """
 
     round_trip_s: float
     fetch_bytes_per_s: float
     broadcast_bytes_per_s: float
     skew_s: float
-    is_near: bool
+    shares_memory: bool
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Links:
             fetch_bytes_per_s=_speed(lambda n: self._call(peer, Rank.fetch, n)),
             broadcast_bytes_per_s=_speed(lambda n: self._broadcast({rank: peer}, n)),
             skew_s=skew(round_trips, offsets),
-            is_near=self._transport.is_near(peer),
+            shares_memory=self._transport.shares_memory(peer),
         )
 
     def hops(

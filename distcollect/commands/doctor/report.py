@@ -53,7 +53,7 @@ def links(reports: Mapping[int, HostReport], measured: Mapping[int, Link]) -> st
                 speed(link.fetch_bytes_per_s),
                 speed(link.broadcast_bytes_per_s),
                 f"{link.skew_s:+.3f} s",
-                "mapped" if link.is_near else "sent",
+                "mapped" if link.shares_memory else "sent",
             )
         )
     return text_table(rows, left=(1, 6))

@@ -16,7 +16,7 @@ import ray
 from torch import nn
 
 import distcollect as dc
-from distcollect.launch import ray_placer
+from distcollect.integrations.ray import placer as ray_placer
 
 SMALL = {"create_env_fn": "CartPole-v1", "frames_per_batch": 64, "sync": True}
 LIMIT_S = 90

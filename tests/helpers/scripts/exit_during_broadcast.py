@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from distcollect.weights.group_backends import Place
+from distcollect.weights.group_backends import GroupMember
 from distcollect.weights.groups import Groups
 
 dist: Any = torch.distributed
@@ -32,10 +32,10 @@ class EndsLate:
         self._sleep(0.5)  # Gloo's thread sees it
 
 
-def join(rank: int, store: Any) -> tuple[Groups, Place]:
+def join(rank: int, store: Any) -> tuple[Groups, GroupMember]:
     """Join the group of two."""
     groups = Groups()
-    place = Place("group", rank, 2, 60.0, "gloo")
+    place = GroupMember("group", rank, 2, 60.0, "gloo")
     groups.join(place, store, HOST)
     return groups, place
 

@@ -132,7 +132,7 @@ def take_over(collector):
         except dc.RolloutGone as error:
             dist.send_object_list([f"{error.worker_id}: {error}"], dst=0)
             continue
-        assert transport.is_near(reference.peer) == (taken > 0)
+        assert transport.shares_memory(reference.peer) == (taken > 0)
         assert received.pop() == reference.num_bytes
         assert not received
         assert batch.shape == (1, FRAMES)

@@ -1,0 +1,1 @@
+"""Other projects that distcollect works with, each in a place of its own."""

@@ -1,0 +1,1 @@
+"""Envs of EnvPool, in its sync and its async mode."""

@@ -1,0 +1,197 @@
+"""Envs of EnvPool, which steps the envs of a batch with threads of its own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from distcollect.envs.base import AnyVectorEnv, Faulted, InfoKeys, KeyPath, Step
+from distcollect.envs.coercion import write
+from distcollect.envs.vector import VectorBatch
+from distcollect.envs.vector_ids import VectorMaker
+from distcollect.errors import ArgumentError
+from distcollect.integrations.envpool.parts import check_envpool_parts
+from distcollect.rollout.spaces import Arrays
+
+log = logging.getLogger(__name__)
+
+# Arrays up to this size are copied as a whole: that is faster than to select rows.
+_SMALL_BYTES = 1 << 16
+
+
+def is_envpool(env: object) -> bool:
+    """Whether ``env`` is an env of EnvPool with Gymnasium's interface, without wrappers."""
+    module = sys.modules.get("envpool.python.gymnasium_envpool")
+    return module is not None and isinstance(env, module.GymnasiumEnvPoolMixin)
+
+
+class EnvPoolBatch(VectorBatch):
+    """An env of EnvPool.
+
+    EnvPool itself resets a row in the step after its end, which is a filler for that row. Here a
+    row is reset as soon as its episode is over, so there are no fillers, and rows can be cut. The
+    resets go on while the engine records the step, until :meth:`finish_resets`.
+
+    EnvPool's ``step`` arranges its arguments and results in each call. That takes longer than
+    a step of simple envs, so its native functions are called directly.
+    """
+
+    def __init__(
+        self,
+        env: AnyVectorEnv,
+        info_keys: InfoKeys | None = None,
+        maker: Callable[[], Any] | None = None,
+    ) -> None:
+        """Bring ``env`` into the form of an :class:`~distcollect.envs.base.EnvBatch`.
+
+        Raises:
+            ArgumentError: the env has several players, or this EnvPool lacks a private part that is
+                needed.
+        """
+        check_envpool_parts(type(env))
+        _check_players(env)
+        super().__init__(env, info_keys, maker)
+        self._find_places(env)
+
+    def _find_places(self, pool: Any) -> None:
+        """Find out where in EnvPool's native arguments and results everything stands."""
+        keys, inputs = list(pool._state_keys), list(pool.spec.action_array_spec)
+        self._done_at, self._trunc_at = keys.index("done"), keys.index("trunc")
+        self._reward_at = keys.index("reward")
+        # EnvPool arranges the numbers of the arrays as it would arrange the arrays.
+        observed, infos = pool._to([*range(len(keys))], reset=True, return_info=True)
+        self._carried_at = [
+            (leaf, self.obs[leaf.key], self.final[leaf.key], _at(tree, path))
+            for tree, paths in ((observed, self._obs_paths), (infos, self._info_paths))
+            for leaf, path in paths
+        ]
+        # None: an action has several leaves.
+        self._native_dtype = None
+        if sorted(inputs) == ["action", "env_id", "players.env_id"]:
+            self._native_dtype = pool.spec.action_array_spec["action"].dtype
+            self._action_at = inputs.index("action")
+        self._ids = np.arange(self.num_envs, dtype=np.int32)
+        self._being_reset: np.ndarray | None = None
+        self._late_error: Exception | None = None
+
+    def _reset_all(self, seeds: Sequence[int] | None) -> None:
+        self.finish_resets()
+        self._late_error = None
+        # EnvPool takes seeds only when it is made.
+        if seeds is not None and isinstance(self._maker, VectorMaker):
+            self._env.close()
+            self._env = self._maker(seeds)
+        elif seeds is not None:
+            self._warn_of_seeds()
+        super()._reset_all(None)
+
+    def _warn_of_seeds(self) -> None:
+        log.warning(
+            "%s: EnvPool can't be given another seed once it was made, so the seed has no effect "
+            "on these envs; pass an env id such as 'envpool:Pong-v5', or seed the env where you "
+            "make it",
+            self._name(),
+        )
+
+    def _can_reset_some(self, env: AnyVectorEnv, mode: AutoresetMode) -> bool:
+        return True
+
+    def step(
+        self, action: Arrays, cut: np.ndarray | None = None, rows: Sequence[int] | None = None
+    ) -> Step:
+        # Rows are given only after the env raised, and then they are all rows.
+        self._num_steps += rows is None
+        result = self._result
+        try:
+            # Where an exception in between left them: EnvPool would return them in this step.
+            self.finish_resets()
+            self._raise_late_error()
+            ended = self._step_pool(action, cut)
+        except Exception as error:
+            raise self._faulted_by(error, "step") from error
+        result.ended[:] = ended.tolist()
+        return result
+
+    def _faulted_by(self, error: Exception, call: str) -> Faulted:
+        """What to raise after EnvPool raised ``error``: no row made a transition."""
+        result = self._result
+        for array in (result.terminated, result.truncated):
+            array.fill(False)
+        result.ended.clear()
+        self._add_fault(self._as_env_error(error, call), stepped=False)
+        return self._faulted()
+
+    def _step_pool(self, action: Arrays, cut: np.ndarray | None) -> np.ndarray:
+        """Step all rows, and reset those whose episode ended; returns these rows."""
+        pool: Any = self._env
+        reward, terminated, truncated, _, _ = self._result
+        if self._native_dtype is None:
+            pool.send(self._action_for_env(action))
+        else:
+            inputs = [self._ids, self._ids, self._ids]
+            key, _ = self._action_parts[0][:2]
+            # A copy, as the engine reuses the memory.
+            inputs[self._action_at] = action[key].astype(self._native_dtype, "C")
+            pool._send(inputs)
+        state = pool._recv()
+        done, over_limit = state[self._done_at], state[self._trunc_at]
+        over = done | over_limit
+        if cut is not None:
+            over |= cut
+        ended: np.ndarray = over.nonzero()[0]
+        if len(ended):
+            # These envs reset themselves while the results of the step are written.
+            pool._reset(ended.astype(np.int32))
+        truncated[:] = over_limit
+        np.greater(done, over_limit, out=terminated)  # done, but not truncated
+        if cut is not None:
+            truncated |= cut & ~terminated
+        for leaf, obs, _, place in self._carried_at:
+            self._write(obs, state[place], leaf, "step")
+        write(reward, state[self._reward_at])
+        if len(ended):
+            for _, obs, final, _ in self._carried_at:
+                if obs.nbytes <= _SMALL_BYTES:
+                    final[...] = obs  # faster than to select rows
+                else:
+                    final[ended] = obs[ended]
+            self._being_reset = ended
+        return ended
+
+    def finish_resets(self) -> None:
+        ended = self._being_reset
+        if ended is None:
+            return
+        self._being_reset = None
+        pool: Any = self._env
+        try:
+            state = pool._recv()
+            for leaf, obs, _, place in self._carried_at:
+                some = state[place]
+                if some.dtype != obs.dtype or some.shape[1:] != leaf.shape:
+                    some = np.empty((len(ended), *leaf.shape), leaf.numpy_dtype)
+                    self._write(some, state[place], leaf, "reset")
+                obs[ended] = some
+        except Exception as error:  # noqa: BLE001 - the next step raises it
+            self._late_error = error
+
+    def _raise_late_error(self) -> None:
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
+
+
+def _check_players(pool: Any) -> None:
+    if pool.config["max_num_players"] > 1:
+        raise ArgumentError(f"{pool}: an env with several players can't be collected from")
+
+
+def _at(tree: Any, path: KeyPath) -> int:
+    for name in path:
+        tree = tree[name]
+    return int(tree)

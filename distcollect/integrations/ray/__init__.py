@@ -1,0 +1,1 @@
+"""Workers that a Ray cluster starts."""

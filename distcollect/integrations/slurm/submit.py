@@ -1,0 +1,325 @@
+"""``distcollect submit``: submits a training script to a SLURM cluster."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+from distcollect.commands.argtypes import above_0, count, natural
+from distcollect.errors import ArgumentError, LaunchError
+from distcollect.integrations.slurm import disks, status
+from distcollect.integrations.slurm.jobs import (
+    Job,
+    Resources,
+    Submitter,
+    check_slurm,
+    partitions,
+    worker_command,
+)
+from distcollect.launch.run_folder import ENDED, RunFolder, obstacle, others_may_change
+
+_EPILOG = """\
+One job, whose first task trains and whose others are workers:
+
+    distcollect submit --nodes 8 --tasks-per-node 8 --time 12:00:00 train.py --lr 3e-4
+
+A trainer with a GPU, and 64 workers in 8 separate jobs, which may start at any time:
+
+    distcollect submit --gpus-per-node 1 --worker-jobs 8 --worker-tasks 8 train.py
+
+Two more such jobs for a run that is running or queued:
+
+    distcollect submit --add-workers runs/train-1 --worker-jobs 2 --worker-tasks 8
+
+The script calls distcollect.run(main). With a distcollect.Checkpoint it continues where it was
+when its job is requeued.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.usage = "distcollect submit [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT ...]"
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("script", nargs="?", type=Path, help="the training script, a Python file")
+    add("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+    add("--run-folder", type=Path, metavar="DIR", help="for the run's files, on a disk that all "
+        "hosts share (default: runs/SCRIPT-TIME in the working folder)")  # fmt: skip
+    add(
+        "--add-workers",
+        type=Path,
+        metavar="RUN",
+        help="add worker jobs to the run in this folder, instead of submitting a script",
+    )
+    add("--name", help="of the jobs in SLURM's queue (default: the script's)")
+
+    job = parser.add_argument_group("the trainer's job")
+    add = job.add_argument
+    add("--nodes", type=count, default=1, help="hosts (default: %(default)s)")
+    add("--tasks-per-node", type=count, default=1, metavar="N", help="the first of all tasks "
+        "is the trainer, the others are workers (default: %(default)s)")  # fmt: skip
+    add("--cpus-per-task", type=count, default=1, metavar="N", help="cores (default: %(default)s)")
+    add("--gpus-per-node", type=natural, default=0, metavar="N", help="GPUs (default: %(default)s)")
+    add("--mem-gb", type=above_0, metavar="GB", help="memory of each node (default: the cluster's)")
+    add("--time", type=minutes, default=60, metavar="TIME", help="time limit, after which the job "
+        "is requeued: 90 (minutes), 12:00:00 or 2-00:00:00 (default: an hour)")  # fmt: skip
+    add("--partition", "-p", metavar="NAME", help="partition (default: the cluster's)")
+    add("--account", "-A", metavar="NAME", help="the account that is charged")
+    add("--qos", metavar="NAME", help="quality of service")
+    add("--slurm", action="append", default=[], metavar="NAME[=VALUE]", help="any other option of "
+        "sbatch, such as constraint=a100 or exclusive")  # fmt: skip
+    add("--setup", action="append", default=[], metavar="LINE", help="shell command to run first, "
+        "such as 'module load cuda'")  # fmt: skip
+
+    workers = parser.add_argument_group("separate jobs for workers, which by default are as above")
+    add = workers.add_argument
+    add("--worker-jobs", type=natural, default=0, metavar="N", help="jobs, of one node each "
+        "(default: %(default)s)")  # fmt: skip
+    add("--worker-tasks", type=count, default=1, metavar="N", help="workers in each "
+        "(default: %(default)s)")  # fmt: skip
+    add("--worker-cpus", type=count, metavar="N", help="cores of each worker")
+    add("--worker-gpus", type=natural, default=0, metavar="N", help="GPUs of each job (default: 0)")
+    add("--worker-mem-gb", type=above_0, metavar="GB", help="memory of each job")
+    add("--worker-time", type=minutes, metavar="TIME", help="time limit of each job")
+    add(
+        "--worker-partition",
+        metavar="NAME",
+        help="partition of these jobs, for example one without GPUs",
+    )
+    add("--worker-slurm", action="append", metavar="NAME[=VALUE]", help="used instead of --slurm")
+
+    how = parser.add_argument_group("how to run and submit")
+    add = how.add_argument
+    add("--patience", type=above_0, default=3600.0, metavar="SECONDS", help="how long workers "
+        "wait for a trainer that is queued or requeued, and the trainer for workers "
+        "(default: %(default)g)")  # fmt: skip
+    add("--notice", type=count, default=120, metavar="SECONDS", help="how long before its "
+        "time limit a job gets the signal to save (default: %(default)s)")  # fmt: skip
+    add("--max-time-limits", type=natural, default=100, metavar="N", help="how often a job "
+        "is requeued at its time limit (default: %(default)s)")  # fmt: skip
+    add("--dry-run", action="store_true", help="print the sbatch files, submit nothing")
+    add("--wait", action="store_true", help="stay until the trainer has ended, and print what "
+        "happens; the exit code is 1 if it failed")  # fmt: skip
+    add("--trust-folder", action="store_true", help="accept a run folder that doesn't look "
+        "like it is on a shared disk")  # fmt: skip
+    add("--no-check", action="store_true", help="don't ask SLURM first whether the jobs could "
+        "ever run")  # fmt: skip
+
+
+def run(given: argparse.Namespace) -> int:
+    """Submit the script, or more worker jobs.
+
+    Raises:
+        ArgumentError: the arguments can't work. Nothing was submitted.
+        LaunchError: there is no SLURM here, or it refused the jobs.
+    """
+    if given.add_workers is not None:
+        return _add_workers(given)
+    if given.script is None:
+        raise ArgumentError("no script given: call 'distcollect submit [OPTIONS] train.py'")
+    script = given.script.absolute()
+    if not script.is_file():
+        raise ArgumentError(
+            f"{given.script} is not a file: name the training script, as seen from {Path.cwd()}"
+        )
+    name = given.name or script.stem
+    folder = RunFolder(_run_folder(given, name))
+    shortest = min(given.time, given.worker_time or given.time)
+    if given.notice >= 60 * shortest:
+        raise ArgumentError(
+            f"--notice {given.notice} s is all of the {shortest} minute(s) that a job has: it "
+            "would be told to end when it begins; ask for more --time, or a shorter --notice"
+        )
+    command = [sys.executable, "-u", str(script), *given.arguments]
+    jobs = [Job(name, trains=True, resources=_resources(given), command=command)]
+    if given.worker_jobs:
+        jobs.append(_worker_job(given, folder, name))
+    submitter = Submitter(folder, Path.cwd(), given.notice, given.max_time_limits)
+    if given.dry_run:
+        return _show(submitter, jobs)
+    _check_folder(folder, trusted=given.trust_folder)
+    _check_jobs(given, submitter, jobs)
+    settings = {
+        "name": name,
+        "command": command,
+        "script_folder": str(script.parent),
+        "cwd": str(Path.cwd()),
+        "num_tasks": jobs[0].num_tasks,
+        "num_workers": given.worker_jobs * given.worker_tasks,
+        "patience_s": given.patience,
+        "notice_s": given.notice,
+        "max_time_limits": given.max_time_limits,
+        "submitted": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    folder.create(settings)
+    return _submit(given, submitter, jobs)
+
+
+def _add_workers(given: argparse.Namespace) -> int:
+    if given.script is not None:
+        raise ArgumentError(
+            f"--add-workers takes no script, since the run has one: leave out {given.script}"
+        )
+    if not given.worker_jobs:
+        raise ArgumentError("--add-workers needs --worker-jobs N: how many jobs?")
+    folder = status.submitted(given.add_workers)
+    settings = folder.settings
+    said = folder.read("trainer.json") or {}
+    if said.get("state") == ENDED:
+        raise ArgumentError(
+            f"the run in {folder.path} is over: {said.get('why')}. Submit its script again; with a "
+            "Checkpoint it goes on from what was saved"
+        )
+    if not settings["num_workers"] and settings["num_tasks"] == 1:
+        raise ArgumentError(
+            f"the run in {folder.path} was submitted as one task that starts its own workers: "
+            "no other worker can join it. Submit its script again, with --worker-jobs"
+        )
+    submitter = Submitter(
+        folder, Path(settings["cwd"]), settings["notice_s"], settings["max_time_limits"]
+    )
+    jobs = [_worker_job(given, folder, settings["name"])]
+    if given.dry_run:
+        return _show(submitter, jobs)
+    _check_jobs(given, submitter, jobs)
+    return _submit(given, submitter, jobs)
+
+
+def _run_folder(given: argparse.Namespace, name: str) -> Path:
+    if given.run_folder is not None:
+        return Path(given.run_folder).absolute()
+    return Path.cwd() / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _show(submitter: Submitter, jobs: list[Job]) -> int:
+    for job in jobs:
+        times = f", {job.count} times" if job.count > 1 else ""
+        print(f"# {'trainer' if job.trains else 'workers'}: {job.num_tasks} task(s){times}")
+        print(submitter.sbatch_file(job))
+    return 0
+
+
+def _check_folder(folder: RunFolder, *, trusted: bool) -> None:
+    if folder.settings or folder.token_file.exists():
+        raise ArgumentError(
+            f"{folder.path} holds a run already: name another --run-folder. A run that was "
+            "interrupted continues by itself; see 'distcollect status'"
+        )
+    if problem := obstacle(folder.path):
+        raise ArgumentError(f"{problem}: name another --run-folder")
+    if problem := others_may_change(folder.path):
+        raise ArgumentError(f"--run-folder {problem}")
+    problem, certain = disks.objection(folder.path)
+    if not problem or trusted:
+        return
+    if certain:
+        raise ArgumentError(
+            f"{problem}: the jobs could not find each other there. Name a --run-folder on the "
+            "cluster's shared disk, or add --trust-folder if all hosts do see it"
+        )
+    print(f"distcollect: {problem}; add --trust-folder if they do", file=sys.stderr)
+
+
+def _check_jobs(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]) -> None:
+    check_slurm()
+    known = partitions()
+    wanted = {given.partition, given.worker_partition} - {None}
+    if unknown := sorted({part for name in wanted for part in name.split(",")} - known.keys()):
+        raise ArgumentError(
+            f"this cluster has no partition {', '.join(unknown)}; it has {', '.join(known)}"
+        )
+    if given.no_check:
+        return
+    for job in jobs:
+        if problem := submitter.test(job):
+            have = "\n".join(f"  {name}: {about}" for name, about in known.items())
+            raise LaunchError(
+                f"SLURM would not run the {'trainer' if job.trains else 'workers'}: {problem}\n"
+                f"requested: {job.resources}\nthe cluster has\n{have}\n"
+                "(--no-check submits anyway)"
+            )
+
+
+def _submit(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]) -> int:
+    path = submitter.folder.path
+    for job in jobs:
+        job_id = submitter.submit(job)
+        kind = "trainer" if job.trains else "workers"
+        print(f"{kind}: job {job_id}{f', {job.count} times' if job.count > 1 else ''}", flush=True)
+    print(
+        f"run folder: {path}\n  distcollect status {path}\n  distcollect cancel {path}", flush=True
+    )
+    return status.follow(submitter.folder) if given.wait else 0
+
+
+def _resources(given: argparse.Namespace) -> Resources:
+    return Resources(
+        given.nodes,
+        given.tasks_per_node,
+        given.cpus_per_task,
+        given.gpus_per_node,
+        given.mem_gb,
+        given.time,
+        _further(given, given.partition, given.slurm),
+        given.setup,
+    )
+
+
+def _worker_job(given: argparse.Namespace, folder: RunFolder, name: str) -> Job:
+    cpus = given.worker_cpus or given.cpus_per_task
+    resources = Resources(
+        1,
+        given.worker_tasks,
+        cpus,
+        given.worker_gpus,
+        given.mem_gb if given.worker_mem_gb is None else given.worker_mem_gb,
+        given.worker_time or given.time,
+        _further(
+            given,
+            given.worker_partition or given.partition,
+            given.slurm if given.worker_slurm is None else given.worker_slurm,
+        ),
+        given.setup,
+    )
+    command = worker_command(folder, cpus)
+    return Job(f"{name}-workers", False, resources, command, given.worker_jobs)
+
+
+def _further(
+    given: argparse.Namespace, partition: str | None, options: list[str]
+) -> dict[str, str]:
+    further = {"partition": partition, "account": given.account, "qos": given.qos}
+    found = {name: value for name, value in further.items() if value is not None}
+    for option in options:
+        name, _, value = option.partition("=")
+        if not name.strip("-"):
+            raise ArgumentError(
+                f"--slurm {option!r}: must be NAME or NAME=VALUE, an option of sbatch"
+            )
+        found[name.lstrip("-")] = value
+    return found
+
+
+def minutes(text: str) -> int:
+    """Parse SLURM's times, such as "90", "30:00", "2-12" or "2-12:30"; minutes, rounded up."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be like 90 (minutes), 12:00:00 or 2-00:00:00"
+        )
+    days, *parts = (None if part is None else int(part) for part in match.groups())
+    first, second, third = parts
+    assert first is not None
+    if days is not None:
+        seconds = days * 86_400 + first * 3600 + (second or 0) * 60 + (third or 0)
+    elif third is not None:
+        seconds = first * 3600 + (second or 0) * 60 + third
+    else:
+        seconds = first * 60 + (second or 0)
+    if seconds == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0, such as 90 (minutes)")
+    return -(-seconds // 60)

@@ -1,0 +1,1 @@
+"""TorchRL's envs, policies, names of arguments, and ways to send weights."""

@@ -1,0 +1,349 @@
+"""Takes the weight updaters and weight-sync schemes of TorchRL, or says what to write instead.
+
+In TorchRL such an object does two things. It decides what is sent, and to which workers; and it
+moves the bytes to the processes of a TorchRL collector. Here the first part is taken from it, and
+an updater of this package moves the bytes. This module does not import torchrl: it knows TorchRL's
+classes by their names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from distcollect.collectors.stacklevel import users_stack_level
+from distcollect.common.suggestions import unknown_argument
+from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.policy.weight_layout import published
+from distcollect.pool.publisher import Weights
+from distcollect.transport.worker_service import WeightSource
+from distcollect.weights.broadcast import AutoUpdater, default_updater
+from distcollect.weights.updaters import UpdaterContext, WeightUpdaterBase
+
+# Methods of TorchRL's WeightUpdaterBase that do both parts at once.
+_WHOLE_PUSH = ("__call__", "push_weights", "_push_weights")
+# It works with Ray's object store, not with weights.
+_RAY_UPDATER = "RayWeightUpdater"
+# Each sends the weights of one module to all workers that it is told to send them to.
+_SENDING_SCHEMES = {
+    "DistributedWeightSyncScheme",
+    "MultiProcessWeightSyncScheme",
+    "RPCWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+}
+_NO_SCHEME = "NoWeightSyncScheme"
+# The arguments of TorchRL's update_policy_weights_ that each can hold the weights.
+_WEIGHTS = ("policy_or_weights", "weights", "policy", "weights_dict")
+
+
+class HookedUpdater(WeightUpdaterBase):
+    """A weight updater that says what is sent, as TorchRL's do; another one moves the bytes.
+
+    These methods of it are called: ``_get_server_weights``, ``_maybe_map_weights``,
+    ``_skip_update``, ``all_worker_ids``, ``init``, ``register_collector`` and the post-hooks.
+    """
+
+    def __init__(self, hooks: Any, mover: WeightUpdaterBase) -> None:
+        """Ask ``hooks``, of a class derived from TorchRL's ``WeightUpdaterBase``, or from ours.
+
+        Raises:
+            ArgumentError: ``hooks`` can't be used here.
+        """
+        name = type(hooks).__name__
+        replaced = [method for method in _WHOLE_PUSH if _is_changed(hooks, method)]
+        if replaced or name == _RAY_UPDATER:
+            reason = f"its {replaced[0]}() sends" if replaced else "it sends"
+            raise ArgumentError(
+                f"weight_updater={name}: {reason} the weights to the processes of a TorchRL "
+                "collector, and there are none here. Leave weight_updater out, and the collector "
+                "sends the weights of its policy. If you get weights from elsewhere, derive from "
+                "distcollect.AutoUpdater and return them from _get_server_weights()"
+            )
+        sender = _defining(hooks, "_sync_weights_with_worker").__module__
+        if sender.partition(".")[0] not in ("torchrl", "distcollect"):
+            warnings.warn(
+                f"weight_updater={name}: its _sync_weights_with_worker() is not called, as "
+                "distcollect sends the weights to the workers itself. Its other methods are called",
+                UserWarning,
+                stacklevel=users_stack_level(),
+            )
+        self._hooks = hooks
+        self._mover = mover
+        # Our own classes have more methods than TorchRL's.
+        self._told = [mover, hooks] if isinstance(hooks, WeightUpdaterBase) else [mover]
+
+    @property
+    def together(self) -> bool:  # type: ignore[override]
+        return self._mover.together
+
+    @property
+    def relays(self) -> Mapping[int, int]:  # type: ignore[override]
+        return self._mover.relays
+
+    # What is sent, to which workers.
+
+    def _get_server_weights(self) -> Any:
+        return self._hooks._get_server_weights()  # noqa: SLF001 - the name that TorchRL has
+
+    def _maybe_map_weights(self, weights: Any) -> Any:
+        if _defining(self._hooks, "_maybe_map_weights").__module__.startswith("torchrl."):
+            return weights  # TorchRL's own make a TensorDict of a module, at most
+        return self._hooks._maybe_map_weights(weights)  # noqa: SLF001 - the name that TorchRL has
+
+    def _skip_update(self, worker_id: int) -> bool:
+        return bool(self._hooks._skip_update(worker_id))  # noqa: SLF001 - the name that TorchRL has
+
+    def all_worker_ids(self) -> Sequence[int] | Sequence[torch.device] | None:
+        if _defining(self._hooks, "all_worker_ids").__module__.startswith("torchrl."):
+            return None  # the workers of a TorchRL collector
+        ids: Sequence[int] | None = self._hooks.all_worker_ids()
+        return ids
+
+    def _call_post_hooks(self) -> None:
+        self._hooks._call_post_hooks()  # noqa: SLF001 - the name that TorchRL has
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        self._hooks.init(*args, **kwargs)
+
+    def register_collector(self, collector: Any) -> None:
+        self._hooks.register_collector(collector)
+
+    # How it is sent.
+
+    def attach(self, context: UpdaterContext) -> None:
+        for updater in self._told:
+            updater.attach(context)
+
+    def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
+        for updater in self._told:
+            updater.check(device, worker_ids)
+
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
+        return self._mover.sources(payload, peers)
+
+    def send(self, payload: torch.Tensor) -> None:
+        self._mover.send(payload)
+
+    def forget(self, peer: int) -> None:
+        for updater in self._told:
+            updater.forget(peer)
+
+    def close(self) -> None:
+        for updater in self._told:
+            updater.close()
+
+
+class NoUpdater(AutoUpdater):
+    """Sends nothing: the workers keep the weights that they started with."""
+
+    def _skip_update(self, worker_id: int) -> bool:
+        return True
+
+
+def made_updater(given: object, backend: str) -> WeightUpdaterBase:
+    """The weight updater that a collector uses.
+
+    Args:
+        given: an updater of ours or of TorchRL's, a callable without arguments that makes one, or
+            None for the default.
+        backend: of the default updater, see :class:`~distcollect.WeightSync`.
+
+    Raises:
+        ArgumentTypeError: it is something else.
+        ArgumentError: it is an updater of TorchRL's that can't be used here.
+    """
+    if given is None:
+        return default_updater(backend)
+    made = given
+    # TorchRL's updaters can be called, but that sends weights.
+    if not _is_updater(given) and callable(given):
+        made = given()
+    if isinstance(made, WeightUpdaterBase) and _is_changed(made, "sources"):
+        return made
+    if _is_updater(made):
+        return HookedUpdater(made, default_updater(backend))
+    if _is_torchrl(made, "WeightSyncScheme"):
+        what = "is a scheme: pass it as weight_sync_schemes={'policy': ...}, or leave it out"
+    elif made is None:
+        what = "returned None: it must return the updater. For the default, leave it out"
+    else:
+        what = "must be derived from distcollect.WeightUpdaterBase, or be a callable that makes one"
+    raise ArgumentTypeError(f"weight_updater={given!r}: {what}")
+
+
+def check_updater_in_process(given: object, _: dict[str, Any]) -> None:
+    """Check the ``weight_updater`` of a collector that computes with the user's policy itself.
+
+    Raises:
+        ArgumentError: it would have something to do.
+    """
+    has_source = getattr(given, "weight_getter", None) is not None
+    if given is None or (type(given).__name__ == "VanillaWeightUpdater" and not has_source):
+        return
+    raise ArgumentError(
+        f"weight_updater={given!r}: this collector has no workers to send weights to. It computes "
+        "with your policy itself, so training it is enough; for weights from elsewhere, call "
+        "collector.update_policy_weights_(weights)"
+    )
+
+
+def weights_among(
+    weights: Weights | None,
+    names: Mapping[str, Any],
+    policy: object,
+    models: Mapping[str, nn.Module],
+) -> Weights | None:
+    """The weights that the arguments of TorchRL's ``update_policy_weights_`` stand for.
+
+    Args:
+        weights: ``policy_or_weights``.
+        names: the others, by name: ``weights``, ``policy``, ``weights_dict`` and ``model_id``.
+        policy: the collector's own. Where there are models, what the arguments leave out is taken
+            from it and them.
+        models: the collector's own.
+
+    Raises:
+        ArgumentTypeError: there is no such argument, or ``weights_dict`` is no dict.
+        ArgumentError: two arguments exclude each other, or there is no such model.
+    """
+    if not names:
+        return weights
+    names = {"policy_or_weights": weights, **names}
+    known = {*_WEIGHTS, "model_id"}
+    if unknown := next((name for name in names if name not in known), None):
+        raise ArgumentTypeError(f"update_policy_weights_: {unknown_argument(unknown, known)}")
+    given = [name for name in _WEIGHTS if names.get(name) is not None]
+    model_id = names.get("model_id")
+    excluding = given + ["model_id"] * (model_id is not None and "weights_dict" in given)
+    if len(excluding) > 1:
+        raise ArgumentError(
+            f"update_policy_weights_: {' and '.join(excluding)} are given: leave all but one out"
+        )
+    by_name: Any = names[given[0]] if given else None
+    if "weights_dict" not in given:
+        if model_id is None:
+            return by_name
+        by_name = {model_id: by_name}
+    if not isinstance(by_name, Mapping):
+        raise ArgumentTypeError(f"weights_dict={by_name!r}: must be a dict of weights by name")
+    for name in by_name:
+        if name != "policy" and name not in models:
+            raise ArgumentError(f"update_policy_weights_: {_unknown_model(name)}")
+    if not models:
+        return by_name.get("policy")
+    own = published(policy, models)
+    assert isinstance(own, nn.ModuleDict)
+    return dict(own.items()) | {name: part for name, part in by_name.items() if part is not None}
+
+
+def _unknown_model(name: str) -> str:
+    return (
+        f"the collector knows no module {name!r}. Pass it as models={{{name!r}: module}} when you "
+        "make the collector, and it is published together with the policy"
+    )
+
+
+def take_schemes(names: dict[str, Any], arguments: dict[str, Any], own: Collection[str]) -> None:
+    """Take TorchRL's two arguments with weight-sync schemes out of ``names``.
+
+    Args:
+        names: arguments, by name, that the collector doesn't have.
+        arguments: the collector's arguments; ``weight_updater`` is set where that is needed.
+        own: the names of all arguments that the collector has.
+
+    Raises:
+        ArgumentTypeError: an argument is not a dict of schemes.
+        ArgumentError: a scheme can't be used here.
+    """
+    if _schemes(names, "weight_recv_schemes"):
+        raise ArgumentError(
+            "weight_recv_schemes is for the processes of a TorchRL collector that receive weights. "
+            "Workers of distcollect do so by themselves: leave weight_recv_schemes out"
+        )
+    schemes = _schemes(names, "weight_sync_schemes")
+    if not schemes:
+        return
+    if "weight_updater" not in own:
+        raise ArgumentError(
+            f"weight_sync_schemes={schemes!r}: this collector has no workers to send weights to. "
+            "It computes with your policy itself: leave weight_sync_schemes out"
+        )
+    if arguments.get("weight_updater") is not None:
+        raise ArgumentError(
+            "weight_sync_schemes and weight_updater are both given: leave one of them out"
+        )
+    for model, scheme in schemes.items():
+        _check_scheme(model, scheme, arguments.get("models") or {})
+    silent = [model for model, scheme in schemes.items() if type(scheme).__name__ == _NO_SCHEME]
+    if len(silent) == len(schemes):
+        arguments["weight_updater"] = NoUpdater()
+    elif silent:
+        raise ArgumentError(
+            f"weight_sync_schemes: {silent} are not to be sent, and the others are. Leave "
+            "weight_sync_schemes out, and name what is not sent: "
+            f"weight_sync=distcollect.WeightSync(exclude={[f'{name}.*' for name in silent]})"
+        )
+    else:
+        used = sorted({type(scheme).__name__ for scheme in schemes.values()})
+        warnings.warn(
+            f"weight_sync_schemes: distcollect sends the weights in its own way, in place of "
+            f"{', '.join(used)}; leave weight_sync_schemes out",
+            UserWarning,
+            stacklevel=users_stack_level(),
+        )
+
+
+def _schemes(names: dict[str, Any], argument: str) -> Mapping[str, Any]:
+    given = names.pop(argument, None)
+    if given is None or given is False:
+        return {}
+    if isinstance(given, Mapping) and all(
+        _is_torchrl(s, "WeightSyncScheme") for s in given.values()
+    ):
+        return given
+    raise ArgumentTypeError(
+        f"{argument}={given!r}: must be a dict of names to TorchRL's weight-sync schemes; you may "
+        "leave it out, as distcollect sends the weights by itself"
+    )
+
+
+def _check_scheme(model: str, scheme: Any, models: Mapping[str, Any]) -> None:
+    name = type(scheme).__name__
+    which = f"weight_sync_schemes[{model!r}]={name}"
+    if model != "policy" and model not in models:
+        raise ArgumentError(f"{which}: {_unknown_model(model)}")
+    is_known = name in _SENDING_SCHEMES or name == _NO_SCHEME
+    if not is_known or not type(scheme).__module__.startswith("torchrl."):
+        raise ArgumentError(
+            f"{which} can't be used here: leave it out, and the collector sends the weights of its "
+            "policy. For a way of your own, pass weight_updater=..., derived from "
+            "distcollect.WeightUpdaterBase"
+        )
+
+
+def _is_updater(given: object) -> bool:
+    return isinstance(given, WeightUpdaterBase) or _is_torchrl(given, "WeightUpdaterBase")
+
+
+def _is_torchrl(given: object, name: str) -> bool:
+    """Whether it is an instance of TorchRL's class of this name."""
+    return any(
+        cls.__name__ == name and cls.__module__.startswith("torchrl.")
+        for cls in type(given).__mro__
+    )
+
+
+def _defining(hooks: object, method: str) -> type:
+    """The class that defines the method that an object has; our base if none does."""
+    return next((cls for cls in type(hooks).__mro__ if method in vars(cls)), WeightUpdaterBase)
+
+
+def _is_changed(hooks: object, method: str) -> bool:
+    """Whether a method is another one than that of ``WeightUpdaterBase``."""
+    return _defining(hooks, method).__name__ != "WeightUpdaterBase"

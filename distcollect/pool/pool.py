@@ -1,0 +1,487 @@
+"""The trainer's side of all workers: requests rollouts from them, and gives batches to the user.
+
+In sync mode rollouts are requested when the user asks for a batch: one of every worker. In async
+mode each worker always has a request open, so that it collects the next rollout while the last one
+is being fetched; rollouts are delivered first come, first served, unless staleness is bounded.
+
+Workers come and go. What was requested from a worker that is gone is requested from another.
+
+:class:`~.pool_core.PoolCore` decides all of it: each event is one call of it, and gives commands.
+:class:`Pool` and its :class:`~.event_loop.EventLoop` are the shell around it: the loop has the only
+lock, hands one event at a time to the core, and executes the commands after each. These are the
+parts; each knows only those below it, and all from PoolCore on are pure::
+
+    Pool            what the collector, the supervision and the sender of weights call
+      Deliveries    the batches on their way to the user
+      EventLoop     the lock, the queue of events, and the execution of commands
+    PoolCore        what the user waits for, and what may be fetched
+      Requests      what was requested, and what became of it, with the Ledger
+      Scheduler     which worker is asked next, and which rollout is delivered next
+      WorkerSlots   the workers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from distcollect.common.replies import WAKEUP_INTERVAL_S, Replies, Wakeup
+from distcollect.common.seeding import process_seeds
+from distcollect.config import Staleness
+from distcollect.errors import (
+    CollectorStateError,
+    DeadlineError,
+    DistCollectError,
+    WorkerError,
+    WorkerLost,
+)
+from distcollect.launch.preemption import exit_if_requested
+from distcollect.pool.deliveries import Deliveries
+from distcollect.pool.event_loop import EventLoop
+from distcollect.pool.pool_commands import Deliver
+from distcollect.pool.pool_core import PoolCore
+from distcollect.pool.setup_calls import SetupArguments, SetupCall
+from distcollect.pool.worker_slots import BatchPlan, WorkerSlot
+from distcollect.results import LedgerReport, WorkerThroughput
+from distcollect.roster.interfaces import FailureSink
+from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.transport.protocol import Transport
+from distcollect.transport.worker_service import ResumeRequest, WorkerService
+from distcollect.weights.push_handle import PushHandle
+from distcollect.weights.sender import WeightSender
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# At the end, for workers to say which of the rollouts that they keep were taken after all.
+_TAKE_BACK_S = 2.0
+
+
+class Pool:
+    """Collects rollouts from workers, and sends weights before it requests rollouts.
+
+    The user's thread hands every change over to the event loop, and waits for the result: an
+    exception in that thread, in whatever line, changes nothing here.
+
+    Attributes:
+        deliveries: the batches, for the user's thread.
+        version: policy_version of the newest publication.
+        on_weights: called with worker_id and version when a worker has joined and when it has
+            acknowledged new weights; without the pool's lock.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        sender: WeightSender,
+        plan: BatchPlan,
+        *,
+        failure_sink: FailureSink,
+        staleness: Staleness | None = None,
+        stats_recorder: StatsRecorder | None = None,
+    ) -> None:
+        """Collect what ``plan`` says from the workers that :meth:`join` names.
+
+        Args:
+            transport: reaches the workers.
+            sender: sends them weights.
+            plan: what is to be collected.
+            failure_sink: is told of workers that failed, or that owe nothing more and may leave.
+            staleness: which frames are too old, and what becomes of them.
+            stats_recorder: what to count in; None: counts are not kept.
+        """
+        self.version = 0
+        self.on_weights: Callable[[int, int], None] = lambda *_: None
+        self._sender = sender
+        self._plan = plan
+        self._failure_sink = failure_sink
+        self._stats_recorder = stats_recorder or StatsRecorder()
+        self._core = PoolCore(plan, staleness, lambda: secrets.token_hex(8))
+        self._loop = EventLoop(
+            self._core,
+            transport,
+            failure_sink,
+            self._stats_recorder,
+            deliver=self._deliver,
+            wake_user=self._wake_user,
+        )
+        self._lock = self._loop.lock
+        self._all_taken = Wakeup()  # close() waits for it
+        self._all_set_up = Wakeup()  # who makes a setup call waits for it
+        self._some_serve = Wakeup()  # who needs any worker waits for it
+        self._failure: BaseException | None = None
+        self.deliveries = Deliveries(plan, self._core, self._loop, self._stats_recorder, self._end)
+        sender.on_acknowledged = self._acknowledged
+        sender.on_left_out = self._left_out
+        sender.on_pushed = self._stats_recorder.pushed
+
+    # What is known.
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The workers' ids in order, with those that are being replaced."""
+        with self._lock:
+            return self._core.slots.worker_ids
+
+    def has_slot(self, worker_id: int) -> bool:
+        """Whether a worker is there, or is being replaced."""
+        with self._lock:
+            return worker_id in self._core.slots
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ids, in order, of the workers that collect and are there now."""
+        with self._lock:
+            return tuple(sorted(slot.worker_id for slot in self._core.slots if slot.may_be_asked))
+
+    def await_present(self, timeout_s: float) -> tuple[int, ...]:
+        """The same, once a worker is there; empty if none is on its way, or none comes in time.
+
+        Raises:
+            DistCollectError: the run has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (present := self.present):
+            exit_if_requested()
+            self._check()
+            remaining = deadline - time.monotonic()
+            with self._lock:
+                some_come = self._core.slots.some_collect_or_will
+            if remaining <= 0 or not some_come:
+                break
+            self._some_serve.wait(min(remaining, WAKEUP_INTERVAL_S))
+        return present
+
+    @property
+    def acknowledged(self) -> dict[int, int]:
+        """worker_id to the newest version that it has."""
+        return {worker_id: self._sender.acknowledged(worker_id) for worker_id in self.worker_ids}
+
+    @property
+    def stale_frames(self) -> dict[int, int]:
+        """Frames that were given up or masked as too stale, by worker_id."""
+        return self._look(self._read_stale_frames)
+
+    def _read_stale_frames(self) -> dict[int, int]:
+        self.deliveries.count()
+        return self._core.requests.stale_frames.copy()
+
+    @property
+    def ledger(self) -> LedgerReport:
+        """Where all frames went. The user has the frames that it has claimed.
+
+        See :meth:`.Deliveries.claim`.
+        """
+        return self._look(self._read_ledger)
+
+    def _read_ledger(self) -> LedgerReport:
+        self.deliveries.count()
+        return self._core.requests.ledger_without(self.deliveries.on_their_way)
+
+    def _look(self, read: Callable[[], T]) -> T:
+        """Read something after all that this thread handed over before."""
+        if not self._core.closed:
+            with contextlib.suppress(CollectorStateError):  # it was closed meanwhile
+                return self._loop.do(read)
+        with self._lock:
+            return read()
+
+    @property
+    def stamp(self) -> object:
+        """Changes with all that decides whether a rollout may still be delivered."""
+        return self._core.stamp
+
+    @property
+    def paces(self) -> dict[int, WorkerThroughput]:
+        """worker_id to how fast it is."""
+        with self._lock:
+            return self._core.requests.paces
+
+    @property
+    def num_ready(self) -> dict[int, int]:
+        """worker_id to how many of its rollouts wait for delivery; without those that have none."""
+        with self._lock:
+            return self._core.requests.num_ready
+
+    def lag(self, worker_id: int, version: int) -> int:
+        """How many versions newer than ``version`` were sent to a worker."""
+        return self._core.versions.lag(worker_id, version)
+
+    # Workers come and go: see :class:`~distcollect.roster.interfaces.MembershipObserver`.
+
+    def join(self, worker_id: int, incarnation: int, peer: int) -> None:
+        """A worker is there; it gets the newest weights that its slot is to have."""
+        with self._lock:
+            if self._core.closed:
+                return
+            self._stats_recorder.joined(worker_id, incarnation)
+            newest = self._sender.welcome(worker_id, peer)
+            acknowledged = self._sender.acknowledged(worker_id)
+            self._loop.post(
+                self._core.worker_joined, worker_id, incarnation, peer, newest, acknowledged
+            )
+        if not newest:  # else it is told when the worker has that version
+            self.on_weights(worker_id, 0)
+
+    def leave(self, worker_id: int, incarnation: int) -> None:
+        """A worker is to leave: nothing more is requested from it."""
+        self._loop.post(self._core.worker_leaving, worker_id, incarnation)
+
+    def lose(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
+        """A worker is gone; what was requested from it is requested from others."""
+        with self._lock:
+            if self._core.closed:
+                return
+            lost = partial(self._core.worker_lost, replaced=replaced)
+            self._loop.post(lost, worker_id, incarnation)
+        self._sender.forget(worker_id, replaced=replaced)
+
+    def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
+        """Settle the frames of a process that is gone."""
+        self._loop.post(self._core.account, worker_id, incarnation, cause, stepped)
+
+    def fail(self, error: BaseException) -> None:
+        """The run can't go on: the user's thread raises ``error``. The first error counts."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+            self._loop.post(self.deliveries.end)
+        self._sender.expect_nobody()
+
+    def _deliver(self, command: Deliver) -> None:
+        self.deliveries.deliver(command)
+
+    def _wake_user(self) -> None:
+        self._all_taken.ring()
+        self._all_set_up.ring()
+        self._some_serve.ring()
+
+    def _check(self) -> None:
+        """Raise what ended the run, if anything did."""
+        if (error := self._end()) is not None:
+            raise error
+
+    def _end(self) -> BaseException | None:
+        """What ended the run, if anything did."""
+        if self._core.closed:
+            return CollectorStateError("the collector was shut down")
+        if self._failure is None:
+            return None
+        # A copy: an error that was raised refers to the frames that it passed, and so to the
+        # collector.
+        error = copy.copy(self._failure)
+        error.__cause__ = self._failure.__cause__
+        return error
+
+    # Weights.
+
+    def push(self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None) -> PushHandle:
+        """Publish a new version and send it.
+
+        Args:
+            flat: the snapshot, uint8; must not change any more.
+            worker_ids: the workers to send it to; None: all.
+        """
+        return self._loop.do(self._publish, flat, worker_ids)
+
+    def _publish(self, flat: torch.Tensor, worker_ids: Sequence[int] | None) -> PushHandle:
+        self._check()
+        selected = self.worker_ids if worker_ids is None else tuple(worker_ids)
+        self.version += 1
+        self._core.published(self.version, selected)
+        # In the event loop, so that versions come to the sender in their order.
+        return self._sender.publish(flat, self.version, selected)
+
+    def _acknowledged(self, worker_id: int, version: int) -> None:
+        with self._lock:
+            if self._core.closed or self._failure is not None:
+                return
+            # Not ``version``: another process may have taken this one's place meanwhile.
+            newest = self._sender.acknowledged(worker_id)
+            self._loop.post(self._core.acknowledged, worker_id, newest)
+        self.on_weights(worker_id, version)
+
+    def _left_out(self, worker_id: int, error: DistCollectError) -> None:
+        # In sync mode it must not go on with the weights that it has.
+        if not (self._plan.sync or isinstance(error, WorkerLost)):
+            return
+        slot = self._core.slots.get(worker_id)
+        if isinstance(error, WorkerError) and error.worker_id is None:
+            self.fail(error)  # a replacement would fail in the same way
+        elif slot is not None:
+            self._failure_sink.report(worker_id, slot.incarnation, error)
+
+    # Setup calls: the last call of each method also holds for workers that join later.
+
+    def seed(
+        self,
+        seed: int,
+        static_seed: bool = False,
+        *,
+        as_torchrl: bool = False,
+        timeout_s: float,
+        note: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Seed every worker; its next rollout starts with a reset.
+
+        Env i of all gets the i-th seed drawn from ``seed``, or with ``static_seed`` all the same;
+        ``as_torchrl``: the seeds that TorchRL's collectors draw.
+        Rollouts from before are given up. ``note`` is called when nothing can fail any more here,
+        and all that follows is up to the workers.
+
+        Raises:
+            DeadlineError: some took no seed in time; names them.
+            WorkerError: one of them failed.
+        """
+
+        def seeds(slot: WorkerSlot) -> tuple[list[int], list[int]]:
+            first = self._plan.first_env + slot.worker_id * self._plan.num_envs
+            envs = range(first, first + self._plan.num_envs)
+            incarnation = slot.incarnation
+            return process_seeds(seed, envs, incarnation, static=static_seed, as_torchrl=as_torchrl)
+
+        self._call_all(WorkerService.seed, lambda: seeds, timeout_s, note)
+
+    def resume(
+        self,
+        version: int,
+        first_traj_id: int,
+        frames: int,
+        timeout_s: float,
+        note: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Go on where another run was.
+
+        Args:
+            version: its policy_version; the workers' weights are taken for that, or for the newest
+                version that was published here, if it is higher.
+            first_traj_id: all of its traj_ids are below; this run's start here.
+            frames: that it delivered; they count as requested.
+            timeout_s: for the workers to answer.
+            note: as for :meth:`seed`.
+
+        Raises:
+            DeadlineError: some did not in time; names them.
+            WorkerError: one of them failed.
+        """
+
+        def renumber() -> SetupArguments:
+            # The state's weights may have been published here. No number is used twice.
+            newest = self.version = max(version, self.version)
+            epoch = self._sender.resume(newest)
+            self._core.resumed(newest, frames, self.acknowledged)
+            request = ResumeRequest(newest, first_traj_id, epoch)
+            return lambda _: (request,)
+
+        self._call_all(WorkerService.resume, renumber, timeout_s, note)
+
+    def set_hooks(self, hooks: bytes, timeout_s: float, note: Callable[[], None]) -> None:
+        """Have every worker call these hooks from now on; rollouts from before are given up.
+
+        Args:
+            hooks: see :meth:`.WorkerService.set_hooks`.
+            timeout_s: for the workers to answer.
+            note: as for :meth:`seed`.
+
+        Raises:
+            DeadlineError: some did not in time; names them.
+            WorkerError: one of them could not unpickle the hooks.
+        """
+        self._call_all(WorkerService.set_hooks, lambda: lambda _: (hooks,), timeout_s, note)
+
+    def _call_all(
+        self,
+        method: Callable[..., Any],
+        prepare: Callable[[], SetupArguments],
+        timeout_s: float,
+        note: Callable[[], None],
+    ) -> None:
+        """Have all workers called, and wait for the answers of those that are there.
+
+        If waiting ends by an exception, the workers are called nevertheless.
+        """
+        deadline = time.monotonic() + timeout_s
+        call = self._loop.do(self._begin_setup_call, method, prepare, note)
+        while call.late:
+            exit_if_requested()
+            self._check()
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                late = sorted(slot.worker_id for slot in list(call.late))
+                raise DeadlineError(
+                    f"workers {late} did not take the call {method.__name__!r} within "
+                    f"{timeout_s:g} s: they finish the step that they are in first; "
+                    "Faults(batch_timeout_s=...) gives longer"
+                )
+            self._all_set_up.wait(min(remaining, WAKEUP_INTERVAL_S))
+        if call.errors:
+            raise call.errors[0]
+
+    def _begin_setup_call(
+        self,
+        method: Callable[..., Any],
+        prepare: Callable[[], SetupArguments],
+        note: Callable[[], None],
+    ) -> SetupCall:
+        self._check()
+        call = self._core.setup_call_begun(method, prepare())
+        note()
+        return call
+
+    def call_workers(
+        self,
+        method: Callable[..., Future[T]],
+        arguments: Mapping[int, Sequence[Any]],
+    ) -> Replies[int, T]:
+        """Call a method of several workers' services, for the user's thread.
+
+        Args:
+            method: of the service.
+            arguments: maps the worker_id of each worker to the arguments for it.
+        """
+        return self._loop.do(
+            lambda: Replies({w: self.call(w, method, *args) for w, args in arguments.items()})
+        )
+
+    def call(
+        self,
+        worker_id: int,
+        method: Callable[Concatenate[Any, P], Future[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]:
+        """Call a method of a worker's service; fails with WorkerLost if it isn't there."""
+        with self._lock:
+            self._check()
+            slot = self._core.slots.get(worker_id)
+        if slot is not None:
+            return self._loop.call(slot, method, *args, **kwargs)
+        answer: Future[T] = Future()
+        answer.set_exception(WorkerLost(f"worker {worker_id} is being replaced"))
+        return answer
+
+    def close(self) -> None:
+        """Request nothing more; the user's thread is woken with an error."""
+        if self._core.closed:
+            return
+        self._loop.do(self._core.closing)
+        end = time.monotonic() + _TAKE_BACK_S
+        while self._core.requests.kept and (remaining := end - time.monotonic()) > 0:
+            self._all_taken.wait(min(remaining, WAKEUP_INTERVAL_S))
+        self._loop.do(self._close)
+        self._loop.close()
+        self._sender.close()
+
+    def _close(self) -> None:
+        self.deliveries.count()
+        self.deliveries.take_back("shut_down")
+        self._core.close()
+        self.deliveries.end()

@@ -1,0 +1,124 @@
+"""Calls that every worker gets: those that are there now, and those that join later when they do.
+
+Pure: no clock, no thread, no socket. No rollout is requested from a worker between a setup call and
+its answer. The worker gets the call when its rollout is over, and gets one call after the other, as
+calls may overtake each other on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from distcollect.errors import WorkerLost
+from distcollect.pool.pool_commands import Command, SetUp
+from distcollect.pool.worker_slots import SlotState, WorkerSlot
+
+# From a worker's process to the arguments of a setup call for it.
+SetupArguments: TypeAlias = Callable[[WorkerSlot], Sequence[Any]]
+
+
+@dataclass(eq=False)
+class SetupCall:
+    """A setup call of one method.
+
+    Attributes:
+        method: of the worker's service; a further call of it replaces this one.
+        arguments: for a worker.
+        before: the call that this one replaces; None: there is none.
+        late: the workers that were there when it was made, and have not answered.
+        errors: of these workers; without those of workers that were lost.
+    """
+
+    method: Callable[..., Any]
+    arguments: SetupArguments
+    before: SetupCall | None
+    late: set[WorkerSlot] = field(default_factory=set)
+    errors: list[BaseException] = field(default_factory=list)
+
+
+class SetupCalls:
+    """The setup calls of a pool.
+
+    Attributes:
+        num_begun: how many there were.
+    """
+
+    def __init__(self, commands: Callable[[Command], None]) -> None:
+        """Start without any; ``commands`` is called with each command."""
+        self.num_begun = 0
+        self._commands = commands
+        self._newest: dict[Callable[..., Any], SetupCall] = {}
+
+    def begin(
+        self, method: Callable[..., Any], arguments: SetupArguments, slots: Iterable[WorkerSlot]
+    ) -> SetupCall:
+        """Call ``method`` of these workers, and of those that join later.
+
+        Raises:
+            Exception: what ``arguments`` raises; then nothing has changed.
+        """
+        call = SetupCall(method, arguments, self._newest.get(method))
+        owed = [(slot, arguments(slot)) for slot in slots if slot.is_staying]
+        self._newest[method] = call
+        self.num_begun += 1
+        for slot, values in owed:
+            if method in slot.setup_calls:
+                slot.setup_calls.pop(method)[0].late.discard(slot)
+            call.late.add(slot)
+            slot.setup_calls[method] = call, values
+            if slot.state is SlotState.SERVING:
+                slot.become(SlotState.SETTING_UP)
+            self.go_on(slot)
+        return call
+
+    def joined(self, slot: WorkerSlot) -> None:
+        """A process has joined."""
+        for method, call in self._newest.items():
+            slot.setup_calls[method] = call, call.arguments(slot)
+        self.go_on(slot)
+
+    def go_on(self, slot: WorkerSlot) -> None:
+        """Send the worker's next call, if it may get it now; after the last one it serves."""
+        if slot.state is not SlotState.SETTING_UP or slot.setup_call or slot.collecting:
+            return
+        if not slot.setup_calls:
+            slot.become(SlotState.SERVING)
+            return
+        method = next(iter(slot.setup_calls))
+        slot.setup_call, values = slot.setup_calls.pop(method)
+        self._commands(SetUp(slot, method, values))
+
+    def answered(self, slot: WorkerSlot, error: BaseException | None = None) -> bool:
+        """A worker has answered its call; returns whether that was the last answer awaited."""
+        call, slot.setup_call = slot.setup_call, None
+        if call is None:
+            return False
+        was_awaited = slot in call.late
+        call.late.discard(slot)
+        if was_awaited and error is not None and not isinstance(error, WorkerLost):
+            call.errors.append(error)
+            # The caller gets the error. Workers that join later must not fail in the same way.
+            if self._newest.get(call.method) is call:
+                self._restore(call)
+        self.go_on(slot)
+        return was_awaited and not call.late
+
+    def _restore(self, call: SetupCall) -> None:
+        del self._newest[call.method]
+        if call.before is not None:
+            self._newest[call.method] = call.before
+
+    def gone(self, slot: WorkerSlot) -> bool:
+        """A worker is gone or leaves; returns whether an answer is awaited no longer."""
+        owed = [call for call, _ in slot.setup_calls.values()]
+        if slot.setup_call is not None:
+            owed.append(slot.setup_call)
+        slot.setup_calls.clear()
+        slot.setup_call = None
+        was_last = False
+        for call in owed:
+            was_last |= call.late == {slot}
+            call.late.discard(slot)
+        return was_last

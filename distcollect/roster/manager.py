@@ -1,0 +1,371 @@
+"""The worker processes of one collector, as the collector starts, uses and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from distcollect.common.reminder import Reminder
+from distcollect.common.replies import WAKEUP_INTERVAL_S
+from distcollect.config import Faults
+from distcollect.engine.pickled_plan import PickledPlan
+from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
+from distcollect.integrations.ray.settings import RaySettings
+from distcollect.launch.open_hosts import open_hosts
+from distcollect.launch.preemption import exit_if_requested
+from distcollect.results import WorkerState
+from distcollect.roster.host_events import PostedHostEvents
+from distcollect.roster.interfaces import MembershipObserver
+from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
+from distcollect.roster.start_report import start_report
+from distcollect.roster.status import Phase, Status
+from distcollect.roster.worker_ends import WorkerEnds
+from distcollect.transport.peer_ids import identity
+from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.worker_service import WorkerInfo
+
+log = logging.getLogger(__name__)
+
+# Hundreds of workers are pinged at hundreds of instants; handled together they cost less.
+_CHECK_PERIOD_S = 0.05
+
+_open_numbers: set[int] = set()  # of collectors
+_numbering = threading.Lock()
+
+
+def _number() -> int:
+    """The lowest number, from 1, that no open collector has."""
+    with _numbering:
+        if not _open_numbers:
+            identity().restart_traj_ids()
+        number = next(i for i in itertools.count(1) if i not in _open_numbers)
+        _open_numbers.add(number)
+        return number
+
+
+class Workers:
+    """The workers of one collector, from their start to their end.
+
+    The user's thread calls the methods. A thread of its own, the supervision thread, runs the
+    :class:`~.lifecycle.Lifecycle`; what both need is in a :class:`~.status.Status`.
+
+    Attributes:
+        transport: reaches the workers.
+        address: this host's, on the interface by which workers reach it.
+    """
+
+    def __init__(
+        self,
+        num_workers: int | None,
+        faults: Faults,
+        plan_for: Callable[[int], PickledPlan],
+        *,
+        listen: str | None = None,
+        local: bool = False,
+        ray: RaySettings | None = None,
+    ) -> None:
+        """Start the workers, and wait until all have joined and were probed.
+
+        Args:
+            num_workers: None: all that the launch provides, or one for each core.
+            faults: the timeouts.
+            plan_for: worker_id to its plan.
+            listen: "HOST:PORT" where further workers may join.
+            local: start them on this host, even in a launch.
+            ray: have Ray start them.
+
+        Raises:
+            ArgumentError: the launch has fewer workers.
+            CollectorStateError: another collector uses the workers of the launch.
+            DistCollectError: some did not join, or failed. Nothing is left running then.
+        """
+        self._faults = faults
+        self._status = Status()
+        self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="distcollect-workers", daemon=True)
+        self._number = _number()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(_open_numbers.discard, self._number)
+            self._hosts = open_hosts(
+                num_workers, listen, local=local, ray=ray, patience_s=faults.start_timeout_s
+            )
+            on_error.callback(self._hosts.detach)
+            # Workers that join by themselves have no fixed number: none in particular has to come.
+            count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)
+            self._num_first = count
+            self.address = self._hosts.address
+            self.transport = RpcTransport(address=self.address)
+            on_error.callback(self.transport.close)
+            self._lifecycle = Lifecycle(
+                self._hosts,
+                self.transport,
+                faults,
+                plan_for,
+                self._status,
+                num_first=count,
+                post=self._posted.put,
+                collector=self._number,
+            )
+            on_error.pop_all()
+        events = PostedHostEvents(
+            self._lifecycle, self.transport.endpoint, self._posted.put, end_launch=self.close
+        )
+        self._steps = self._stop_steps()
+        try:
+            self._hosts.attach(events, count, faults.start_timeout_s)
+            self._thread.start()
+            self._await_start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def states(self) -> dict[int, WorkerState]:
+        """What is known of each slot's worker, by worker_id."""
+        return dict(self._status.states)
+
+    @property
+    def num_present(self) -> int:
+        """How many workers serve requests."""
+        return self._status.num_present
+
+    @property
+    def probes(self) -> dict[int, WorkerInfo]:
+        """What the first process in each slot found when it was probed, by worker_id."""
+        return self._status.probes
+
+    @property
+    def ends(self) -> WorkerEnds:
+        """How lost workers ended."""
+        return self._status.ends
+
+    @property
+    def gpus(self) -> dict[int, str]:
+        """The name of the GPU that has each worker's policy, "" for the CPU; kept up to date."""
+        return self._lifecycle.gpus
+
+    @property
+    def are_near(self) -> bool:
+        """Whether all workers so far are on this host, and share memory with the trainer."""
+        return self._lifecycle.are_near
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers join and leave at any time, so that the trainer waits for enough."""
+        return self._hosts.is_elastic
+
+    def attach(self, observer: MembershipObserver) -> None:
+        """Report to ``observer`` from now on; first the workers that are there."""
+        done: Future[None] = Future()
+
+        def observe() -> None:
+            self._lifecycle.observe(observer)
+            done.set_result(None)
+
+        self._posted.put(observe)
+        done.result(self._faults.start_timeout_s)
+
+    def report(
+        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
+    ) -> None:
+        """A worker failed at a request: it is replaced, if that can help."""
+        failed = partial(self._lifecycle.failed, is_final=is_final)
+        self._posted.put(partial(failed, (worker_id, incarnation), error))
+
+    def drained(self, worker_id: int, incarnation: int) -> None:
+        """A worker that is to leave owes the pool nothing any more."""
+        self._posted.put(partial(self._lifecycle.drained, (worker_id, incarnation)))
+
+    def release(self, worker_ids: Sequence[int]) -> None:
+        """Have workers leave for good, and wait until they have.
+
+        Raises:
+            DeadlineError: some did not end in time; names them.
+        """
+        for worker_id in worker_ids:
+            self._posted.put(partial(self._lifecycle.leave, worker_id))
+        limit_s = self._faults.leave_timeout_s + self._faults.stop_timeout_s
+
+        def staying() -> list[int]:
+            states = self._status.states
+            return [w for w in worker_ids if states.get(w) is not WorkerState.LEFT]
+
+        deadline = time.monotonic() + limit_s
+        with self._status.lock:
+            while staying():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise DeadlineError(
+                        f"workers {staying()} did not leave within {limit_s:g} s: a step or "
+                        "close() of their envs may hang; Faults(leave_timeout_s=..., "
+                        "stop_timeout_s=...) gives longer"
+                    )
+                self._status.changed.wait(min(remaining, WAKEUP_INTERVAL_S))
+
+    def await_enough(self) -> None:
+        """If workers join and leave at any time, wait until ``min_workers`` are there.
+
+        Raises:
+            DeadlineError: they did not join in time.
+            DistCollectError: the run can't go on.
+        """
+        least, limit_s = self._faults.min_workers, self._hosts.patience_s
+        status = self._status
+        if not self.is_elastic or status.num_present >= least:
+            return
+        # A scheduler that starts them needs seconds, and says itself what it waits for.
+        level = logging.INFO if self._hosts.is_placed else logging.WARNING
+        log.log(
+            level,
+            "waiting up to %g s for workers: %d there, %d wanted",
+            limit_s,
+            status.num_present,
+            least,
+        )
+        deadline = time.monotonic() + limit_s
+        while status.num_present < least:
+            exit_if_requested()
+            self._check_start()
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise DeadlineError(
+                    f"waited {limit_s:g} s for workers to join at {self.address}: "
+                    f"{status.num_present} of at least {least} (Faults.min_workers) are there; "
+                    f"{self._hosts.missing()}"
+                )
+            with status.lock:
+                status.changed.wait_for(
+                    lambda: status.num_present >= least or status.has_ended,
+                    min(remaining, WAKEUP_INTERVAL_S),
+                )
+
+    def _check_start(self) -> None:
+        """Raise what keeps workers from joining, if anything does."""
+        if self._status.failure is not None:
+            raise self._status.failure
+        if self._status.is_stopping:
+            raise CollectorStateError("the launch ended while workers were awaited")
+
+    def _await_start(self) -> None:
+        """Wait until the first process in every slot is ready, and one at least; enter RUNNING."""
+        status = self._status
+        limit_s = self._faults.start_timeout_s
+        deadline = time.monotonic() + limit_s + EXIT_TIMEOUT_S
+        if self.is_elastic:
+            self.await_enough()
+        with status.lock:
+            while status.phase is not Phase.STARTING or not self._have_started():
+                self._check_start()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 and self.is_elastic:
+                    break  # the others join later
+                if remaining <= 0:
+                    missing = [w for w in status.states if w not in status.probes]
+                    names = f"workers {missing}" if missing else "a worker"
+                    raise DeadlineError(
+                        f"waited {limit_s:g} s for {names} to join, without success: see their "
+                        "own output; Faults(start_timeout_s=...) gives longer, 'distcollect "
+                        "doctor' looks at the way between hosts"
+                    )
+                status.changed.wait(min(remaining, WAKEUP_INTERVAL_S))
+            status.enter(Phase.RUNNING)
+
+    def _have_started(self) -> bool:
+        """Whether the workers that the first batch should come from are ready."""
+        probes = self._status.probes
+        if not self.is_elastic:
+            return all(w in probes for w in range(max(1, self._num_first)))
+        if not self._hosts.is_placed:
+            return True
+        # Those that a scheduler can start now: with fewer, the first batches would depend on which
+        # of them was faster. One that failed is replaced, and joins later.
+        ended = self._status.ends.known()
+        return self._hosts.is_settled and all(
+            w in probes or w in ended for w in self._hosts.supervised
+        )
+
+    def close(self) -> None:
+        """End all workers and reap them; again it does nothing."""
+        self._status.begin_stop()
+        # Each step is done once, and even if one before it raised, as by a Ctrl-C. A further call,
+        # from another thread too, does the steps that remain.
+        self._steps.close()
+
+    def _stop_steps(self) -> contextlib.ExitStack:
+        """The steps of :meth:`close`, in their order."""
+        half_s = self._faults.stop_timeout_s / 2
+        steps: list[Callable[[], object]] = [
+            # Workers stop stepping. They answer what they still owe, and close their envs.
+            self._lifecycle.stop_workers,
+            # Half of the time is for these answers. The trainer's agent closes before the workers
+            # end: else it would log a warning for each connection that breaks.
+            partial(self.transport.close, half_s),
+            # The other half is for their end. What remains then is killed, and all are reaped.
+            self._lifecycle.exit_workers,
+            partial(self._hosts.end_processes, half_s),
+            # All ends are reported by now; the thread accounts for them, and ends.
+            self._end_thread,
+            self.transport.close,  # again: an exception may have ended the first one early
+            # The hosts can serve another collector now.
+            self._hosts.detach,
+            partial(_open_numbers.discard, self._number),
+            partial(self._status.enter, Phase.CLOSED),
+        ]
+        stack = contextlib.ExitStack()
+        for step in reversed(steps):
+            stack.callback(step)
+        return stack
+
+    # The supervision thread.
+
+    def _run(self) -> None:
+        checked_at = 0.0
+        reminder = Reminder(time.monotonic())
+        while True:
+            now = time.monotonic()
+            self._guarded(partial(self._report_start, reminder, now))
+            next_check = min(self._lifecycle.next_check(now), reminder.at)
+            due = max(next_check, checked_at + _CHECK_PERIOD_S)
+            # Python can't wait for much longer than an hour at once; a check in between does no
+            # harm.
+            pause_s = min(due - now, 3600.0)
+            try:
+                while True:
+                    event = self._posted.get(timeout=max(0.0, pause_s))
+                    if event is None:
+                        return
+                    self._guarded(event)
+                    pause_s = 0.0  # handle all other events, then check
+            except queue.Empty:
+                pass
+            checked_at = time.monotonic()
+            self._guarded(self._lifecycle.check)
+
+    def _report_start(self, reminder: Reminder, now: float) -> None:
+        if not (self._status.is_starting and self._num_first):
+            reminder.stop()
+        elif reminder.is_due(now):
+            processes = list(self._lifecycle.processes.values())
+            limit_s = self._faults.start_timeout_s
+            log.warning(start_report(processes, self._num_first, now - reminder.began, limit_s))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            log.exception("the supervision of the workers failed")
+            self._lifecycle.fail(WorkerError(f"the supervision of the workers failed: {error!r}"))
+
+    def _end_thread(self) -> None:
+        if self._thread.is_alive():
+            self._posted.put(self._lifecycle.account_for_rest)
+            self._posted.put(None)
+            if self._thread is not threading.current_thread():  # as a collector's finalizer may be
+                self._thread.join(5)

@@ -1,0 +1,65 @@
+"""How lost workers ended, for the user's thread to look up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from distcollect.common.replies import WAKEUP_INTERVAL_S, Wakeup
+from distcollect.errors import DistCollectError
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerEnd:
+    """How a worker process ended.
+
+    Attributes:
+        error: says why, with pid and host.
+        is_hang: it was ended because it made no progress.
+    """
+
+    error: DistCollectError
+    is_hang: bool
+
+
+class WorkerEnds:
+    """The last end of a process in each worker's slot."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = Wakeup()  # the user's thread waits for it
+        self._ends: dict[int, WorkerEnd] = {}
+
+    def note(self, worker_id: int, end: WorkerEnd) -> None:
+        """A worker's process has ended."""
+        with self._lock:
+            self._ends[worker_id] = end
+        self._changed.ring()
+
+    def known(self) -> dict[int, WorkerEnd]:
+        """The ends so far, by worker_id."""
+        with self._lock:
+            return dict(self._ends)
+
+    def since(
+        self, known: Mapping[int, WorkerEnd], worker_ids: Collection[int], timeout_s: float
+    ) -> dict[int, WorkerEnd]:
+        """The ends of these workers that are not in ``known``.
+
+        A worker is lost before it is known how it ended. Waits for that up to ``timeout_s``, and
+        returns without the ends that are not known by then.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ends = self.known()
+            new = {
+                worker_id: end
+                for worker_id in worker_ids
+                if (end := ends.get(worker_id)) is not None and end is not known.get(worker_id)
+            }
+            remaining = deadline - time.monotonic()
+            if len(new) == len(worker_ids) or remaining <= 0:
+                return new
+            self._changed.wait(min(remaining, WAKEUP_INTERVAL_S))

@@ -1,0 +1,61 @@
+"""What it costs to collect statistics."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from benchmarks.alternating import ratio_of_pairs
+from benchmarks.contenders import Values, make_sync
+from benchmarks.workloads import WORKLOADS, Workload
+from distcollect import Monitor, SyncDataCollector
+from distcollect.rollout.slabs import AnySlab
+from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.telemetry.step_timer import StepTimer
+
+_NEVER = 1 << 62
+
+
+class _NoStepTimer(StepTimer):
+    """Measures nothing."""
+
+    def begin(self) -> None:
+        self.due = _NEVER
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def collected(self, slab: AnySlab, rests: tuple[int, ...] = ()) -> None:
+        """Do nothing."""
+
+
+class _NoStatsRecorder(StatsRecorder):
+    """Records nothing."""
+
+    def switch_to(self, activity: object) -> None:
+        """Do nothing."""
+
+    def collected(self, header: object, asked_at: int | None = None) -> None:
+        """Do nothing."""
+
+    def delivered(self, batch: object, at: int | None = None) -> None:
+        """Do nothing."""
+
+
+def run_counting(seconds: float, *, name: str) -> Values:
+    """CPU time of a batch with statistics over that of a batch without."""
+    torch.set_num_threads(1)
+    workload = WORKLOADS[name]
+    # Two policies would choose other actions, and their episodes would have other lengths.
+    policy = workload.make_policy()
+    with _collector(workload, policy) as counting, _collector(workload, policy) as other:
+        other._stats_recorder = _NoStatsRecorder()
+        other._engine.step_timer = _NoStepTimer(workload.num_envs)
+        ratio, pairs = ratio_of_pairs(counting.next, other.next, seconds, clock=time.thread_time)
+    return {"cpu_ratio": ratio, "pairs": pairs}
+
+
+def _collector(workload: Workload, policy: nn.Module) -> SyncDataCollector:
+    return make_sync(workload, policy, monitor=Monitor(view=False))

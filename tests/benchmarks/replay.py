@@ -1,0 +1,191 @@
+"""Who fills a replay buffer best: the trainer's thread, or the processes that step the envs.
+
+distcollect's trainer has a thread that adds rollouts of its workers. TorchRL's workers write to the
+buffer themselves, under a lock that all share. The limit of that is processes of their own that
+each write to a buffer of their own: no lock, no trainer, nothing moved between processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import Values, make_sync
+from benchmarks.peers import make_torchrl_filling
+from benchmarks.workloads import PIXELS, WORKLOADS, Workload
+from distcollect import MultiaSyncDataCollector, aSyncDataCollector
+
+_NUM_FRAMES = {PIXELS.name: 2_048}  # in the buffer
+_SIZE = 20_000
+_TIMEOUT_S = 60.0
+_THREAD = "distcollect-collect"  # the thread that start() starts
+_NUM_WORKERS = 2
+_TICKS = os.sysconf("SC_CLK_TCK")
+FILLED: dict[str, Workload] = {"cartpole-16": WORKLOADS["cartpole-16"], PIXELS.name: PIXELS}
+
+
+def run_replay(seconds: float) -> Values:
+    """Fill a replay buffer of TorchRL while the trainer sleeps; one worker.
+
+    Returns:
+        "frames_per_s" that arrive, and "core_share": CPU time of the thread that fills the buffer,
+        per second. It needs the interpreter's lock for at most this share of the time.
+    """
+    data = importlib.import_module("torchrl.data")
+    torch.set_num_threads(1)
+    workload = WORKLOADS["cartpole-16"]
+    buffer: Any = data.ReplayBuffer(storage=data.LazyTensorStorage(_SIZE))
+    with aSyncDataCollector(
+        workload.make_env,
+        workload.make_policy(),
+        frames_per_batch=workload.rollout_frames,
+        envs_per_worker=workload.num_envs,
+        replay_buffer=buffer,
+    ) as collector:
+        collector.start()
+        _await(lambda: buffer.write_count >= 2 * workload.rollout_frames)
+        thread = next(t for t in threading.enumerate() if t.name == _THREAD)
+        frames, cpu_s, begin = buffer.write_count, _cpu_s(thread), time.perf_counter()
+        time.sleep(seconds)
+        elapsed = time.perf_counter() - begin
+        return {
+            "frames_per_s": (buffer.write_count - frames) / elapsed,
+            "core_share": (_cpu_s(thread) - cpu_s) / elapsed,
+        }
+
+
+def run_by_trainer(seconds: float, name: str) -> Values:
+    """Two workers; the trainer's thread fills a buffer in mapped memory, while the trainer sleeps.
+
+    Returns: as :func:`_measured`.
+    """
+    torch.set_num_threads(1)
+    workload = FILLED[name]
+    with (
+        tempfile.TemporaryDirectory(dir=_memory()) as folder,
+        MultiaSyncDataCollector(
+            workload.make_env,
+            workload.make_policy(),
+            num_workers=_NUM_WORKERS,
+            frames_per_batch=workload.rollout_frames,
+            envs_per_worker=workload.num_envs,
+            replay_buffer=(buffer := _mapped_buffer(workload, folder)),
+        ) as collector,
+    ):
+        collector.start()
+        return _measured(lambda: int(buffer.write_count), workload, seconds)
+
+
+def run_by_torchrl(seconds: float, name: str) -> Values:
+    """TorchRL's ``MultiAsyncCollector``, whose two workers write to a shared buffer.
+
+    Returns: as :func:`_measured`.
+    """
+    torch.set_num_threads(1)
+    workload = FILLED[name]
+    with tempfile.TemporaryDirectory(dir=_memory()) as folder:
+        buffer = _mapped_buffer(workload, folder, shared=True)
+        collector = make_torchrl_filling(workload, _NUM_WORKERS, buffer)
+        collector.start()
+        return _measured(lambda: int(buffer.write_count), workload, seconds)
+
+
+def run_by_themselves(seconds: float, name: str) -> Values:
+    """Two processes that each step envs, and write to a buffer in mapped memory of their own.
+
+    Returns: as :func:`_measured`.
+    """
+    workload = FILLED[name]
+    context = multiprocessing.get_context("spawn")
+    counts = [context.Value("q", 0, lock=False) for _ in range(_NUM_WORKERS)]
+    for count in counts:
+        context.Process(target=_fill_alone, args=(name, count), daemon=True).start()
+    return _measured(lambda: sum(count.value for count in counts), workload, seconds)
+
+
+def _fill_alone(name: str, count: Any) -> None:
+    torch.set_num_threads(1)
+    workload = FILLED[name]
+    with (
+        tempfile.TemporaryDirectory(dir=_memory()) as folder,
+        make_sync(workload, workload.make_policy()) as collector,
+    ):
+        buffer = _mapped_buffer(workload, folder)
+        while True:
+            buffer.extend(collector.next().reshape(-1))
+            count.value = buffer.write_count
+
+
+def _mapped_buffer(workload: Workload, folder: str, **options: Any) -> Any:
+    data = importlib.import_module("torchrl.data")
+    num_frames = _NUM_FRAMES.get(workload.name, _SIZE)
+    return data.ReplayBuffer(
+        storage=data.LazyMemmapStorage(num_frames, scratch_dir=folder), **options
+    )
+
+
+def _memory() -> str | None:
+    """A folder in memory, so that no disk is measured; None: the usual one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _measured(written: Callable[[], int], workload: Workload, seconds: float) -> Values:
+    """The frames that ``written()`` counts, in time and in CPU time.
+
+    Returns:
+        "frames_per_s", "frames_per_cpu_s" of this process and all that it started, "core_share":
+        CPU time of this process per second.
+    """
+    _await(lambda: written() >= 6 * workload.rollout_frames)
+    frames, begin = written(), time.perf_counter()
+    own_s, all_s = time.process_time(), _cpu_of_all_s()
+    time.sleep(seconds)
+    elapsed, frames = time.perf_counter() - begin, written() - frames
+    return {
+        "frames_per_s": frames / elapsed,
+        "frames_per_cpu_s": frames / (_cpu_of_all_s() - all_s),
+        "core_share": (time.process_time() - own_s) / elapsed,
+    }
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no frames arrived within {_TIMEOUT_S:g} s")
+        time.sleep(0.01)
+
+
+def _cpu_s(thread: threading.Thread) -> float:
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def _cpu_of_all_s() -> float:
+    """CPU time of this process and its descendants that run."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        pid = int(stat.parent.name)
+        parents[pid] = int(fields[1])
+        ticks[pid] = int(fields[11]) + int(fields[12])
+
+    def is_ours(pid: int) -> bool:
+        while pid in parents and pid != os.getpid():
+            pid = parents[pid]
+        return pid == os.getpid()
+
+    return sum(ticks[pid] for pid in ticks if is_ours(pid)) / _TICKS
