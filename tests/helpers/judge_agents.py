@@ -10,7 +10,7 @@ import numpy as np
 import pettingzoo
 import torch
 from helpers.judge_envs import ACTION, OBSERVATION
-from helpers.judge_frames import DTYPES, GroupMember, expect, same
+from helpers.judge_frames import DTYPES, Place, expect, same
 from helpers.judge_truth import Row, Script, read_truth
 from tensordict import TensorDict, TensorDictBase
 
@@ -98,7 +98,7 @@ def check_agents(batch: TensorDictBase, script: Script) -> None:
         if ("collector", "mask") in frame.keys(True) and not frame["collector", "mask"]:
             continue
         uid, episode, step, _ = frame["bee", "observation"][0].tolist()
-        place = GroupMember(uid, episode, step)
+        place = Place(uid, episode, step)
         length = script.length(truth[uid].row, episode)
         for what, expected, got in _facts_of_ants(frame, place, length):
             same(f"frame {i} of the batch, {place}: {what}", expected, got)
@@ -117,7 +117,7 @@ def check_agents(batch: TensorDictBase, script: Script) -> None:
 
 
 def _facts_of_ants(
-    frame: TensorDictBase, place: GroupMember, length: int
+    frame: TensorDictBase, place: Place, length: int
 ) -> Iterator[tuple[str, object, object]]:
     uid, episode, step = place
     for index, name in enumerate(ANTS):

@@ -32,7 +32,7 @@ DTYPES = {
 }
 
 
-class GroupMember(NamedTuple):
+class Place(NamedTuple):
     """Which frame it is: the ``step`` counts from 0 within its episode."""
 
     uid: int
@@ -47,7 +47,7 @@ class GroupMember(NamedTuple):
 class Frame:
     """A frame as it was delivered."""
 
-    place: GroupMember
+    place: Place
     seen: tuple[int, ...]
     following: tuple[int, ...]
     action: int
@@ -110,7 +110,7 @@ class FrameOracle:
     in_parallel: bool = False
     acts: bool = True
     knows_workers: bool = True
-    ids: dict[int, GroupMember] = field(default_factory=dict)
+    ids: dict[int, Place] = field(default_factory=dict)
     delivered: Counter[int] = field(default_factory=Counter)
     num_padding: int = 0
     ended: list[Episode] = field(default_factory=list)
@@ -428,7 +428,7 @@ def _frame(leaves: dict[Any, np.ndarray], i: int, where: str) -> Frame:
     uid, episode, step, _ = seen
     done, terminated, truncated = (bool(leaves["next", name][i, 0]) for name in ENDS)
     return Frame(
-        GroupMember(uid, episode, step),
+        Place(uid, episode, step),
         seen,
         tuple(leaves["next", "observation"][i].tolist()),
         int(leaves["action"][i, 0]),

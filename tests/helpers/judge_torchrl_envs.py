@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from helpers.judge_frames import GroupMember, same
+from helpers.judge_frames import Place, same
 from helpers.judge_truth import FACTS, NUM_ACTIONS, Row, Script
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Categorical, Composite, Unbounded
@@ -113,7 +113,7 @@ def check_entries(batch: TensorDictBase, kind: str) -> None:
         if ("collector", "mask") in frame.keys(True) and not frame["collector", "mask"]:
             continue
         for part in (frame, frame["next"]):
-            place = GroupMember(*part["observation"][:3].tolist())
+            place = Place(*part["observation"][:3].tolist())
             what = f"frame {i} of the batch, {place}"
             if kind == "nested":
                 expected = [[place.step * 10], [place.step * 10 + 1]]
