@@ -1,14 +1,15 @@
-"""Compares distcollect with a bare loop and with other collectors.
+"""Compares distcollect with a bare loop and with other collectors; needs a checkout.
 
     python launch/benchmark.py --quick
-    python launch/benchmark.py --json bench.json --png bench.png
+    python launch/benchmark.py --workload cartpole-16 --json bench.json
 
-The same as ``python -m distcollect bench``; ``--help`` says more.
+``--help`` says more. To measure your own env and policy, use ``distcollect bench``.
 """
 
+import importlib
 import sys
-
-from distcollect.commands.main import main
+from pathlib import Path
 
 if __name__ == "__main__":
-    sys.exit(main(["bench", *sys.argv[1:]]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    sys.exit(importlib.import_module("benchmarks.__main__").main())

@@ -15,10 +15,6 @@ from distcollect.version import __version__
 
 # name: (module with add_arguments(parser) and run(arguments) -> exit status, a line of help)
 _COMMANDS = {
-    "bench": (
-        "benchmarks.command",
-        "compare speed with a bare loop and other collectors",
-    ),
     "cancel": (
         "distcollect.integrations.slurm.cancel",
         "cancel the jobs of a run on a SLURM cluster",

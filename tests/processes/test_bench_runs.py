@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import benchmarks
 import pytest
+from benchmarks.__main__ import main
 from benchmarks.items import ITEMS, Item, Part
 from benchmarks.report import table
 from benchmarks.runner import Outcome, run_item
 from helpers.marked import Marked
-
-from distcollect.commands.main import main
 
 
 def run(item: Item, *parts: Part) -> dict[str, Outcome]:
@@ -39,7 +40,7 @@ def test_quick_run(tmp_path: Path, marked: Marked, capsys: pytest.CaptureFixture
     files = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = ["--quick", "--json", str(files[0]), "--png", str(files[1])]
     chosen = ["--contender", "bare", "--contender", "async"]
-    assert main(["bench", *arguments, *chosen]) == 0
+    assert main([*arguments, *chosen]) == 0
     report = json.loads(files[0].read_text())
     [values] = report["items"]["cartpole-16"]["async"]["values"]
     assert values["frames_per_s"] > 0
@@ -53,9 +54,10 @@ def test_quick_run(tmp_path: Path, marked: Marked, capsys: pytest.CaptureFixture
 
 
 def test_nothing_is_left_when_the_benchmark_is_killed(marked: Marked) -> None:
-    arguments = ["bench", "--workload", "cartpole-1", "--contender", "rpc-async-x2"]
+    arguments = ["--workload", "cartpole-1", "--contender", "rpc-async-x2"]
     bench = subprocess.Popen(
-        [sys.executable, "-m", "distcollect", *arguments, "--seconds", "60"],
+        [sys.executable, "-m", "benchmarks", *arguments, "--seconds", "60"],
+        env={**os.environ, "PYTHONPATH": str(Path(benchmarks.__file__).parents[1])},
         stdout=subprocess.DEVNULL,
     )
     # The benchmark, the trainer, its guard and two workers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
+from benchmarks.__main__ import main
 from benchmarks.command import select
 from benchmarks.items import ITEMS
 from benchmarks.report import targets_table
@@ -12,8 +13,6 @@ from benchmarks.runner import Outcome
 from benchmarks.stats import Spread, best, paired
 from benchmarks.targets import TARGETS
 from benchmarks.windows import NotEnough, frames_per_s
-
-from distcollect.commands.main import main
 
 
 def test_spread() -> None:
@@ -102,12 +101,12 @@ def test_selection() -> None:
 def test_unknown_names(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments]) == 2
+    assert main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--list"]) == 0
+    assert main(["--list"]) == 0
     shown = capsys.readouterr().out
     assert "cartpole-64" in shown
     assert "torchrl-rpc-x2" in shown

@@ -95,9 +95,6 @@ COMMANDS: list[tuple[str, str]] = [
     ("worker --run other", "--run other: .*no run of.*name the folder"),
     ("doctor --wait 0", "--wait: '0': must be a number above 0"),
     ("doctor --wait inf", "--wait: 'inf': must be .*, and at most 1e8"),
-    ("bench --workload pong", "--workload pong: unknown; there are: cartpole-1"),
-    ("bench --repeats few", "--repeats: 'few': must be a whole number, at least 1"),
-    ("bench --quick --json no/figures.json", "--json no/figures.json: No such file.*name a file"),
 ]
 
 
