@@ -77,7 +77,7 @@ class Session:
             lambda worker_id: plans[worker_id % len(plans)],
             listen=options.listen,
             local=options.is_local,
-            ray=options.ray,
+            placer=options.ray,
         )
         if options.ray is not None:
             close_first_at_exit()

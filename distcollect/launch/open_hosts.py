@@ -7,9 +7,8 @@ import os
 import secrets
 
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.integrations.ray.placer import RayPlacer
-from distcollect.integrations.ray.settings import RaySettings
 from distcollect.launch.cpu_placement import num_cores
+from distcollect.launch.placement import PlacerSettings
 from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import one_of_several
@@ -54,18 +53,18 @@ def open_hosts(
     listen: str | None = None,
     *,
     local: bool = False,
-    ray: RaySettings | None = None,
+    placer: PlacerSettings | None = None,
     patience_s: float = 0.0,
 ) -> WorkerHosts:
     """The launch's hosts, or this host alone without a launch; for one collector until detached.
 
     Args:
-        num_workers: local workers to start without a launch; None: one for each core. With ``ray``:
-            workers that Ray is to start.
+        num_workers: local workers to start without a launch; None: one for each core. With
+            ``placer``: workers that it is to start.
         listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
         local: use this host alone, even in a launch; nobody else can join.
-        ray: use the hosts of a Ray cluster, even in a launch.
-        patience_s: with ``ray``: how long to wait for enough workers.
+        placer: a scheduler that starts the workers, even in a launch.
+        patience_s: with ``placer``: how long to wait for enough workers.
 
     Raises:
         CollectorStateError: another collector has the launch's hosts.
@@ -75,9 +74,9 @@ def open_hosts(
             several of a launch, or the run's workers are in other jobs, and the script does not
             call :func:`~distcollect.run`.
     """
-    if ray is not None:
+    if placer is not None:
         assert num_workers is not None
-        return _open_ray(ray, num_workers, listen, patience_s)
+        return _open_placed(placer, num_workers, listen, patience_s)
     if _launched is not None and not local:
         if listen is not None:
             raise ArgumentError(
@@ -108,11 +107,11 @@ def open_hosts(
     return hosts
 
 
-def _open_ray(
-    settings: RaySettings, num_workers: int, listen: str | None, patience_s: float
+def _open_placed(
+    settings: PlacerSettings, num_workers: int, listen: str | None, patience_s: float
 ) -> WorkerHosts:
     with contextlib.ExitStack() as on_error:
-        placer = RayPlacer(settings)
+        placer = settings.connect()
         on_error.callback(placer.close)
         address, port = listen_address(listen, default=placer.address)
         hosts = WorkerHosts(

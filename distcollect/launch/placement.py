@@ -8,6 +8,17 @@ from typing import Protocol
 from distcollect.net.messages import TrainerAddress
 
 
+class PlacerSettings(Protocol):
+    """What to ask another scheduler for."""
+
+    def connect(self) -> Placer:
+        """Connect to the scheduler.
+
+        Raises:
+            LaunchError: it can't be reached.
+        """
+
+
 class Placer(Protocol):
     """Has a scheduler start one supervisor for each slot, and start it again when it is lost.
 

@@ -13,7 +13,7 @@ import torch.distributed
 from distcollect.common import checks
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
-from distcollect.integrations.ray import job as ray_job
+from distcollect.integrations import load
 from distcollect.launch.exit_deadline import interpreter_exit_deadline
 from distcollect.launch.exit_deadline import timeout_s as exit_timeout_s
 from distcollect.launch.main_call import MainCall
@@ -77,7 +77,7 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
                 f"--nproc-per-node={2 * num_trainers} or more, or by srun"
             )
         if launch.launcher is Launcher.RAY_JOB:
-            with ray_job.running():
+            with load("ray job").running():
                 return main()
         if folder is None or not folder.num_workers:
             return main()
@@ -179,7 +179,7 @@ def num_workers(default: int) -> int:
         return launched.num_workers(None)
     launch = Launch.detect()
     if launch.launcher is Launcher.RAY_JOB:
-        return ray_job.num_workers()
+        return int(load("ray job").num_workers())
     if launch.launcher is Launcher.NONE:
         folder = RunFolder.here()
         return default if folder is None else folder.num_workers or default

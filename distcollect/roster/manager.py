@@ -17,8 +17,8 @@ from distcollect.common.replies import WAKEUP_INTERVAL_S
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
-from distcollect.integrations.ray.settings import RaySettings
 from distcollect.launch.open_hosts import open_hosts
+from distcollect.launch.placement import PlacerSettings
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.results import WorkerState
 from distcollect.roster.host_events import PostedHostEvents
@@ -69,7 +69,7 @@ class Workers:
         *,
         listen: str | None = None,
         local: bool = False,
-        ray: RaySettings | None = None,
+        placer: PlacerSettings | None = None,
     ) -> None:
         """Start the workers, and wait until all have joined and were probed.
 
@@ -79,7 +79,7 @@ class Workers:
             plan_for: worker_id to its plan.
             listen: "HOST:PORT" where further workers may join.
             local: start them on this host, even in a launch.
-            ray: have Ray start them.
+            placer: a scheduler that starts them.
 
         Raises:
             ArgumentError: the launch has fewer workers.
@@ -94,7 +94,7 @@ class Workers:
         with contextlib.ExitStack() as on_error:
             on_error.callback(_open_numbers.discard, self._number)
             self._hosts = open_hosts(
-                num_workers, listen, local=local, ray=ray, patience_s=faults.start_timeout_s
+                num_workers, listen, local=local, placer=placer, patience_s=faults.start_timeout_s
             )
             on_error.callback(self._hosts.detach)
             # Workers that join by themselves have no fixed number: none in particular has to come.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distcollect.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from distcollect.integrations.ray.placer import RayPlacer
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 # Options of an actor that are set here, and why.
@@ -70,6 +73,16 @@ class RaySettings:
                     f"remote_configs: {name!r} and placement_group_strategy={self.strategy!r} "
                     "contradict each other: give one of them"
                 )
+
+    def connect(self) -> RayPlacer:
+        """Connect to Ray.
+
+        Raises:
+            LaunchError: Ray is not installed, or can't be reached.
+        """
+        from distcollect.integrations.ray.placer import RayPlacer  # noqa: PLC0415 - it needs this
+
+        return RayPlacer(self)
 
     def check_count(self, num_workers: int) -> None:
         """Raise ArgumentError if there are options for another number of workers."""
