@@ -27,7 +27,7 @@ from distcollect.collectors.validation import Devices
 from distcollect.common import checks
 from distcollect.config import Faults, Monitor
 from distcollect.engine.plan import StepOptions, WorkerPlan
-from distcollect.envs.make import is_env
+from distcollect.envs.kinds import is_env
 from distcollect.policy.base import Exploration
 from distcollect.policy.weight_layout import module_of, uncompiled
 

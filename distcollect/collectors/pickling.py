@@ -16,7 +16,8 @@ from torch import nn
 
 from distcollect.engine.pickled_plan import PickledPlan, TensorTable
 from distcollect.engine.plan import WorkerPlan
-from distcollect.envs.make import EnvContext, is_torchrl_env
+from distcollect.envs.kinds import kind_of
+from distcollect.envs.make import EnvContext
 from distcollect.envs.registered import pickled_registry
 from distcollect.errors import ArgumentError, DistCollectError, PolicyNotSendable
 from distcollect.policy.weight_layout import module_of
@@ -71,7 +72,8 @@ def with_copied_envs(makers: Sequence[object]) -> list[object]:
     copies: dict[int, EnvCopies] = {}
     made: list[object] = []
     for worker_id, maker in enumerate(makers):
-        if is_torchrl_env(maker):
+        kind = kind_of(maker)
+        if kind is not None and kind.can_be_copied:
             if id(maker) not in copies:
                 copies[id(maker)] = EnvCopies(maker, worker_id)
             made.append(copies[id(maker)])

@@ -16,6 +16,7 @@ from distcollect.engine.plan_weights import live_weights
 from distcollect.envs.base import EnvBatch, Envs
 from distcollect.envs.make import EnvContext, make_envs
 from distcollect.errors import ArgumentError, EnvError
+from distcollect.integrations import load
 from distcollect.policy.base import Exploration, Policy
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
@@ -86,11 +87,10 @@ def build_engine_for(
     counter: StepCounter | None = None,
 ) -> EngineBase:
     """Like :func:`build_engine`, for envs that exist and a plan whose policy was made."""
-    if not isinstance(envs, EnvBatch):
-        # Not before a TorchRL env is there, as importing torchrl has side effects.
-        from distcollect.integrations.torchrl.build import build_tensordict_engine  # noqa: PLC0415
-
-        return build_tensordict_engine(envs, plan, traj_ids=traj_ids, counter=counter)
+    if envs.engine is not None:
+        built: EngineBase = load(envs.engine)(envs, plan, traj_ids=traj_ids, counter=counter)
+        return built
+    assert isinstance(envs, EnvBatch)
     policy: Policy
     if plan.policy is None:
         policy = RandomPolicy(envs.action_space, envs.num_ready)

@@ -2,14 +2,15 @@
 
 :class:`Engine` takes requests, resets the envs and swaps weights between rollouts. The steps
 themselves are made by one of three loops: :mod:`.aligned_loop` where every row makes one transition
-in each step, :mod:`.ragged_loop` for vector envs with filler steps, :mod:`.async_loop` for those
-that give the results of some rows at a time. TorchRL envs are stepped by :mod:`.tensordict_engine`.
+in each step, :mod:`.ragged_loop` for vector envs with filler steps, one of an
+integration for those that give the results of some rows at a time.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -22,8 +23,7 @@ from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
 from distcollect.envs.base import EnvBatch, Faulted
 from distcollect.errors import ArgumentError, PolicyError
-from distcollect.integrations.envpool.async_batch import AsyncPoolBatch
-from distcollect.integrations.envpool.async_loop import AsyncLoop
+from distcollect.integrations import load
 from distcollect.policy.base import Policy
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.random import RandomPolicy
@@ -87,7 +87,7 @@ class Engine(EngineBase):
         self._try_policy()
         self.layout = _layout(envs, policy)
         # The policy's state has a row for each of the n envs; the asynchronous loop's has not.
-        state = None if isinstance(envs, AsyncPoolBatch) else policy.state
+        state = policy.state if envs.num_ready == envs.num_envs else None
         self._trajectories = Trajectories(envs.num_envs, traj_ids, state)
         self._loop: RolloutLoop = _loop_type(envs)(
             envs=envs,
@@ -170,8 +170,8 @@ class Engine(EngineBase):
 
 
 def _loop_type(envs: EnvBatch) -> Callable[..., RolloutLoop]:
-    if isinstance(envs, AsyncPoolBatch):
-        return AsyncLoop
+    if envs.loop is not None:
+        return cast("type[RolloutLoop]", load(envs.loop))
     return AlignedLoop if envs.supports_partial_reset else RaggedLoop
 
 
@@ -201,7 +201,7 @@ def _check_options(options: StepOptions, envs: EnvBatch) -> None:
             "it, or a wrapper of yours around it, may take no reset mask. Pass a maker of single "
             "envs and envs_per_worker instead"
         )
-    if options.exact_version and isinstance(envs, AsyncPoolBatch):
+    if options.exact_version and envs.num_ready < envs.num_envs:
         raise ArgumentError(
             f"reproducible=True does not work with an EnvPool env that gives the results of "
             f"{envs.num_ready} of its {envs.num_envs} envs at a time: which come first depends on "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -32,6 +32,9 @@ Space: TypeAlias = gym.Space[Any]
 InfoKeys: TypeAlias = Sequence[str] | Mapping[str, Space | None]
 KeyPath: TypeAlias = tuple[str | int, ...]
 
+
+# The entry of a step's info whose content goes only under "next" in a batch.
+OUTCOMES = "outcomes"
 
 # One array operation is faster than a loop over at least this many rows.
 MANY_ROWS = 5
@@ -124,10 +127,13 @@ class Envs(ABC):
     Attributes:
         num_envs: n.
         is_torchrl: the envs are TorchRL's.
+        engine: the entry point that builds their engine, see
+            :mod:`distcollect.integrations`; None: the engine for arrays.
     """
 
     num_envs: int
     is_torchrl: bool = False
+    engine: ClassVar[str | None] = None
 
     @property
     @abstractmethod
@@ -189,9 +195,11 @@ class EnvBatch(Envs):
         final: ``[n, *shape]`` for each of ``leaves``: the true last observation of the rows whose
             episode ended in the last step; undefined for other rows.
         supports_partial_reset: single rows can be reset at any time.
+        loop: the entry point for the loop that steps them; None: one of the engine's own.
     """
 
     supports_partial_reset: bool = True
+    loop: ClassVar[str | None] = None
 
     # The envs reset rows within their step, so that afterwards ``obs`` lacks the last observation.
     _resets_in_step: bool = False

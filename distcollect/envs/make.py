@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +13,11 @@ from typing import Any, cast
 import gymnasium as gym
 import torch
 from gymnasium.envs.registration import find_highest_version, parse_env_id
-from gymnasium.vector import VectorEnv
 
-from distcollect.envs.base import Env, Envs, InfoKeys, Maker, describe, name_of
-from distcollect.envs.single import SingleEnvBatch
-from distcollect.envs.vector import VectorBatch
+from distcollect.envs.base import Envs, InfoKeys, Maker, describe
+from distcollect.envs.kinds import EnvKind, is_env, kind_of
 from distcollect.envs.vector_ids import VectorMaker, vector_maker
-from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
-from distcollect.integrations.envpool.async_batch import AsyncPoolBatch
-from distcollect.integrations.envpool.batch import EnvPoolBatch, is_envpool
-from distcollect.integrations.pettingzoo import PettingZooEnv
-from distcollect.rollout.spaces import leaves_of
+from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError
 
 
 @dataclass(frozen=True)
@@ -149,7 +142,7 @@ def make_envs(
             if not is_env(maker):
                 opened.append(env)
             envs.append(env)
-            num_rows = _num_rows(env)
+            num_rows = _kind_of(env).num_rows(env)
             if num_rows is not None:
                 _check_rows(env, num_rows, num_envs, alone=not listed and row == 0)
                 break
@@ -165,55 +158,19 @@ def make_envs(
         raise
 
 
-def is_env(value: object) -> bool:
-    """Whether ``value`` is an env of a supported kind."""
-    return isinstance(value, gym.Env | VectorEnv) or is_torchrl_env(value) or _is_pettingzoo(value)
-
-
-def is_torchrl_env(value: object) -> bool:
-    """Whether ``value`` is an env of TorchRL."""
-    # Importing torchrl has side effects, and where it was never imported no object is its env.
-    module = sys.modules.get("torchrl.envs.common")
-    return module is not None and isinstance(value, module.EnvBase)
-
-
-def _is_pettingzoo(value: object) -> bool:
-    module = sys.modules.get("pettingzoo.utils.env")
-    return module is not None and isinstance(value, module.ParallelEnv)
-
-
-def _num_rows(env: Any) -> int | None:
-    """How many rows an env steps at once; None for a single env."""
-    if is_torchrl_env(env):
-        return env.batch_size.numel() if env.batch_size else None
-    return env.num_envs if isinstance(env, VectorEnv) else None
-
-
 def _batch(
     envs: list[Any], info_keys: InfoKeys | None, makers: list[Callable[[], Any] | None]
 ) -> Envs:
     """The batch for envs of one kind: single envs, or one env of several rows."""
     _check_distinct(envs)
-    if any(map(is_torchrl_env, envs)):
-        if not all(map(is_torchrl_env, envs)):
-            raise ArgumentError(
-                "a list can't mix TorchRL envs and others: use envs of one kind, for example "
-                "TorchRL's GymEnv for those of Gymnasium"
-            )
-        if info_keys:
-            raise ArgumentError(
-                "info_keys: a TorchRL env adds such entries itself, see its set_info_dict_reader"
-            )
-        from distcollect.integrations.torchrl.envs import TorchRLEnvs  # noqa: PLC0415 - see is_torchrl_env
-
-        return TorchRLEnvs(envs, makers)
-    if is_envpool(envs[0]):
-        kind = AsyncPoolBatch if envs[0].is_async else EnvPoolBatch
-        return kind(envs[0], info_keys, makers[0])
-    if isinstance(envs[0], VectorEnv):
-        return VectorBatch(envs[0], info_keys, makers[0])
-    _check_alike(envs)
-    return SingleEnvBatch(envs, info_keys, makers)
+    kinds = [_kind_of(env) for env in envs]
+    if len(set(kinds)) > 1:
+        library = next(kind.library for kind in kinds if kind.library != EnvKind.library)
+        raise ArgumentError(
+            f"a list can't mix {library} envs and others: use envs of one kind, for example "
+            "TorchRL's GymEnv for those of Gymnasium"
+        )
+    return kinds[0].batch(envs, info_keys, makers)
 
 
 def _remaker(
@@ -230,9 +187,13 @@ def _remaker(
 def _make(maker: Maker, row: int, context: EnvContext, device: torch.device | None) -> Any:
     # First look for an env: it may be callable, too.
     env: Any = maker if is_env(maker) else _call_maker(maker, row, context)
-    if _is_pettingzoo(env):
-        return PettingZooEnv(env)
-    return env.to(device) if device is not None and is_torchrl_env(env) else env
+    return _kind_of(env).prepared(env, device)
+
+
+def _kind_of(env: object) -> EnvKind:
+    kind = kind_of(env)
+    assert kind is not None
+    return kind
 
 
 def _call_maker(maker: Maker, row: int, context: EnvContext) -> Any:
@@ -294,19 +255,3 @@ def _check_distinct(envs: Sequence[Any]) -> None:
                 f"env {row} ({env}) is the same object as another env; each row needs its own "
                 "env, so pass a callable that makes one"
             )
-
-
-def _check_alike(envs: Sequence[Env]) -> None:
-    """Raise SpaceError unless all envs have the same spaces."""
-    first = envs[0]
-    for row, env in enumerate(envs):
-        for role in ("observation", "action"):
-            mine, theirs = getattr(env, f"{role}_space"), getattr(first, f"{role}_space")
-            # The bounds of observations may differ; action spaces must be equal.
-            same = leaves_of(mine, role) == leaves_of(theirs, role)
-            if not same or (role == "action" and mine != theirs):
-                raise SpaceError(
-                    f"env {row} ({name_of(env)}) has another {role} space than env 0 "
-                    f"({name_of(first)}): {mine} instead of {theirs}; all envs of a worker must "
-                    "have the same spaces"
-                )

@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from distcollect.envs.base import (
+    OUTCOMES,
     Env,
     EnvBatch,
     EnvState,
@@ -23,7 +24,6 @@ from distcollect.envs.base import (
 from distcollect.envs.coercion import MisfitError, flag, number, write
 from distcollect.envs.info import space_of_info
 from distcollect.errors import EnvError
-from distcollect.integrations.pettingzoo import OUTCOMES, PettingZooEnv
 from distcollect.rollout.spaces import Arrays, leaves_of, unflatten
 
 _FALSE = np.False_
@@ -57,9 +57,7 @@ class SingleEnvBatch(EnvBatch):
             yield first.step(first.action_space.sample())[4]
 
         info_space = space_of_info(info_keys, first.observation_space, examples, name_of(first))
-        outcome_space = spaces.Dict()
-        if isinstance(first.unwrapped, PettingZooEnv):
-            outcome_space = first.unwrapped.outcome_space
+        outcome_space = getattr(first.unwrapped, "outcome_space", spaces.Dict())
         outcome_leaves = leaves_of(outcome_space, "observation")
         super().__init__(
             len(envs), first.observation_space, first.action_space, info_space, outcome_leaves

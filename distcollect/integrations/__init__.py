@@ -1,17 +1,31 @@
 """Other projects that distcollect works with, each in a place of its own.
 
 The packages below :mod:`distcollect.collectors` name none of them. They look up what they need by
-what it is for, so that it is imported when it is first used.
+what it is for, so that it is imported when it is first used: to import some of these projects has
+side effects.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 # What it is for, and the module or the name in one that does it.
 _ENTRY_POINTS = {
+    "engine of torchrl": "distcollect.integrations.torchrl.build:build_tensordict_engine",
+    "envs of envpool": "distcollect.integrations.envpool.kind:KIND",
+    "envs of pettingzoo": "distcollect.integrations.pettingzoo:KIND",
+    "envs of torchrl": "distcollect.integrations.torchrl.envs:KIND",
+    "ids of envpool": "distcollect.integrations.envpool.kind:EnvPoolMaker",
+    "loop of envpool": "distcollect.integrations.envpool.async_loop:AsyncLoop",
     "ray job": "distcollect.integrations.ray.job",
+}
+# What makes use of a class of envs, which are in these modules.
+_ENVS = {
+    ("torchrl.envs.common", "EnvBase"): "envs of torchrl",
+    ("pettingzoo.utils.env", "ParallelEnv"): "envs of pettingzoo",
+    ("envpool.python.gymnasium_envpool", "GymnasiumEnvPoolMixin"): "envs of envpool",
 }
 
 
@@ -20,3 +34,15 @@ def load(purpose: str) -> Any:
     module, _, name = _ENTRY_POINTS[purpose].partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found
+
+
+def load_for(env: object) -> Any:
+    """Import the :class:`~distcollect.envs.kinds.EnvKind` of an env; None: no project's.
+
+    No project is imported for that: where it never was, no object is an env of it.
+    """
+    for (module, name), purpose in _ENVS.items():
+        imported = sys.modules.get(module)
+        if imported is not None and isinstance(env, getattr(imported, name)):
+            return load(purpose)
+    return None

@@ -8,18 +8,18 @@ from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, iterate
 
-from distcollect.envs.base import Space
+from distcollect.envs.base import OUTCOMES, Space
+from distcollect.envs.kinds import EnvKind
 from distcollect.errors import ArgumentError, EnvError, SpaceError
 from distcollect.rollout.spaces import Entries, flatten, leaves_of, unflatten
 
 ParallelEnv: TypeAlias = Any  # pettingzoo.ParallelEnv, which may not be installed
 Tree: TypeAlias = dict[str, Any]
 
-# The entry of a step's info whose content goes only under "next" in a batch.
-OUTCOMES = "outcomes"
 _FLAGS = ("done", "terminated", "truncated")
 _GROUP_NAMES = frozenset({"action", "mask", "reward", *_FLAGS})
 
@@ -216,3 +216,13 @@ def _entries(observation: Any) -> Tree:
 def _flags(*shape: int) -> spaces.Box:
     boolean: Any = np.bool_
     return spaces.Box(0, 1, shape, boolean)
+
+
+class PettingZooKind(EnvKind):
+    """PettingZoo's parallel envs, which are wrapped in envs of Gymnasium."""
+
+    def prepared(self, env: ParallelEnv, device: torch.device | None) -> PettingZooEnv:
+        return PettingZooEnv(env)
+
+
+KIND = PettingZooKind()

@@ -50,6 +50,8 @@ class AsyncPoolBatch(EnvPoolBatch):
     in any case: ``list.extend`` calls them and stores the result, with no Python code in between.
     """
 
+    loop = "loop of envpool"
+
     def __init__(
         self,
         env: Any,

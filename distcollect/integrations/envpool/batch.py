@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +21,6 @@ log = logging.getLogger(__name__)
 
 # Arrays up to this size are copied as a whole: that is faster than to select rows.
 _SMALL_BYTES = 1 << 16
-
-
-def is_envpool(env: object) -> bool:
-    """Whether ``env`` is an env of EnvPool with Gymnasium's interface, without wrappers."""
-    module = sys.modules.get("envpool.python.gymnasium_envpool")
-    return module is not None and isinstance(env, module.GymnasiumEnvPoolMixin)
 
 
 class EnvPoolBatch(VectorBatch):

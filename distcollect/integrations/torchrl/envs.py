@@ -22,7 +22,8 @@ from torchrl.envs import (
     VecGymEnvTransform,
 )
 
-from distcollect.envs.base import Envs, EnvState, NamingEnv, called, describe
+from distcollect.envs.base import Envs, EnvState, InfoKeys, NamingEnv, called, describe
+from distcollect.envs.kinds import EnvKind
 from distcollect.errors import ArgumentError, EnvError, SpaceError
 from distcollect.integrations.torchrl.parallel import letting_processes_run
 from distcollect.integrations.torchrl.stepping import Stepper
@@ -46,6 +47,7 @@ class TorchRLEnvs(Envs):
 
     num_stepped = 0
     is_torchrl = True
+    engine = "engine of torchrl"
 
     def __init__(
         self,
@@ -296,6 +298,34 @@ class TorchRLEnvs(Envs):
                 process.join()
         with contextlib.suppress(Exception):
             env.close()
+
+
+class TorchRLKind(EnvKind):
+    """TorchRL's envs."""
+
+    library = "TorchRL"
+    can_be_copied = True
+
+    def prepared(self, env: TorchRLEnv, device: torch.device | None) -> TorchRLEnv:
+        return env if device is None else env.to(device)
+
+    def num_rows(self, env: TorchRLEnv) -> int | None:
+        return env.batch_size.numel() if env.batch_size else None
+
+    def batch(
+        self,
+        envs: list[Any],
+        info_keys: InfoKeys | None,
+        makers: list[Callable[[], Any] | None],
+    ) -> Envs:
+        if info_keys:
+            raise ArgumentError(
+                "info_keys: a TorchRL env adds such entries itself, see its set_info_dict_reader"
+            )
+        return TorchRLEnvs(envs, makers)
+
+
+KIND = TorchRLKind()
 
 
 def _joined(parts: Sequence[TensorDictBase]) -> TensorDictBase:
