@@ -25,7 +25,7 @@ class _Ends(NamedTuple):
         rows: int64 ``[m]``, their rows.
         terminated: bool ``[m]``.
         truncated: bool ``[m]``.
-        final: ``{key: [m, *shape]}`` of the carried leaves after the step.
+        final: ``{key: [m, *shape]}`` of the state leaves after the step.
     """
 
     step: int

@@ -187,8 +187,8 @@ def _layout(envs: EnvBatch, policy: Policy) -> Layout:
             raise PolicyError(
                 f"the policy writes {'.'.join(leaf.key)!r}, a name that is taken; rename it"
             )
-    carried = envs.leaves if policy.state is None else (*envs.leaves, *policy.state.leaves)
-    return Layout(envs.num_envs, carried, envs.action_leaves, policy.extras, envs.outcome_leaves)
+    state = envs.leaves if policy.state is None else (*envs.leaves, *policy.state.leaves)
+    return Layout(envs.num_envs, state, envs.action_leaves, policy.extras, envs.outcome_leaves)
 
 
 def _check_options(options: StepOptions, envs: EnvBatch) -> None:

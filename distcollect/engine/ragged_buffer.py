@@ -21,7 +21,7 @@ class StepChunk:
         policy_version: int64.
         real: bool ``[T, n]``, False where a step is a filler.
         num_steps: how many steps there are.
-        finals: the carried leaves after frames that end a trajectory: their step, their rows, and
+        finals: the state leaves after frames that end a trajectory: their step, their rows, and
             ``[number of rows, *shape]`` of each leaf.
     """
 
@@ -38,7 +38,7 @@ class StepChunk:
         self.real = np.ones((num_steps, layout.num_envs), bool)
         self.num_steps = 0
         self.finals: list[tuple[int, np.ndarray, Arrays]] = []
-        self._carried = [leaf.key for leaf in layout.carried]
+        self._state = [leaf.key for leaf in layout.state]
 
     def begin(self, policy_version: int) -> None:
         """Begin with the first step; frames have this version until another one is written."""
@@ -50,12 +50,12 @@ class StepChunk:
         self.policy_version.fill(policy_version)
 
     def add_finals(self, rows: np.ndarray, step: int, final: Arrays) -> None:
-        """Keep the carried leaves after the last frames of the episodes that ended in ``rows``."""
+        """Keep the state leaves after the last frames of the episodes that ended in ``rows``."""
         self.finals.append((step, rows, {key: array[rows] for key, array in final.items()}))
 
     def starts_of_next(self) -> Arrays:
-        """``[n, *shape]`` of the carried leaves as they were before the step after the last."""
-        return {key: self.frames[key][self.num_steps] for key in self._carried}
+        """``[n, *shape]`` of the state leaves as they were before the step after the last."""
+        return {key: self.frames[key][self.num_steps] for key in self._state}
 
 
 class RaggedBuffer:
@@ -64,22 +64,22 @@ class RaggedBuffer:
     Attributes:
         num_steps: T.
         position: int64 ``[n]``, frames that each row has.
-        strip: steps that are not among these frames yet.
+        chunk: steps that are not among these frames yet.
     """
 
     def __init__(self, layout: Layout, num_steps: int) -> None:
         """Allocate room for ``2 * num_steps`` frames of each row."""
         self.num_steps = num_steps
         self.position = np.zeros(layout.num_envs, np.int64)
-        self.strip = StepChunk(layout, num_steps)
+        self.chunk = StepChunk(layout, num_steps)
         self._frames: Arrays = {
             leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps) for leaf in layout.per_frame
         }
-        # The carried leaves after each row's last frame.
-        self._after: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
-        # The carried leaves after frames that end a trajectory: the frames' rows and columns.
+        # The state leaves after each row's last frame.
+        self._after: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.state}
+        # The state leaves after frames that end a trajectory: the frames' rows and columns.
         self._finals: list[tuple[np.ndarray, np.ndarray, Arrays]] = []
-        # The carried leaves after a frame whose successor found no room, by the row and the column
+        # The state leaves after a frame whose successor found no room, by the row and the column
         # that the successor would have had.
         self._cut_off: dict[tuple[int, int], Arrays] = {}
 
@@ -96,29 +96,29 @@ class RaggedBuffer:
         self._cut_off.clear()
         return dropped
 
-    def take_strip(self, current: Arrays) -> tuple[np.ndarray, int]:
-        """Append the frames of the strip to the rows' frames.
+    def take_chunk(self, current: Arrays) -> tuple[np.ndarray, int]:
+        """Append the frames of the chunk to the rows' frames.
 
         Args:
-            current: ``[n, *shape]`` of the carried leaves after the last step.
+            current: ``[n, *shape]`` of the state leaves after the last step.
 
         Returns:
             The rows that had no room for all of their frames, and the number of frames without
             room.
         """
-        strip, num_steps = self.strip, self.strip.num_steps
+        chunk, num_steps = self.chunk, self.chunk.num_steps
         if not num_steps:
             return np.zeros(0, np.int64), 0
         room = 2 * self.num_steps
-        real = strip.real[:num_steps]
+        real = chunk.real[:num_steps]
         # [steps, n]: the column of each frame; fillers have that of the frame after them.
         columns = self.position + real.cumsum(0) - real
         fits = real & (columns < room)
         steps, rows = fits.nonzero()
         at = columns[steps, rows]
         for key, frames in self._frames.items():
-            frames[rows, at] = strip.frames[key][steps, rows]
-        for step, of_rows, final in strip.finals:
+            frames[rows, at] = chunk.frames[key][steps, rows]
+        for step, of_rows, final in chunk.finals:
             kept = columns[step, of_rows] < room
             self._finals.append(
                 (
@@ -133,7 +133,7 @@ class RaggedBuffer:
         overflow: np.ndarray = without_room.any(0).nonzero()[0]
         for row in overflow.tolist():
             first = int(without_room[:, row].argmax())
-            after_row = {key: strip.frames[key][first, row].copy() for key in self._after}
+            after_row = {key: chunk.frames[key][first, row].copy() for key in self._after}
             self._cut_off.setdefault((row, room), after_row)
         self.position = self.position + fits.sum(0)
         return overflow, int(without_room.sum())
@@ -146,7 +146,7 @@ class RaggedBuffer:
         Args:
             row: the row of the trajectory.
             traj_id: the id of the trajectory.
-            after: ``[n, *shape]`` of the carried leaves after that frame.
+            after: ``[n, *shape]`` of the state leaves after that frame.
         """
         last = int(self.position[row]) - 1
         if last >= 0 and self._frames[TRAJ_IDS][row, last] == traj_id:

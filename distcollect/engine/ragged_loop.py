@@ -37,25 +37,25 @@ class RaggedLoop(RolloutLoop):
         goes_on = True
         # After as many steps the slowest row has T frames, unless it makes fillers.
         while goes_on and (missing := slab.num_steps - int(buffer.position.min())) > 0:
-            goes_on = self._fill_strip(buffer, policy, missing)
+            goes_on = self._fill_chunk(buffer, policy, missing)
         self.step_timer.due += slab.num_steps  # it counts from the rollout's begin
         buffer.emit(slab)
 
-    def _fill_strip(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
+    def _fill_chunk(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
         self, buffer: RaggedBuffer, policy: Policy, num_steps: int
     ) -> bool:
         """Make some steps, and append their frames to the buffer; False: the rollout ends here."""
         envs, weights, interrupts = self.envs, self.weights, self.interrupts
-        current, trajectories, strip = self.current, self.trajectories, buffer.strip
+        current, trajectories, chunk = self.current, self.trajectories, buffer.chunk
         swaps, clips = self.options.swap_within_rollouts, self.options.clip_actions
-        frames = strip.frames
-        starts = [(frames[leaf.key], current[leaf.key]) for leaf in self.layout.carried]
+        frames = chunk.frames
+        starts = [(frames[leaf.key], current[leaf.key]) for leaf in self.layout.state]
         actions = [(leaf.key, frames[leaf.key]) for leaf in self.layout.action]
         extras = [frames[leaf.key] for leaf in self.layout.extras]
         outcomes = [(frames[leaf.key], envs.outcomes[leaf.key]) for leaf in self.layout.outcomes]
-        rewards, cells, num_envs = strip.reward, self.counter.cells, envs.num_envs
+        rewards, cells, num_envs = chunk.reward, self.counter.cells, envs.num_envs
         step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
-        strip.begin(weights.version)
+        chunk.begin(weights.version)
         goes_on, faulted = True, None
         action: Arrays = {}
         for step in range(num_steps):
@@ -63,7 +63,7 @@ class RaggedLoop(RolloutLoop):
                 if self.between_steps():
                     goes_on = False
                     break
-                strip.policy_version[step:] = weights.version
+                chunk.policy_version[step:] = weights.version
             timed = step >= due
             for column, array in starts:
                 column[step] = array
@@ -92,40 +92,40 @@ class RaggedLoop(RolloutLoop):
                 step_timer.timed(begin, middle, clock_ns(), step_timer.stride)
                 due = step_timer.due = step + step_timer.stride
             real, ended = result.real, result.ended
-            strip.num_steps = step + 1
-            strip.traj_ids[step] = trajectories.ids
+            chunk.num_steps = step + 1
+            chunk.traj_ids[step] = trajectories.ids
             rewards[step] = result.reward
             for column, array in outcomes:
                 column[step] = array
             if real is None:
                 cells[STEPPED] += num_envs
             else:
-                strip.real[step] = real
+                chunk.real[step] = real
                 cells[STEPPED] += int(np.count_nonzero(real))
             if ended or real is not None:
-                self._end_trajectories(strip, step, result)
-        # The next strip of this rollout begins at its own step 0.
-        step_timer.due = max(0, due - strip.num_steps)
-        overflow, num_lost = buffer.take_strip(current)
+                self._end_trajectories(chunk, step, result)
+        # The next chunk of this rollout begins at its own step 0.
+        step_timer.due = max(0, due - chunk.num_steps)
+        overflow, num_lost = buffer.take_chunk(current)
         self.counter.lose("row_skew", num_lost)
         if num_lost:
             # A frame that found no room leaves a gap, which no trajectory may span.
-            last = strip.num_steps - 1
-            last_ids = np.where(strip.real[last], strip.traj_ids[last], -1)
+            last = chunk.num_steps - 1
+            last_ids = np.where(chunk.real[last], chunk.traj_ids[last], -1)
             trajectories.cut_before(overflow, last_ids[overflow])
         if faulted is not None:
             self._recover(buffer, faulted)
         return goes_on
 
-    def _end_trajectories(self, strip: StepChunk, step: int, result: Step) -> None:
+    def _end_trajectories(self, chunk: StepChunk, step: int, result: Step) -> None:
         rows, trajectories = result.ended, self.trajectories
         if rows:
             if self.recovery.streaks:
                 self.recovery.episodes_ended(rows)
-            strip.terminated[step] = result.terminated
-            strip.truncated[step] = result.truncated
+            chunk.terminated[step] = result.terminated
+            chunk.truncated[step] = result.truncated
             at = np.array(rows)
-            strip.add_finals(at, step, self.final)
+            chunk.add_finals(at, step, self.final)
             trajectories.new_ids(at)
         # A filler step does not belong to the episode that follows it.
         fillers = [] if result.real is None else np.flatnonzero(~result.real).tolist()
@@ -151,7 +151,7 @@ class RaggedLoop(RolloutLoop):
 
     def _recover(self, buffer: RaggedBuffer, faulted: Faulted) -> None:
         """Replace a vector env that raised: no row made a transition."""
-        starts = buffer.strip.starts_of_next()
+        starts = buffer.chunk.starts_of_next()
         for fault in faulted.faults:
             self.recovery.rebuild(fault)
         for row in faulted.not_stepped:

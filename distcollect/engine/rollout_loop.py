@@ -118,7 +118,7 @@ class RolloutLoop(ABC):
         recovery: replaces envs that raise.
         trajectories: the trajectory of each env.
         interrupts: what other threads ask for.
-        current: ``{key: [n, *shape]}`` of the carried leaves as they are before the next frame.
+        current: ``{key: [n, *shape]}`` of the state leaves as they are before the next frame.
             The arrays belong to the envs and the policy, which rewrite them in place.
         final: the same after the last frame of an episode; valid for rows that just ended.
         begun_at: frames that had been stepped when the rollout began.

@@ -69,7 +69,7 @@ def assemble(
     after["done",] = column(terminated | truncated)
     after.update((leaf.key, viewed(flat[leaf.key], *leaf.shape)) for leaf in layout.outcomes)
     _cut_agents(layout, after)
-    roots = (*layout.carried, *layout.action, *layout.extras)
+    roots = (*layout.state, *layout.action, *layout.extras)
     batch = {leaf.key: viewed(flat[leaf.key], *leaf.shape) for leaf in roots}
     for name in ("done", "terminated", "truncated"):
         batch[name,] = torch.zeros((*lead, 1), dtype=torch.bool)

@@ -41,9 +41,9 @@ def assemble_tree(
         return _loose(layout, rollouts, mask=mask, compact=compact, device=device)
     pinned = device is not None and device.type == "cuda"
     columns = join(layout, rollouts, pinned=pinned)
-    root = {leaf.key: columns.flat[leaf.key] for leaf in (*layout.carried, *layout.root_only)}
+    root = {leaf.key: columns.flat[leaf.key] for leaf in (*layout.state, *layout.root_only)}
     following = {leaf.key: columns.flat[leaf.key] for leaf in layout.next_only}
-    for leaf in layout.carried:
+    for leaf in layout.state:
         if not compact or leaf.key in layout.flags:
             following[leaf.key] = columns.following[leaf.key]
     rows, steps = columns.flat[TRAJ_IDS].shape

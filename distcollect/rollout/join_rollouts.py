@@ -26,7 +26,7 @@ class Columns:
 
     Attributes:
         flat: ``[W * n, T, *shape]`` for each leaf of a frame.
-        following: the same for the carried leaves, as they are after each frame.
+        following: the same for the state leaves, as they are after each frame.
     """
 
     flat: dict[Key, torch.Tensor]
@@ -73,7 +73,7 @@ def join(
 
     following: dict[Key, torch.Tensor] = {}
     kept = layout.agent_flags if isinstance(layout, Layout) else ()
-    for index, leaf in enumerate(layout.carried):
+    for index, leaf in enumerate(layout.state):
         if compact and leaf.key not in kept:
             continue
         root = flat[leaf.key]
@@ -108,7 +108,7 @@ def _parts(runs: Sequence[tuple[WireLayout, list[Rollout]]]) -> list[Tensors]:
 def _ends(
     layout: AnyLayout, runs: Sequence[tuple[WireLayout, list[Rollout]]], steps: int
 ) -> tuple[torch.Tensor, Tensors]:
-    """Where episodes ended: row times T plus step; and each carried leaf's final values.
+    """Where episodes ended: row times T plus step; and each state leaf's final values.
 
     Without any, no values.
     """
@@ -124,7 +124,7 @@ def _ends(
     if not places:
         return torch.empty(0, dtype=torch.int64), []
     final_at = np.concatenate(places)
-    of_leaves = zip(layout.carried, zip(*finals, strict=True), strict=True)
+    of_leaves = zip(layout.state, zip(*finals, strict=True), strict=True)
     return torch.from_numpy(final_at), [
         _from_bytes(parts, (len(final_at), *leaf.shape), leaf.dtype) for leaf, parts in of_leaves
     ]

@@ -32,25 +32,26 @@ class Layout:
 
     Attributes:
         num_envs: n, the rows of a rollout.
-        carried: leaves that a frame has at its start and at its end: observations, info entries.
+        state: leaves that a frame has at its start and at its end: observations, info entries,
+            what a recurrent policy remembers.
         action: leaves of the action.
         extras: what else the policy writes, e.g. log-probabilities.
         outcomes: leaves that a frame has at its end only, beside the reward.
     """
 
     num_envs: int
-    carried: tuple[Leaf, ...]
+    state: tuple[Leaf, ...]
     action: tuple[Leaf, ...]
     extras: tuple[Leaf, ...]
     outcomes: tuple[Leaf, ...] = ()
 
     @property
     def agent_flags(self) -> list[Key]:
-        """Of a PettingZoo env: the flags of each group of agents, which are carried leaves."""
+        """Of a PettingZoo env: the flags of each group of agents, which are state leaves."""
         flags = ("done", "terminated", "truncated")
         return [(*reward.key[:-1], flag) for reward in self.outcomes for flag in flags]
 
     @property
     def per_frame(self) -> tuple[Leaf, ...]:
         """Leaves of shape ``[n, T, *shape]``, in the order in which they travel."""
-        return (*self.carried, *self.action, *self.extras, *self.outcomes, *_BOOKKEEPING)
+        return (*self.state, *self.action, *self.extras, *self.outcomes, *_BOOKKEEPING)

@@ -24,11 +24,11 @@ class Slab:
     Attributes:
         wire_form: how its leaves lie in the tensors that travel.
         frames: ``{key: [n, T, *shape]}`` of all leaves; the next four are parts of it.
-        root: the carried leaves, as they are at the start of each frame.
+        root: the state leaves, as they are at the start of each frame.
         action: the action's leaves.
         extras: what the policy writes beside the action.
         outcomes: the leaves that only a frame's end has.
-        tail: ``{key: [n, *shape]}`` of the carried leaves after the last frame.
+        tail: ``{key: [n, *shape]}`` of the state leaves after the last frame.
         num_frames: how many frames in it are real; the others are padding.
     """
 
@@ -47,9 +47,9 @@ class Slab:
         }
         self.tail: Arrays = {
             leaf.key: array
-            for leaf, array in zip(layout.carried, arrays[len(per_frame) :], strict=True)
+            for leaf, array in zip(layout.state, arrays[len(per_frame) :], strict=True)
         }
-        self.root: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.carried}
+        self.root: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.state}
         self.action: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.action}
         self.extras: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.extras}
         self.outcomes: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.outcomes}
@@ -62,7 +62,7 @@ class Slab:
         self.num_frames = layout.num_envs * num_steps
         self._final_at: list[int] = []
         self._final_room = layout.num_envs
-        self._final: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.carried}
+        self._final: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.state}
 
     @property
     def ended(self) -> np.ndarray:
@@ -90,7 +90,7 @@ class Slab:
         Args:
             row: the env's row.
             step: the episode's last step in this rollout.
-            final: ``{key: [m, *shape]}`` of the carried leaves after that step.
+            final: ``{key: [m, *shape]}`` of the state leaves after that step.
             source_row: the env's row in ``final``; None: the same row.
         """
         count = len(self._final_at)
@@ -106,7 +106,7 @@ class Slab:
         Args:
             rows: m rows, each at most once for the same step.
             steps: the last step of all of them, or of each.
-            final: ``{key: [m, *shape]}`` of the carried leaves after these steps.
+            final: ``{key: [m, *shape]}`` of the state leaves after these steps.
         """
         begin = len(self._final_at)
         end = begin + len(rows)
@@ -154,7 +154,7 @@ class Slab:
 
         Args:
             lengths: int ``[n]``, how many frames of each row are real; not all 0.
-            after: ``{key: [n, *shape]}`` of the carried leaves after each row's last real frame.
+            after: ``{key: [n, *shape]}`` of the state leaves after each row's last real frame.
         """
         steps = self.num_steps
         newest = self.policy_version[np.arange(steps) < lengths[:, None]].max()

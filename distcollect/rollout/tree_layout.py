@@ -26,7 +26,7 @@ class TreeLayout:
 
     Attributes:
         batch_size: of the env; n, the rows of a rollout, is the product of its dimensions.
-        carried: leaves that a frame has at its root and under "next".
+        state: leaves that a frame has at its root and under "next".
         root_only: leaves that a frame has only at its root: the action, what the policy writes.
         next_only: leaves that a frame has only under "next": rewards.
         nodes: for each nested TensorDict that has more batch dimensions than the env, its key
@@ -40,7 +40,7 @@ class TreeLayout:
     """
 
     batch_size: tuple[int, ...]
-    carried: tuple[Leaf, ...] = ()
+    state: tuple[Leaf, ...] = ()
     root_only: tuple[Leaf, ...] = ()
     next_only: tuple[Leaf, ...] = ()
     nodes: tuple[tuple[Key, tuple[int, ...]], ...] = ()
@@ -57,7 +57,7 @@ class TreeLayout:
     @property
     def per_frame(self) -> tuple[Leaf, ...]:
         """Leaves of shape ``[n, T, *shape]``, in the order in which they travel."""
-        return (*self.carried, *self.root_only, *self.next_only, *_BOOKKEEPING)
+        return (*self.state, *self.root_only, *self.next_only, *_BOOKKEEPING)
 
 
 AnyLayout: TypeAlias = Layout | TreeLayout
@@ -66,11 +66,11 @@ AnyLayout: TypeAlias = Layout | TreeLayout
 def scalars(layout: AnyLayout) -> set[Key]:
     """Keys of the entries of a batch that have one number per frame, as the batch names them."""
     if isinstance(layout, TreeLayout):
-        root: tuple[Leaf, ...] = (*layout.carried, *layout.root_only)
-        following: tuple[Leaf, ...] = (*layout.carried, *layout.next_only)
+        root: tuple[Leaf, ...] = (*layout.state, *layout.root_only)
+        following: tuple[Leaf, ...] = (*layout.state, *layout.next_only)
     else:
-        root = (*layout.carried, *layout.action, *layout.extras)
-        following = (*layout.carried, *layout.outcomes)
+        root = (*layout.state, *layout.action, *layout.extras)
+        following = (*layout.state, *layout.outcomes)
     keys = {leaf.key for leaf in root if math.prod(leaf.shape) == 1}
     keys |= {("next", *leaf.key) for leaf in following if math.prod(leaf.shape) == 1}
     if not isinstance(layout, TreeLayout):

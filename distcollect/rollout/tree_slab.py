@@ -44,16 +44,16 @@ class TreeSlab:
         self._rows, per_frame = layout.num_envs, layout.per_frame
         self._columns = {leaf.key: t for leaf, t in zip(per_frame, tensors, strict=False)}
         tails = tensors[len(per_frame) :]
-        self._tails = {leaf.key: t for leaf, t in zip(layout.carried, tails, strict=True)}
+        self._tails = {leaf.key: t for leaf, t in zip(layout.state, tails, strict=True)}
         self.traj_ids: np.ndarray = self._columns[TRAJ_IDS].numpy()
         self.policy_version: np.ndarray = self._columns[POLICY_VERSION].numpy()
         self.faulted: np.ndarray = self._columns[FAULTED].numpy()
         self.reward = np.zeros((self._rows, num_steps))
         self.ended = np.zeros((self._rows, num_steps), bool)
         self.num_frames = self._rows * num_steps
-        self._last: dict[Key, torch.Tensor] = {}  # the carried leaves after the last step
+        self._last: dict[Key, torch.Tensor] = {}  # the state leaves after the last step
         self._final_at: list[torch.Tensor] = []
-        self._final: dict[Key, list[torch.Tensor]] = {leaf.key: [] for leaf in layout.carried}
+        self._final: dict[Key, list[torch.Tensor]] = {leaf.key: [] for leaf in layout.state}
 
     def clear(self) -> None:
         """Reset what is not written in each frame."""
@@ -89,7 +89,7 @@ class TreeSlab:
 
         following: dict[Key, torch.Tensor] = {}
         differs: torch.Tensor | None = None
-        for leaf in layout.carried:
+        for leaf in layout.state:
             root = self._put(leaf, start, count, read(leaf.key, at=begins))
             after = self._stacked(leaf, count, read(("next", *leaf.key)))
             self._last[leaf.key] = after[:, -1]
@@ -158,7 +158,7 @@ class TreeSlab:
         packed, *large = self._memory
         if self._final_at:
             at = torch.cat(self._final_at)
-            values = (torch.cat(self._final[leaf.key]) for leaf in self.layout.carried)
+            values = (torch.cat(self._final[leaf.key]) for leaf in self.layout.state)
             packed = self._wire.with_final_tensors(packed, at, values)
         return [packed, *(self._stand_ins if mapped and self._stand_ins else large)]
 
@@ -270,7 +270,7 @@ class TreeSlab:
         Args:
             at: int64 ``[k, 2]``: row, and index in ``values``.
             first: the step of the first values.
-            values: ``[n, m, *shape]`` for each carried leaf.
+            values: ``[n, m, *shape]`` for each state leaf.
         """
         rows, steps = at.unbind(1)
         self._final_at.append(rows * self.num_steps + first + steps)

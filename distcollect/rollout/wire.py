@@ -50,7 +50,7 @@ class WireLayout:
 
     The first tensor, uint8 ``[N]``, holds all packed leaves, and after them the final observations
     of episodes that ended in the rollout. Each other tensor is one leaf. The leaves are those of
-    every frame, ``[n, T, *shape]``, then the carried ones after the last frame, ``[n, *shape]``.
+    every frame, ``[n, T, *shape]``, then the state ones after the last frame, ``[n, *shape]``.
 
     Attributes:
         form: which leaves are packed.
@@ -61,13 +61,13 @@ class WireLayout:
         mapped = form is WireForm.MAPPED
         n = layout.num_envs
         leaves = [(leaf, (n, num_steps, *leaf.shape)) for leaf in layout.per_frame]
-        leaves += [(leaf, (n, *leaf.shape)) for leaf in layout.carried]
+        leaves += [(leaf, (n, *leaf.shape)) for leaf in layout.state]
         self._shapes = [(shape, leaf.dtype) for leaf, shape in leaves]
         self._sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes]
         self._is_small = [not mapped and size < _PACKED_BELOW_BYTES for size in self._sizes]
         self._strides = [_strides(shape) for shape, _ in self._shapes]
         self.form = form
-        self._carried = layout.carried
+        self._state = layout.state
         self.packed_bytes = sum(
             _aligned(size) for size, small in zip(self._sizes, self._is_small, strict=True) if small
         )
@@ -150,7 +150,7 @@ class WireLayout:
         Args:
             packed: uint8 ``[packed_bytes]``, the packed leaves.
             at: where each episode ended: row times T plus step.
-            final: for each carried leaf its final values, ``[k, *shape]``.
+            final: for each state leaf its final values, ``[k, *shape]``.
 
         Returns:
             uint8: ``packed``, then k, ``at`` and the final values.
@@ -172,7 +172,7 @@ class WireLayout:
         """What :meth:`with_final` appended; None: no episode ended.
 
         Returns:
-            ``at``, int64 ``[k]``, and for each carried leaf the bytes of its final values, uint8.
+            ``at``, int64 ``[k]``, and for each state leaf the bytes of its final values, uint8.
         """
         start = self.packed_bytes
         if packed.numel() == start:
@@ -183,7 +183,7 @@ class WireLayout:
         at = memory[start : start + 8 * num_ends].view(np.int64)
         start = _aligned(start + 8 * num_ends)
         values = []
-        for leaf in self._carried:
+        for leaf in self._state:
             size = num_ends * math.prod(leaf.shape) * leaf.dtype.itemsize
             values.append(memory[start : start + size])
             start += _aligned(size)

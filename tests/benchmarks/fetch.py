@@ -47,7 +47,7 @@ def rollout(*, shared: bool = False) -> Tensors:
     """A rollout of Atari frames as a worker holds it; ``shared``: its host's trainer can map it."""
     layout = Layout(
         num_envs=_ROWS,
-        carried=(Leaf(("observation",), (4, 84, 84), torch.uint8),),
+        state=(Leaf(("observation",), (4, 84, 84), torch.uint8),),
         action=(Leaf(("action",), (), torch.int64),),
         extras=(Leaf(("action_log_prob",), (), torch.float32),),
     )

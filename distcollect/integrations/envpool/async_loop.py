@@ -23,7 +23,7 @@ class RowBuffer:
     Attributes:
         num_steps: T.
         frames: ``{key: [n, 2T + 1, *shape]}`` of all leaves. In each row the frame under way
-            follows the finished ones: its carried leaves are there once they are known, the rest
+            follows the finished ones: its state leaves are there once they are known, the rest
             once its action was chosen.
         position: int64 ``[n]``, how many finished frames each row has.
     """
@@ -35,20 +35,20 @@ class RowBuffer:
         self.frames: Arrays = {
             leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps + 1) for leaf in layout.per_frame
         }
-        self._carried = [leaf.key for leaf in layout.carried]
-        # The carried leaves after frames that end a trajectory: the frames' rows and columns.
+        self._state = [leaf.key for leaf in layout.state]
+        # The state leaves after frames that end a trajectory: the frames' rows and columns.
         self._finals: list[tuple[np.ndarray, np.ndarray, Arrays]] = []
-        # The carried leaves after the T-th frame, of rows whose later frames were dropped.
+        # The state leaves after the T-th frame, of rows whose later frames were dropped.
         self._cut_off: dict[int, Arrays] = {}
 
     def add_finals(self, rows: np.ndarray, final: Arrays) -> None:
-        """Keep the carried leaves ``[m, *shape]`` after the last finished frames of m rows."""
+        """Keep the state leaves ``[m, *shape]`` after the last finished frames of m rows."""
         self._finals.append((rows, self.position[rows] - 1, final))
 
     def at(self, rows: np.ndarray) -> Arrays:
-        """The carried leaves of the frames under way of ``rows``."""
+        """The state leaves of the frames under way of ``rows``."""
         columns = self.position[rows]
-        return {key: self.frames[key][rows, columns] for key in self._carried}
+        return {key: self.frames[key][rows, columns] for key in self._state}
 
     def last_ids(self, rows: np.ndarray) -> np.ndarray:
         """The trajectories of the last finished frames of ``rows``, which have some."""
@@ -63,7 +63,7 @@ class RowBuffer:
         """Drop the finished frames of a row beyond T; how many there were."""
         if row not in self._cut_off:
             self._cut_off[row] = {
-                key: self.frames[key][row, self.num_steps].copy() for key in self._carried
+                key: self.frames[key][row, self.num_steps].copy() for key in self._state
             }
         return self._drop(np.array([row]), self.num_steps)
 
@@ -257,7 +257,7 @@ class AsyncLoop(RolloutLoop):
     def _write_starts(self, buffer: RowBuffer, rows: np.ndarray, slots: np.ndarray) -> None:
         self._idle[rows] = True
         columns = buffer.position[rows]
-        for leaf in self.layout.carried:
+        for leaf in self.layout.state:
             buffer.frames[leaf.key][rows, columns] = self.current[leaf.key][slots]
         for key, states in self._states.items():
             states[rows] = self.current[key][slots]

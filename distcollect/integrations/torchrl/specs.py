@@ -40,10 +40,10 @@ def tree_layout(envs: TorchRLEnvs, first: TensorDictBase, chosen: TensorDictBase
         elif key not in known or key in root:
             root[key] = leaf
     nodes |= {key: dims for key, dims in _nodes(chosen, len(lead)) if key not in nodes}
-    carried = tuple(leaf for key, leaf in root.items() if key in following)
+    state = tuple(leaf for key, leaf in root.items() if key in following)
     return TreeLayout(
         lead,
-        carried=carried,
+        state=state,
         root_only=tuple(leaf for key, leaf in root.items() if key not in following),
         next_only=tuple(leaf for key, leaf in following.items() if key not in root),
         nodes=tuple((key, dims) for key, dims in nodes.items() if dims),
