@@ -19,7 +19,7 @@ from distcollect.collectors.stream import CollectorState, Hooks
 from distcollect.common import checks
 from distcollect.common.seeding import Stream, checked_seed, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
-from distcollect.integrations.torchrl.arguments import make_known_to_torchrl
+from distcollect.integrations import load
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.results import EpisodeStats, Evaluation, LagStats, Stats
 from distcollect.rollout.tree_layout import TreeLayout
@@ -67,7 +67,7 @@ class DataCollectorBase(BufferFiller):
         self._seed: tuple[int, bool] | None = None
         self._evaluated: Evaluation | None = None
         self._version_before_load: int | None = None  # set until a load has ended
-        make_known_to_torchrl(type(self))
+        load("trainers")(type(self))
         super().__init__(options)
 
     @property

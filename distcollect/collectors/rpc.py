@@ -21,7 +21,7 @@ from distcollect.collectors.worker_options import RPCOptions
 from distcollect.common import checks
 from distcollect.common.seeding import checked_seed, next_seed
 from distcollect.errors import ArgumentTypeError, CollectorStateError, WorkerError
-from distcollect.integrations.torchrl.weights import NoUpdater, weights_among
+from distcollect.integrations import load
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.pool.handover import RolloutReference
@@ -38,6 +38,7 @@ from distcollect.results import (
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
+from distcollect.weights.broadcast import NoUpdater
 from distcollect.weights.push_handle import PushHandle
 
 
@@ -394,7 +395,7 @@ class RPCDataCollector(WorkerAccess):
             WorkerError: no worker could receive the weights.
         """
         self._check_open()
-        policy_or_weights = weights_among(
+        policy_or_weights = load("names of weights")(
             policy_or_weights, names, self._options.policy, self._options.named_models
         )
         if validation.is_by_worker(policy_or_weights):

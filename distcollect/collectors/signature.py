@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from distcollect.common.checks import plain
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.integrations.torchrl.arguments import translated
+from distcollect.integrations import load
 
 _P = ParamSpec("_P")
 _Options = TypeVar("_Options")
@@ -69,7 +69,7 @@ def _read(
     }
     try:
         given = signature.bind_partial(*args, **own).arguments
-        arguments = translated(others, given, own_names)
+        arguments = load("names of arguments")(others, given, own_names)
         signature.bind(**arguments)
     except TypeError as error:
         if isinstance(error, ArgumentTypeError):

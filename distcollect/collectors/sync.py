@@ -32,7 +32,7 @@ from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
 from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
-from distcollect.integrations.torchrl.weights import weights_among
+from distcollect.integrations import load
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import is_part, module_of, published
 from distcollect.pool.publisher import Weights, WorkerIds
@@ -307,7 +307,7 @@ class SyncDataCollector(DataCollectorBase):
                 "worker_ids is given, but this collector has no weight updater and no workers: it "
                 "steps its envs itself; leave worker_ids out"
             )
-        policy_or_weights = weights_among(
+        policy_or_weights = load("names of weights")(
             policy_or_weights, names, self._plan.policy, self._plan.models
         )
         with self._stats_recorder.publishing():

@@ -17,9 +17,9 @@ from distcollect.config import EvaluationWorkers, Staleness, WeightSync
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.engine.plan import StepOptions
 from distcollect.errors import ArgumentError
+from distcollect.integrations import load
 from distcollect.integrations.ray import job as ray_job
 from distcollect.integrations.ray.settings import RaySettings
-from distcollect.integrations.torchrl.weights import made_updater
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.open_hosts import current
 from distcollect.weights.updaters import WeightUpdaterBase
@@ -217,7 +217,10 @@ class WorkerOptions(CollectorOptions):
     @cached_property
     def updater(self) -> WeightUpdaterBase:
         """What moves the weights; the same object each time."""
-        return made_updater(self.weight_updater, self.weight_options.backend)
+        made: WeightUpdaterBase = load("weight updater")(
+            self.weight_updater, self.weight_options.backend
+        )
+        return made
 
     @property
     def mask_above(self) -> int | None:

@@ -19,7 +19,11 @@ _ENTRY_POINTS = {
     "envs of torchrl": "distcollect.integrations.torchrl.envs:KIND",
     "ids of envpool": "distcollect.integrations.envpool.kind:EnvPoolMaker",
     "loop of envpool": "distcollect.integrations.envpool.async_loop:AsyncLoop",
+    "names of arguments": "distcollect.integrations.torchrl.arguments:translated",
+    "names of weights": "distcollect.integrations.torchrl.weights:weights_among",
     "ray job": "distcollect.integrations.ray.job",
+    "trainers": "distcollect.integrations.torchrl.arguments:make_known_to_torchrl",
+    "weight updater": "distcollect.integrations.torchrl.weights:made_updater",
 }
 # What makes use of a class of envs, which are in these modules.
 _ENVS = {

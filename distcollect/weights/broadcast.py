@@ -371,6 +371,13 @@ class AutoUpdater(WeightUpdaterBase):
         self._far.close()
 
 
+class NoUpdater(AutoUpdater):
+    """Sends nothing: the workers keep the weights that they started with."""
+
+    def _skip_update(self, worker_id: int) -> bool:
+        return True
+
+
 def default_updater(backend: str) -> WeightUpdaterBase:
     """The updater for ``backend``, see :class:`~distcollect.WeightSync`.
 

@@ -1,8 +1,8 @@
 """Translates the arguments of TorchRL's collectors into those of ours.
 
-An argument that TorchRL and we have under one name needs nothing here. Each other one stands in
-one of four tables: :data:`NO_EFFECT`, :data:`WARNED`, :data:`REFUSED`, or :data:`TRANSLATIONS`.
-Weight-sync schemes are in :mod:`.torchrl_weights`.
+An argument that TorchRL and we have under one name needs nothing here. Of the others some have no
+effect (:data:`_WITHOUT_EFFECT`), and the rest is translated. Weight-sync schemes are in
+:mod:`.weights`.
 """
 
 from __future__ import annotations
@@ -23,38 +23,68 @@ from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.integrations.torchrl.weights import check_updater_in_process, take_schemes
 from distcollect.launch.open_hosts import current
 
-# Accepted, and ignored: the comment says why nothing is lost.
-NO_EFFECT = frozenset(
-    {
-        "local_init_rb",  # the trainer fills the buffer
-        "no_cuda_sync",
-        "return_same_td",
-        "tcp_port",  # the system chooses the ports
-        "trajs_per_write",  # how many are written at a time changes no content
-        "trust_policy",  # a worker always tries the policy once
-        "use_buffers",  # a delivered batch is never written to again
-        "use_env_creator",
-    }
-)
-
-# Accepted with a warning, as they change how fast frames are collected, but not which.
-WARNED: dict[str, str] = {
+# What to do instead; "": nothing is lost.
+_WITHOUT_EFFECT = {
+    "local_init_rb": "",  # the trainer fills the buffer
+    "no_cuda_sync": "",
+    "return_same_td": "",
+    "tcp_port": "",  # the system chooses the ports
+    "trajs_per_write": "",  # how many are written at a time changes no content
+    "trust_policy": "",  # a worker always tries the policy once
+    "use_buffers": "",  # a delivered batch is never written to again
+    "use_env_creator": "",
+    # These change how fast frames are collected, but not which.
     "compile_policy": "to compile the policy, pass policy_factory=lambda: torch.compile(...)",
     "cudagraph_policy": "wrap the policy yourself, with tensordict.nn.CudaGraphModule",
     "num_threads": "call torch.set_num_threads() in the trainer",
     "tensorpipe_options": "Faults(...) has the deadlines; the rest is chosen here",
     "visible_devices": "set policy_device, and storing_device for where batches are wanted",
-}
-
-# Accepted only as None or False: the text says what to do instead.
-REFUSED: dict[str, str] = {
+    # Refused, unless they are None or False.
     "interruptor": "use preemptive_threshold or batch_deadline_s",
     "ray_init_config": "a RayDataCollector takes it, whose workers Ray starts",
     "remote_configs": "a RayDataCollector takes it, whose workers Ray starts",
     "worker_idx": "worker_ids are given out by the collector",
 }
+_REFUSED = ("interruptor", "ray_init_config", "remote_configs", "worker_idx")
+
+# The collectors inside of a worker that TorchRL needs, and ours do without.
+_INNER_CLASSES = {
+    "single", "sync", "async", "Collector", "SyncDataCollector", "MultiSyncCollector",
+    "MultiSyncDataCollector", "MultiAsyncCollector", "MultiaSyncDataCollector",
+}  # fmt: skip
 
 
+def _is_count(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+
+
+def _is_inner_class(value: Any) -> bool:
+    return value is None or (value if isinstance(value, str) else value.__name__) in _INNER_CLASSES
+
+
+_LAUNCH = (
+    "a collector starts local workers ('mp'), or uses the ranks of its launch: start those by "
+    "torchrun or SLURM, with `-m distcollect run SCRIPT`, or with distcollect.run(main) in the "
+    "script"
+)
+# Which values are taken, and what is said of others.
+_TAKEN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "reset_when_done": (bool, "envs are always reset when their episode ends"),
+    "launcher": (lambda value: value in (None, "mp") or current() is not None, _LAUNCH),
+    "slurm_kwargs": (lambda value: not value or current() is not None, _LAUNCH),
+    "collector_class": (_is_inner_class, "one collector with several workers replaces nested ones"),
+    "backend": (lambda value: value in (None, "gloo", "nccl"), "use 'gloo' or 'nccl'"),
+    "update_interval": (
+        lambda value: value in (None, False, 1),
+        "use 1, for new weights after each batch, or call update_policy_weights_ when you want",
+    ),
+    "num_sub_threads": (_is_count, "must be a whole number, 1 or more"),
+    "num_workers_per_collector": (_is_count, "must be a whole number, 1 or more"),
+}
+_TRANSLATED = (
+    "update_after_each_batch", "num_collectors", "replay_buffer_chunk", "create_env_kwargs",
+    "weight_updater",
+)  # fmt: skip
 # Arguments of ours for which TorchRL's -1 means "none".
 _NONE_IF_MINUS_ONE = ("max_frames_per_traj", "init_random_frames", "max_weight_update_interval")
 
@@ -79,54 +109,90 @@ def translated(
         for name, value in _bundled(bundle, names.pop(bundle, None)).items():
             (arguments if name in own_names else names)[name] = value
     take_schemes(names, arguments, own_names)
-    for name, translate in TRANSLATIONS.items():
-        if name in names:
-            translate(names.pop(name), arguments)
     for name, value in names.items():
-        if name not in NO_EFFECT:
+        if name in _TAKEN:
+            takes, advice = _TAKEN[name]
+            if not takes(value):
+                raise ArgumentError(f"{name}={value!r}: {advice}")
+        elif name not in _TRANSLATED:
             _check_without_effect(name, value, own_names)
+    _translate_settings(names, arguments)
+    _translate_makers(names, arguments)
     for name in _NONE_IF_MINUS_ONE:
-        value = arguments.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value == -1:
+        if type(arguments.get(name)) is int and arguments[name] == -1:
             arguments[name] = None
     _read_numbers(arguments)
     return arguments
 
 
-# TorchRL's name for each class of ours that it has too.
-_THEIR_CLASSES = {
-    "DataCollectorBase": "BaseCollector",
-    "SyncDataCollector": "Collector",
-    "aSyncDataCollector": "AsyncCollector",
-    "MultiSyncDataCollector": "MultiSyncCollector",
-    "MultiaSyncDataCollector": "MultiAsyncCollector",
-}
-
-
-def make_known_to_torchrl(kind: type) -> None:
-    """Let ``isinstance`` take objects of class ``kind`` for those of TorchRL's class of that name.
-
-    TorchRL's trainers refuse a collector that is not a ``torchrl.collectors.BaseCollector``.
-    """
-    # Importing torchrl has side effects, and trainers import this module before they are used.
-    module = sys.modules.get("torchrl.collectors")
-    for base in kind.__mro__:
-        theirs = getattr(module, _THEIR_CLASSES.get(base.__name__, ""), None)
-        if theirs is not None:
-            theirs.register(base)
-
-
 def _check_without_effect(name: str, value: Any, own_names: Set[str]) -> None:
     """Warn or raise if an argument asks for something that the collector doesn't do."""
-    if name not in WARNED and name not in REFUSED:
+    if name not in _WITHOUT_EFFECT:
         raise ArgumentTypeError(unknown_argument(name, own_names))
-    if value is None or value is False:
+    advice = _WITHOUT_EFFECT[name]
+    if value is None or value is False or not advice:
         return
-    if name in REFUSED:
-        raise ArgumentError(f"{name}={value!r} makes no sense here: {REFUSED[name]}")
-    warnings.warn(
-        f"{name}={value!r} has no effect here: {WARNED[name]}", stacklevel=users_stack_level()
-    )
+    if name in _REFUSED:
+        raise ArgumentError(f"{name}={value!r} makes no sense here: {advice}")
+    warnings.warn(f"{name}={value!r} has no effect here: {advice}", stacklevel=users_stack_level())
+
+
+def _translate_settings(names: Mapping[str, Any], arguments: dict[str, Any]) -> None:
+    if "weight_updater" in names:  # of a collector without workers: others have it themselves
+        check_updater_in_process(names["weight_updater"])
+    if names.get("update_after_each_batch") or names.get("update_interval"):
+        arguments["update_at_each_batch"] = True
+    if names.get("backend") is not None and arguments.get("weight_sync") is None:
+        arguments["weight_sync"] = WeightSync(backend=names["backend"])
+    if names.get("replay_buffer_chunk") is not None:
+        arguments["extend_buffer"] = names["replay_buffer_chunk"]
+    if names.get("num_sub_threads") is not None:
+        init_fn = arguments.get("init_fn")
+        arguments["init_fn"] = partial(_set_threads, names["num_sub_threads"], init_fn)
+
+
+def _set_threads(num_threads: int, then: Callable[[], Any] | None) -> None:
+    torch.set_num_threads(num_threads)
+    if then is not None:
+        then()
+
+
+def _translate_makers(names: Mapping[str, Any], arguments: dict[str, Any]) -> None:
+    """Read what says how many workers there are, and what their env makers get."""
+    makers: Any = arguments.get("create_env_fn")
+    is_list = isinstance(makers, list | tuple)
+    count, repeats = names.get("num_collectors"), names.get("num_workers_per_collector") or 1
+    if count is not None and not is_list:
+        arguments["num_workers"] = count
+    elif count is not None and len(makers) != count:
+        raise ArgumentError(
+            f"num_collectors={count!r} does not match the {len(makers)} env maker(s) in "
+            "create_env_fn: a list has one for each"
+        )
+    if repeats > 1 and arguments.get("remote_configs") is not None:
+        raise ArgumentError(
+            f"num_workers_per_collector={repeats} and remote_configs: each worker has an actor of "
+            "its own here. Give num_workers, and in remote_configs what one worker needs"
+        )
+    if is_list and repeats > 1:
+        arguments["create_env_fn"] = makers = [each for each in makers for _ in range(repeats)]
+    elif not is_list and arguments.get("num_workers") is not None:
+        arguments["num_workers"] *= repeats
+    if (kwargs := names.get("create_env_kwargs")) is not None:
+        arguments["create_env_fn"] = _with_kwargs(makers, kwargs)
+
+
+def _with_kwargs(makers: Any, kwargs: Any) -> Any:
+    """The env maker or makers, called with a dict for all or with one for each."""
+    is_list = isinstance(makers, list | tuple)
+    if isinstance(kwargs, Mapping):
+        return [partial(m, **kwargs) for m in makers] if is_list else partial(makers, **kwargs)
+    if not is_list or len(kwargs) != len(makers):
+        raise ArgumentError(
+            f"create_env_kwargs={kwargs!r}: a list needs one dict for each maker, and "
+            "create_env_fn must be a list of makers then"
+        )
+    return [partial(maker, **own) for maker, own in zip(makers, kwargs, strict=True)]
 
 
 def _read_numbers(arguments: dict[str, Any]) -> None:
@@ -172,171 +238,24 @@ def _bundled(name: str, given: Any) -> Mapping[str, Any]:
     return dict(each[0])
 
 
-# Each takes the value, and changes the collector's arguments if the value asks for it.
-
-
-def _update_after_each_batch(value: Any, arguments: dict[str, Any]) -> None:
-    if value:
-        arguments["update_at_each_batch"] = True
-
-
-def _backend(value: Any, arguments: dict[str, Any]) -> None:
-    if value not in (None, "gloo", "nccl"):
-        raise ArgumentError(f"backend={value!r}: use 'gloo' or 'nccl'")
-    if value is not None and arguments.get("weight_sync") is None:
-        arguments["weight_sync"] = WeightSync(backend=value)
-
-
-def _num_collectors(value: Any, arguments: dict[str, Any]) -> None:
-    if value is None:
-        return
-    makers = arguments.get("create_env_fn")
-    if not isinstance(makers, list | tuple):
-        arguments["num_workers"] = value
-    elif len(makers) != value:
-        raise ArgumentError(
-            f"num_collectors={value!r} does not match the {len(makers)} env maker(s) in "
-            "create_env_fn: a list has one for each"
-        )
-
-
-def _update_interval(value: Any, arguments: dict[str, Any]) -> None:
-    if value not in (None, False, 1):
-        raise ArgumentError(
-            f"update_interval={value!r}: use 1, for new weights after each batch, or call "
-            "update_policy_weights_ when you want"
-        )
-    if value:
-        arguments["update_at_each_batch"] = True
-
-
-def _replay_buffer_chunk(value: Any, arguments: dict[str, Any]) -> None:
-    if value is not None:
-        arguments["extend_buffer"] = value
-
-
-class _SetThreads:
-    """Sets the number of threads that torch uses, then calls another function."""
-
-    def __init__(self, num_threads: int, then: Callable[[], Any] | None) -> None:
-        self._num_threads = num_threads
-        self._then = then
-
-    def __call__(self) -> None:
-        torch.set_num_threads(self._num_threads)
-        if self._then is not None:
-            self._then()
-
-
-def _num_sub_threads(value: Any, arguments: dict[str, Any]) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"num_sub_threads={value!r}: must be a whole number, 1 or more")
-    arguments["init_fn"] = _SetThreads(value, arguments.get("init_fn"))
-
-
-def _num_workers_per_collector(value: Any, arguments: dict[str, Any]) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(
-            f"num_workers_per_collector={value!r}: must be a whole number, 1 or more"
-        )
-    if value > 1 and arguments.get("remote_configs") is not None:
-        raise ArgumentError(
-            f"num_workers_per_collector={value!r} and remote_configs: each worker has an actor of "
-            "its own here. Give num_workers, and in remote_configs what one worker needs"
-        )
-    makers = arguments.get("create_env_fn")
-    if isinstance(makers, list | tuple):
-        arguments["create_env_fn"] = [maker for maker in makers for _ in range(value)]
-    elif arguments.get("num_workers") is not None:
-        arguments["num_workers"] *= value
-
-
-def _create_env_kwargs(value: Any, arguments: dict[str, Any]) -> None:
-    makers: Any = arguments.get("create_env_fn")
-    if value is None:
-        return
-    if not isinstance(makers, list | tuple):
-        if not isinstance(value, Mapping):
-            raise _unequal_lists(value)
-        arguments["create_env_fn"] = partial(makers, **value)
-        return
-    each = [value] * len(makers) if isinstance(value, Mapping) else list(value)
-    if len(each) != len(makers):
-        raise _unequal_lists(value)
-    arguments["create_env_fn"] = [
-        partial(maker, **kwargs) for maker, kwargs in zip(makers, each, strict=True)
-    ]
-
-
-def _unequal_lists(value: Any) -> ArgumentError:
-    return ArgumentError(
-        f"create_env_kwargs={value!r}: a list needs one dict for each maker, and create_env_fn "
-        "must be a list of makers then"
-    )
-
-
-# The next ones change nothing: they only refuse values.
-
-
-def _reset_when_done(value: Any, _: dict[str, Any]) -> None:
-    if not value:
-        raise ArgumentError("reset_when_done=False: envs are always reset when their episode ends")
-
-
-def _launcher(value: Any, _: dict[str, Any]) -> None:
-    if value not in (None, "mp"):
-        _check_launched(f"launcher={value!r}")
-
-
-def _slurm_kwargs(value: Any, _: dict[str, Any]) -> None:
-    if value:
-        _check_launched(f"slurm_kwargs={value!r}")
-
-
-def _check_launched(argument: str) -> None:
-    """Refuse an argument that asks for processes, unless this process has a launch with workers."""
-    if current() is None:
-        raise ArgumentError(
-            f"{argument}: a collector starts local workers ('mp'), or uses the ranks of its "
-            "launch: start those by torchrun or SLURM, with `-m distcollect run SCRIPT`, or with "
-            "distcollect.run(main) in the script"
-        )
-
-
-# The collectors inside of a worker that TorchRL needs, and ours do without.
-_INNER_CLASSES = {
-    "single", "sync", "async", "Collector", "SyncDataCollector", "MultiSyncCollector",
-    "MultiSyncDataCollector", "MultiAsyncCollector", "MultiaSyncDataCollector",
-}  # fmt: skip
-
-
-def _collector_class(value: Any, _: dict[str, Any]) -> None:
-    name = value if isinstance(value, str | None) else value.__name__
-    if name is not None and name not in _INNER_CLASSES:
-        raise ArgumentError(
-            f"collector_class={value!r} makes no sense here: one collector with several workers "
-            "does what nested ones did"
-        )
-
-
-TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
-    "update_after_each_batch": _update_after_each_batch,
-    "reset_when_done": _reset_when_done,
-    "launcher": _launcher,
-    "slurm_kwargs": _slurm_kwargs,
-    "backend": _backend,
-    "num_collectors": _num_collectors,
-    "num_sub_threads": _num_sub_threads,
-    "update_interval": _update_interval,
-    "replay_buffer_chunk": _replay_buffer_chunk,
-    "collector_class": _collector_class,
-    # The env makers are repeated before each gets its own arguments.
-    "num_workers_per_collector": _num_workers_per_collector,
-    "create_env_kwargs": _create_env_kwargs,
-    # Of collectors that have no workers; the others have an argument of this name.
-    "weight_updater": check_updater_in_process,
+# TorchRL's name for each class of ours that it has too.
+_THEIR_CLASSES = {
+    "DataCollectorBase": "BaseCollector",
+    "SyncDataCollector": "Collector",
+    "aSyncDataCollector": "AsyncCollector",
+    "MultiSyncDataCollector": "MultiSyncCollector",
+    "MultiaSyncDataCollector": "MultiAsyncCollector",
 }
+
+
+def make_known_to_torchrl(kind: type) -> None:
+    """Let ``isinstance`` take objects of class ``kind`` for those of TorchRL's class of that name.
+
+    TorchRL's trainers refuse a collector that is not a ``torchrl.collectors.BaseCollector``.
+    """
+    # Importing torchrl has side effects, and trainers import this module before they are used.
+    module = sys.modules.get("torchrl.collectors")
+    for base in kind.__mro__:
+        theirs = getattr(module, _THEIR_CLASSES.get(base.__name__, ""), None)
+        if theirs is not None:
+            theirs.register(base)

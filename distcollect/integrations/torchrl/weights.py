@@ -9,10 +9,9 @@ classes by their names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from distcollect.collectors.stacklevel import users_stack_level
@@ -20,12 +19,18 @@ from distcollect.common.suggestions import unknown_argument
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.policy.weight_layout import published
 from distcollect.pool.publisher import Weights
-from distcollect.transport.worker_service import WeightSource
-from distcollect.weights.broadcast import AutoUpdater, default_updater
-from distcollect.weights.updaters import UpdaterContext, WeightUpdaterBase
+from distcollect.weights.broadcast import NoUpdater, default_updater
+from distcollect.weights.updaters import WeightUpdaterBase
 
 # Methods of TorchRL's WeightUpdaterBase that do both parts at once.
 _WHOLE_PUSH = ("__call__", "push_weights", "_push_weights")
+# Methods that say what is sent, to which workers.
+_SAYING = (
+    "_get_server_weights", "_maybe_map_weights", "_skip_update", "all_worker_ids",
+    "_call_post_hooks", "init", "register_collector",
+)  # fmt: skip
+# Of these, TorchRL's own make a TensorDict of a module at most, and know TorchRL's workers only.
+_NOT_THEIRS = ("_maybe_map_weights", "all_worker_ids")
 # It works with Ray's object store, not with weights.
 _RAY_UPDATER = "RayWeightUpdater"
 # Each sends the weights of one module to all workers that it is told to send them to.
@@ -43,8 +48,7 @@ _WEIGHTS = ("policy_or_weights", "weights", "policy", "weights_dict")
 class HookedUpdater(WeightUpdaterBase):
     """A weight updater that says what is sent, as TorchRL's do; another one moves the bytes.
 
-    These methods of it are called: ``_get_server_weights``, ``_maybe_map_weights``,
-    ``_skip_update``, ``all_worker_ids``, ``init``, ``register_collector`` and the post-hooks.
+    The methods in :data:`_SAYING` are those of the former, all others those of the latter.
     """
 
     def __init__(self, hooks: Any, mover: WeightUpdaterBase) -> None:
@@ -63,18 +67,23 @@ class HookedUpdater(WeightUpdaterBase):
                 "sends the weights of its policy. If you get weights from elsewhere, derive from "
                 "distcollect.AutoUpdater and return them from _get_server_weights()"
             )
-        sender = _defining(hooks, "_sync_weights_with_worker").__module__
-        if sender.partition(".")[0] not in ("torchrl", "distcollect"):
+        if _package(hooks, "_sync_weights_with_worker") not in ("torchrl", "distcollect"):
             warnings.warn(
                 f"weight_updater={name}: its _sync_weights_with_worker() is not called, as "
                 "distcollect sends the weights to the workers itself. Its other methods are called",
                 UserWarning,
                 stacklevel=users_stack_level(),
             )
-        self._hooks = hooks
         self._mover = mover
+        for method in _SAYING:
+            if method not in _NOT_THEIRS or _package(hooks, method) != "torchrl":
+                setattr(self, method, getattr(hooks, method))
+        for method in ("sources", "send"):
+            setattr(self, method, getattr(mover, method))
         # Our own classes have more methods than TorchRL's.
-        self._told = [mover, hooks] if isinstance(hooks, WeightUpdaterBase) else [mover]
+        told = [mover, hooks] if isinstance(hooks, WeightUpdaterBase) else [mover]
+        for method in ("attach", "check", "forget", "close"):
+            setattr(self, method, _calls([getattr(each, method) for each in told]))
 
     @property
     def together(self) -> bool:  # type: ignore[override]
@@ -84,66 +93,13 @@ class HookedUpdater(WeightUpdaterBase):
     def relays(self) -> Mapping[int, int]:  # type: ignore[override]
         return self._mover.relays
 
-    # What is sent, to which workers.
 
-    def _get_server_weights(self) -> Any:
-        return self._hooks._get_server_weights()  # noqa: SLF001 - the name that TorchRL has
+def _calls(methods: Collection[Callable[..., None]]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        for method in methods:
+            method(*args)
 
-    def _maybe_map_weights(self, weights: Any) -> Any:
-        if _defining(self._hooks, "_maybe_map_weights").__module__.startswith("torchrl."):
-            return weights  # TorchRL's own make a TensorDict of a module, at most
-        return self._hooks._maybe_map_weights(weights)  # noqa: SLF001 - the name that TorchRL has
-
-    def _skip_update(self, worker_id: int) -> bool:
-        return bool(self._hooks._skip_update(worker_id))  # noqa: SLF001 - the name that TorchRL has
-
-    def all_worker_ids(self) -> Sequence[int] | Sequence[torch.device] | None:
-        if _defining(self._hooks, "all_worker_ids").__module__.startswith("torchrl."):
-            return None  # the workers of a TorchRL collector
-        ids: Sequence[int] | None = self._hooks.all_worker_ids()
-        return ids
-
-    def _call_post_hooks(self) -> None:
-        self._hooks._call_post_hooks()  # noqa: SLF001 - the name that TorchRL has
-
-    def init(self, *args: Any, **kwargs: Any) -> None:
-        self._hooks.init(*args, **kwargs)
-
-    def register_collector(self, collector: Any) -> None:
-        self._hooks.register_collector(collector)
-
-    # How it is sent.
-
-    def attach(self, context: UpdaterContext) -> None:
-        for updater in self._told:
-            updater.attach(context)
-
-    def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
-        for updater in self._told:
-            updater.check(device, worker_ids)
-
-    def sources(
-        self, payload: torch.Tensor, peers: Mapping[int, int]
-    ) -> Mapping[int, WeightSource]:
-        return self._mover.sources(payload, peers)
-
-    def send(self, payload: torch.Tensor) -> None:
-        self._mover.send(payload)
-
-    def forget(self, peer: int) -> None:
-        for updater in self._told:
-            updater.forget(peer)
-
-    def close(self) -> None:
-        for updater in self._told:
-            updater.close()
-
-
-class NoUpdater(AutoUpdater):
-    """Sends nothing: the workers keep the weights that they started with."""
-
-    def _skip_update(self, worker_id: int) -> bool:
-        return True
+    return call
 
 
 def made_updater(given: object, backend: str) -> WeightUpdaterBase:
@@ -160,24 +116,21 @@ def made_updater(given: object, backend: str) -> WeightUpdaterBase:
     """
     if given is None:
         return default_updater(backend)
-    made = given
     # TorchRL's updaters can be called, but that sends weights.
-    if not _is_updater(given) and callable(given):
-        made = given()
+    made = given() if callable(given) and not _is_updater(given) else given
     if isinstance(made, WeightUpdaterBase) and _is_changed(made, "sources"):
         return made
     if _is_updater(made):
         return HookedUpdater(made, default_updater(backend))
+    what = "must be derived from distcollect.WeightUpdaterBase, or be a callable that makes one"
     if _is_torchrl(made, "WeightSyncScheme"):
         what = "is a scheme: pass it as weight_sync_schemes={'policy': ...}, or leave it out"
     elif made is None:
         what = "returned None: it must return the updater. For the default, leave it out"
-    else:
-        what = "must be derived from distcollect.WeightUpdaterBase, or be a callable that makes one"
     raise ArgumentTypeError(f"weight_updater={given!r}: {what}")
 
 
-def check_updater_in_process(given: object, _: dict[str, Any]) -> None:
+def check_updater_in_process(given: object) -> None:
     """Check the ``weight_updater`` of a collector that computes with the user's policy itself.
 
     Raises:
@@ -214,22 +167,23 @@ def weights_among(
     """
     if not names:
         return weights
-    names = {"policy_or_weights": weights, **names}
     known = {*_WEIGHTS, "model_id"}
     if unknown := next((name for name in names if name not in known), None):
         raise ArgumentTypeError(f"update_policy_weights_: {unknown_argument(unknown, known)}")
-    given = [name for name in _WEIGHTS if names.get(name) is not None]
+    everything = {"policy_or_weights": weights, **names}
+    given = {name: everything[name] for name in _WEIGHTS if everything.get(name) is not None}
     model_id = names.get("model_id")
-    excluding = given + ["model_id"] * (model_id is not None and "weights_dict" in given)
+    by_name: Any = given.get("weights_dict")
+    excluding = [*given, *(["model_id"] if by_name is not None and model_id is not None else [])]
     if len(excluding) > 1:
         raise ArgumentError(
             f"update_policy_weights_: {' and '.join(excluding)} are given: leave all but one out"
         )
-    by_name: Any = names[given[0]] if given else None
-    if "weights_dict" not in given:
+    if by_name is None:
+        value = next(iter(given.values()), None)
         if model_id is None:
-            return by_name
-        by_name = {model_id: by_name}
+            return value
+        by_name = {model_id: value}
     if not isinstance(by_name, Mapping):
         raise ArgumentTypeError(f"weights_dict={by_name!r}: must be a dict of weights by name")
     for name in by_name:
@@ -278,10 +232,20 @@ def take_schemes(names: dict[str, Any], arguments: dict[str, Any], own: Collecti
         raise ArgumentError(
             "weight_sync_schemes and weight_updater are both given: leave one of them out"
         )
-    for model, scheme in schemes.items():
-        _check_scheme(model, scheme, arguments.get("models") or {})
-    silent = [model for model, scheme in schemes.items() if type(scheme).__name__ == _NO_SCHEME]
-    if len(silent) == len(schemes):
+    kinds = {model: type(scheme).__name__ for model, scheme in schemes.items()}
+    for model, kind in kinds.items():
+        which = f"weight_sync_schemes[{model!r}]={kind}"
+        if model != "policy" and model not in (arguments.get("models") or {}):
+            raise ArgumentError(f"{which}: {_unknown_model(model)}")
+        is_theirs = type(schemes[model]).__module__.startswith("torchrl.")
+        if not is_theirs or kind not in {*_SENDING_SCHEMES, _NO_SCHEME}:
+            raise ArgumentError(
+                f"{which} can't be used here: leave it out, and the collector sends the weights of "
+                "its policy. For a way of your own, pass weight_updater=..., derived from "
+                "distcollect.WeightUpdaterBase"
+            )
+    silent = [model for model, kind in kinds.items() if kind == _NO_SCHEME]
+    if len(silent) == len(kinds):
         arguments["weight_updater"] = NoUpdater()
     elif silent:
         raise ArgumentError(
@@ -290,19 +254,16 @@ def take_schemes(names: dict[str, Any], arguments: dict[str, Any], own: Collecti
             f"weight_sync=distcollect.WeightSync(exclude={[f'{name}.*' for name in silent]})"
         )
     else:
-        used = sorted({type(scheme).__name__ for scheme in schemes.values()})
         warnings.warn(
             f"weight_sync_schemes: distcollect sends the weights in its own way, in place of "
-            f"{', '.join(used)}; leave weight_sync_schemes out",
+            f"{', '.join(sorted({*kinds.values()}))}; leave weight_sync_schemes out",
             UserWarning,
             stacklevel=users_stack_level(),
         )
 
 
 def _schemes(names: dict[str, Any], argument: str) -> Mapping[str, Any]:
-    given = names.pop(argument, None)
-    if given is None or given is False:
-        return {}
+    given = names.pop(argument, None) or {}
     if isinstance(given, Mapping) and all(
         _is_torchrl(s, "WeightSyncScheme") for s in given.values()
     ):
@@ -311,20 +272,6 @@ def _schemes(names: dict[str, Any], argument: str) -> Mapping[str, Any]:
         f"{argument}={given!r}: must be a dict of names to TorchRL's weight-sync schemes; you may "
         "leave it out, as distcollect sends the weights by itself"
     )
-
-
-def _check_scheme(model: str, scheme: Any, models: Mapping[str, Any]) -> None:
-    name = type(scheme).__name__
-    which = f"weight_sync_schemes[{model!r}]={name}"
-    if model != "policy" and model not in models:
-        raise ArgumentError(f"{which}: {_unknown_model(model)}")
-    is_known = name in _SENDING_SCHEMES or name == _NO_SCHEME
-    if not is_known or not type(scheme).__module__.startswith("torchrl."):
-        raise ArgumentError(
-            f"{which} can't be used here: leave it out, and the collector sends the weights of its "
-            "policy. For a way of your own, pass weight_updater=..., derived from "
-            "distcollect.WeightUpdaterBase"
-        )
 
 
 def _is_updater(given: object) -> bool:
@@ -342,6 +289,11 @@ def _is_torchrl(given: object, name: str) -> bool:
 def _defining(hooks: object, method: str) -> type:
     """The class that defines the method that an object has; our base if none does."""
     return next((cls for cls in type(hooks).__mro__ if method in vars(cls)), WeightUpdaterBase)
+
+
+def _package(hooks: object, method: str) -> str:
+    """The package of the class that defines the method that an object has."""
+    return _defining(hooks, method).__module__.partition(".")[0]
 
 
 def _is_changed(hooks: object, method: str) -> bool:
