@@ -42,7 +42,7 @@ from distcollect.net.framing import Frame, pack
 
 M = TypeVar("M")
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 # Importing them takes seconds, and a supervisor needs nothing of them but their versions.
 _TORCH, _TENSORDICT = map(importlib.metadata.version, ("torch", "tensordict"))
@@ -118,33 +118,36 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class WorkerWelcome(Message):
-    """A worker process has joined, and is to connect its transport to the trainer's.
+    """A worker process has joined, and is to answer the trainer's calls.
 
     Attributes:
         peer: its id for the transport.
-        trainer_peer: the trainer's.
-        trainer_endpoint: where the trainer's transport is reached.
-        trainer_segment: a little of the trainer's shared memory.
+        trainer_memory: a little of the trainer's shared memory.
     """
 
     peer: int
-    trainer_peer: int
-    trainer_endpoint: str
-    trainer_segment: Segment | None
+    trainer_memory: Segment | None
+
+
+@dataclass(frozen=True)
+class PeerAddress:
+    """How the transport of a trainer reaches a process.
+
+    Attributes:
+        endpoint: where the process listens for calls.
+        memory_sample: a little of its shared memory: if the trainer can map it, neither rollouts
+            nor weights are sent. None if the process can't map the memory of a trainer on its host.
+    """
+
+    endpoint: str
+    memory_sample: Segment | None = None
 
 
 @dataclass(frozen=True)
 class Reachable(Message):
-    """The worker's transport can be reached now.
+    """The worker's transport can be reached now."""
 
-    Attributes:
-        endpoint: where.
-        segment: a little of its shared memory: if the trainer can map it, neither rollouts nor
-            weights are sent. None if the worker can't map the memory of a trainer on its host.
-    """
-
-    endpoint: str
-    segment: Segment | None
+    address: PeerAddress
 
 
 @dataclass(frozen=True)

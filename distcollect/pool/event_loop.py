@@ -36,7 +36,8 @@ from distcollect.pool.worker_slots import RolloutRequest, WorkerSlot
 from distcollect.rollout.layout import Tensors
 from distcollect.roster.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.transport.protocol import Offer, PendingAnswer, Transport
+from distcollect.transport.pending_answers import PendingAnswer
+from distcollect.transport.protocol import Offer, Transport
 from distcollect.transport.worker_service import WorkerService
 
 T = TypeVar("T")

@@ -21,7 +21,6 @@ from distcollect.net.messages import (
 from distcollect.net.peer import Connection
 from distcollect.roster.lifecycle import Lifecycle
 from distcollect.roster.process import Process
-from distcollect.transport.peer_ids import identity
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,6 @@ class PostedHostEvents(HostEvents):
     def __init__(
         self,
         lifecycle: Lifecycle,
-        endpoint: str,
         post: Callable[[Callable[[], None]], None],
         end_launch: Callable[[], None],
     ) -> None:
@@ -40,12 +38,10 @@ class PostedHostEvents(HostEvents):
 
         Args:
             lifecycle: handles the events.
-            endpoint: where workers reach the trainer's transport.
             post: has the supervision thread call a function.
             end_launch: called when the trainer's ``main()`` is done.
         """
         self._lifecycle = lifecycle
-        self._endpoint = endpoint
         self._post = post
         self._end_launch = end_launch
 
@@ -54,7 +50,7 @@ class PostedHostEvents(HostEvents):
         if process is None or process.connection is not None or process.is_over:
             return Refused("there is no free slot for it")
         process.connection = connection
-        return WorkerWelcome(process.peer, identity().trainer, self._endpoint, sample_of_memory())
+        return WorkerWelcome(process.peer, sample_of_memory())
 
     def refused(self, hello: Hello | None, reason: str) -> None:
         if hello is None:

@@ -49,7 +49,7 @@ from distcollect.roster.process import Key, Process, ProcessState, message_of
 from distcollect.roster.status import Status
 from distcollect.roster.worker_ends import WorkerEnd
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.rpc import PeerAddress, RpcTransport
+from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Lifecycle:
     def __init__(
         self,
         hosts: WorkerHosts,
-        transport: RpcTransport,
+        transport: Transport,
         faults: Faults,
         plan_for: Callable[[int], PickledPlan],
         status: Status,
@@ -203,7 +203,7 @@ class Lifecycle:
         """A process can be reached: have it make and try out its envs and policy."""
         if process.state is not ProcessState.STARTED or self._status.is_stopping:
             return
-        self._transport.connect(process.peer, PeerAddress(message.endpoint, message.segment))
+        self._transport.connect(process.peer, message.address)
         process.enter(ProcessState.PROBING)
         self.are_near &= self._transport.shares_memory(process.peer)
         plan = self._plan_for(process.worker_id)

@@ -28,7 +28,7 @@ from distcollect.roster.start_report import start_report
 from distcollect.roster.status import Phase, Status
 from distcollect.roster.worker_ends import WorkerEnds
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.start import start_transport
 from distcollect.transport.worker_service import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Workers:
             count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)
             self._num_first = count
             self.address = self._hosts.address
-            self.transport = RpcTransport(address=self.address)
+            self.transport = start_transport(self.address)
             on_error.callback(self.transport.close)
             self._lifecycle = Lifecycle(
                 self._hosts,
@@ -114,9 +114,7 @@ class Workers:
                 collector=self._number,
             )
             on_error.pop_all()
-        events = PostedHostEvents(
-            self._lifecycle, self.transport.endpoint, self._posted.put, end_launch=self.close
-        )
+        events = PostedHostEvents(self._lifecycle, self._posted.put, end_launch=self.close)
         self._steps = self._stop_steps()
         try:
             self._hosts.attach(events, count, faults.start_timeout_s)

@@ -7,32 +7,19 @@ A transport knows nothing of what a worker can do. What that is stands in a prot
 (:class:`~distcollect.transport.worker_service.WorkerService`), and a call names a method of it::
 
     answer = transport.call(peer, WorkerService.preempt, sequence)  # the type checker knows it
+
+Which transport a run uses is decided in :mod:`distcollect.transport.start`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 from distcollect.common.replies import Reply
-from distcollect.common.tracebacks import users_traceback
-from distcollect.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    DeadlineError,
-    DistCollectError,
-    EnvError,
-    PolicyError,
-    PolicyKeyError,
-    PolicySignatureError,
-    SpaceError,
-    WorkerError,
-    WorkerLost,
-)
-from distcollect.results import EnvFault
+from distcollect.errors import WorkerError
+from distcollect.net.messages import PeerAddress
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 
@@ -64,16 +51,23 @@ class CollectRequest(NamedTuple):
     shared: bool = False
 
 
-class Offer(Protocol):
-    """A rollout that lies ready on its worker."""
+class Offer:
+    """A rollout that lies ready on its worker, or that has come along with its header."""
 
-    header: Header
+    def __init__(self, header: Header, fetch: Callable[[], Reply[Tensors]]) -> None:
+        """``fetch`` moves the tensors here."""
+        self.header = header
+        self._fetch: Callable[[], Reply[Tensors]] | None = fetch
 
     def fetch(self) -> Reply[Tensors]:
         """Move its tensors here. May be called once."""
+        fetch, self._fetch = self._fetch, None
+        assert fetch is not None, "it was fetched or declined before"
+        return fetch()
 
     def decline(self) -> None:
         """Give it up: its tensors don't move (they may have come already with a small header)."""
+        self._fetch = None
 
 
 class Service(Protocol):
@@ -92,8 +86,36 @@ class Service(Protocol):
         """Names of the methods that other processes may call."""
 
 
+class Server(Protocol):
+    """A worker's side of a transport: answers calls for a :class:`Service`.
+
+    Attributes:
+        endpoint: where a trainer's transport reaches it.
+    """
+
+    endpoint: str
+
+    def close(self) -> None:
+        """Answer no more calls."""
+
+
 class Transport(Protocol):
-    """The trainer's side. Peers are named by ids that are never used twice in a run."""
+    """The trainer's side. ``tests/helpers/transport_contract.py`` checks that one keeps this.
+
+    - A peer has an id that is never used twice in a run.
+    - Each call, rollout and ping is answered once, by a value or an error. What the service raised
+      comes as :meth:`.Failure.error` says. :class:`WorkerLost` comes if the peer has ended, can't
+      be reached, is not connected (any more), or the transport is closed: nothing stays unanswered.
+    - No method but :meth:`close` waits for a peer, and any thread may call it. Callbacks of answers
+      run on threads of the transport, which they must not hold up.
+    - However many answers a peer owes, it can be asked more; they come in any order.
+    - A rollout below :data:`INLINE_BYTES` comes with its header. A larger one stays with its worker
+      until it is fetched, or :data:`NUM_SLABS` later ones were asked for; then fetching it is an
+      error. If it is declined, none of its tensors travels.
+    - Tensors that were fetched belong to the caller: nothing that the worker does changes them.
+    - If two processes can map each other's memory, tensors are copied from there and not sent.
+    - What comes from a peer is unpickled. So one is connected only after it has proven the token.
+    """
 
     @overload
     def call(
@@ -117,8 +139,7 @@ class Transport(Protocol):
         """Call a method of ``peer``'s service.
 
         The future fails with :class:`WorkerError` if the service doesn't have the method or it
-        raised (with :class:`ArgumentError` if it raised that), with :class:`WorkerLost` if the peer
-        can't be reached or was disconnected.
+        raised (with :class:`ArgumentError` if it raised that).
 
         Args:
             peer: the process to call.
@@ -131,13 +152,7 @@ class Transport(Protocol):
         """Ask for the next rollout; the reply comes when it lies ready on the worker."""
 
     def ping(self, peer: int) -> Future[Any]:
-        """Completes if ``peer``'s process is alive, even while its Python code is busy."""
-
-    def address_of(self, peer: int) -> Any:
-        """What another process needs to :meth:`connect` to the peer; None if it is gone."""
-
-    def connect(self, peer: int, address: Any) -> None:
-        """Make ``peer`` reachable from here; does nothing if it is already."""
+        """Return what completes if ``peer``'s process is alive, even while its Python is busy."""
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         """Call :meth:`.WorkerService.hand_over`.
@@ -153,11 +168,20 @@ class Transport(Protocol):
             held: what :meth:`hand_over` answered to the other trainer.
         """
 
+    def connect(self, peer: int, address: PeerAddress) -> None:
+        """Make ``peer`` reachable from here; do nothing if it is already, or this is closed."""
+
+    def address_of(self, peer: int) -> PeerAddress | None:
+        """Return what another trainer needs to :meth:`connect` to the peer; None if it is gone."""
+
     def shares_memory(self, peer: int) -> bool:
-        """Whether ``peer`` is on this host, so that each process can map the other's memory."""
+        """Return whether ``peer`` is on this host, and both can map the other's memory."""
 
     def host_key(self, peer: int) -> str | None:
-        """Equal for peers that can map each other's memory; None: ``peer`` shares none."""
+        """Return a name that is equal for peers that can map each other's memory.
+
+        None: ``peer`` shares none.
+        """
 
     def disconnect(self, peer: int) -> None:
         """Forget a peer; calls that it has not answered fail. Does nothing if it is not known."""
@@ -167,7 +191,7 @@ class Transport(Protocol):
 
 
 def methods_of(protocol: type) -> frozenset[str]:
-    """The names of the public methods that a service's protocol class declares."""
+    """Return the names of the public methods that a service's protocol class declares."""
     return frozenset(
         name for name, value in vars(protocol).items() if callable(value) and name[0] != "_"
     )
@@ -196,115 +220,3 @@ def call_service(
         return value
     done.set_result(value)
     return done
-
-
-PendingAnswer: TypeAlias = Future[Any] | Reply[Any]
-AnyOwed = TypeVar("AnyOwed", Future[Any], Reply[Any])
-
-
-class PendingAnswers:
-    """The answers that peers still owe, so that those of a disconnected peer can be failed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._peers: dict[PendingAnswer, int] = {}
-
-    def expect(self, peer: int, answer: AnyOwed) -> AnyOwed:
-        """Note that ``peer`` owes this answer, and return it."""
-        with self._lock:
-            self._peers[answer] = peer
-        return answer
-
-    @property
-    def open(self) -> list[PendingAnswer]:
-        """The answers that are still owed."""
-        with self._lock:
-            return list(self._peers)
-
-    def complete(
-        self, answer: PendingAnswer, value: Any = None, error: BaseException | None = None
-    ) -> None:
-        """Complete ``answer`` with a value or an error, unless :meth:`fail` did already."""
-        with self._lock:
-            if self._peers.pop(answer, None) is None:
-                return
-            if not self._peers:
-                self._changed.notify_all()
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(error)
-
-    def fail(self, peer: int) -> None:
-        """Fail all answers of ``peer`` with :class:`WorkerLost`."""
-        with self._lock:
-            answers = [answer for answer, owner in self._peers.items() if owner == peer]
-        for answer in answers:
-            self.complete(answer, error=peer_is_gone(peer))
-
-    def wait_for_all(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for all answers; whether all came."""
-        with self._lock:
-            return self._changed.wait_for(lambda: not self._peers, timeout_s)
-
-
-def peer_is_gone(peer: int, cause: BaseException | None = None) -> WorkerLost:
-    """The error of an answer that will never come."""
-    error = WorkerLost(f"peer {peer} is gone: its answer will never come")
-    error.__cause__ = cause
-    return error
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception that travels from a worker to the trainer as text.
-
-    Attributes:
-        kind: name of its class.
-        message: what it says.
-        worker_id: the worker that raised it.
-        remote_traceback: its traceback, see :func:`~distcollect.common.tracebacks.users_traceback`.
-        num_env_faults: of an :class:`~distcollect.errors.EnvError`.
-        env_faults: of the same.
-    """
-
-    kind: str
-    message: str
-    worker_id: int
-    remote_traceback: str
-    num_env_faults: int = 0
-    env_faults: tuple[EnvFault, ...] = ()
-
-    @classmethod
-    def of(cls, error: BaseException, worker_id: int) -> Failure:
-        """Describe ``error``."""
-        kind = type(error).__name__
-        message = str(error)
-        if not isinstance(error, DistCollectError):
-            message = f"{kind}: {message}"
-        text = users_traceback(error)
-        if isinstance(error, EnvError):
-            faults = error.num_env_faults, error.env_faults
-            return cls(kind, message, worker_id, text, *faults)
-        return cls(kind, message, worker_id, text)
-
-    def error(self) -> DistCollectError:
-        """The exception to raise at the trainer."""
-        if plain_error := _PLAIN_ERRORS.get(self.kind):
-            return plain_error(f"worker {self.worker_id}: {self.message}")
-        error = _WORKER_ERRORS.get(self.kind, WorkerError)(
-            self.message, worker_id=self.worker_id, remote_traceback=self.remote_traceback
-        )
-        if isinstance(error, EnvError):
-            error.num_env_faults, error.env_faults = self.num_env_faults, self.env_faults
-        return error
-
-
-# Some arguments turn out to be wrong only when a worker makes the envs.
-_PLAIN_ERRORS: dict[str, type[DistCollectError]] = {
-    kind.__name__: kind for kind in (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
-}
-_WORKER_ERRORS: dict[str, type[WorkerError]] = {
-    kind.__name__: kind for kind in (EnvError, PolicyError, PolicyKeyError, PolicySignatureError)
-}

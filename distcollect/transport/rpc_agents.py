@@ -4,7 +4,7 @@ Torch sends a peer's number as a signed 16-bit integer, and an agent keeps the c
 opened for a number, broken or not: a number can't name another process later. So each agent counts
 its peers from 1 on, and when the numbers are used up, or too many connections are left over,
 another agent takes its place and counts from 1 again. Numbers mean nothing to other processes: two
-agents may know a process by different ones.
+agents may know a process by different ones, and who only answers calls knows no peer at all.
 
 Torch allows one agent in a process. So all transports of a process share it: the first one starts
 it, and the last one that closes ends it.
@@ -13,8 +13,8 @@ it, and the last one that closes ends it.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -27,10 +27,12 @@ import torch.distributed.autograd
 import torch.distributed.rpc
 
 from distcollect.common.forks import keep_for_ever
+from distcollect.common.memory_segment import Segment
 from distcollect.common.threads import run_aside
 from distcollect.errors import CollectorStateError, LaunchError
-from distcollect.net.interfaces import interface_of
-from distcollect.transport.protocol import PendingAnswers
+from distcollect.net.interfaces import check_not_public, interface_of, same_address
+from distcollect.net.messages import PeerAddress
+from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers
 
 # Torch declares no types for much of what is used here, private or not.
 dist: Any = torch.distributed
@@ -50,6 +52,17 @@ _LEAVE_TIMEOUT_S = 2.0
 PING = (torch.zeros(()), torch.zeros(()))
 _FOREVER = 0  # each wait for an answer has its own deadline, so an RPC needs none
 
+_PRIVATE_PARTS = (
+    "autograd._init",
+    "rpc.TensorPipeAgent._update_group_membership",
+    "rpc.PyRRef._serialize",
+    "rpc.PyRRef._deserialize",
+    "rpc.api._init_rpc_states",
+    "rpc.api._finalize_shutdown",
+    "rpc.api._is_current_rpc_agent_set",
+    "rpc.api._reset_current_rpc_agent",
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -58,12 +71,20 @@ class AgentPeer:
     """A process that a transport of this one can call.
 
     Attributes:
-        endpoint: where its agent listens.
+        address: how it is reached.
         info: what torch knows of it, under its number in the agent that calls now.
+        mapped: if its memory can be mapped here, what has been mapped of it; else None.
     """
 
-    endpoint: str
+    address: PeerAddress
     info: Any = None
+    mapped: dict[Segment, torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.address.memory_sample is not None:
+            with contextlib.suppress(OSError):  # it is on another host, or may not be mapped
+                self.address.memory_sample.open()
+                self.mapped = {}
 
 
 class RpcAgents:
@@ -78,7 +99,11 @@ class RpcAgents:
 
     def __init__(self, address: str) -> None:
         """Start the first agent; see :func:`join_agents`."""
-        self._make_agent, self._make_info = _symbols()
+        if missing := missing_symbols():
+            raise LaunchError(
+                f"torch {torch.__version__} lacks {', '.join(missing)}, which workers that join "
+                "and leave need; use the torch version that constraints/tested.txt names"
+            )
         if rpc.api._is_current_rpc_agent_set():
             raise CollectorStateError(
                 "this process already runs torch.distributed.rpc (rpc.init_rpc was called); shut "
@@ -88,9 +113,10 @@ class RpcAgents:
         # While it is held, the agent that torch calls "current" is not replaced. Reentrant, as
         # garbage may be collected meanwhile, and a collector that nobody refers to is closed then.
         self._lock = threading.RLock()
-        self._users: list[PendingAnswers] = []  # of the transports: what their peers owe
+        self.users: list[PendingAnswers] = []  # of the transports: what their peers owe
         self._peers: set[AgentPeer] = set()
-        self._old: list[Any] = []  # agents that still wait for an answer
+        # Agents that were replaced, until the calls that were open then are answered.
+        self._old: dict[Any, list[PendingAnswer]] = {}
         self._agent: Any = None
         try:
             dist.autograd._init(_OWN_NUMBER)
@@ -101,7 +127,7 @@ class RpcAgents:
                 "in another process"
             ) from error
         self._start_agent()
-        self.endpoint: str = self._store.get(_address_key(_name(_OWN_NUMBER))).decode()
+        self.endpoint: str = self._store.get(_address_key(_OWN_NUMBER)).decode()
 
     def keep(self) -> None:
         """Never destroy the agents in this process, a forked child of the one that started them."""
@@ -120,47 +146,20 @@ class RpcAgents:
         )
         name = _name(_OWN_NUMBER)
         with _listening_on(interface_of(self.address)):
-            agent = self._make_agent(self._store, name, _OWN_NUMBER, None, options, {}, [])
+            agent = rpc.TensorPipeAgent(self._store, name, _OWN_NUMBER, None, options, {}, [])
             if self._agent is not None:
-                self._retire(self._agent)
+                self._old[self._agent] = [each for user in self.users for each in user.open]
                 rpc.api._reset_current_rpc_agent()
             self._agent = agent
             rpc.api._init_rpc_states(agent)  # starts it: now it looks for its address
 
-    def _retire(self, agent: Any) -> None:
-        """End an agent when all calls that are open now are answered."""
-        self._old.append(agent)
-        owed = [answer for pending in self._users for answer in pending.open]
-        num_owed = len(owed) + 1
-        lock = threading.Lock()
-
-        def answered(_: object) -> None:
-            nonlocal num_owed
-            with lock:
-                num_owed -= 1
-                is_last = not num_owed
-            if is_last:
-                # On another thread, as it joins the agent's own ones.
-                run_aside(self._end, agent)
-
-        for answer in owed:
-            answer.add_done_callback(answered)
-        answered(None)
-
-    def _end(self, agent: Any) -> None:
-        with self._lock:
-            if agent not in self._old:
-                return  # close() ends it
-            self._old.remove(agent)
-        agent.shutdown()
-
-    def add(self, endpoint: str) -> AgentPeer:
+    def add(self, address: PeerAddress) -> AgentPeer:
         """Make a process callable.
 
         Raises:
             LaunchError: there are as many peers as an agent can have.
         """
-        peer = AgentPeer(endpoint)
+        peer = AgentPeer(address)
         with self._lock:
             if self._agent is None:
                 return peer  # closed
@@ -176,14 +175,17 @@ class RpcAgents:
                     self._enroll(present)
             self._enroll(peer)
             self._peers.add(peer)
+            for agent, owed in list(self._old.items()):
+                if all(answer.done() for answer in owed):
+                    del self._old[agent]
+                    run_aside(agent.shutdown)  # as it joins the agent's own threads
         return peer
 
     def _enroll(self, peer: AgentPeer) -> None:
         self._num_enrolled += 1
         number = _OWN_NUMBER + self._num_enrolled
-        name = _name(number)
-        self._store.set(_address_key(name), peer.endpoint)
-        peer.info = self._make_info(name, number)
+        self._store.set(_address_key(number), peer.address.endpoint)
+        peer.info = rpc.WorkerInfo(_name(number), number)
         self._agent._update_group_membership(peer.info, [], {}, True)
 
     def remove(self, peer: AgentPeer, *, has_ended: bool = True) -> None:
@@ -217,19 +219,6 @@ class RpcAgents:
             )
         return answer
 
-    def use(self, pending: PendingAnswers) -> None:
-        """Stay open for one more transport; ``pending``: what its peers owe."""
-        with self._lock:
-            self._users.append(pending)
-
-    def leave(self, pending: PendingAnswers) -> bool:
-        """Be no longer needed by a transport; whether it was the last one."""
-        with self._lock:
-            if pending not in self._users:
-                return False
-            self._users.remove(pending)
-            return not self._users
-
     def close(self, *, gently: bool) -> None:
         """End all agents; ``gently``: no answer is owed."""
         if not rpc.api._is_current_rpc_agent_set():
@@ -240,17 +229,15 @@ class RpcAgents:
         # Without the lock: what waits for an answer that fails now may call a peer.
         # The shutdown joins threads that may be blocked.
         ended = _within(_LEAVE_TIMEOUT_S, rpc.api._finalize_shutdown)
-        while (old := self._take_old()) is not None:
-            ended &= _within(_LEAVE_TIMEOUT_S, old.shutdown)
+        with self._lock:
+            replaced, self._old = self._old, {}
+        for agent in replaced:
+            ended &= _within(_LEAVE_TIMEOUT_S, agent.shutdown)
         if ended:
             # The threads of its pool are idle now. They end when the last reference is gone.
             self._agent = None
         else:
             log.warning("torch's RPC threads did not end within %g s", _LEAVE_TIMEOUT_S)
-
-    def _take_old(self) -> Any:
-        with self._lock:
-            return self._old.pop() if self._old else None
 
 
 _shared: RpcAgents | None = None
@@ -258,38 +245,64 @@ _sharing = threading.Lock()  # held while agents start and end
 
 
 def join_agents(address: str, pending: PendingAnswers) -> RpcAgents:
-    """This process's agents; the first transport starts them.
+    """Use this process's agents; the first user starts them.
 
     Args:
-        address: this host's, on the interface to listen on; it counts for the first transport.
-        pending: the answers to the calls of the transport.
+        address: this host's, on the interface to listen on; it counts for the first user.
+        pending: the answers to the calls of the user.
 
     Raises:
         CollectorStateError: this process already runs an RPC agent that is not ours.
-        LaunchError: this torch lacks a private symbol that is needed.
+        LaunchError: this torch lacks a private symbol that is needed, or would listen on a public
+            address.
     """
     global _shared  # noqa: PLW0603 - torch allows one agent in a process
     with _sharing:
         if _shared is None:
             _shared = RpcAgents(address)
-        _shared.use(pending)
-        return _shared
+        agents = _shared
+        agents.users.append(pending)
+    try:
+        _check_listens_on(agents.endpoint, agents.address)
+    except LaunchError:
+        leave_agents(agents, pending, gently=True)
+        raise
+    return agents
 
 
 def leave_agents(agents: RpcAgents, pending: PendingAnswers, *, gently: bool) -> None:
-    """Be done with :func:`join_agents`: the last transport ends the agents; again does nothing.
+    """Be done with :func:`join_agents`: the last user ends the agents; again does nothing.
 
     Args:
         agents: what was joined.
         pending: what they were joined with.
-        gently: no answer is owed to the transport.
+        gently: no answer is owed to the user.
     """
     global _shared  # noqa: PLW0603 - see above
     with _sharing:
-        if agents.leave(pending):
+        if pending not in agents.users:
+            return
+        agents.users.remove(pending)
+        if not agents.users:
             agents.close(gently=gently)
             if _shared is agents:
                 _shared = None
+
+
+def _check_listens_on(endpoint: str, address: str) -> None:
+    got = ip_address_in(endpoint)
+    check_not_public(got)
+    if not same_address(got, address):
+        log.warning(
+            "torch RPC listens on %s instead of %s (because of the variable %s, or because it "
+            "takes an interface's first address); workers may not be able to reach it",
+            *(got, address, INTERFACE),
+        )
+
+
+def ip_address_in(endpoint: str) -> str:
+    """Return the IP address in an agent's endpoint: "uv://[fd00::5]:4711" gives "fd00::5"."""
+    return endpoint.rsplit("//", maxsplit=1)[-1].rpartition(":")[0].strip("[]")
 
 
 def _in_child() -> None:
@@ -319,49 +332,19 @@ def _name(number: int) -> str:
     return f"member{number}"
 
 
-def _address_key(name: str) -> str:
-    return f"addrs/{name}"
+def _address_key(number: int) -> str:
+    return f"addrs/{_name(number)}"
 
 
 def missing_symbols() -> list[str]:
-    """Names of the private parts of torch that this module needs and this torch lacks."""
-    try:
-        # A torch built without RPC doesn't have the module.
-        from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: F401, PLC0415
-    except ImportError:
-        return ["torch.distributed.rpc"]
-    backend_options = inspect.signature(rpc.TensorPipeRpcBackendOptions).parameters
-    unknown = [name for name in ("_transports", "_channels") if name not in backend_options]
-    return unknown + [
-        name
-        for owner, name in (
-            (TensorPipeAgent, "_update_group_membership"),
-            (rpc.PyRRef, "_serialize"),
-            (rpc.PyRRef, "_deserialize"),
-            (rpc.api, "_init_rpc_states"),
-            (rpc.api, "_finalize_shutdown"),
-            (rpc.api, "_is_current_rpc_agent_set"),
-            (rpc.api, "_reset_current_rpc_agent"),
-            (dist.autograd, "_init"),
-        )
-        if not hasattr(owner, name)
-    ]
-
-
-def _symbols() -> tuple[Any, Any]:
-    """Torch's private classes of an agent, and of what it knows of a peer.
-
-    Raises:
-        LaunchError: this torch lacks a private part that is needed.
-    """
-    if missing := missing_symbols():
-        raise LaunchError(
-            f"torch {torch.__version__} lacks {', '.join(missing)}, which workers that join and "
-            "leave need; use the torch version that constraints/tested.txt names"
-        )
-    from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo  # noqa: PLC0415
-
-    return TensorPipeAgent, WorkerInfo
+    """Return the names of the private parts of torch that are needed and that this torch lacks."""
+    missing = []
+    for path in _PRIVATE_PARTS:
+        try:
+            operator.attrgetter(path)(dist)
+        except AttributeError:
+            missing.append(path.rpartition(".")[2])
+    return missing
 
 
 @contextmanager

@@ -162,12 +162,8 @@ class WorkerService(Service, Protocol):
     # Rollouts that are handed over to another trainer, see
     # :class:`~distcollect.worker.handover_store.HandoverStore`.
 
-    def hand_over(self, sequence: int, key: str, keep_s: float) -> str:
-        """Keep the rollout with this number for ``keep_s``, for a trainer that shows ``key``.
-
-        Returns:
-            The key. A transport that can reach the rollout by an RRef makes one of it.
-        """
+    def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
+        """Keep the rollout with this number for ``keep_s``, for a trainer that shows ``key``."""
 
     def handover_outcome(self, key: str) -> Future[bool]:
         """Whether another trainer took the rollout, once that is certain."""

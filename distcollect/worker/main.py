@@ -23,6 +23,7 @@ from distcollect.net.client import ControlConnection, NoAnswer, exit_now, flush_
 from distcollect.net.messages import (
     Exit,
     Leaving,
+    PeerAddress,
     Reachable,
     Stop,
     TrainerAddress,
@@ -30,7 +31,7 @@ from distcollect.net.messages import (
     WorkerHello,
     WorkerWelcome,
 )
-from distcollect.transport.rpc import PeerAddress, RpcTransport
+from distcollect.transport.start import start_server
 from distcollect.worker.service import Worker
 
 log = logging.getLogger(__name__)
@@ -85,8 +86,7 @@ def main(boot: WorkerBoot) -> None:
         counts=counter,
         first_traj_id=boot.settings.first_traj_id,
     )
-    transport = RpcTransport(address=connection.local_address, service=worker)
-    transport.connect(welcome.trainer_peer, PeerAddress(welcome.trainer_endpoint))
+    endpoint = start_server(worker, connection.local_address).endpoint
 
     may_exit = threading.Event()
 
@@ -114,7 +114,7 @@ def main(boot: WorkerBoot) -> None:
     # Not in the signal handler: it may interrupt a thread that is sending.
     threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sigterm.put(None))
-    connection.send(Reachable(transport.endpoint, sample_for(welcome.trainer_segment)))
+    connection.send(Reachable(PeerAddress(endpoint, sample_for(welcome.trainer_memory))))
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     flush_output()

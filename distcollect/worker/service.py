@@ -144,9 +144,8 @@ class Worker(WorkerService):
         # Not as a job: those wait until the rollout is over.
         self._configured.preempt(sequence)
 
-    def hand_over(self, sequence: int, key: str, keep_s: float) -> str:
+    def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
         self._handover_store.keep(key, self._slabs.find(sequence), keep_s)
-        return key
 
     def handover_outcome(self, key: str) -> Future[bool]:
         return self._handover_store.outcome(key)

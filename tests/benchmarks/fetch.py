@@ -22,12 +22,14 @@ import torch.distributed
 import torch.distributed.rpc  # noqa: TID251 - torch alone is measured too
 
 from distcollect.common.shared_memory import sample_of_memory
+from distcollect.net.messages import PeerAddress
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Leaf
 from distcollect.transport.protocol import CollectRequest
-from distcollect.transport.rpc import PeerAddress, RpcTransport
+from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.rpc_server import RpcServer
 
 # Torch declares no types for much of what is used here.
 dist: Any = torch.distributed
@@ -65,8 +67,7 @@ def pieces() -> Tensors:
 def run_distcollect(seconds: float, *, mapped: bool) -> Values:
     """``Offer.fetch`` of distcollect; ``mapped``: from memory that both map, otherwise over RPC."""
     with other_process(_serve_distcollect) as pipe:
-        transport = RpcTransport(address=LOOPBACK)
-        pipe.send(transport.endpoint)
+        transport = RpcTransport(LOOPBACK)
         endpoint, sample = received(pipe)
         transport.connect(1, PeerAddress(endpoint, sample if mapped else None))
         took: list[float] = []
@@ -193,9 +194,7 @@ class _Source:
 
 
 def _serve_distcollect(pipe: Any) -> None:
-    transport = RpcTransport(address=LOOPBACK, service=_Source())
-    transport.connect(0, PeerAddress(received(pipe)))
-    pipe.send((transport.endpoint, sample_of_memory()))
+    pipe.send((RpcServer(_Source(), LOOPBACK).endpoint, sample_of_memory()))
     pipe.recv()
     os._exit(0)
 

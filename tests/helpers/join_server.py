@@ -24,7 +24,7 @@ from distcollect.net.server import JoinServer, JoinServerEvents
 
 SOON_S = 60  # for what takes a moment, except on a machine that is very busy
 TOKEN = "a token"
-WELCOME = WorkerWelcome(peer=1, trainer_peer=0, trainer_endpoint="", trainer_segment=None)
+WELCOME = WorkerWelcome(peer=1, trainer_memory=None)
 SCRIPT = SCRIPTS / "hold_control_connection.py"
 
 

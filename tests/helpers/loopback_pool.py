@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+from helpers.loopback_transport import LoopbackTransport
+
 import distcollect as dc
 from distcollect.collectors import session
 from distcollect.config import Faults
@@ -14,7 +16,6 @@ from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.worker_ends import WorkerEnds
-from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import WorkerInfo, WorkerService
 from distcollect.worker.service import Worker

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.loopback_transport import LoopbackTransport
 from helpers.paths import TESTS
 from helpers.scripts.rpc_peer import WORKER_ID, Service, rollout
 from helpers.waiting import stop_process
 
 import distcollect as dc
+from distcollect.net.messages import PeerAddress
 from distcollect.transport import rpc_agents
-from distcollect.transport.loopback import LoopbackTransport
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import CollectRequest
-from distcollect.transport.rpc import PeerAddress, RpcTransport
+from distcollect.transport.rpc import RpcTransport
 
 SOON_S = 60
 SMALL, LARGE = 100, 200_000
@@ -58,7 +59,7 @@ class Rpc:
     """A transport with a peer in another process."""
 
     def __init__(self, channels: list[str] | None = None) -> None:
-        self.transport = RpcTransport(address="127.0.0.1")
+        self.transport = RpcTransport("127.0.0.1")
         self.processes: list[subprocess.Popen[str]] = []
         self.peer = self.add_peer(channels or rpc_agents.CHANNELS)
 
@@ -68,8 +69,7 @@ class Rpc:
         self.processes.append(process)
         assert process.stdin is not None
         assert process.stdout is not None
-        boot = {"id": peer, "endpoint": self.transport.endpoint, "channels": channels}
-        process.stdin.write(json.dumps(boot) + "\n")
+        process.stdin.write(json.dumps(channels) + "\n")
         process.stdin.flush()
         self.transport.connect(peer, PeerAddress(process.stdout.readline().strip()))
         return peer

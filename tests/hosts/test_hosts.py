@@ -379,6 +379,6 @@ def test_doctor_finds_closed_ports(network: Network) -> None:
 def test_rpc_refuses_a_public_address(network: Network) -> None:
     add = "ip link add public0 type bridge; ip addr add 8.8.4.4/32 dev public0"
     network.start(1, "sh", "-ec", f"{add}; ip link set public0 up").output()
-    start = "from distcollect.transport.rpc import RpcTransport; RpcTransport(address='8.8.4.4')"
+    start = "from distcollect.transport.rpc import RpcTransport; RpcTransport('8.8.4.4')"
     said = network.start(1, sys.executable, "-c", start).output(status=1)
     assert "LaunchError: refusing to listen on the public address 8.8.4.4" in said

@@ -45,8 +45,7 @@ def test_all_addresses_of_an_interface(spare: str) -> None:
         assert interface_of(address) == spare
     listen("fd00:213:77::1").close()
     start = (
-        "from distcollect.transport.rpc import RpcTransport\n"
-        "RpcTransport(address='10.213.77.2').close()"
+        "from distcollect.transport.rpc import RpcTransport\nRpcTransport('10.213.77.2').close()"
     )
     command = [sys.executable, "-c", start]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

@@ -11,7 +11,7 @@ import distcollect as dc
 from distcollect.commands.doctor import checks
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
-from distcollect.transport.rpc_agents import missing_symbols
+from distcollect.transport.start import missing_parts
 
 
 def only(findings: list[Finding]) -> Finding:
@@ -36,7 +36,7 @@ def test_a_survey_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_without_a_private_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_symbols() == []
+    assert missing_parts() == []
     monkeypatch.delattr("torch.distributed.rpc.api._init_rpc_states")
     assert (
         "lacks _init_rpc_states" in only(checks.check_torch(inspect_host(0, "127.0.0.1"))).problem

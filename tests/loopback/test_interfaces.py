@@ -12,7 +12,7 @@ from distcollect.net.interfaces import (
     listen,
     route_to,
 )
-from distcollect.transport.rpc import ip_address_in
+from distcollect.transport.rpc_agents import ip_address_in
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

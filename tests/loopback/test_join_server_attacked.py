@@ -343,8 +343,7 @@ IMPOSTORS: dict[str, Callable[[bytes], bytes]] = {
     "makes one up": lambda _: with_length(to_bytes(Proof("0" * 64))),
     "knows another token": lambda _: with_length(JoiningSide("x").prove(to_bytes(Challenge()))),
     "welcomes": lambda _: with_length(
-        b'{"message":"WorkerWelcome","peer":1,"trainer_peer":0,"trainer_endpoint":"",'
-        b'"trainer_segment":null}'
+        b'{"message":"WorkerWelcome","peer":1,"trainer_memory":null}'
     ),
 }
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers import nccl_stand_in
 from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+from helpers.loopback_transport import LoopbackTransport
 from helpers.publishing import Telling, told
 
 import distcollect as dc
-from distcollect.transport.loopback import LoopbackTransport
 from distcollect.weights import broadcast, group_backends, updaters
 
 # Of each worker; the last two share no memory.

@@ -50,9 +50,9 @@ _IN_CALLS = "each worker on another host gets weights in a call; backend='gloo' 
 _OWN_METHOD = "the env is stepped by its own method, which takes longer"
 
 PARTS = [
-    Part("torch._C._distributed_rpc", "TensorPipeAgent WorkerInfo", "RPC without groups", _NO_RPC),
+    Part("torch.distributed.rpc", "TensorPipeAgent WorkerInfo", "RPC without groups", _NO_RPC),
     Part(
-        "torch._C._distributed_rpc.TensorPipeAgent",
+        "torch.distributed.rpc.TensorPipeAgent",
         "_update_group_membership",
         "workers join and leave",
         _NO_RPC,

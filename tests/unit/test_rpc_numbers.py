@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from distcollect.net.messages import PeerAddress
 from distcollect.transport import rpc_agents
-from distcollect.transport.protocol import PendingAnswers
 from distcollect.transport.rpc_agents import RpcAgents
 
 NUM_REPLACED, NUM_PRESENT = 100_000, 100
@@ -51,6 +51,10 @@ class SimulatedRpc:
         self.agents: list[SimulatedAgent] = []
         self.api = self
         self.current: SimulatedAgent | None = None
+        self.TensorPipeAgent = SimulatedAgent
+
+    def WorkerInfo(self, name: str, number: int) -> Any:  # noqa: N802 - torch's name
+        return SimpleNamespace(name=name, number=number)
 
     def TensorPipeRpcBackendOptions(self, **_: Any) -> None: ...  # noqa: N802 - torch's name
 
@@ -80,25 +84,18 @@ class SimulatedRpc:
 def test_a_number_never_names_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedRpc()
     monkeypatch.setattr(rpc_agents, "rpc", simulated)
-    monkeypatch.setattr(
-        rpc_agents,
-        "_symbols",
-        lambda: (SimulatedAgent, lambda name, number: SimpleNamespace(name=name, number=number)),
-    )
-    pending = PendingAnswers()
+    monkeypatch.setattr(rpc_agents, "missing_symbols", list)
     agents = RpcAgents("127.0.0.1")
-    agents.use(pending)
     present: deque[Any] = deque()
     for process in range(NUM_REPLACED):
         endpoint = f"uv://127.0.0.1:{process}"
-        peer = agents.add(endpoint)
+        peer = agents.add(PeerAddress(endpoint))
         present.append(peer)
         assert agents.call(peer, None, ()).value() == endpoint
         if len(present) > NUM_PRESENT:
             agents.remove(present.popleft())
     assert [agents.call(peer, None, ()).value() for peer in present] == [
-        peer.endpoint for peer in present
+        peer.address.endpoint for peer in present
     ]
-    agents.leave(pending)
     agents.close(gently=True)
     assert all(agent.has_ended for agent in simulated.agents)

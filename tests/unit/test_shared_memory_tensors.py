@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 import torch
 
-from distcollect.common import tensor_cache
 from distcollect.common.memory_segment import Segment
-from distcollect.common.replies import Reply
 from distcollect.common.shared_memory import SharedTensor, allocate, map_segment
-from distcollect.common.threads import SerialThread
-from distcollect.transport.rpc import RpcTransport
 
 
 def test_a_tensor_within():
@@ -38,21 +32,3 @@ def test_memory_is_found_while_a_tensor_of_it_lives():
     with pytest.raises(OSError, match=r"No such file|no longer"):
         map_segment(segment)
     assert mapped[8] == 5  # who has mapped it keeps it
-
-
-def test_whatever_fails_while_a_rollout_is_copied_is_raised_where_it_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def no_memory(*_: Any) -> Any:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(tensor_cache, "copy_of", no_memory)
-    memory, segment = allocate(1 << 20)  # so much is copied on a thread of its own
-    transport = object.__new__(RpcTransport)  # without an agent
-    transport._mapped = {1: {segment: memory}}
-    transport._copier = SerialThread("copies")
-    sent: Future[list[Any]] = Future()
-    sent.set_result([SharedTensor(segment, 0, (1 << 20,), torch.uint8)])
-    with pytest.raises(MemoryError, match="no room"):
-        transport.copied(1, sent, Reply()).result(10)
-    transport._copier.close()

@@ -19,7 +19,7 @@ from torch.distributions import LogNormal
 
 import distcollect as dc
 from distcollect.transport import peer_ids
-from distcollect.transport.protocol import Failure
+from distcollect.transport.failure import Failure
 
 __all__ = ["zoo"]
 

@@ -8,7 +8,7 @@ import torch
 
 import distcollect as dc
 from distcollect.common.tables import text_table
-from distcollect.transport.protocol import Failure
+from distcollect.transport.failure import Failure
 
 
 def broken(observation: torch.Tensor) -> torch.Tensor:

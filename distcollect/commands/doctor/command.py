@@ -37,7 +37,7 @@ from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.interfaces import LOOPBACK
 from distcollect.net.messages import TrainerAddress
 from distcollect.net.server import JoinServer
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.start import start_transport
 
 _IDLE_S = 1.0
 _MAX_HOSTS = 6  # with more, pairs of hosts are not measured
@@ -152,7 +152,7 @@ def _inspect_all(
     others: Callable[[DoctorServer, int], contextlib.AbstractContextManager[None]],
 ) -> int:
     with contextlib.ExitStack() as undo:
-        transport = RpcTransport(address=listen.address)
+        transport = start_transport(listen.address)
         undo.callback(transport.close)
         links = Links(transport, listen.address)
         undo.callback(links.close)

@@ -22,7 +22,7 @@ from distcollect.common.shared_memory import allocate
 from distcollect.errors import LaunchError
 from distcollect.launch.cpu_placement import Host
 from distcollect.net.interfaces import interface_of, interfaces, listen
-from distcollect.transport.rpc_agents import missing_symbols
+from distcollect.transport.start import missing_parts
 from distcollect.version import __version__
 
 # Each names a network interface: for torch's RPC, Gloo and NCCL.
@@ -113,7 +113,7 @@ def inspect_host(rank: int, address: str) -> HostReport:
             "numpy": np.__version__,
             "distcollect": __version__,
         },
-        missing=missing_symbols(),
+        missing=missing_parts(),
         interfaces=interfaces(),
         address=address,
         interface=interface_of(address) or "",

@@ -18,7 +18,7 @@ import torch
 from distcollect.commands.doctor.host_report import HostReport, cpu_s
 from distcollect.errors import DeadlineError, DistCollectError
 from distcollect.net.interfaces import listen
-from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import BroadcastUpdater
 from distcollect.weights.updaters import UpdaterContext
@@ -138,7 +138,7 @@ def idle_cores(seconds: float) -> float:
 class Links:
     """The trainer's side of the measurements."""
 
-    def __init__(self, transport: RpcTransport, address: str) -> None:
+    def __init__(self, transport: Transport, address: str) -> None:
         """Measure by ``transport``; ``address`` is the trainer's address."""
         self._transport = transport
         self._weights = BroadcastUpdater("gloo")

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Rank
-from distcollect.common.memory_segment import Segment
 from distcollect.common.shared_memory import sample_for, sample_of_memory
 from distcollect.net.client import ControlConnection
-from distcollect.net.messages import Exit, Hello, Message, Refused, WorkerWelcome
+from distcollect.net.messages import Exit, Hello, Message, PeerAddress, Refused, WorkerWelcome
 from distcollect.net.peer import Connection
 from distcollect.net.server import JoinServerEvents
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.rpc import PeerAddress, RpcTransport
+from distcollect.transport.protocol import Transport
+from distcollect.transport.start import start_server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,12 @@ class Examined(Message):
     """A rank can be reached, and has inspected its host.
 
     Attributes:
-        endpoint: where its transport is reached.
+        address: where its transport is reached.
         report: what it found.
-        segment: a little of its shared memory; None if it has none.
     """
 
-    endpoint: str
+    address: PeerAddress
     report: HostReport
-    segment: Segment | None
 
 
 class DoctorServer(JoinServerEvents):
@@ -50,7 +48,7 @@ class DoctorServer(JoinServerEvents):
         failures: name and reason of each process that could not be started, or failed.
     """
 
-    def __init__(self, transport: RpcTransport, num_ranks: int) -> None:
+    def __init__(self, transport: Transport, num_ranks: int) -> None:
         """Admit ranks 1 to ``num_ranks - 1``, and connect them to ``transport``."""
         self.reports: dict[int, HostReport] = {}
         self.peers: dict[int, int] = {}
@@ -86,8 +84,7 @@ class DoctorServer(JoinServerEvents):
             return Refused("this is distcollect doctor, which takes no workers")
         peer = identity().new_peer()
         self._connections[connection] = peer
-        endpoint = self._transport.endpoint
-        return WorkerWelcome(peer, identity().trainer, endpoint, sample_of_memory())
+        return WorkerWelcome(peer, sample_of_memory())
 
     def refused(self, hello: Hello | None, reason: str) -> None:
         with self._changed:
@@ -104,7 +101,7 @@ class DoctorServer(JoinServerEvents):
         assert isinstance(message, Examined)
         report = message.report
         peer = self._connections[connection]
-        self._transport.connect(peer, PeerAddress(message.endpoint, message.segment))
+        self._transport.connect(peer, message.address)
         with self._changed:
             self.peers[report.rank] = peer
             self.reports[report.rank] = report
@@ -120,18 +117,14 @@ def take_part(control: ControlConnection, rank: int) -> bool:
     """Answer the trainer until it has finished; return whether it said so."""
     address, welcome = control.local_address, control.welcome
     assert isinstance(welcome, WorkerWelcome)
-    transport = RpcTransport(
-        address=address,
-        service=Rank(rank, address),  # answers other calls
-    )
+    server = start_server(Rank(rank, address), address)
     try:
-        transport.connect(welcome.trainer_peer, PeerAddress(welcome.trainer_endpoint))
-        sample = sample_for(welcome.trainer_segment)
-        control.send(Examined(transport.endpoint, inspect_host(rank, address), sample))
+        reached = PeerAddress(server.endpoint, sample_for(welcome.trainer_memory))
+        control.send(Examined(reached, inspect_host(rank, address)))
         while (message := control.receive()) is not None:
             if isinstance(message, Exit):
                 return True
         return False
     finally:
-        transport.close()
+        server.close()
         control.close()

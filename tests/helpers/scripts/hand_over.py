@@ -53,13 +53,17 @@ received = []
 
 def count_received():
     """Record the bytes of rollouts that arrive in this process."""
-    copy_shared = RpcTransport._copy_shared
+    copied = RpcTransport._copied
 
-    def counting(self, peer, sent, fetched):
-        received.append(sum(tensor.nbytes for tensor in sent))
-        copy_shared(self, peer, sent, fetched)
+    def counting(self, peer, known, sent, fetched):
+        def count(sent):
+            if sent.exception() is None:
+                received.append(sum(tensor.nbytes for tensor in sent.result()))
 
-    RpcTransport._copy_shared = counting
+        sent.add_done_callback(count)
+        return copied(self, peer, known, sent, fetched)
+
+    RpcTransport._copied = counting
 
 
 def wait_until(condition):

@@ -25,7 +25,7 @@ class Events(JoinServerEvents):
 
     def admit(self, connection: Connection) -> Message:
         self.joined.set()
-        return WorkerWelcome(peer=1, trainer_peer=0, trainer_endpoint="", trainer_segment=None)
+        return WorkerWelcome(peer=1, trainer_memory=None)
 
 
 role, *args, fork = sys.argv[1:]

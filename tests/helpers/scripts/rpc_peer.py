@@ -15,8 +15,9 @@ import torch
 from distcollect.errors import RolloutGone
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
-from distcollect.transport import rpc, rpc_agents
+from distcollect.transport import rpc_agents
 from distcollect.transport.protocol import CollectRequest
+from distcollect.transport.rpc_server import RpcServer
 
 WORKER_ID = 7
 
@@ -112,10 +113,9 @@ class Service:
         counts = torch._C._distributed_rpc._rref_context_get_debug_info()  # type: ignore[attr-defined]
         return int(counts["num_owner_rrefs"]), int(counts["num_forks"])
 
-    def hand_over(self, sequence: int, key: str, keep_s: float) -> str:
+    def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
         """Keep a rollout of this many steps."""
         self._kept[key] = rollout(sequence), Future()
-        return key
 
     def handover_outcome(self, key: str) -> Future[bool]:
         return self._kept[key][1]
@@ -154,19 +154,15 @@ def fork_peers() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for _ in sys.stdin:
         if os.fork() == 0:
-            transport = rpc.RpcTransport(address="127.0.0.1", service=Service())
-            print(os.getpid(), transport.endpoint, flush=True)
+            print(os.getpid(), RpcServer(Service(), "127.0.0.1").endpoint, flush=True)
             signal.pause()
     os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    boot = json.loads(sys.stdin.readline())
-    rpc_agents.CHANNELS = boot["channels"]
-    transport = rpc.RpcTransport(address="127.0.0.1", service=Service())
-    transport.connect(0, rpc.PeerAddress(boot["endpoint"]))
-    print(transport.endpoint, flush=True)
+    rpc_agents.CHANNELS = json.loads(sys.stdin.readline())
+    print(RpcServer(Service(), "127.0.0.1").endpoint, flush=True)
     sys.stdin.read()
 
 

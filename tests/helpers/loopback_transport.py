@@ -1,4 +1,4 @@
-"""A transport inside one process: for tests, with the same contract as the RPC one."""
+"""A transport inside one process, with the same contract as the others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from typing import Any
 from distcollect.common.replies import Reply
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
-from distcollect.transport.protocol import (
-    CollectRequest,
-    Failure,
-    Offer,
-    PendingAnswers,
-    Service,
-    call_service,
-    peer_is_gone,
-)
+from distcollect.transport.failure import Failure
+from distcollect.transport.pending_answers import PendingAnswers, peer_is_gone
+from distcollect.transport.protocol import CollectRequest, Offer, Service, call_service
 from distcollect.transport.worker_service import WorkerService
 
 
@@ -36,15 +30,12 @@ class LoopbackTransport:
         self.hosts: dict[int, str] = {}
 
     def connect(self, peer: int, address: Service) -> None:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
         self._services.setdefault(peer, address)
 
     def address_of(self, peer: int) -> Service | None:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
         return self._services.get(peer)
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
         answer = self._pending.expect(peer, Future())
         service = self._services.get(peer)
         if service is None:
@@ -63,78 +54,56 @@ class LoopbackTransport:
         return answer
 
     def collect(self, peer: int, request: CollectRequest) -> Reply[Offer]:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
-        offer: Reply[Offer] = Reply()
+        def offer(rollout: tuple[Header, Tensors]) -> Offer:
+            header, tensors = rollout
+            return Offer(header, lambda: Reply.of(self._copies_of(tensors)))
 
-        def deliver(done: Future[tuple[Header, Tensors]]) -> None:
-            error = done.exception()
-            if error is None:
-                offer.set_result(_LoopbackOffer(self, *done.result()))
-            else:
-                offer.set_exception(error)
-
-        self.call(peer, WorkerService.collect, request).add_done_callback(deliver)
-        return offer
+        collected = self.call(peer, WorkerService.collect, request)
+        return _then(collected, Reply(), offer)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[str]:
-        """See :class:`~distcollect.transport.protocol.Transport`: it answers the key."""
-        return self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
+        kept = self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
+        return _then(kept, Future(), lambda _: key)
 
     def fetch_handover(self, peer: int, held: str) -> Future[Tensors]:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
-        fetched: Future[Tensors] = Future()
+        read = self.call(peer, WorkerService.read_handover, held, False)
+        return _then(read, Future(), self._copies_of)
 
-        def arrived(done: Future[Tensors]) -> None:
-            error = done.exception()
-            if error is None:
-                fetched.set_result(self.copies_of(done.result()))
-            else:
-                fetched.set_exception(error)
-
-        self.call(peer, WorkerService.read_handover, held, False).add_done_callback(arrived)
-        return fetched
-
-    def copies_of(self, tensors: Tensors) -> Tensors:
-        """What the trainer gets of a worker's tensors; counts their bytes."""
+    def _copies_of(self, tensors: Tensors) -> Tensors:
         self.bytes_fetched += sum(tensor.nbytes for tensor in tensors)
         return [tensor.clone() for tensor in tensors]
 
     def ping(self, peer: int) -> Future[Any]:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
         answer = self._pending.expect(peer, Future())
         error = None if peer in self._services else peer_is_gone(peer)
         self._pending.complete(answer, error=error)
         return answer
 
     def shares_memory(self, peer: int) -> bool:
-        """See :class:`~distcollect.transport.protocol.Transport`: no worker counts as near."""
         return False
 
     def host_key(self, peer: int) -> str | None:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
         return self.hosts.get(peer)
 
     def disconnect(self, peer: int) -> None:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
         self._services.pop(peer, None)
         self._pending.fail(peer)
 
     def close(self, grace_s: float = 0) -> None:
-        """See :class:`~distcollect.transport.protocol.Transport`."""
         self._pending.wait_for_all(grace_s)
         for peer in list(self._services):
             self.disconnect(peer)
 
 
-class _LoopbackOffer:
-    def __init__(self, transport: LoopbackTransport, header: Header, tensors: Tensors) -> None:
-        self.header = header
-        self._transport = transport
-        self._tensors = tensors
+def _then(done: Future[Any], answer: Any, read: Callable[[Any], Any]) -> Any:
+    """Return ``answer``, which gets what ``read`` makes of the value once that is there."""
 
-    def fetch(self) -> Reply[Tensors]:
-        tensors, self._tensors = self._tensors, []
-        return Reply.of(self._transport.copies_of(tensors))
+    def deliver(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            answer.set_result(read(done.result()))
+        else:
+            answer.set_exception(error)
 
-    def decline(self) -> None:
-        self._tensors = []
+    done.add_done_callback(deliver)
+    return answer

@@ -1,0 +1,99 @@
+"""Exceptions of a worker, as they travel to the trainer: as text."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from distcollect.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeadlineError,
+    DistCollectError,
+    EnvError,
+    PolicyError,
+    PolicyKeyError,
+    PolicySignatureError,
+    SpaceError,
+    WorkerError,
+)
+from distcollect.results import EnvFault
+
+# The trainer raises them as what they are. Some arguments turn out to be wrong only when a worker
+# makes the envs.
+_WORKER_ERRORS = (EnvError, PolicyError, PolicyKeyError, PolicySignatureError)
+_PLAIN_ERRORS = (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
+_WORKER_ERROR_OF: dict[str, type[WorkerError]] = {kind.__name__: kind for kind in _WORKER_ERRORS}
+_PLAIN_ERROR_OF: dict[str, type[DistCollectError]] = {k.__name__: k for k in _PLAIN_ERRORS}
+
+_PACKAGE = str(Path(__file__).parents[1])
+# Between two lines of this package there may be one of a context manager.
+_LEFT_OUT = (_PACKAGE + "/", contextlib.__file__)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that travels from a worker to the trainer as text.
+
+    Attributes:
+        kind: name of its class.
+        message: what it says.
+        worker_id: the worker that raised it.
+        remote_traceback: its traceback, see :func:`users_traceback`.
+        num_env_faults: of an :class:`~distcollect.errors.EnvError`.
+        env_faults: of the same.
+    """
+
+    kind: str
+    message: str
+    worker_id: int
+    remote_traceback: str
+    num_env_faults: int = 0
+    env_faults: tuple[EnvFault, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException, worker_id: int) -> Failure:
+        """Describe ``error``."""
+        kind = type(error).__name__
+        message = str(error) if isinstance(error, DistCollectError) else f"{kind}: {error}"
+        text = users_traceback(error)
+        if isinstance(error, EnvError):
+            return cls(kind, message, worker_id, text, error.num_env_faults, error.env_faults)
+        return cls(kind, message, worker_id, text)
+
+    def error(self) -> DistCollectError:
+        """Return the exception to raise at the trainer."""
+        if plain := _PLAIN_ERROR_OF.get(self.kind):
+            return plain(f"worker {self.worker_id}: {self.message}")
+        error = _WORKER_ERROR_OF.get(self.kind, WorkerError)(
+            self.message, worker_id=self.worker_id, remote_traceback=self.remote_traceback
+        )
+        if isinstance(error, EnvError):
+            error.num_env_faults, error.env_faults = self.num_env_faults, self.env_faults
+        return error
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback of ``error`` and of its causes, without the lines of this package.
+
+    An error of this package that has a cause says no more than the cause does, so the text begins
+    with the cause. The text is "" if an error of this package has no line outside of it: its
+    message says all. Any other error that was raised within this package alone is a mistake in it,
+    and its traceback is complete.
+    """
+    cause = error
+    while isinstance(cause, DistCollectError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    shown = traceback.TracebackException.from_exception(cause)
+    part: traceback.TracebackException | None = shown
+    while part is not None:
+        users = [line for line in part.stack if not line.filename.startswith(_LEFT_OUT)]
+        part.stack = traceback.StackSummary.from_list(users)
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+    if not shown.stack and isinstance(cause, DistCollectError):
+        return ""
+    if not shown.stack and cause is error:
+        return "".join(traceback.format_exception(error))
+    return "".join(shown.format())
