@@ -210,7 +210,7 @@ class AlignedLoop(RolloutLoop):
         for key, column in slab.root.items():
             column[rows, step] = self.current[key][rows]
         before = {key: array.copy() for key, array in obs.items()}
-        chosen, written = policy.for_rows(rows)
+        chosen, written = policy(rows)
         # The policy may have changed its input in place; other rows' is still to be recorded.
         for key, array in obs.items():
             array[:] = before[key]

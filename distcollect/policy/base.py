@@ -56,48 +56,47 @@ class Exploration(str, enum.Enum):
 
     @property
     def interaction(self) -> InteractionType:
-        """The same as the interaction type of TensorDict policies."""
+        """The interaction type of TensorDict policies."""
         return InteractionType(self.value)
 
     def choose(self, distribution: Distribution) -> torch.Tensor:
-        """An action of a distribution.
+        """Return an action of a distribution.
 
         Raises:
             PolicyError: the distribution has no such value.
         """
         if self is Exploration.RANDOM:
             return distribution.sample()
+        name = "mode" if self is Exploration.DETERMINISTIC else self.value
+        action: torch.Tensor | None
         try:
-            action = self._of(distribution)
-            # Torch gives NaN as the mean of a Categorical.
-            is_defined = not (action.isnan().all() and _is_discrete(distribution))
+            action = getattr(distribution, name, None)  # torch's distributions have no median
+            action = distribution.icdf(torch.tensor(0.5)) if action is None else action
+            if is_discrete(distribution):
+                if name == "mode":  # NaN where both values of a Bernoulli are as likely
+                    action = action.nan_to_num()
+                if not torch.equal(action, action.round()):
+                    action = None
         except NotImplementedError:
-            is_defined = False
-        if not is_defined:
+            action = None
+        if action is None:
             raise self.undefined(f", {type(distribution).__name__},")
         return action
 
-    def _of(self, distribution: Distribution) -> torch.Tensor:
-        action: torch.Tensor
-        if self is Exploration.MEAN:
-            action = distribution.mean
-        elif self is Exploration.MEDIAN:
-            median = getattr(distribution, "median", None)
-            action = distribution.icdf(torch.tensor(0.5)) if median is None else median
-        else:
-            action = distribution.mode
-        return action
-
     def undefined(self, name: str = "") -> PolicyError:
-        """The error for a policy's distribution, called ``name``, that has no such value."""
+        """Return the error for a policy's distribution, called ``name``, that has no such value."""
         return PolicyError(
             f"exploration_type={self.value!r}: the policy's distribution{name} has no "
             f"{self.value}; use 'mode', the most likely action, or 'random'"
         )
 
 
-def _is_discrete(distribution: Distribution) -> bool:
-    return bool(getattr(distribution.support, "is_discrete", False))
+def is_discrete(distribution: Distribution) -> bool:
+    """Return True if a distribution is one of whole numbers."""
+    try:
+        return bool(getattr(distribution.support, "is_discrete", False))
+    except NotImplementedError:  # a class of the user's needs no support
+        return False
 
 
 # ``[n, *shape]`` for each leaf of the action, and for each of the extras. Arrays, so that a random
@@ -122,8 +121,11 @@ class Policy(ABC):
         return ()
 
     @abstractmethod
-    def __call__(self) -> PolicyOutput:
+    def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
         """Choose actions for the observations that are in the env batch's arrays now.
+
+        Args:
+            rows: choose only for these, and ignore what is returned for others; None: for all.
 
         Returns:
             Action and extras. A :class:`~distcollect.policy.random.RandomPolicy` returns no
@@ -132,10 +134,6 @@ class Policy(ABC):
         Raises:
             PolicyError: the policy raised, or its output has another shape than before.
         """
-
-    @abstractmethod
-    def for_rows(self, rows: Sequence[int]) -> PolicyOutput:
-        """Like a call, but only for ``rows``; ignore what it returns for other rows."""
 
     @abstractmethod
     def seed(self, seeds: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from distcollect.errors import PolicyError, PolicySignatureError
 from distcollect.policy.weight_layout import called_by
-from distcollect.rollout.spaces import Arrays, Key, nested
+from distcollect.rollout.spaces import Arrays, Key, nested, unflatten
 
 Tensors = dict[Key, torch.Tensor]
 
@@ -39,18 +39,30 @@ class Inputs:
             module: the policy if it is a module; its dtype and device decide.
             device: where the inputs go; None: where the module's parameters are.
         """
-        dtype = floating_dtype(module)
+        self._dtype = floating_dtype(module)
         if device is None and module is not None:
             device = next((parameter.device for parameter in module.parameters()), None)
+        self._device = device
         self.num_envs = len(next(iter(observation.values())))
         self.tensors: Tensors = {}
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for key, array in observation.items():
+        self._add(observation, copy=False)
+
+    def add(self, arrays: Arrays) -> None:
+        """Add arrays that are rewritten while what the policy returned is still in use.
+
+        It may return its inputs, so it always gets copies of these.
+        """
+        self._add(arrays, copy=True)
+
+    def _add(self, arrays: Arrays, *, copy: bool) -> None:
+        for key, array in arrays.items():
             source = torch.from_numpy(array)
             # Only floats are cast: an integer may be an index, and how to scale a byte image is for
             # the policy to decide.
-            wanted = dtype if dtype and source.is_floating_point() else source.dtype
-            target = source.to(device=device, dtype=wanted)
+            is_cast = self._dtype is not None and source.is_floating_point()
+            dtype = self._dtype if is_cast else source.dtype
+            target = source.to(device=self._device, dtype=dtype, copy=copy)
             if target is not source:
                 self.copies.append((target, source))
             self.tensors[key] = target
@@ -61,18 +73,12 @@ class Inputs:
             target.copy_(source)
 
     def entries(self) -> dict[str, Any]:
-        """Top-level entries: tensors, or nested dicts of them."""
+        """Return the top-level entries: tensors, or nested dicts of them."""
         return nested(self.tensors)
-
-    def tensordict(self) -> Callable[[], TensorDict]:
-        """A function that returns the inputs in a new TensorDict ``[n]`` for each policy call."""
-        template = TensorDict(self.entries(), batch_size=[self.num_envs])
-        make: Callable[[], TensorDict] = template.copy
-        return make
 
 
 def moved(policy: nn.Module, device: torch.device) -> nn.Module:
-    """``policy``, moved to ``device``.
+    """Return ``policy``, moved to ``device``.
 
     Raises:
         PolicyError: this process can't use the device.
@@ -88,7 +94,7 @@ def moved(policy: nn.Module, device: torch.device) -> nn.Module:
 
 
 def floating_dtype(module: nn.Module | None) -> torch.dtype | None:
-    """The dtype of the module's floating-point parameters; None if it has none."""
+    """Return the dtype of the module's floating-point parameters; None if it has none."""
     parameters: Iterable[torch.Tensor] = module.parameters() if module is not None else ()
     return next((p.dtype for p in parameters if p.is_floating_point()), None)
 
@@ -96,28 +102,27 @@ def floating_dtype(module: nn.Module | None) -> torch.dtype | None:
 def calling_convention(
     policy: Callable[..., Any], inputs: Inputs, observation_space: gym.Space[Any]
 ) -> Callable[[], Any]:
-    """A callable without arguments that calls ``policy`` with ``inputs`` as it expects them.
+    """Return a callable without arguments that calls ``policy`` with ``inputs`` as it expects them.
 
     Raises:
         PolicySignatureError: the policy has a parameter that is no entry of the observation.
     """
+    entries = inputs.entries()
     if takes_tensordict(policy):
-        make = inputs.tensordict()
+        template = TensorDict(entries, batch_size=[inputs.num_envs])
 
         def call_with_tensordict() -> Any:
-            td = make()
+            td = template.copy()
             output = policy(td)
             return td if output is None else output
 
         return call_with_tensordict
 
-    entries = inputs.entries()
-    observation: Any
+    named_entries = entries
     if isinstance(observation_space, gym.spaces.Dict):
         observation = {name: entries[name] for name in observation_space}
-        named_entries = entries
     else:
-        observation = _as_tuple(observation_space, entries["observation"])
+        observation = unflatten(observation_space, iter(inputs.tensors.values()))
         named_entries = {name: entries[name] for name in entries if name != "observation"}
     positional, named = assign(parameters_of(policy), observation, named_entries)
     if any(isinstance(value, dict | tuple) for value in (*positional, *named.values())):
@@ -131,7 +136,7 @@ def calling_convention(
 def assign(
     parameters: Sequence[inspect.Parameter], observation: Any, entries: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments for a policy's parameters, as (positional, named).
+    """Return the arguments for a policy's parameters, as (positional, named).
 
     A parameter that has the name of an entry gets that entry. Otherwise the first parameter gets
     the whole observation.
@@ -163,7 +168,7 @@ def assign(
 
 
 def _copied(value: Any) -> Any:
-    """``value`` with new dicts and tuples around the same tensors."""
+    """Return ``value`` with new dicts and tuples around the same tensors."""
     if isinstance(value, dict):
         return {name: _copied(part) for name, part in value.items()}
     if isinstance(value, tuple):
@@ -171,16 +176,8 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _as_tuple(space: gym.Space[Any], value: Any) -> Any:
-    if isinstance(space, gym.spaces.Tuple):
-        return tuple(_as_tuple(part, value[str(i)]) for i, part in enumerate(space))
-    if isinstance(space, gym.spaces.Dict):
-        return {name: _as_tuple(part, value[name]) for name, part in space.items()}
-    return value
-
-
 def takes_tensordict(policy: Callable[..., Any]) -> bool:
-    """Whether ``policy`` is called with a TensorDict.
+    """Return True if ``policy`` is called with a TensorDict.
 
     That is so for a TensorDictModule, and for a callable whose only parameter is named ``td`` or
     ``tensordict``, or is annotated as a TensorDict.
@@ -205,7 +202,7 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
 
 
 def parameters_of(policy: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a policy that is not a TensorDictModule."""
+    """Return the parameters of a policy that is not a TensorDictModule."""
     policy = called_by(policy)  # the parameters of a CudaGraphModule itself could be anything
     function = policy.forward if isinstance(policy, nn.Module) else policy
     try:
@@ -213,30 +210,3 @@ def parameters_of(policy: Callable[..., Any]) -> list[inspect.Parameter]:
     except (TypeError, ValueError):
         # A builtin without a signature gets the observation.
         return [inspect.Parameter("observation", inspect.Parameter.POSITIONAL_ONLY)]
-
-
-def to_tensor(value: Any, name: object) -> torch.Tensor:
-    """``value`` as a tensor that numpy can view: on the CPU, without gradients, no bfloat16.
-
-    Args:
-        value: a tensor, or something that torch makes a tensor of.
-        name: its key, for messages.
-
-    Raises:
-        PolicyError: torch can't make a tensor of it.
-    """
-    if not isinstance(value, torch.Tensor):
-        try:
-            value = torch.as_tensor(value)
-        except (RuntimeError, TypeError, ValueError) as err:
-            where = ".".join(name) if isinstance(name, tuple) else name
-            kind = "None" if value is None else type(value).__name__
-            raise PolicyError(
-                f"the policy returned {kind} as {where!r}, which is not a tensor or array-like"
-            ) from err
-    if value.requires_grad:  # also within no_grad(): a view of a parameter
-        value = value.detach()
-    if value.is_cuda:
-        value = value.cpu()
-    tensor: torch.Tensor = value.float() if value.dtype is torch.bfloat16 else value
-    return tensor

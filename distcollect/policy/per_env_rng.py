@@ -2,8 +2,8 @@
 
 A policy chooses the actions of n envs at once. Torch draws the random numbers of all envs from one
 generator, so the numbers of env i depend on the envs that it is stepped with. Within
-:func:`draw`, they depend only on the env's seed, the number of its frame, and how many numbers were
-drawn in that frame before.
+:meth:`PerEnvRng.drawing`, they depend only on the env's seed, the number of its frame, and how many
+numbers were drawn in that frame before.
 
 Torch's operations that draw random numbers are replaced meanwhile; see
 :mod:`distcollect.policy.redirected_ops`.
@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +24,9 @@ from torch import Tensor
 from distcollect.policy.redirected_ops import Replacement, has_data, redirect
 from distcollect.policy.splitmix import SplitMixStreams
 
-T = TypeVar("T")
-
 
 class PerEnvRng(SplitMixStreams):
-    """The streams from which :func:`draw` lets torch's random functions draw.
+    """Streams from which torch's random functions draw.
 
     That applies to tensors whose first dimension is the number of envs or a multiple of it (each
     env may have several agents). Tensors of other shapes, which all envs share, are drawn from
@@ -43,14 +41,6 @@ class PerEnvRng(SplitMixStreams):
         """
         _THREAD.rng = self
         return _redirected()
-
-
-def draw(call: Callable[[], T], rng: PerEnvRng | None) -> T:
-    """Call a function that draws random numbers; None: from torch's own generators."""
-    if rng is None:
-        return call()
-    with rng.drawing():
-        return call()
 
 
 class _Thread(threading.local):
@@ -221,7 +211,7 @@ def _multinomial(
     rng: PerEnvRng, drawn: Tensor, weights: Tensor, num_samples: int, replacement: bool = False
 ) -> bool:
     if num_samples > 1 and not replacement:
-        return False
+        return weights.ndim < 2  # then all envs share them
     ends = weights.detach().double().cpu().numpy().cumsum(-1)
     chosen = rng.uniform(drawn.shape) * ends[..., -1:]
     drawn.copy_(torch.from_numpy((ends[..., None, :] <= chosen[..., None]).sum(-1)))
@@ -258,47 +248,10 @@ _CALLED_PER_ENV = (
 )
 
 
-# Operations that make a new tensor, by their names without overload. They are replaced only where
-# those that fill the tensor can't be: see :class:`~distcollect.policy.redirected_ops.ByMode`.
-
-
-def _rand(rng: PerEnvRng, drawn: Tensor, *_: Any) -> bool:
-    return _uniform_(rng, drawn) is not None
-
-
-def _randn(rng: PerEnvRng, drawn: Tensor, *_: Any) -> bool:
-    return _normal_(rng, drawn) is not None
-
-
-def _randint(rng: PerEnvRng, drawn: Tensor, *args: Any) -> bool:
-    low, high = (0, *(arg for arg in args if isinstance(arg, int)))[-2:]
-    return _random_from(rng, drawn, drawn, low, high)
-
-
-def _normal_of_numbers(rng: PerEnvRng, drawn: Tensor, mean: float, std: float, *_: Any) -> bool:
-    return _normal(rng, drawn, mean, std)
-
-
-_REDRAW_NEW: dict[str, Callable[..., bool]] = {
-    "rand": _rand,
-    "rand_like": _rand,
-    "randn": _randn,
-    "randn_like": _randn,
-    "randint": _randint,
-    "randint_like": _randint,
-    "normal": _normal_of_numbers,
-    "bernoulli": _bernoulli_,  # with a number
-}
-
-
-def replacements() -> tuple[dict[str, Replacement], dict[str, Replacement]]:
-    """What is called instead of torch's operations; see :func:`redirect`."""
-    names = {*_DRAW, *_REDRAW, *_CALLED_PER_ENV}
-    return (
-        {name: _replacement(_DRAW.get(name), _REDRAW.get(name)) for name in names},
-        {name: _replacement(None, redraw) for name, redraw in _REDRAW_NEW.items()},
-    )
-
-
 # Not when the first seed is given: threads could do that at the same time.
-_redirected = redirect(*replacements())
+_redirected = redirect(
+    {
+        name: _replacement(_DRAW.get(name), _REDRAW.get(name))
+        for name in {*_DRAW, *_REDRAW, *_CALLED_PER_ENV}
+    }
+)

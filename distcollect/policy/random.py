@@ -34,34 +34,24 @@ class RandomPolicy(Policy):
         self._has_parts = isinstance(space, gym.spaces.Dict | gym.spaces.Tuple)
         # A space draws from a generator of its own, so each env needs its own copy.
         self._spaces = [_copy_space(space) for _ in range(num_envs)]
-        self._rows = range(num_envs)
 
     def seed(self, seeds: Sequence[int]) -> None:
         for space, seed in zip(self._spaces, seeds, strict=True):
             space.seed(seed)
 
-    def __call__(self) -> PolicyOutput:
-        if self.state is not None:
-            self.state.advance({})
-        return self._drawn(self._rows), ()
-
-    def for_rows(self, rows: Sequence[int]) -> PolicyOutput:
-        """Draw only for ``rows``, so that the generators of other rows do not advance."""
+    def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
         if self.state is not None:
             self.state.advance({}, rows)
-        return self._drawn(rows), ()
-
-    def _drawn(self, rows: Sequence[int]) -> list[np.ndarray]:
         columns = [np.zeros(shape, dtype) for shape, dtype in self._columns]
-        if not self._has_parts:
-            for row in rows:
-                columns[0][row] = self._spaces[row].sample()
-            return columns
-        for row in rows:
+        # The generators of other rows do not advance.
+        for row in range(len(self._spaces)) if rows is None else rows:
             space = self._spaces[row]
-            for column, part in zip(columns, flatten(space, space.sample()), strict=True):
-                column[row] = part
-        return columns
+            if self._has_parts:
+                for column, part in zip(columns, flatten(space, space.sample()), strict=True):
+                    column[row] = part
+            else:
+                columns[0][row] = space.sample()
+        return columns, ()
 
 
 def _copy_space(space: gym.Space[Any]) -> gym.Space[Any]:

@@ -1,4 +1,4 @@
-"""What a recurrent policy carries from one frame of an episode to the next."""
+"""Keeps what a recurrent policy carries from one frame of an episode to the next."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
 from distcollect.errors import PolicyError
-from distcollect.policy.calling import Tensors, parameters_of, to_tensor
+from distcollect.policy.calling import Tensors, parameters_of
+from distcollect.policy.returned import to_tensor
 from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, as_key, nested, overlaps
 
 IS_INIT = Leaf(("is_init",), (1,), torch.bool)
@@ -41,46 +43,30 @@ class PolicyState:
         )
         self.leaves = (*self.entries, IS_INIT) if has_is_init else self.entries
         self.arrays: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
-        self._num_envs = num_envs
         self._is_init = self.arrays.get(IS_INIT.key)
         self.begin(range(num_envs))
 
     def begin(self, rows: Sequence[int]) -> None:
         """Set the state of ``rows`` to the start of an episode."""
-        if not len(rows):
-            return
         rows = list(rows)
-        # Computed each time, as the initial state may be learned.
-        initial = self._initial()
+        if not rows:
+            return
+        initial = self._initial()  # each time, as it may be learned
         for leaf in self.entries:
             self.arrays[leaf.key][rows] = initial[leaf.key].numpy()[rows]
         if self._is_init is not None:
             self._is_init[rows] = True
 
-    def advance(self, new: Mapping[Key, torch.Tensor], rows: Sequence[int] | None = None) -> None:
+    def advance(self, new: Mapping[Key, np.ndarray], rows: Sequence[int] | None = None) -> None:
         """Replace the state after an action was chosen.
 
         Args:
             new: ``[n, *shape]`` for each entry; entries that it lacks stay as they are.
             rows: the envs whose action was chosen; None: all.
-
-        Raises:
-            PolicyError: an entry has another shape than at the start of an episode, or is integer
-                instead of floating-point or the reverse.
         """
         where = slice(None) if rows is None else list(rows)
-        for leaf in self.entries:
-            if leaf.key not in new:
-                continue
-            value, array = new[leaf.key], self.arrays[leaf.key]
-            other_kind = value.is_floating_point() != leaf.dtype.is_floating_point
-            if value.shape != array.shape or other_kind:
-                raise PolicyError(
-                    f"the policy returned the state {'.'.join(leaf.key)!r} of shape "
-                    f"{list(value.shape)} and dtype {value.dtype}, but episodes start with shape "
-                    f"{list(array.shape)} and dtype {leaf.dtype}"
-                )
-            array[where] = value.numpy()[where]
+        for key, value in new.items():
+            self.arrays[key][where] = value[where]
         if self._is_init is not None:
             self._is_init[where] = False
 
@@ -88,7 +74,7 @@ class PolicyState:
 def state_of(
     policy: Callable[..., Any], inputs: Tensors, context: AbstractContextManager[Any]
 ) -> PolicyState | None:
-    """The state that ``policy`` carries from frame to frame; None if it is not recurrent.
+    """Return the state that ``policy`` carries from frame to frame; None if it is not recurrent.
 
     A policy is recurrent if it has a method ``initial_state(num_envs)``, or is a TensorDictModule
     that reads an entry and writes it under "next". Such a module without that method is called
@@ -113,23 +99,20 @@ def state_of(
     else:
         reads = [(parameter.name,) for parameter in parameters_of(policy)]
     reads_is_init = IS_INIT.key in reads and IS_INIT.key not in inputs
-    initial: Callable[[], Tensors]
+    initial: Callable[[], Tensors] = dict
     if callable(getattr(policy, "initial_state", None)):
         initial = partial(_call_initial_state, policy, num_envs)
     elif carried:
-        zeros = _zero_state(policy, inputs, carried, context)
-        initial = partial(dict, zeros)
-    elif reads_is_init:
-        initial = dict
-    else:
+        initial = partial(dict, _zero_state(policy, inputs, carried, context))
+    elif not reads_is_init:
         return None
     state = PolicyState(num_envs, initial, has_is_init=reads_is_init)
-    keys = [leaf.key for leaf in state.leaves]
-    if taken := [key for key in keys if overlaps(key, inputs) or key[0] in RESERVED]:
-        raise PolicyError(
-            f"the policy has a state {'.'.join(taken[0])!r}, a name that is taken; rename it"
-        )
-    if missing := [key for key in carried if key not in keys]:
+    for key in state.arrays:
+        if overlaps(key, inputs) or key[0] in RESERVED:
+            raise PolicyError(
+                f"the policy has a state {'.'.join(key)!r}, a name that is taken; rename it"
+            )
+    if missing := [key for key in carried if key not in state.arrays]:
         raise PolicyError(
             f"the policy reads {'.'.join(missing[0])!r} and writes it under 'next', but its "
             "initial_state() has no such entry: add it there"
@@ -138,7 +121,7 @@ def state_of(
 
 
 def _call_initial_state(policy: Any, num_envs: int) -> Tensors:
-    """The state at the start of an episode, from the policy's ``initial_state``."""
+    """Return the state at the start of an episode, from the policy's ``initial_state``."""
     try:
         with torch.no_grad():
             entries = policy.initial_state(num_envs)
@@ -151,7 +134,7 @@ def _call_initial_state(policy: Any, num_envs: int) -> Tensors:
             f"the policy's initial_state() returned a {type(entries).__name__}; it must be a dict "
             "of tensors by name"
         )
-    state = {as_key(name): to_tensor(value, name) for name, value in entries.items()}
+    state = {as_key(name): to_tensor(value, as_key(name)) for name, value in entries.items()}
     for key, value in state.items():
         if value.shape[:1] != (num_envs,):
             raise PolicyError(
@@ -167,14 +150,13 @@ def _zero_state(
     carried: Sequence[Key],
     context: AbstractContextManager[Any],
 ) -> Tensors:
-    """Zeros of the shapes that ``policy`` writes under "next" for the entries in ``carried``."""
-    num_envs = len(next(iter(inputs.values())))
-    first = {IS_INIT.key: torch.ones(num_envs, 1, dtype=torch.bool), **inputs}
-    td = TensorDict(nested(first), batch_size=[num_envs], device=next(iter(inputs.values())).device)
+    """Return zeros of the shapes that ``policy`` writes under "next" for the keys ``carried``."""
+    some = next(iter(inputs.values()))
+    first = {IS_INIT.key: torch.ones(len(some), 1, dtype=torch.bool), **inputs}
+    td = TensorDict(nested(first), batch_size=[len(some)], device=some.device)
     try:
         with context:
-            output = policy(td)
-        written = output["next"]
+            written = policy(td)["next"]
         return {key: torch.zeros_like(to_tensor(written[key], key)) for key in carried}
     except Exception as error:
         raise PolicyError(

@@ -1,19 +1,14 @@
 """Calls other functions instead of some of torch's operations, in the threads that ask for it.
 
 Torch looks up the function that carries out an operation by "dispatch keys": device, autograd and
-others. :class:`ByKey` registers the replacements for a key that torch doesn't use, and adds this
-key for the calling thread. So calls from C++ functions of torch, such as dropout, and from scripted
-code come here too. All other operations pass on to the next key within C++, which costs nothing
-that can be measured.
-
-On a torch without that key, or without the private functions that this needs, :class:`ByMode` is
-used: in the calling thread all operations come to Python first. The results are the same, but each
-operation takes several microseconds more, and compiled code runs uncompiled.
+others. The replacements are registered for a key that torch doesn't use, and this key is added for
+the calling thread. So calls from C++ functions of torch, such as dropout, and from scripted code
+come here too. All other operations pass on to the next key within C++, which costs nothing that can
+be measured.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,100 +25,59 @@ Replacement = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # Torch keeps this key for the package torchdistx, which is no longer developed.
 KEY_NAME = "DeferredInit"
 
-log = logging.getLogger(__name__)
+_REGISTERED: list[Any] = []  # torch forgets a registration together with its Library
 
 
-class ByKey:
-    """Replaces operations for a dispatch key of their own.
+def redirect(replacements: Mapping[str, Replacement]) -> Callable[[], AbstractContextManager[Any]]:
+    """Register replacements, by the names of the operations: "normal.Tensor_float".
 
-    Raises:
-        AttributeError, RuntimeError: this torch lacks the key, or a function that this needs.
+    Returns:
+        Makes a context in which the replacements are called; each can be entered once. On a torch
+        without the key, or a function that this needs, it raises PolicyError.
     """
+    native: Any = torch._C
+    try:
+        key = native._dispatch_key_parse(KEY_NAME)
+        keys = native.DispatchKeySet(key)
+        included, excluded = native._IncludeDispatchKeyGuard, native._ExcludeDispatchKeyGuard
+    except (AttributeError, RuntimeError) as error:
+        lacking = str(error)
 
-    def __init__(self, replacements: Mapping[str, Replacement]) -> None:
-        """Register the replacements, by the names of the operations: "normal.Tensor_float"."""
-        native: Any = torch._C
-        self._key = native._dispatch_key_parse(KEY_NAME)
-        self._included, self._excluded = (
-            native._IncludeDispatchKeyGuard,
-            native._ExcludeDispatchKeyGuard,
-        )
-        self._keys = native.DispatchKeySet(self._key)
-        make: Any = Library  # torch declares no types
-        self._libraries = others, ours = make("_", "IMPL"), make("aten", "IMPL")
-        others.fallback(fallthrough_kernel, KEY_NAME)
-        for name, replacement in replacements.items():
-            ours.impl(name, self._kernel(operation(name), replacement), KEY_NAME, with_keyset=True)
+        def refuse() -> AbstractContextManager[Any]:
+            raise PolicyError(
+                f"torch {torch.__version__} has no way to draw a policy's random numbers from one "
+                f"seed for each env ({lacking}); use the torch version that constraints/tested.txt "
+                "names, or don't set a seed"
+            )
 
-    def __call__(self) -> AbstractContextManager[Any]:
-        """A context in which the replacements are called; it can be entered once."""
-        context: AbstractContextManager[Any] = self._included(self._key)
-        return context
+        return refuse
 
-    def _kernel(self, op: Any, replacement: Replacement) -> Callable[..., Any]:
-        excluded, keys_of_this = self._excluded, self._keys
-
+    def kernel_for(op: Any, replacement: Replacement) -> Callable[..., Any]:
         def torchs_own(*args: Any, **kwargs: Any) -> Any:
-            with excluded(keys_of_this):
+            with excluded(keys):
                 return op(*args, **kwargs)
 
-        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        def kernel(keys_of_call: Any, *args: Any, **kwargs: Any) -> Any:
             if _passes_on(args, kwargs):
                 # The operation may come here again, from within vmap, with the data.
-                return op.redispatch(keys - keys_of_this, *args, **kwargs)
+                return op.redispatch(keys_of_call - keys, *args, **kwargs)
             return replacement(torchs_own, args, kwargs)
 
         return kernel
 
-
-class ByMode:
-    """Replaces operations by looking at each one that is called.
-
-    Raises:
-        ImportError: this torch lacks what this needs.
-    """
-
-    def __init__(
-        self, replacements: Mapping[str, Replacement], of_new: Mapping[str, Replacement]
-    ) -> None:
-        """Take the replacements.
-
-        Args:
-            replacements: by the names of the operations.
-            of_new: of operations that make a tensor, and call one of the others within C++, where a
-                mode doesn't see it. By their names without overload: "randint".
-        """
-        from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415 - may be missing
-
-        found = {operation(name): replacement for name, replacement in replacements.items()}
-        for name, replacement in of_new.items():
-            packet = getattr(torch.ops.aten, name)
-            for overload in packet.overloads():
-                found.setdefault(getattr(packet, overload), replacement)
-
-        class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch declares no types
-            def __torch_dispatch__(
-                self, op: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                kwargs = kwargs or {}
-                if (replacement := found.get(op)) is not None:
-                    passes_on = _passes_on(args, kwargs)
-                    return op(*args, **kwargs) if passes_on else replacement(op, args, kwargs)
-                # In inference mode, operations that consist of others come here whole.
-                with self:
-                    result = op.decompose(*args, **kwargs)
-                return op(*args, **kwargs) if result is NotImplemented else result
-
-        self._make_mode: Any = Mode
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        """A context in which the replacements are called; it can be entered once."""
-        context: AbstractContextManager[Any] = self._make_mode()
-        return context
+    make: Any = Library  # torch declares no types
+    others, ours = make("_", "IMPL"), make("aten", "IMPL")
+    _REGISTERED.extend([others, ours])
+    others.fallback(fallthrough_kernel, KEY_NAME)
+    for name, replacement in replacements.items():
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        ours.impl(name, kernel_for(op, replacement), KEY_NAME, with_keyset=True)
+    return lambda: included(key)
 
 
 def _passes_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch has to carry out a call: it has a generator or no data, or is captured."""
+    """Return True for what torch carries out: it has a generator or no data, or is captured."""
     if kwargs.get("generator") is not None:
         return True
     for arg in args[:2]:
@@ -135,40 +89,8 @@ def _passes_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether the tensor's data is there: no stand-in, as while code is compiled, nor in vmap."""
+    """Return False for a stand-in, as while code is compiled or in vmap: it has no data."""
     try:
         return tensor.untyped_storage().device.type != "meta"
     except NotImplementedError:
         return False
-
-
-def operation(name: str) -> Any:
-    """An operation of torch by its name: "normal.Tensor_float"."""
-    base, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
-
-
-def redirect(
-    replacements: Mapping[str, Replacement], of_new: Mapping[str, Replacement]
-) -> Callable[[], AbstractContextManager[Any]]:
-    """A function that makes contexts in which operations are replaced; see :class:`ByMode`.
-
-    It raises PolicyError if this torch has no way to do that.
-    """
-    try:
-        return ByKey(replacements)
-    except (AttributeError, RuntimeError) as error:
-        log.debug("torch %s has no dispatch key that is free: %s", torch.__version__, error)
-    try:
-        return ByMode(replacements, of_new)
-    except ImportError as error:
-        lacking = str(error)
-
-    def refuse() -> AbstractContextManager[Any]:
-        raise PolicyError(
-            f"torch {torch.__version__} has no way to draw a policy's random numbers from one seed "
-            f"for each env ({lacking}); use the torch version that constraints/tested.txt names, "
-            "or don't set a seed"
-        )
-
-    return refuse

@@ -13,7 +13,7 @@ from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Contexts, Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Inputs, calling_convention, moved
 from distcollect.policy.outputs import OutputReader
-from distcollect.policy.per_env_rng import PerEnvRng, draw
+from distcollect.policy.per_env_rng import PerEnvRng
 from distcollect.policy.recurrent import state_of
 from distcollect.policy.weight_layout import has_lazy_weights, module_of
 from distcollect.rollout.spaces import Arrays, Leaf
@@ -54,22 +54,21 @@ class UserPolicy(Policy):
             self.module = moved(self.module, device)
         self._exploration = exploration
         self._needs_autograd = shared
-        self._num_envs = len(next(iter(observation.values())))
+        self._rng: PerEnvRng | None = None  # None: torch's own generators
         self._inputs = Inputs(observation, self.module, device)
         self.state = state_of(policy, self._inputs.tensors, self.exploring())
         if self.state is not None:
-            self._inputs = Inputs({**observation, **self.state.arrays}, self.module, device)
+            self._inputs.add(self.state.arrays)
         self._call = calling_convention(policy, self._inputs, observation_space)
         if has_lazy_weights(self.module):
             # Its weights have no shape before its first call, and must not be inference tensors.
             with torch.no_grad():
                 self._call()
-        self._rng: PerEnvRng | None = None  # None: torch's own generators
         self._outputs = OutputReader(
             action_space,
-            self._num_envs,
+            self._inputs.num_envs,
             input_keys=self._inputs.tensors,
-            state=self.state,
+            state=() if self.state is None else self.state.entries,
             exploration=exploration,
         )
 
@@ -78,40 +77,28 @@ class UserPolicy(Policy):
         return self._outputs.extras
 
     def seed(self, seeds: Sequence[int]) -> None:
-        self._rng = self._outputs.rng = PerEnvRng(seeds)
+        self._rng = PerEnvRng(seeds)
 
     def exploring(self) -> Contexts:
         """Compute no gradients, and set the exploration type of TensorDict policies."""
         without_gradients = torch.no_grad() if self._needs_autograd else torch.inference_mode()
         return Contexts(without_gradients, set_interaction_type(self._exploration.interaction))
 
-    def __call__(self) -> PolicyOutput:
-        if self._rng is not None:
-            self._rng.next_frame()
-        chosen = self._choose()
-        if self.state is not None:
-            self.state.advance(self._outputs.next_state)
-        return chosen
-
-    def for_rows(self, rows: Sequence[int]) -> PolicyOutput:
-        if self._rng is not None:
-            self._rng.next_frame(rows)
-        if self.state is None:
-            return self._choose()
-        before = {key: array.copy() for key, array in self.state.arrays.items()}
-        chosen = self._choose()
-        self.state.advance(self._outputs.next_state)
-        others = [row for row in range(self._num_envs) if row not in rows]
-        for key, array in self.state.arrays.items():
-            array[others] = before[key][others]
-        return chosen
-
-    def _choose(self) -> PolicyOutput:
+    def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
         if self._inputs.copies:
             self._inputs.refresh()
         try:
-            output = draw(self._call, self._rng)
+            if self._rng is None:
+                actions, extras, state = self._outputs.read(self._call())
+            else:
+                self._rng.next_frame(rows)
+                with self._rng.drawing():
+                    actions, extras, state = self._outputs.read(self._call())
+        except PolicyError:
+            raise
         except Exception as error:
             kind = PolicyKeyError if isinstance(error, KeyError) else PolicyError
             raise kind(f"the policy raised {type(error).__name__}: {error}") from error
-        return self._outputs.read(output)
+        if self.state is not None:
+            self.state.advance(state, rows)
+        return actions, extras

@@ -36,10 +36,11 @@ def bind(
 def call(policy: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Arrays]:
     """The actions, extras and observations of the second call; the first one is special."""
     bound, arrays = bind(policy, *args, **kwargs)
+    space = args[1] if len(args) > 1 else kwargs.get("action", "discrete")
+    keys = [leaf.key for leaf in leaves_of(ACTIONS[space], "action")]
     with bound.exploring():
         bound()
         chosen, written = ([*map(torch.from_numpy, values)] for values in bound())
-    keys = [leaf.key for leaf in bound._outputs._leaves]
     for leaf, value in zip(bound.extras, written, strict=True):
         assert value.dtype == leaf.dtype
         assert value.shape[1:] == leaf.shape

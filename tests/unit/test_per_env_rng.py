@@ -20,9 +20,7 @@ from torch.nn import functional
 
 import distcollect as dc
 from distcollect.common.seeding import policy_seed
-from distcollect.policy import per_env_rng
 from distcollect.policy.per_env_rng import PerEnvRng
-from distcollect.policy.redirected_ops import ByMode
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
@@ -121,36 +119,6 @@ def test_as_torch_would_draw(name: str) -> None:
     assert (below[0] - below[1]).abs().max() < 0.02
 
 
-@pytest.fixture
-def by_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on, torch's operations are replaced in the way that needs no dispatch key."""
-    way = ByMode(*per_env_rng.replacements())
-    return lambda: monkeypatch.setattr(per_env_rng, "_redirected", way)
-
-
-@pytest.mark.parametrize("inference", [True, False])
-@pytest.mark.parametrize("name", DRAWS)
-def test_the_same_without_the_dispatch_key(
-    name: str, inference: bool, by_mode: Callable[[], None]
-) -> None:
-    expected = frames(DRAWS[name], [0, 1, 2, 3], mode=inference)
-    by_mode()
-    assert torch.equal(frames(DRAWS[name], [0, 1, 2, 3], mode=inference), expected)
-
-
-def test_special_cases_without_the_dispatch_key(by_mode: Callable[[], None]) -> None:
-    scripted = _scripted(_multinomial_in_a_script)
-    draws = [scripted, torch.vmap(torch.rand_like, randomness="different")]
-    expected = [frames(draw, [0, 1, 2, 3]) for draw in draws]
-    by_mode()
-    drawn = [frames(draw, [0, 1, 2, 3]) for draw in draws]
-    assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=True))
-    test_what_has_no_rows_comes_from_torch()
-    test_what_torch_refuses_is_refused()
-    test_tensors_without_data()
-    test_other_threads_draw_from_torch()
-
-
 def test_ends_of_ranges() -> None:
     with PerEnvRng([1]).drawing():
         assert torch.rand(1, 100_000, dtype=torch.float16).max() < 1
@@ -176,7 +144,8 @@ def test_what_has_no_rows_comes_from_torch() -> None:
 
     def draw() -> list[torch.Tensor]:
         own = torch.Generator().manual_seed(2)
-        return [torch.rand(3), torch.randperm(5), torch.rand(2, generator=own), torch.rand(())]
+        shared = torch.multinomial(torch.ones(10), 2)
+        return [torch.rand(3), torch.randperm(5), torch.rand(2, generator=own), shared]
 
     torch.manual_seed(1)
     expected = draw()

@@ -19,7 +19,7 @@ from tensordict.nn import (
     TensorDictModule,
 )
 from torch import nn
-from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
+from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 import distcollect as dc
 from distcollect.policy.base import Exploration
@@ -150,8 +150,13 @@ def test_distributions_are_drawn_from() -> None:
             "multibinary",
             [[1, 0, 1]] * N,
         ),
+        (
+            lambda: Independent(Bernoulli(torch.tensor([[0.9, 0.5, 0.5]] * N)), 1),
+            "multibinary",
+            [[1, 0, 0]] * N,
+        ),
     ],
-    ids=["categorical", "normal", "bernoulli"],
+    ids=["categorical", "normal", "bernoulli", "undecided"],
 )
 def test_deterministic_takes_the_mode(make: Any, action: str, mode: Any) -> None:
     kwargs = {"action": action, "exploration": Exploration.DETERMINISTIC}
@@ -228,18 +233,21 @@ def test_exploration_types(value: Any) -> None:
 
 
 @pytest.mark.parametrize("exploration", [Exploration.MEAN, Exploration.MEDIAN])
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_distribution_over_categories_has_no_mean(
-    exploration: Exploration, is_wrapped: bool
+@pytest.mark.parametrize(
+    ("make", "action"),
+    [
+        (lambda: Categorical(logits=torch.zeros(N, 5)), "discrete"),
+        (lambda: Independent(Categorical(logits=torch.zeros(N, 2, 3)), 1), "multidiscrete"),
+        (lambda: Independent(Bernoulli(torch.full((N, 3), 0.7)), 1), "multibinary"),
+    ],
+    ids=["categorical", "wrapped", "bernoulli"],
+)
+def test_a_distribution_of_whole_numbers_has_no_mean(
+    exploration: Exploration, make: Any, action: str
 ) -> None:
-    def policy(x: torch.Tensor) -> Distribution:
-        if is_wrapped:
-            return Independent(Categorical(logits=torch.zeros(N, 2, 3)), 1)
-        return Categorical(logits=torch.zeros(N, 5))
-
     message = f"exploration_type='{exploration.value}': .*has no {exploration.value}; use 'mode'"
     with pytest.raises(dc.PolicyError, match=message):
-        call(policy, action="multidiscrete" if is_wrapped else "discrete", exploration=exploration)
+        call(lambda x: make(), action=action, exploration=exploration)
 
 
 def test_the_mean_of_a_broken_policy_is_no_question_of_exploration() -> None:
@@ -283,6 +291,7 @@ _BOX, _LONG = torch.zeros(N, 2), torch.zeros(N, dtype=torch.int64)
         (lambda td: td.set("act", _LONG), "discrete", "wrote no 'action'; it wrote 'act'"),
         (lambda td: td.set("action", _LONG), "dict", "wrote no 'action"),
         (lambda x: 1 / 0, "discrete", "raised ZeroDivisionError: division by zero"),
+        (lambda x: Categorical(torch.ones(N - 1, 5)), "discrete", r"shape \[2\] .* need shape"),
         (nn.Linear(3, 1), "discrete", "raised RuntimeError: (addmm: )?mat1 and mat2"),
     ],
 )
@@ -291,12 +300,22 @@ def test_misfits(policy: Any, action: str, message: str) -> None:
         call(policy, action=action)
 
 
-def test_a_shape_that_changes_later() -> None:
-    shapes = iter([(N, 2), (N, 2), (N, 3)])
-    bound, _ = bind(lambda x: torch.zeros(next(shapes)), action="box")
+@pytest.mark.parametrize(
+    ("later", "action", "message"),
+    [
+        (torch.zeros(N, 3), "box", r"shape \[3, 3\]"),
+        (torch.full((N,), 0.7), "discrete", "dtype float32, but .* dtype int64"),
+        (torch.full((N, 3), 300), "multibinary", "returned 300 in 'action', .* int8"),
+    ],
+)
+def test_an_action_that_fits_no_more(later: torch.Tensor, action: str, message: str) -> None:
+    space = ACTIONS[action]
+    right = torch.zeros((N, *space.shape), dtype=torch.float32 if action == "box" else torch.int64)
+    returned = iter([right, right, later])
+    bound, _ = bind(lambda x: next(returned), action=action)
     bound()
     bound()
-    with pytest.raises(dc.PolicyError, match=r"shape \[3, 3\]"):
+    with pytest.raises(dc.PolicyError, match=message):
         bound()
 
 

@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from tensordict import TensorDict
-from torch import distributions as d
 
 import distcollect as dc
 from distcollect.policy import per_env_rng, redirected_ops
-from distcollect.policy.per_env_rng import PerEnvRng
 from distcollect.weights import broadcast
 from distcollect.weights.updaters import InlineSource, UpdaterContext
 
@@ -45,7 +42,7 @@ class Part:
 
 
 _NO_RPC = "LaunchError before any process is started; `distcollect doctor` says it too"
-_BY_MODE = "a slower way is used: ByMode in policy/redirected_ops.py"
+_NO_RNG = "a seed for a policy that draws random numbers is a PolicyError"
 _IN_CALLS = "each worker on another host gets weights in a call; backend='gloo' is an ArgumentError"
 _OWN_METHOD = "the env is stepped by its own method, which takes longer"
 
@@ -74,13 +71,7 @@ PARTS = [
         "torch._C",
         "DispatchKeySet _dispatch_key_parse _ExcludeDispatchKeyGuard _IncludeDispatchKeyGuard",
         "random numbers of policies, drawn for each env",
-        _BY_MODE,
-    ),
-    Part(
-        "torch.utils._python_dispatch",
-        "TorchDispatchMode",
-        "the same, where the parts above are missing",
-        "a seed for a policy that draws random numbers is a PolicyError",
+        _NO_RNG,
     ),
     Part(
         "torch.distributed.ProcessGroupGloo",
@@ -214,51 +205,20 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def test_torch_keeps_the_dispatch_key() -> None:
-    assert isinstance(per_env_rng._redirected, redirected_ops.ByKey), (
-        f"torch {torch.__version__} has no dispatch key {redirected_ops.KEY_NAME}, which is used "
-        f"for random numbers of policies, drawn for each env. Without it {_BY_MODE}"
-    )
-
-
-def _run(num_frames: int = 30) -> TensorDict:
-    def policy(observation: torch.Tensor) -> d.Distribution:
-        return d.Bernoulli(observation[:, 2].sigmoid())
-
-    settings = {"frames_per_batch": 2 * num_frames, "envs_per_worker": 2}
-    with dc.SyncDataCollector("CartPole-v1", policy, **settings) as collector:
-        collector.set_seed(3)
-        return collector.next()
-
-
-@pytest.fixture(params=["lacks the key", "lacks a function"])
-def other_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that can't replace operations by dispatch key."""
-    if request.param == "lacks the key":
+@pytest.mark.parametrize("lacking", ["the key", "a function"])
+def test_seeded_policies_without_the_dispatch_key(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacking == "the key":
         monkeypatch.setattr(redirected_ops, "KEY_NAME", "NoSuchKey")
     else:
         monkeypatch.delattr(torch._C, "_IncludeDispatchKeyGuard")
-
-
-@pytest.mark.usefixtures("other_torch")
-def test_seeded_policies_without_the_dispatch_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = _run()
-    redirected = redirected_ops.redirect(*per_env_rng.replacements())
-    assert isinstance(redirected, redirected_ops.ByMode)
-    monkeypatch.setattr(per_env_rng, "_redirected", redirected)
-    assert bool((_run() == expected).all())
-
-
-def test_seeded_policies_without_any_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redirected_ops, "KEY_NAME", "NoSuchKey")
-    monkeypatch.delattr("torch.utils._python_dispatch.TorchDispatchMode")
-    monkeypatch.setattr(
-        per_env_rng, "_redirected", redirected_ops.redirect(*per_env_rng.replacements())
-    )
-    with pytest.raises(dc.PolicyError, match=r"has no way to draw .* use the torch version"):
-        PerEnvRng([1]).drawing()
-    with pytest.raises(dc.PolicyError, match="has no way to draw"):
-        _run()
+    monkeypatch.setattr(per_env_rng, "_redirected", redirected_ops.redirect({}))
+    settings = {"frames_per_batch": 4}
+    with dc.SyncDataCollector("CartPole-v1", lambda x: x[:, 2] > 0, **settings) as collector:
+        collector.set_seed(3)
+        with pytest.raises(dc.PolicyError, match=r"has no way to draw .* use the torch version"):
+            collector.next()
 
 
 def test_weights_without_gloos_private_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,8 @@ def test_random_frames_leave_the_state_as_it_starts() -> None:
     assert torch.equal(batch["is_init"].squeeze(-1), batch["observation"][..., 2] == 0)
 
 
-def test_an_env_made_anew_has_a_state_of_its_own() -> None:
+def stumbling_engine(policy: Any) -> Engine:
+    """In the second env, the eighth step raises."""
     made = count()
 
     def make() -> gym.Env[Any, Any]:
@@ -93,8 +94,12 @@ def test_an_env_made_anew_has_a_state_of_its_own() -> None:
         env = CountingEnv(index, lengths=(6,))
         return StumblingEnv(env, 8 if index == 1 else None)
 
-    plan = WorkerPlan(make, N, Counter(), max_env_faults=1)
-    engine = build_engine(plan, traj_ids=count(100))
+    plan = WorkerPlan(make, N, policy, max_env_faults=1)
+    return build_engine(plan, traj_ids=count(100))
+
+
+def test_an_env_made_anew_has_a_state_of_its_own() -> None:
+    engine = stumbling_engine(Counter())
     batch = collect(engine, steps=20)
     assert engine.counter.env_faults == 1
     check(batch)
@@ -149,6 +154,41 @@ def test_padding(kind: str) -> None:
         for row in range(N):
             check(batch[row][real[row]])
     assert not batch["is_init"][:, 0].all()
+
+
+class Delayed(nn.Module):
+    """Its state is the last two observations, one of which moves to the other."""
+
+    def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
+        return {key: torch.zeros(num_envs, 4) for key in ("last", "before")}
+
+    def forward(self, observation: Any, last: Any, before: Any) -> Any:
+        action = (before[:, 2] + last[:, 2]).long() % 5
+        return action, {"last": observation, "before": last, "told": before, "is": last}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_may_return_what_it_was_given(kind: str) -> None:
+    """The state's memory is rewritten for the next frame; what it returned is not."""
+    batch = collect(engine_of(Delayed(), kind))
+    assert torch.equal(batch["told"], batch["before"])
+    assert torch.equal(batch["is"], batch["last"])
+    assert torch.equal(batch["next", "last"], batch["observation"])
+    assert torch.equal(batch["next", "before"], batch["last"])
+
+
+def test_a_policy_may_change_its_state_in_place() -> None:
+    class InPlace(Counter):
+        def forward(self, observation: Any, frames: Any, total: Any, is_init: Any) -> Any:
+            output = super().forward(observation, frames.clone(), total.clone(), is_init)
+            frames.fill_(-1)
+            total.fill_(-1)
+            return output
+
+    check(collect(engine_of(InPlace())))
+    engine = stumbling_engine(InPlace())
+    check(collect(engine, steps=20))
+    assert engine.counter.env_faults == 1
 
 
 def lstm_policy(hidden: int = 8) -> TensorDictSequential:
@@ -222,9 +262,14 @@ class Misfit(Counter):
     ("start", "following", "message"),
     [
         (None, None, r"the policy returned no 'h': it must return its whole state"),
-        (None, torch.zeros(N, 3), r"state 'h' of shape \[3, 3\] .* start with shape \[3, 2\]"),
-        (None, torch.zeros(N, 2, dtype=torch.long), r"dtype torch.int64, but .* torch.float32"),
+        (
+            None,
+            torch.zeros(N, 3),
+            r"state 'h' of shape \[3, 3\] .* of shape \[3, 2\] .* at the start",
+        ),
+        (None, torch.zeros(N, 2, dtype=torch.long), r"dtype int64, but .* float32 at"),
         (None, "x", "returned str as 'h', which is not a tensor"),
+        ({"h": torch.zeros(N).char()}, torch.full((N,), 128), "returned 128 in 'h', .* int8"),
         ([], None, r"initial_state\(\) returned a list"),
         ({"h": torch.zeros(2)}, None, r"initial_state\(3\) has 'h' of shape \[2\]"),
         ({"h": torch.zeros(N), "observation": torch.zeros(N)}, None, "'observation', a name that"),
