@@ -128,7 +128,7 @@ class DataCollectorBase(BufferFiller):
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
-        validation.check_hook("pre_collect_hook", hook)
+        validation.check_one("pre_collect_hook", hook)
         self._set_hooks(Hooks(hook, self._hooks.post_collect))
 
     @property
@@ -141,7 +141,7 @@ class DataCollectorBase(BufferFiller):
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:
-        validation.check_hook("post_collect_hook", hook)
+        validation.check_one("post_collect_hook", hook)
         self._set_hooks(Hooks(self._hooks.pre_collect, hook))
 
     def set_post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:

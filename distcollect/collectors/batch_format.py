@@ -3,93 +3,79 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor, lazy_stack
 from tensordict.base import TensorDictBase
 
-from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError, BatchTimeout
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import MASK, TRAJ_IDS
 from distcollect.rollout.spaces import as_key, indexable
 from distcollect.rollout.tree_layout import AnyLayout, TreeLayout, row_dims
 
-PostProcess = Callable[[TensorDict], Any]
+if TYPE_CHECKING:
+    from distcollect.collectors.options import CollectorOptions
 
 
-@dataclass(frozen=True)
-class BatchFormat:
-    """How a batch looks.
+class Rows(enum.Enum):
+    """What the rows of a batch are.
 
     Attributes:
-        cat_results: how the rollouts of a sync batch are joined: 0 along their first dimension,
-            -1 along time, "stack" along a new first dimension.
-        squeeze: rollouts of a single env have no row dimension.
-        set_truncated: mark the last frame of each row truncated, unless its episode ended there.
-        split_trajs: one row for each trajectory, padded.
-        trajs_per_batch: number of whole trajectories in a batch; None: a batch holds the rollouts
-            as they were collected.
-        pads_trajectories: ``trajs_per_batch`` delivers one row for each trajectory; False: one
-            trajectory after the other, ``[F]``.
-        postproc: called with the batch; what it returns is delivered.
-        has_root_version: each frame's policy_version also is at the root and under "next".
-        has_collector_keys: False: nothing is under "collector" but the mask, if there is padding.
+        ROLLOUTS: rows of rollouts, as they were collected.
+        PARTS: trajectories, or parts of them: ``split_trajs``.
+        WHOLE: whole trajectories, padded: ``trajs_per_batch``.
+        CAT: there is one row, of one whole trajectory after the other: ``traj_format="cat"``.
     """
 
-    cat_results: int | str | None = 0
-    squeeze: bool = False
-    set_truncated: bool = False
-    split_trajs: bool = False
-    trajs_per_batch: int | None = None
-    pads_trajectories: bool = True
-    postproc: PostProcess | None = None
-    has_root_version: bool = False
-    has_collector_keys: bool = True
+    ROLLOUTS = enum.auto()
+    PARTS = enum.auto()
+    WHOLE = enum.auto()
+    CAT = enum.auto()
 
-    def __post_init__(self) -> None:
-        if self.cat_results not in (0, -1, "stack") or isinstance(self.cat_results, bool):
-            raise ArgumentError(f"cat_results={self.cat_results!r}: use 0, -1 or 'stack'")
-        if self.postproc is not None and not callable(self.postproc):
-            raise ArgumentTypeError(
-                f"postproc={self.postproc!r}: must be a callable that takes a batch and returns one"
-            )
-        checks.positive("trajs_per_batch", self.trajs_per_batch, optional=True)
-        if self.trajs_per_batch is not None and self.set_truncated:
-            raise ArgumentError(
-                "set_truncated ends trajectories at the end of each row, and trajs_per_batch asks "
-                "for whole trajectories: drop one of them"
-            )
-        if self.trajs_per_batch is not None and self.split_trajs:
-            raise ArgumentError(
-                "split_trajs and trajs_per_batch are both given: the latter gives one row for each "
-                "trajectory already"
-            )
+
+class BatchFormat:
+    """Gives batches the form that a collector's options ask for.
+
+    Attributes:
+        rows: what the rows of a batch are.
+        joins: how the rollouts of a sync batch are joined: 0 along their first dimension, -1 along
+            time, "stack" along a new first dimension.
+    """
+
+    def __init__(self, options: CollectorOptions, joins: int | str | None = 0) -> None:
+        """Read ``options``.
+
+        Raises:
+            ArgumentError: ``joins`` is none of the above.
+        """
+        if joins not in (0, -1, "stack") or isinstance(joins, bool):
+            raise ArgumentError(f"cat_results={joins!r}: use 0, -1 or 'stack'")
+        self.joins = joins
+        self.rows = Rows.PARTS if options.split_trajs else Rows.ROLLOUTS
+        if options.trajs_per_batch is not None:
+            self.rows = Rows.CAT if options.traj_format == "cat" else Rows.WHOLE
+        self._options = options
 
     def shape(self, layout: AnyLayout, rollouts: Sequence[Rollout]) -> tuple[int, ...] | None:
         """The shape in which a batch is assembled from W rollouts; None: ``[W * n, T]``."""
         if not self._keeps_order(layout):
             return None
         num_rollouts, num_steps = len(rollouts), rollouts[0].header.num_steps
-        dims = row_dims(layout, squeeze=self.squeeze)
-        if self.cat_results == "stack":
+        dims = row_dims(layout, squeeze=self._options.squeeze)
+        if self.joins == "stack":
             return (num_rollouts, *dims, num_steps)
         if dims:
             return (num_rollouts * layout.num_envs, num_steps)
         return (num_rollouts * num_steps,)
 
     def _keeps_order(self, layout: AnyLayout) -> bool:
-        """Whether the frames of a batch are those of its rollouts, in their order."""
-        is_as_collected = self.trajs_per_batch is None and not self.split_trajs
-        return (
-            is_as_collected
-            and not self.set_truncated
-            and self.cat_results != -1
-            and not isinstance(layout, TreeLayout)
-        )
+        """Return True if the frames of a batch are those of its rollouts, in their order."""
+        is_changed = self.rows is not Rows.ROLLOUTS or self._options.set_truncated
+        return not is_changed and self.joins != -1 and not isinstance(layout, TreeLayout)
 
     def shaped(self, rows: TensorDict, layout: AnyLayout) -> TensorDict:
         """A batch made of rollouts, in its shape.
@@ -101,42 +87,20 @@ class BatchFormat:
         """
         if self._keeps_order(layout):
             return rows  # each operation on a TensorDict takes long
-        if self.set_truncated:
+        if self._options.set_truncated:
             _truncate_last(rows, even_terminated=isinstance(layout, TreeLayout))
-        if self.split_trajs or self.trajs_per_batch is not None:
+        if self.rows is not Rows.ROLLOUTS:
             return rows
+        squeeze = self._options.squeeze
+        dims = row_dims(layout, squeeze=squeeze)
         if isinstance(layout, TreeLayout) and layout.is_loose:
-            return self._shaped_loose(rows)
-        dims = row_dims(layout, squeeze=self.squeeze)
-        if self.cat_results not in ("stack", -1) and len(dims) == 1:
+            rollouts = rows.unsqueeze(1) if rows.ndim == 2 and not squeeze else rows
+        elif self.joins == 0 and len(dims) == 1:
             return rows
-        stacked = rows.unflatten(0, (rows.shape[0] // layout.num_envs, *(dims or (1,))))
-        if not dims:
-            stacked = stacked.squeeze(1)
-        return self._joined(stacked, len(dims))
-
-    def _joined(self, stacked: TensorDict, num_dims: int) -> TensorDict:
-        """Join rollouts ``[W, *dims, T]`` with so many dims."""
-        if self.cat_results == "stack":
-            return stacked
-        if self.cat_results == -1:
-            for dim in range(num_dims):
-                stacked = stacked.transpose(dim, dim + 1)
-            return _named(_without_padding(stacked.flatten(num_dims, num_dims + 1)))
-        return _named(stacked.flatten(0, 1))
-
-    def _shaped_loose(self, rollouts: TensorDict) -> TensorDict:
-        """See :meth:`shaped`, for rollouts ``[W, *batch_size, T]``."""
-        if rollouts.ndim == 2 and not self.squeeze:
-            rollouts = rollouts.unsqueeze(1)
-        if self.cat_results == "stack":
-            return rollouts
-        parts = rollouts.unbind(0)
-        if len(parts) == 1:
-            return _named(parts[0])
-        if self.cat_results == -1:
-            return _named(_without_padding(torch.cat(list(parts), -1)))
-        return _named(torch.cat(list(parts), 0))
+        else:
+            rollouts = rows.unflatten(0, (rows.shape[0] // layout.num_envs, *(dims or (1,))))
+            rollouts = rollouts if dims else rollouts.squeeze(1)
+        return joined(rollouts, self.joins)
 
     def rollouts(self, batch: TensorDict, num_envs: int, num_rollouts: int) -> list[TensorDict]:
         """The rollouts ``[n, T]`` in a batch, or the batch itself if each is of a single env.
@@ -148,9 +112,9 @@ class BatchFormat:
         """
         if num_envs == 1 or num_rollouts == 1 or batch.ndim < 2:
             return [batch]
-        if self.cat_results == "stack":
+        if self.joins == "stack":
             return list(batch.unbind(0))
-        return list(batch.chunk(num_rollouts, 1 if self.cat_results == -1 else 0))
+        return list(batch.chunk(num_rollouts, 1 if self.joins == -1 else 0))
 
     def processed(self, batch: TensorDict) -> TensorDict:
         """The batch as it is delivered: with ``split_trajs`` and ``postproc`` applied.
@@ -158,24 +122,36 @@ class BatchFormat:
         Raises:
             ArgumentTypeError: ``postproc`` returned no TensorDict. Its own errors pass through.
         """
-        if self.split_trajs:
+        options = self._options
+        if self.rows is Rows.PARTS:
             batch = split(batch)
-        if self.has_root_version:
-            batch["policy_version"] = batch["collector", "policy_version"].clone()
-            batch["next", "policy_version"] = batch["collector", "policy_version"].clone()
-        if not self.has_collector_keys:
+        if options.track_policy_version:
+            for key in ("policy_version", ("next", "policy_version")):
+                batch[key] = batch["collector", "policy_version"].clone()
+        if not options.track_traj_ids:
             mask = batch.get(MASK, None)
             del batch["collector"]
             if mask is not None:
                 batch[MASK] = mask
-        if self.postproc is None:
+        if options.postproc is None:
             return batch
-        result = self.postproc(batch)
+        result = options.postproc(batch)
         if not isinstance(result, TensorDictBase):
             raise ArgumentTypeError(
                 f"postproc returned {type(result).__name__}: it must return a TensorDict"
             )
         return result
+
+
+def joined(rollouts: TensorDict, how: int | str | None) -> TensorDict:
+    """Join rollouts ``[W, *dims, T]``, see ``cat_results``; along time without padding."""
+    if how == "stack":
+        return rollouts
+    parts = list(rollouts.unbind(0))
+    batch: TensorDict = parts[0] if len(parts) == 1 else torch.cat(parts, -1 if how == -1 else 0)
+    batch = _without_padding(batch) if how == -1 else batch
+    batch.names = [*[None] * (batch.ndim - 1), "time"]
+    return batch
 
 
 class WholeTrajectories:
@@ -379,11 +355,6 @@ def _without_padding(batch: TensorDict) -> TensorDict:
     if is_real.all():
         return batch
     return batch[..., is_real.reshape(-1, is_real.shape[-1]).any(0)]
-
-
-def _named(batch: TensorDict) -> TensorDict:
-    batch.names = [*[None] * (batch.ndim - 1), "time"]
-    return batch
 
 
 def _truncate_last(rows: TensorDict, *, even_terminated: bool) -> None:

@@ -14,7 +14,7 @@ from distcollect.collectors.signature import takes
 from distcollect.collectors.sync import SyncDataCollector
 from distcollect.common.checks import plain
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.integrations.ray.collector import RayDataCollector
+from distcollect.integrations import load
 
 _BACKENDS = {
     "direct": "direct",
@@ -161,7 +161,7 @@ def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     else:
         given["num_workers"] = count or 1
     if backend in ("rpc", "ray"):
-        anywhere = RayDataCollector if backend == "ray" else RPCDataCollector
+        anywhere = load("collector of ray") if backend == "ray" else RPCDataCollector
         return anywhere(*args, sync=bool(sync), **given)
     collector = MultiSyncDataCollector if sync else MultiaSyncDataCollector
     return collector(*args, **given)

@@ -21,12 +21,11 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.collectors import validation
-from distcollect.collectors.batch_format import BatchFormat, PostProcess
+from distcollect.collectors.batch_format import BatchFormat
 from distcollect.collectors.replay import ReplayBuffer, check_replay_buffer
 from distcollect.collectors.validation import Devices
-from distcollect.common import checks
 from distcollect.config import Faults, Monitor
-from distcollect.engine.plan import StepOptions, WorkerPlan
+from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.kinds import is_env
 from distcollect.policy.base import Exploration
 from distcollect.policy.weight_layout import module_of, uncompiled
@@ -35,6 +34,7 @@ EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.Vector
 Env: TypeAlias = "gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]"
 Device: TypeAlias = "torch.device | str | Sequence[torch.device | str | None] | None"
 PolicyFactory: TypeAlias = Callable[[], Callable[..., Any]]
+PostProcess: TypeAlias = Callable[[TensorDict], Any]
 InfoKeys: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any] | None] | None"
 
 
@@ -143,37 +143,22 @@ class CollectorOptions:
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong.
         """
-        validation.check_kinds(self)
-        checks.positive("frames_per_batch", self.frames_per_batch)
-        validation.check_total_frames(self.total_frames, self.frames_per_batch)
+        validation.check_each(self)
+        validation.warn_of_rounding(self.total_frames, self.frames_per_batch)
         check_replay_buffer(self.replay_buffer)
-        validation.check_buffer_takes(self)
-        checks.positive("envs_per_worker", self.envs_per_worker)
         validation.check_policy(self.policy, self.policy_factory, several=self.has_workers)
-        validation.check_random_frames(self.init_random_frames)
-        validation.check_hooks(self)
-        checks.positive("max_frames_per_traj", self.max_frames_per_traj, optional=True)
+        validation.check_together(self)
         # These check what they are made from.
         _ = self.batch_format, self.devices, self.exploration, self.named_models
-        validation.check_traj_format(self.traj_format, self.trajs_per_batch)
 
     @cached_property
     def batch_format(self) -> BatchFormat:
         """How a batch looks."""
-        return BatchFormat(
-            cat_results=self._cat_results,
-            squeeze=self.squeeze,
-            set_truncated=self.set_truncated,
-            split_trajs=bool(self.split_trajs),
-            trajs_per_batch=self.trajs_per_batch,
-            pads_trajectories=self.traj_format != "cat",
-            postproc=self.postproc,
-            has_root_version=bool(self.track_policy_version),
-            has_collector_keys=self.track_traj_ids,
-        )
+        return BatchFormat(self, self.joins)
 
     @property
-    def _cat_results(self) -> int | str | None:
+    def joins(self) -> int | str | None:
+        """How the rollouts of a batch are joined, see ``cat_results``."""
         return 0
 
     def rounded_total_frames(self, frames_per_batch: int) -> int:
@@ -187,12 +172,16 @@ class CollectorOptions:
         """``exploration_type``, as the policy takes it."""
         return Exploration.of(self.exploration_type)
 
+    @property
+    def given_devices(self) -> dict[str, Device]:
+        """The arguments that name devices."""
+        names = ("device", "storing_device", "env_device", "policy_device")
+        return {name: getattr(self, name) for name in names}
+
     @cached_property
     def devices(self) -> Devices:
         """The three devices, with ``device`` as their default."""
-        return validation.devices(
-            self.device, self.storing_device, self.env_device, self.policy_device
-        )
+        return validation.same_devices(self.given_devices)
 
     @cached_property
     def named_models(self) -> dict[str, nn.Module]:
@@ -205,6 +194,11 @@ class CollectorOptions:
         return 1
 
     @property
+    def num_envs(self) -> int:
+        """Number of envs to make in each process that steps envs."""
+        return self.envs_per_worker
+
+    @property
     def random_frames(self) -> int:
         """``init_random_frames``; 0 for None."""
         return self.init_random_frames or 0
@@ -213,11 +207,6 @@ class CollectorOptions:
     def fault_limits(self) -> Faults:
         """``faults``, or its defaults."""
         return self.faults or Faults()
-
-    @property
-    def step_options(self) -> StepOptions:
-        """How the engine steps the envs."""
-        return StepOptions(self.max_frames_per_traj, self.reset_at_each_iter, self.clip_actions)
 
     @cached_property
     def factories(self) -> list[PolicyFactory]:
@@ -233,16 +222,15 @@ class CollectorOptions:
         weights = {name: value.cpu() for name, value in module.state_dict().items()}
         return [partial(_with_weights, factory, weights) for factory in factories]
 
-    def plan(self, *, num_envs: int, traces: bool) -> WorkerPlan:
+    def plan(self, *, traces: bool) -> WorkerPlan:
         """What the engine is built from, with the policy and the env makers as they were given.
 
         Args:
-            num_envs: number of envs.
             traces: whether the engine records what it does when.
         """
         return WorkerPlan(
             create_env_fn=self.create_env_fn,
-            num_envs=num_envs,
+            num_envs=self.num_envs,
             policy=None if self.factories else self.policy,
             policy_factory=self.factories[0] if self.factories else None,
             device=self.devices.policy,
@@ -250,7 +238,9 @@ class CollectorOptions:
             adds_transforms=self.auto_register_policy_transforms is not False,
             exploration=self.exploration,
             info_keys=self.info_keys,
-            options=self.step_options,
+            max_frames_per_traj=self.max_frames_per_traj,
+            reset_at_each_iter=self.reset_at_each_iter,
+            clip_actions=self.clip_actions,
             models=self.named_models,
             max_env_faults=self.fault_limits.max_env_faults,
             traces=traces,

@@ -97,45 +97,40 @@ def pickled_hooks(*hooks: object) -> bytes:
         ) from error
 
 
-def pickled_plans(
-    plan: WorkerPlan,
-    makers: Sequence[object],
-    others: Sequence[Mapping[str, Any]] = (),
-) -> list[PickledPlan]:
-    """``plan`` with the env maker of each worker, pickled; one for each maker.
+def pickled_plans(plan: WorkerPlan, differing: Sequence[Mapping[str, Any]]) -> list[PickledPlan]:
+    """``plan`` with the fields that differ from worker to worker, pickled for each.
 
     The tensors of policy and models are pickled once, and what is the same for all workers too.
+    Lambdas, closures and what is defined in ``__main__`` or a notebook travel by value.
 
     Args:
         plan: what is the same for all workers.
-        makers: the env maker of each worker.
-        others: further fields of the plan that differ, for each worker; empty: none do.
-
-    Lambdas, closures and what is defined in ``__main__`` or a notebook travel by value.
+        differing: of each worker, the fields that may differ.
 
     Raises:
         PolicyNotSendable: the policy can't be pickled.
         ArgumentError: an env maker, or something else in the plan, can't be pickled; or the policy
             is on several devices, and the plan does not name one.
     """
-    device = home(plan.policy, plan.models) if plan.device is None else plan.device
+    makers = [each["create_env_fn"] for each in differing]
     registry = pickled_registry([maker for maker in makers if isinstance(maker, str)])
-    plan = replace(plan, device=device, registry=registry, held=module_of(plan.policy))
-    payloads: list[PickledPlan] = []
-    first: Mapping[str, Any] = {}
+    plan = replace(plan, registry=registry, held=module_of(plan.policy))
+    devices = [own.get("device", plan.device) for own in differing]
+    default = home(plan.policy, plan.models) if None in devices else None
+    pickled: dict[tuple[object, ...], PickledPlan] = {}
+    plans: list[PickledPlan] = []
     try:
         table = TensorTable(_tensors(plan.policy, plan.models))
-        for index, maker in enumerate(makers):
-            own = {"create_env_fn": maker, **(others[index] if others else {})}
-            first = first or own
-            if payloads and all(own[name] is first[name] for name in own):
-                payloads.append(payloads[0])
-            else:
-                plan = replace(plan, **own)
-                payloads.append(table.pickled(plan))
+        for own, device in zip(differing, devices, strict=True):
+            # Objects by identity: they may have no hash. Devices are made anew for each worker.
+            same = tuple(v if isinstance(v, torch.device) else id(v) for v in own.values())
+            if same not in pickled:
+                plan = replace(plan, **{**own, "device": device or default})
+                pickled[same] = table.pickled(plan)
+            plans.append(pickled[same])
     except Exception as error:
         raise _not_sendable(plan, error) from error
-    return payloads
+    return plans
 
 
 def home(policy: Any, models: Mapping[str, nn.Module]) -> torch.device | None:

@@ -77,9 +77,9 @@ class Session:
             lambda worker_id: plans[worker_id % len(plans)],
             listen=options.listen,
             local=options.is_local,
-            placer=options.ray,
+            placer=options.placer,
         )
-        if options.ray is not None:
+        if options.placer is not None:
             close_first_at_exit()
         try:
             self._connect(stats_recorder)

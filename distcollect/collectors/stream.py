@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from tensordict import TensorDict
 
-from distcollect.collectors.batch_format import WholeTrajectories
+from distcollect.collectors.batch_format import Rows, WholeTrajectories
 from distcollect.collectors.finalizer import Finalizer
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.progress import Collected, Progress, Ready
@@ -172,7 +172,7 @@ class BatchStream(ABC):
             self._progress = Progress(
                 trajectories=WholeTrajectories(
                     None if has_buffer else options.trajs_per_batch,
-                    pads=options.batch_format.pads_trajectories,
+                    pads=options.batch_format.rows is not Rows.CAT,
                 )
             )
         self._closes_envs = True
@@ -347,7 +347,7 @@ class BatchStream(ABC):
 
     def _finish(self, batch: TensorDict, then: Progress) -> None:
         stamp = self._stamp()
-        if self._options.batch_format.postproc is not None:
+        if self._options.postproc is not None:
             # It may change the batch in place, so the batch can't be made from the rollouts again.
             self._let_go(then)
         batch = self._processed(batch)

@@ -87,7 +87,7 @@ class SyncDataCollector(DataCollectorBase):
         traces = self._monitor_thread.trace is not None
         self._version = 0
         self._traj_ids = identity().own_traj_ids()
-        self._plan = options.plan(num_envs=options.num_envs, traces=traces).with_policy_made()
+        self._plan = options.plan(traces=traces).with_policy_made()
         worker_id = options.worker_id
         self._num_counted = 0  # batches that the statistics have as delivered
         self._counting = threading.Lock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeGuard
 
@@ -23,6 +23,109 @@ from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.launch.open_hosts import current
 from distcollect.policy.weight_layout import WeightLayout, module_of
 from distcollect.rollout.spaces import leaves_of
+
+
+def _settings(kind: type) -> tuple[Callable[[Any], bool], str]:
+    name = f"distcollect.{kind.__name__}"
+    return lambda value: isinstance(value, kind), f"a {name}, as in {name}(...)"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+# Of arguments that are not None: what they must be, and how errors say that.
+_TYPES: _Rules = {
+    "policy": (callable, "a module or function from observations to actions, or None: random"),
+    "postproc": (callable, "a callable that takes a batch and returns one"),
+    "pre_collect_hook": (callable, "a function"),
+    "post_collect_hook": (callable, "a function"),
+    "init_fn": (callable, "a function"),
+    "total_frames": (_is_whole, "a whole number"),
+    "preemptive_threshold": (_is_number, "a number"),
+    "batch_deadline_s": (_is_number, "a number"),
+    "evaluation": _settings(EvaluationWorkers),
+    "faults": _settings(Faults),
+    "monitor": _settings(Monitor),
+    "staleness": _settings(Staleness),
+    "weight_sync": _settings(WeightSync),
+}
+_VALUES: _Rules = {
+    "total_frames": (lambda value: value == -1 or value > 0, "at least 1, or -1 for endless"),
+    "init_random_frames": (lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),
+    "preemptive_threshold": (lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
+    "batch_deadline_s": (lambda value: value > 0, "above 0"),
+    "traj_format": (lambda value: value in ("padded", "cat"), "'padded' or 'cat'"),
+}
+_COUNTS = {
+    "frames_per_batch", "num_workers", "envs_per_worker", "max_frames_per_traj", "trajs_per_batch",
+    "max_weight_update_interval",
+}  # fmt: skip
+
+
+def check_each(options: Any) -> None:
+    """Check the type and the bounds of each argument by itself.
+
+    Args:
+        options: a dataclass of a collector's arguments.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: one is wrong; says what it must be.
+    """
+    for argument in fields(options):
+        value = getattr(options, argument.name)
+        if str(argument.type).startswith("bool") and isinstance(value, str):
+            raise ArgumentTypeError(f"{argument.name}={value!r}: must be True or False")
+        is_optional = "None" in str(argument.type)
+        if argument.name in _COUNTS:
+            checks.positive(argument.name, value, optional=is_optional)
+        check_one(argument.name, value)
+
+
+def check_one(name: str, value: Any) -> None:
+    """Check one argument; None is not checked."""
+    for rules, error in ((_TYPES, ArgumentTypeError), (_VALUES, ArgumentError)):
+        allows, wanted = rules.get(name, (None, ""))
+        if value is not None and allows is not None and not allows(value):
+            raise error(f"{name}={value!r}: must be {wanted}")
+
+
+def check_together(options: Any) -> None:
+    """Check arguments of every collector that have to fit each other.
+
+    Raises:
+        ArgumentError: they contradict each other; says what to leave out.
+    """
+    whole = options.trajs_per_batch is not None
+    if options.traj_format == "cat" and not whole:
+        raise ArgumentError("traj_format='cat' is for batches of trajectories: add trajs_per_batch")
+    if whole and options.set_truncated:
+        raise ArgumentError(
+            "set_truncated ends trajectories at the end of each row, and trajs_per_batch asks "
+            "for whole trajectories: drop one of them"
+        )
+    if whole and options.split_trajs:
+        raise ArgumentError(
+            "split_trajs and trajs_per_batch are both given: the latter gives one row for each "
+            "trajectory already"
+        )
+    _check_buffer_takes(options)
+
+
+def warn_of_rounding(total_frames: int, frames_per_batch: int) -> None:
+    """Warn if ``total_frames`` is rounded up to whole batches."""
+    if total_frames != -1 and total_frames % frames_per_batch:
+        rounded = -(-total_frames // frames_per_batch) * frames_per_batch
+        warnings.warn(
+            f"total_frames={total_frames} is no multiple of frames_per_batch={frames_per_batch}: "
+            f"{rounded} frames will be collected",
+            stacklevel=users_stack_level(),
+        )
 
 
 def num_steps(
@@ -57,28 +160,6 @@ def num_steps(
             f"{workers}{num_envs} env(s): {would_do}"
         )
     return steps
-
-
-def check_total_frames(total_frames: int, frames_per_batch: int) -> None:
-    """Check ``total_frames``; warn if it is no multiple, as it is rounded up then.
-
-    Raises:
-        ArgumentError: it is neither positive nor -1.
-        ArgumentTypeError: it is not an int.
-    """
-    if total_frames == -1:
-        return
-    if isinstance(total_frames, bool) or not isinstance(total_frames, int):
-        raise ArgumentTypeError(f"total_frames={total_frames!r}: must be a whole number")
-    if total_frames < 1:
-        raise ArgumentError(f"total_frames={total_frames}: must be at least 1, or -1 for endless")
-    if total_frames % frames_per_batch:
-        rounded = -(-total_frames // frames_per_batch) * frames_per_batch
-        warnings.warn(
-            f"total_frames={total_frames} is no multiple of frames_per_batch={frames_per_batch}: "
-            f"{rounded} frames will be collected",
-            stacklevel=users_stack_level(),
-        )
 
 
 def may_make_torchrl_envs(makers: Sequence[object]) -> bool:
@@ -153,61 +234,25 @@ def env_makers(create_env_fn: object, num_workers: int) -> list[object]:
     return makers if len(makers) > 1 else makers * num_workers
 
 
-_SETTINGS: dict[str, type] = {
-    "evaluation": EvaluationWorkers,
-    "faults": Faults,
-    "monitor": Monitor,
-    "staleness": Staleness,
-    "weight_sync": WeightSync,
-}
-
-
-def check_kinds(options: Any) -> None:
-    """Check that settings and flags have the right type.
+def check_policy(policy: object, factories: object, *, several: bool) -> None:
+    """Check ``policy_factory``, and with workers that they can copy the weights of ``policy``.
 
     Args:
-        options: a dataclass of a collector's arguments.
+        policy: the policy.
+        factories: the callable that makes it, or with ``several`` a list of them; or None.
+        several: the policy is for workers.
 
     Raises:
-        ArgumentTypeError: one has another type; says which it must have.
+        ArgumentTypeError: a factory can't be called.
+        ArgumentError: the weights of ``policy`` have no shape yet.
     """
-    for argument in fields(options):
-        name, value = argument.name, getattr(options, argument.name)
-        kind = _SETTINGS.get(name)
-        if kind is not None and value is not None and not isinstance(value, kind):
+    is_list = several and isinstance(factories, list | tuple)
+    for each in factories if is_list and factories else [factories]:  # type: ignore[attr-defined]
+        if each is not None and not callable(each):
             raise ArgumentTypeError(
-                f"{name}={value!r}: must be a distcollect.{kind.__name__}, as in "
-                f"{name}=distcollect.{kind.__name__}(...)"
+                f"policy_factory={each!r}: must be a callable without parameters that makes the "
+                "policy"
             )
-        if str(argument.type).startswith("bool") and isinstance(value, str):
-            raise ArgumentTypeError(f"{name}={value!r}: must be True or False")
-
-
-def check_random_frames(value: object) -> None:
-    """Check ``init_random_frames``.
-
-    Raises:
-        ArgumentError: it is neither None nor a whole number, 0 or more.
-    """
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ArgumentError(f"init_random_frames={value!r}: must be a whole number, 0 or more")
-
-
-def check_policy(policy: object, factory: object, *, several: bool) -> None:
-    """Check ``policy`` and ``policy_factory``; ``several``: a list of factories is allowed.
-
-    Raises:
-        ArgumentTypeError: one can't be called.
-        ArgumentError: workers can't copy the weights of ``policy``, as these have no shape yet.
-    """
-    factories = factory if several and isinstance(factory, list | tuple) and factory else [factory]
-    wanted = "a callable without parameters that makes the policy"
-    for name, value, wanted in (
-        ("policy", policy, "a module or function from observations to actions, or None: random"),
-        *(("policy_factory", each, wanted) for each in factories),
-    ):
-        if value is not None and not callable(value):
-            raise ArgumentTypeError(f"{name}={value!r}: must be {wanted}")
     if several:
         WeightLayout.of(module_of(policy))  # else each worker would draw its own weights
 
@@ -221,27 +266,7 @@ def is_by_worker(weights: object) -> TypeGuard[dict[int, Any]]:
     )
 
 
-def check_hooks(options: Any) -> None:
-    """Check the functions that are called before and after each rollout.
-
-    Raises:
-        ArgumentTypeError: one can't be called.
-    """
-    for name in ("pre_collect_hook", "post_collect_hook", "init_fn"):
-        check_hook(name, getattr(options, name, None))
-
-
-def check_hook(name: str, value: object) -> None:
-    """Check one function that is called before or after something.
-
-    Raises:
-        ArgumentTypeError: it can't be called.
-    """
-    if value is not None and not callable(value):
-        raise ArgumentTypeError(f"{name}={value!r}: must be a function")
-
-
-def check_buffer_takes(options: Any) -> None:
+def _check_buffer_takes(options: Any) -> None:
     """Check that the replay buffer can take what it is to be given.
 
     Raises:
@@ -257,35 +282,22 @@ def check_buffer_takes(options: Any) -> None:
         "mask_above": "leaves out frames",
         "split_trajs": "needs whole batches",
         "trajs_per_batch": "needs whole batches",
+        **({"postproc": "needs whole batches"} if ndim == 1 else {}),
     }
-    if ndim == 1:
-        conflicts["postproc"] = "needs whole batches"
     for name, reason in conflicts.items():
         value = getattr(options, name, None)
         if value is None or value is False:
             continue
-        given = options.staleness if name == "mask_above" else name
+        why = f"{options.staleness if name == 'mask_above' else name} {reason}"
         if ndim == 1:
             raise ArgumentError(
-                "extend_buffer=False adds single steps to the replay buffer, and "
-                f"{given} {reason}: leave out one of them"
+                f"extend_buffer=False adds single steps to the replay buffer, and {why}: leave out "
+                "one of them"
             )
         raise ArgumentError(
-            f"replay_buffer: its storage has ndim={ndim}, so it takes whole rollouts, and "
-            f"{given} {reason}: use a storage with ndim=1, or leave out the other"
+            f"replay_buffer: its storage has ndim={ndim}, so it takes whole rollouts, and {why}: "
+            "use a storage with ndim=1, or leave out the other"
         )
-
-
-def check_traj_format(value: object, trajs_per_batch: int | None) -> None:
-    """Check ``traj_format``.
-
-    Raises:
-        ArgumentError: it is neither None, "padded" nor "cat", or "cat" without ``trajs_per_batch``.
-    """
-    if value not in (None, "padded", "cat"):
-        raise ArgumentError(f"traj_format={value!r}: must be 'padded' or 'cat'")
-    if value == "cat" and trajs_per_batch is None:
-        raise ArgumentError("traj_format='cat' is for batches of trajectories: add trajs_per_batch")
 
 
 class Devices(NamedTuple):
@@ -301,86 +313,38 @@ class Devices(NamedTuple):
     env: torch.device | None
     policy: torch.device | None
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, elsewhere: bool = False) -> Devices:
+        """Read single devices; that named "device" replaces each of the others that is None.
 
-def worker_devices(
-    device: object,
-    storing_device: object,
-    env: object,
-    policy: object,
-    num_workers: int,
-    *,
-    elsewhere: bool = False,
-) -> list[Devices]:
-    """The devices of each worker, from single devices or lists of one for each worker.
+        Args:
+            given: the arguments, by name.
+            elsewhere: the envs and policies are on other hosts, which may have devices that this
+                one lacks.
 
-    Raises:
-        ArgumentError: as :func:`devices`; a list has another length; or batches would have to be
-            delivered on several devices.
-    """
-    given = {
-        "device": device, "storing_device": storing_device, "env_device": env,
-        "policy_device": policy,
-    }  # fmt: skip
-    for name, value in given.items():
-        if isinstance(value, list | tuple) and len(value) != num_workers:
-            raise ArgumentError(
-                f"{name}={value!r}: a list has one device for each worker, and there are "
-                f"{num_workers}"
-            )
-    found = [
-        devices(
-            *(v[w] if isinstance(v, list | tuple) else v for v in given.values()),
-            elsewhere=elsewhere,
+        Raises:
+            ArgumentError: torch knows no such device, or this process needs it and doesn't have it.
+        """
+        elsewhere = elsewhere or current() is not None
+
+        def found(name: str, *, here: bool) -> torch.device | None:
+            name = "device" if given[name] is None else name
+            return None if given[name] is None else _device(name, given[name], here)
+
+        chosen = cls(
+            found("storing_device", here=True),
+            found("env_device", here=not elsewhere),
+            found("policy_device", here=not elsewhere),
         )
-        for w in range(num_workers)
-    ]
-    if len({each.storing for each in found}) > 1:
-        raise ArgumentError(
-            f"storing_device={storing_device!r}, device={device!r}: the frames of all workers have "
-            "the same device in a batch: give one storing_device"
-        )
-    return found
+        # Batches are on the CPU in any case: here they say so, as TorchRL's do.
+        cpu = torch.device("cpu")
+        on_cpu = chosen.storing is None and chosen.env == chosen.policy == cpu
+        return chosen._replace(storing=cpu) if on_cpu else chosen
 
 
-def devices(
-    device: object,
-    storing_device: object,
-    env: object,
-    policy: object,
-    *,
-    elsewhere: bool = False,
-) -> Devices:
-    """A collector's devices; ``device`` replaces each of the others that is None.
-
-    ``elsewhere``: the envs and policies are on other hosts, which may have devices that this one
-    lacks.
-
-    Raises:
-        ArgumentError: torch knows no such device, or this process needs it and doesn't have it.
-    """
-    elsewhere = elsewhere or current() is not None
-
-    def found(name: str, value: object, *, here: bool) -> torch.device | None:
-        return _device("device", device, here) if value is None else _device(name, value, here)
-
-    chosen = Devices(
-        found("storing_device", storing_device, here=True),
-        found("env_device", env, here=not elsewhere),
-        found("policy_device", policy, here=not elsewhere),
-    )
-    # Batches are on the CPU in any case: here they say so, as TorchRL's do.
-    cpu = torch.device("cpu")
-    computes_on_cpu = chosen.env == chosen.policy == cpu
-    return chosen._replace(storing=cpu) if chosen.storing is None and computes_on_cpu else chosen
-
-
-def _device(name: str, value: object, here: bool) -> torch.device | None:
-    if isinstance(value, list | tuple):
-        value = _same_device(name, value)
-    if value is None:
-        return None
+def _device(name: str, value: Any, here: bool) -> torch.device:
     try:
-        device: torch.device = torch.device(value)  # type: ignore[call-overload]
+        device = torch.device(value)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"{name}={value!r}: {error}") from error
     if here and device.type == "cuda":
@@ -393,14 +357,47 @@ def _device(name: str, value: object, here: bool) -> torch.device | None:
     return device
 
 
-def _same_device(name: str, values: Sequence[object]) -> object:
-    """The device of all workers, from a list with one for each worker."""
-    if not values or len({str(value) for value in values}) != 1:
+def same_devices(given: Mapping[str, Any]) -> Devices:
+    """The devices of a collector without workers; a list must have the same one for each.
+
+    Raises:
+        ArgumentError: as :meth:`Devices.of`, or a list has different ones.
+    """
+    for name, value in given.items():
+        if isinstance(value, list | tuple) and len({str(each) for each in value}) != 1:
+            raise ArgumentError(
+                f"{name}={value!r}: all workers have the same device here: give one device. If "
+                "their policies are to compute on different ones, choose it in policy_factory"
+            )
+    return Devices.of({n: v[0] if isinstance(v, list | tuple) else v for n, v in given.items()})
+
+
+def worker_devices(
+    given: Mapping[str, Any], num_workers: int, *, elsewhere: bool = False
+) -> list[Devices]:
+    """The devices of each worker, from single devices or lists of one for each worker.
+
+    Raises:
+        ArgumentError: as :meth:`Devices.of`; a list has another length; or batches would have to be
+            delivered on several devices.
+    """
+    lists = {n: v if isinstance(v, list | tuple) else [v] * num_workers for n, v in given.items()}
+    for name, values in lists.items():
+        if len(values) != num_workers:
+            raise ArgumentError(
+                f"{name}={given[name]!r}: a list has one device for each worker, and there are "
+                f"{num_workers}"
+            )
+    found = [
+        Devices.of(dict(zip(lists, values, strict=True)), elsewhere=elsewhere)
+        for values in zip(*lists.values(), strict=True)
+    ]
+    if len({each.storing for each in found}) > 1:
         raise ArgumentError(
-            f"{name}={values!r}: all workers have the same device here: give one device. If their "
-            "policies are to compute on different ones, choose it in policy_factory"
+            f"storing_device={given['storing_device']!r}, device={given['device']!r}: the frames "
+            "of all workers have the same device in a batch: give one storing_device"
         )
-    return values[0]
+    return found
 
 
 def named_models(given: object) -> dict[str, nn.Module]:
@@ -421,45 +418,3 @@ def named_models(given: object) -> dict[str, nn.Module]:
                 "'policy' is taken"
             )
     return dict(given)
-
-
-def check_stragglers(
-    preemptive_threshold: float | None, batch_deadline_s: float | None, *, sync: bool
-) -> None:
-    """Check the limits after which a batch is delivered without the slowest workers.
-
-    Raises:
-        ArgumentError: a limit is out of bounds, or it is given in async mode.
-        ArgumentTypeError: a limit is not a number.
-    """
-    for name, value, most in (
-        ("preemptive_threshold", preemptive_threshold, 1.0),
-        ("batch_deadline_s", batch_deadline_s, float("inf")),
-    ):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ArgumentTypeError(f"{name}={value!r}: must be a number")
-        is_share = most == 1.0
-        if not (value >= 0 if is_share else value > 0) or value > most:
-            bounds = "at least 0 and at most 1" if is_share else "above 0"
-            raise ArgumentError(f"{name}={value!r}: must be {bounds}")
-        if not sync:
-            raise ArgumentError(
-                f"{name}={value!r} is for sync=True: without it no batch waits for a slow worker"
-            )
-
-
-def num_collecting(num_workers: int, evaluation: EvaluationWorkers | None) -> int:
-    """Number of workers that don't evaluate.
-
-    Raises:
-        ArgumentError: it would be 0.
-    """
-    num_evaluating = evaluation.num_workers if evaluation else 0
-    if evaluation and num_evaluating >= num_workers:
-        raise ArgumentError(
-            f"EvaluationWorkers(num_workers={num_evaluating}): of {num_workers} worker(s), at "
-            "least one has to collect"
-        )
-    return num_workers - num_evaluating

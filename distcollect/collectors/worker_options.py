@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.options import CollectorOptions, EnvMaker
-from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.collectors.validation import Devices
-from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Staleness, WeightSync
 from distcollect.engine.pickled_plan import PickledPlan
-from distcollect.engine.plan import StepOptions
+from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import ArgumentError
 from distcollect.integrations import load
-from distcollect.integrations.ray import job as ray_job
-from distcollect.integrations.ray.settings import RaySettings
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.open_hosts import current
 from distcollect.weights.updaters import WeightUpdaterBase
@@ -102,29 +97,25 @@ class WorkerOptions(CollectorOptions):
     is_local: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checks.positive("num_workers", self.num_workers, optional=True)
-        if self.ray is not None:
-            self.ray.check_count(self.num_to_start)
         super().__post_init__()
-        if self._cat_results != 0 and not self.sync:
+        if self.joins != 0 and not self.sync:
             raise ArgumentError(
-                f"cat_results={self.cat_results!r} is for sync=True: without it a batch is one "
-                "rollout"
+                f"cat_results={self.joins!r} is for sync=True: without it a batch is one rollout"
             )
         if self.reproducible and self.staleness is not None and self.mask_above is None:
             raise ArgumentError(
                 f"reproducible=True and {self.staleness}: the lag is fixed then; mode='mask' works"
             )
-        checks.positive(
-            "max_weight_update_interval", self.max_weight_update_interval, optional=True
-        )
-        validation.check_stragglers(
-            self.preemptive_threshold, self.batch_deadline_s, sync=self.sync
-        )
+        for name in ("preemptive_threshold", "batch_deadline_s"):
+            if not self.sync and (value := getattr(self, name)) is not None:
+                raise ArgumentError(
+                    f"{name}={value!r} is for sync=True: without it no batch waits for a slow "
+                    "worker"
+                )
+        # These check what they are made from.
+        _ = self.num_collecting, self.updater
         if not validation.may_make_torchrl_envs(self.makers):
             self.num_steps(self.envs_per_worker)
-        # These check what they are made from.
-        _ = self.num_collecting, self.updater, self.makers
         if len(self.factories) not in (0, 1, self.num_to_start):
             raise ArgumentError(
                 f"policy_factory has {len(self.factories)} entries for {self.num_to_start} "
@@ -132,12 +123,12 @@ class WorkerOptions(CollectorOptions):
             )
 
     @property
-    def _cat_results(self) -> int | str | None:
+    def joins(self) -> int | str | None:
         return self.cat_results
 
-    @cached_property
-    def ray(self) -> RaySettings | None:
-        """How Ray is asked for the workers; None: they are not Ray's."""
+    @property
+    def placer(self) -> Any:
+        """How another scheduler is asked for the workers; None: none is."""
         return None
 
     @cached_property
@@ -147,7 +138,7 @@ class WorkerOptions(CollectorOptions):
         Raises:
             ArgumentError: the launch has fewer.
         """
-        launched = None if self.is_local or self.ray is not None else current()
+        launched = None if self.is_local or self.placer is not None else current()
         if launched is not None:
             return launched.num_workers(self.num_workers)
         if self.num_workers is None and isinstance(self.create_env_fn, list | tuple):
@@ -156,12 +147,22 @@ class WorkerOptions(CollectorOptions):
 
     def _most_workers(self) -> int:
         """Number of workers where neither the user nor a launch says it."""
-        return num_cores() if self.ray is None else ray_job.num_workers()
+        return num_cores()
 
     @cached_property
     def num_collecting(self) -> int:
-        """Number of workers that collect; those with higher ids evaluate."""
-        return validation.num_collecting(self.num_to_start, self.evaluation)
+        """Number of workers that collect; those with higher ids evaluate.
+
+        Raises:
+            ArgumentError: there are none.
+        """
+        num_evaluating = self.evaluation.num_workers if self.evaluation else 0
+        if num_evaluating >= self.num_to_start:
+            raise ArgumentError(
+                f"EvaluationWorkers(num_workers={num_evaluating}): of {self.num_to_start} "
+                "worker(s), at least one has to collect"
+            )
+        return self.num_to_start - num_evaluating
 
     @property
     def evaluating(self) -> range:
@@ -174,15 +175,7 @@ class WorkerOptions(CollectorOptions):
         return self.num_collecting if self.sync else 1
 
     def num_steps(self, num_envs: int, *, rounds_up: bool = False) -> int:
-        """T of each rollout, if each worker has ``num_envs`` envs.
-
-        Args:
-            num_envs: number of envs of each worker.
-            rounds_up: warn and round up if ``frames_per_batch`` is no multiple.
-
-        Raises:
-            ArgumentError: ``frames_per_batch`` is no multiple; says which numbers are.
-        """
+        """T of each rollout, if each worker has ``num_envs`` envs; see validation.num_steps."""
         return validation.num_steps(
             self.frames_per_batch, self.rollouts_per_batch, num_envs, rounds_up=rounds_up
         )
@@ -196,12 +189,7 @@ class WorkerOptions(CollectorOptions):
     def worker_devices(self) -> list[Devices]:
         """The devices of each worker, by worker_id."""
         return validation.worker_devices(
-            self.device,
-            self.storing_device,
-            self.env_device,
-            self.policy_device,
-            self.num_to_start,
-            elsewhere=self.ray is not None,
+            self.given_devices, self.num_to_start, elsewhere=self.placer is not None
         )
 
     @cached_property
@@ -225,8 +213,8 @@ class WorkerOptions(CollectorOptions):
     @property
     def mask_above(self) -> int | None:
         """Frames with a higher lag, in versions, are masked; None: none are."""
-        masks = self.staleness is not None and self.staleness.mode == "mask"
-        return self.staleness.max_policy_lag if self.staleness is not None and masks else None
+        limit = self.staleness
+        return limit.max_policy_lag if limit is not None and limit.mode == "mask" else None
 
     @property
     def has_mask(self) -> bool:
@@ -234,15 +222,16 @@ class WorkerOptions(CollectorOptions):
         limits = (self.mask_above, self.preemptive_threshold, self.batch_deadline_s)
         return any(limit is not None for limit in limits)
 
-    @property
-    def step_options(self) -> StepOptions:
-        """How the engine steps the envs."""
-        return StepOptions(
-            self.max_frames_per_traj,
-            self.reset_at_each_iter,
-            self.clip_actions,
-            swap_within_rollouts=self.weight_options.swap_within_rollouts and not self.reproducible,
+    def plan(self, *, traces: bool) -> WorkerPlan:
+        weights = self.weight_options
+        return replace(
+            super().plan(traces=traces),
+            swap_within_rollouts=weights.swap_within_rollouts and not self.reproducible,
             exact_version=self.reproducible,
+            exclude=tuple(weights.exclude),
+            init_fn=self.init_fn,
+            pre_collect_hook=self.pre_collect_hook,
+            post_collect_hook=self.post_collect_hook,
         )
 
     def pickled_plans(self, *, traces: bool) -> list[PickledPlan]:
@@ -255,29 +244,21 @@ class WorkerOptions(CollectorOptions):
             PolicyNotSendable: the policy can't be pickled.
             ArgumentError: another argument can't be pickled.
         """
-        plan = self.plan(num_envs=self.envs_per_worker, traces=traces)
-        plan = replace(
+        plan = self.plan(traces=traces)
+        return pickling.pickled_plans(
             plan,
-            exclude=tuple(self.weight_options.exclude),
-            init_fn=self.init_fn,
-            pre_collect_hook=self.pre_collect_hook,
-            post_collect_hook=self.post_collect_hook,
+            [
+                {
+                    "create_env_fn": self.makers[worker_id],
+                    "policy_factory": self.factories[worker_id % len(self.factories)]
+                    if self.factories
+                    else None,
+                    "device": devices.policy,
+                    "env_device": devices.env,
+                }
+                for worker_id, devices in enumerate(self.worker_devices)
+            ],
         )
-        return pickling.pickled_plans(plan, self.makers, self._differing())
-
-    def _differing(self) -> list[dict[str, Any]]:
-        """The fields of each worker's plan that differ from worker to worker; empty if none do."""
-        differing: dict[str, list[Any]] = {}
-        if len(self.factories) > 1:
-            differing["policy_factory"] = self.factories
-        if any(isinstance(each, list | tuple) for each in (self.device, self.policy_device)):
-            differing["device"] = [devices.policy for devices in self.worker_devices]
-        if any(isinstance(each, list | tuple) for each in (self.device, self.env_device)):
-            differing["env_device"] = [devices.env for devices in self.worker_devices]
-        names = list(differing)
-        return [
-            dict(zip(names, each, strict=True)) for each in zip(*differing.values(), strict=True)
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,7 +276,7 @@ class MultiSyncOptions(WorkerOptions):
     cat_results: int | str | None = "stack"
 
     @property
-    def _cat_results(self) -> int | str | None:
+    def joins(self) -> int | str | None:
         return "stack" if self.cat_results is None else self.cat_results
 
 
@@ -311,7 +292,7 @@ class MultiAsyncOptions(WorkerOptions):
     """
 
     @property
-    def _cat_results(self) -> int | str | None:
+    def joins(self) -> int | str | None:
         return 0 if self.cat_results in (None, "stack") else self.cat_results
 
 
@@ -357,67 +338,11 @@ class RPCOptions(WorkerOptions):
     is_local: ClassVar[bool] = False
 
     @cached_property
-    def ray(self) -> RaySettings | None:
-        return ray_job.settings()
-
-
-@dataclass(frozen=True, eq=False)
-class RayOptions(RPCOptions):
-    """Arguments of :class:`~distcollect.RayDataCollector`.
-
-    Attributes:
-        num_workers: number of workers, each in an actor of its own; None: one for each maker in a
-            list. TorchRL's name is ``num_collectors``.
-        listen: "HOST:PORT" of this host, where the workers join; None: the value of
-            DISTCOLLECT_LISTEN, else this node's address in the Ray cluster, and any free port.
-        ray_init_config: arguments of ``ray.init``, if this process is not connected to Ray yet;
-            None: the cluster that RAY_ADDRESS names, else one that runs on this host, else a new
-            one on this host.
-        remote_configs: options of ``ray.remote`` for the actors: ``num_cpus``, ``num_gpus``,
-            ``memory``, ``resources``, ``runtime_env``, ``scheduling_strategy`` and so on; a list
-            has a dict for each worker. Without ``num_cpus`` it is 1; without ``max_restarts`` it is
-            -1: Ray restarts an actor as often as needed.
-        placement_group_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD": reserve the
-            resources of all workers at one time, in a placement group of this strategy. Then no
-            worker starts before there are resources for all. None: each starts as soon as there are
-            resources for it.
-    """
-
-    _: KW_ONLY
-    ray_init_config: Mapping[str, Any] | None = None
-    remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
-    placement_group_strategy: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._warn_of_hidden_gpus()
-
-    @cached_property
-    def ray(self) -> RaySettings:
-        return RaySettings(
-            {} if self.ray_init_config is None else self.ray_init_config,
-            {} if self.remote_configs is None else self.remote_configs,
-            self.placement_group_strategy,
-        )
+    def placer(self) -> Any:
+        return load("ray job").settings()
 
     def _most_workers(self) -> int:
-        raise ArgumentError(
-            "num_workers is missing: say how many workers Ray is to start (TorchRL's "
-            "num_collectors), or pass a list of env makers, one for each"
-        )
-
-    def _warn_of_hidden_gpus(self) -> None:
-        for worker_id, devices in enumerate(self.worker_devices):
-            wanted = [d for d in (devices.policy, devices.env) if d is not None]
-            uses_gpu = any(device.type == "cuda" for device in wanted)
-            if uses_gpu and "GPU" not in self.ray.resources(worker_id):
-                warnings.warn(
-                    f"worker {worker_id} is to compute on {wanted[0]}, but remote_configs asks for "
-                    "no GPU, and Ray hides the GPUs of a node from actors that ask for none: add "
-                    "'num_gpus'",
-                    stacklevel=users_stack_level(),
-                )
-                return
+        return num_cores() if self.placer is None else load("ray job").num_workers()
 
 
 @dataclass(frozen=True, eq=False)

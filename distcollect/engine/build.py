@@ -110,7 +110,7 @@ def build_engine_for(
         policy,
         weights,
         traj_ids=traj_ids,
-        options=plan.options,
+        options=plan,
         counter=counter,
         max_env_faults=plan.max_env_faults,
         step_timer=plan.step_timer(envs.num_envs),
@@ -142,9 +142,10 @@ def build_evaluator(
 
     def make_engine(exploration: Exploration) -> EngineBase:
         # An episode spans several rollouts here, so a rollout must not begin with a reset.
-        options = replace(plan.options, reset_at_each_iter=False)
         return build_engine(
-            replace(plan, exploration=exploration, options=options, traces=False, metrics={}),
+            replace(
+                plan, exploration=exploration, reset_at_each_iter=False, traces=False, metrics={}
+            ),
             traj_ids=itertools.count(),
             worker_id=worker_id,
             incarnation=incarnation,

@@ -15,7 +15,7 @@ from distcollect.rollout.spaces import Key
 from distcollect.telemetry.step_timer import StepTimer, TracingStepTimer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """How envs are stepped.
 
@@ -36,7 +36,7 @@ class StepOptions:
 
 
 @dataclass(frozen=True)
-class WorkerPlan:
+class WorkerPlan(StepOptions):
     """Which envs and which policy a worker builds, and how it steps them.
 
     Attributes:
@@ -49,7 +49,6 @@ class WorkerPlan:
         adds_transforms: add the transforms to TorchRL envs that a recurrent policy needs.
         exploration: how actions are chosen from a distribution.
         info_keys: entries of ``info`` that go into the batch.
-        options: how the envs are stepped.
         models: further modules whose weights are published with the policy's, by name. Policy and
             env makers that refer to one of them still refer to the same object after pickling.
         exclude: patterns of names of weights that are never sent.
@@ -73,7 +72,6 @@ class WorkerPlan:
     adds_transforms: bool = True
     exploration: Exploration = Exploration.RANDOM
     info_keys: Any = None
-    options: StepOptions = field(default_factory=StepOptions)
     models: Mapping[str, nn.Module] = field(default_factory=dict)
     exclude: Sequence[str] = ()
     max_env_faults: int = 0

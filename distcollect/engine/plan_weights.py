@@ -14,5 +14,5 @@ def live_weights(plan: WorkerPlan) -> LiveWeights:
         for model in plan.models.values():
             moved(model, plan.device)
     return LiveWeights(
-        published(plan.policy, plan.models), plan.exclude, keeps_each=plan.options.exact_version
+        published(plan.policy, plan.models), plan.exclude, keeps_each=plan.exact_version
     )

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 import distcollect as dc
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
-from distcollect.engine.plan import StepOptions, WorkerPlan
+from distcollect.engine.plan import WorkerPlan
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slab import Slab
@@ -113,7 +113,7 @@ class VectorMaker:
 
 
 def engine_of(maker: Any, policy: Any = None, *, faults: int = 3, **options: Any) -> Engine:
-    plan = WorkerPlan(maker, N, policy, options=StepOptions(**options), max_env_faults=faults)
+    plan = WorkerPlan(maker, N, policy, **options, max_env_faults=faults)
     return build_engine(plan, traj_ids=count())
 
 

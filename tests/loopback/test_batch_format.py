@@ -13,7 +13,7 @@ from helpers.loopback_pool import loopback_collector
 from tensordict import NonTensorStack, TensorDict
 
 import distcollect as dc
-from distcollect.collectors.batch_format import BatchFormat, split
+from distcollect.collectors.batch_format import joined, split
 
 T = 5
 
@@ -364,16 +364,13 @@ def test_rollouts_joined_along_time_have_no_padding(num_envs: int, shape: tuple[
     settings = {"cat_results": -1, "num_envs": num_envs}
     with make(dc.MultiSyncDataCollector, Maker(T), **settings) as collector:
         whole = collector.next()
-        layout = collector._layout
-    rows = torch.cat(whole.reshape(num_envs, 2 * T).split(T, 1))
-    rows["collector", "traj_ids"][num_envs:, 2:] = -1
-    batch = BatchFormat(cat_results=-1, squeeze=True).shaped(rows, layout)
+    rollouts = torch.stack(whole.split(T, -1))
+    rollouts["collector", "traj_ids"][1, ..., 2:] = -1
+    batch = joined(rollouts, -1)
     assert batch.shape == shape
     assert batch.names[-1] == "time"
     assert (batch["collector", "traj_ids"] >= 0).all()
     assert torch.equal(batch["observation"], whole["observation"][..., : T + 2, :])
-    stacked = BatchFormat(cat_results=0).shaped(rows, layout)
-    assert stacked.shape == (2 * num_envs, T)
 
 
 def test_set_truncated() -> None:

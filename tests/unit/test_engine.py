@@ -21,7 +21,7 @@ from distcollect.engine import aligned_loop
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.interrupts import Interrupts, Stopped
-from distcollect.engine.plan import StepOptions, WorkerPlan
+from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.assemble import assemble
@@ -53,7 +53,7 @@ class Told(nn.Module):
 
 def engine_of(policy: Any = None, kind: str = "plain", **options: Any) -> Engine:
     maker = CountingMaker(kind, N, lengths=options.pop("lengths", (3, 1, 4, 2)))
-    plan = WorkerPlan(maker, N, policy, options=StepOptions(**options))
+    plan = WorkerPlan(maker, N, policy, **options)
     return build_engine(plan, traj_ids=count(100))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import distcollect as dc
 from distcollect.engine.build import build_engine
-from distcollect.engine.plan import StepOptions, WorkerPlan
+from distcollect.engine.plan import WorkerPlan
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
@@ -187,8 +187,8 @@ def test_each_frame_of_a_sync_pool_and_no_other(steps: int, batch_size: int) -> 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_rows_are_cut_and_reset(batch_size: int) -> None:
-    options = StepOptions(max_frames_per_traj=3, reset_at_each_iter=True)
-    collected = Collected(make_pool(batch_size=batch_size), options=options)
+    options = {"max_frames_per_traj": 3, "reset_at_each_iter": True}
+    collected = Collected(make_pool(batch_size=batch_size), **options)
     for _ in range(4):
         collected.collect(8)
     collected.check()
@@ -366,6 +366,5 @@ def test_random_actions_and_a_seed() -> None:
 
 
 def test_reproducible_is_refused() -> None:
-    options = StepOptions(exact_version=True)
     with pytest.raises(dc.ArgumentError, match=r"reproducible=True does not work .* 2 of its 5"):
-        Collected(make_pool(), options=options)
+        Collected(make_pool(), exact_version=True)

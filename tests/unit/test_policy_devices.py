@@ -37,7 +37,9 @@ def test_a_policy_on_the_cpu_stays_there() -> None:
     assert home(policy, {"other": nn.Linear(4, 2)}) is None
     assert home(None, {}) is None
     assert home(lambda observation: observation, {}) is None
-    [payload] = pickled_plans(WorkerPlan("CartPole-v1", 1, policy=policy), ["CartPole-v1"])
+    [payload] = pickled_plans(
+        WorkerPlan("CartPole-v1", 1, policy=policy), [{"create_env_fn": "CartPole-v1"}]
+    )
     assert unpickled(payload).device is None
 
 
@@ -61,7 +63,7 @@ def test_which_device_is_not_known() -> None:
 
 def test_the_device_that_was_named_counts() -> None:
     plan = WorkerPlan("CartPole-v1", 1, policy=nn.Linear(4, 2), device=torch.device("cuda:3"))
-    [payload] = pickled_plans(plan, ["CartPole-v1"])
+    [payload] = pickled_plans(plan, [{"create_env_fn": "CartPole-v1"}])
     assert unpickled(payload).device == torch.device("cuda:3")
 
 
@@ -131,7 +133,8 @@ def test_tensors_are_pickled_once_for_all_workers() -> None:
     policy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     policy[1].weight = policy[0].weight
     makers = [partial(gym.make, "CartPole-v1", critic=policy[index]) for index in range(2)]
-    (tensors, first), (same, second) = pickled_plans(WorkerPlan("", 1, policy=policy), makers)
+    own = [{"create_env_fn": maker} for maker in makers]
+    (tensors, first), (same, second) = pickled_plans(WorkerPlan("", 1, policy=policy), own)
     assert same is tensors
     plans = [unpickled((tensors, plan)) for plan in (first, second)]
     for index, plan in enumerate(plans):

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import distcollect as dc
-from distcollect.collectors.worker_options import RayOptions, RPCOptions
+from distcollect.collectors.worker_options import RPCOptions
 from distcollect.integrations.ray import cluster as ray_cluster
 from distcollect.integrations.ray import job as ray_job
+from distcollect.integrations.ray.collector import RayOptions
 from distcollect.integrations.ray.settings import RaySettings
 from distcollect.integrations.torchrl.arguments import translated
 
@@ -49,28 +50,28 @@ def test_torchrls_arguments() -> None:
     )
     assert made.num_to_start == made.rollouts_per_batch == 2
     assert made.update_at_each_batch
-    assert made.ray.init_config == {"address": "10.0.0.1:6379", "num_cpus": None}
-    assert made.ray.options(1) == {
+    assert made.placer.init_config == {"address": "10.0.0.1:6379", "num_cpus": None}
+    assert made.placer.options(1) == {
         "num_cpus": 2,
         "num_gpus": 0.5,
         "memory": 2**30,
         "resources": {"tpu": 1},
         "max_restarts": -1,
     }
-    assert made.ray.resources(1) == {"CPU": 2, "GPU": 0.5, "memory": 2**30, "tpu": 1}
+    assert made.placer.resources(1) == {"CPU": 2, "GPU": 0.5, "memory": 2**30, "tpu": 1}
 
 
 def test_defaults() -> None:
     made = options(num_workers=3)
-    assert made.ray == RaySettings()
-    assert made.ray.options(0) == {"num_cpus": 1, "max_restarts": -1}
-    assert made.ray.resources(2) == {"CPU": 1}
+    assert made.placer == RaySettings()
+    assert made.placer.options(0) == {"num_cpus": 1, "max_restarts": -1}
+    assert made.placer.resources(2) == {"CPU": 1}
     assert not made.sync
 
 
 def test_a_list_has_an_entry_for_each_worker() -> None:
     made = options(create_env_fn=["CartPole-v1"] * 2, remote_configs=[{"num_cpus": 2}, {}])
-    assert [made.ray.resources(w) for w in range(2)] == [{"CPU": 2}, {"CPU": 1}]
+    assert [made.placer.resources(w) for w in range(2)] == [{"CPU": 2}, {"CPU": 1}]
 
 
 @pytest.mark.parametrize(
@@ -161,12 +162,12 @@ def test_in_a_job_of_ray_any_collector_for_several_hosts_asks_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray_job, "num_workers", lambda: 3)
-    assert RPCOptions(**GIVEN, num_workers=2).ray is None
+    assert RPCOptions(**GIVEN, num_workers=2).placer is None
     with ray_job.running():
         made = RPCOptions(**GIVEN)
         assert made.num_to_start == 3
-        assert made.ray == RaySettings()
-    assert RPCOptions(**GIVEN, num_workers=2).ray is None
+        assert made.placer == RaySettings()
+    assert RPCOptions(**GIVEN, num_workers=2).placer is None
 
 
 def test_resources_in_words() -> None:

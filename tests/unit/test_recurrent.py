@@ -27,7 +27,7 @@ from torch import nn
 import distcollect as dc
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
-from distcollect.engine.plan import StepOptions, WorkerPlan
+from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import PolicyError
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
@@ -38,7 +38,7 @@ KINDS = ["plain", "sync-next", "native-next"]
 
 def engine_of(policy: Any, kind: str = "plain", lengths: Any = LENGTHS, **options: Any) -> Engine:
     maker = CountingMaker(kind, N, lengths=lengths)
-    plan = WorkerPlan(maker, N, policy, options=StepOptions(**options))
+    plan = WorkerPlan(maker, N, policy, **options)
     return build_engine(plan, traj_ids=count(100))
 
 

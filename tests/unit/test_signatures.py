@@ -81,7 +81,7 @@ def test_options_are_frozen_and_derive_what_they_imply() -> None:
         options.frames_per_batch = 6  # type: ignore[misc]
     assert (options.num_to_start, options.rollouts_per_batch, options.num_steps(2)) == (3, 3, 2)
     assert options.makers == ["CartPole-v1"] * 3
-    assert options.batch_format.cat_results == "stack"
+    assert options.batch_format.joins == "stack"
     assert not options.has_mask
     assert options.updater is options.updater
     masks = RPCOptions(

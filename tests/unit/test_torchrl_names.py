@@ -98,7 +98,8 @@ class TestCollector:
         def collector(*args: Any, **kwargs: Any) -> None:
             made.update(kwargs, args=args)
 
-        monkeypatch.setattr(f"distcollect.collectors.generic.{kind}", collector)
+        module = "integrations.ray.collector" if "Ray" in kind else "collectors.generic"
+        monkeypatch.setattr(f"distcollect.{module}.{kind}", collector)
         dc.Collector(SamplingEnv, frames_per_batch=8, **settings)
         assert made == {"args": (SamplingEnv,), "frames_per_batch": 8, **expected}
 

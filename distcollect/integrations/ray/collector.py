@@ -2,10 +2,79 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any
+
 from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.collectors.signature import takes
-from distcollect.collectors.worker_options import RayOptions
+from distcollect.collectors.stacklevel import users_stack_level
+from distcollect.collectors.worker_options import RPCOptions
+from distcollect.errors import ArgumentError
+from distcollect.integrations.ray.settings import RaySettings
+
+
+@dataclass(frozen=True, eq=False)
+class RayOptions(RPCOptions):
+    """Arguments of :class:`~distcollect.RayDataCollector`.
+
+    Attributes:
+        num_workers: number of workers, each in an actor of its own; None: one for each maker in a
+            list. TorchRL's name is ``num_collectors``.
+        listen: "HOST:PORT" of this host, where the workers join; None: the value of
+            DISTCOLLECT_LISTEN, else this node's address in the Ray cluster, and any free port.
+        ray_init_config: arguments of ``ray.init``, if this process is not connected to Ray yet;
+            None: the cluster that RAY_ADDRESS names, else one that runs on this host, else a new
+            one on this host.
+        remote_configs: options of ``ray.remote`` for the actors: ``num_cpus``, ``num_gpus``,
+            ``memory``, ``resources``, ``runtime_env``, ``scheduling_strategy`` and so on; a list
+            has a dict for each worker. Without ``num_cpus`` it is 1; without ``max_restarts`` it is
+            -1: Ray restarts an actor as often as needed.
+        placement_group_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD": reserve the
+            resources of all workers at one time, in a placement group of this strategy. Then no
+            worker starts before there are resources for all. None: each starts as soon as there are
+            resources for it.
+    """
+
+    _: KW_ONLY
+    ray_init_config: Mapping[str, Any] | None = None
+    remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    placement_group_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.placer.check_count(self.num_to_start)
+        self._warn_of_hidden_gpus()
+
+    @cached_property
+    def placer(self) -> RaySettings:
+        return RaySettings(
+            {} if self.ray_init_config is None else self.ray_init_config,
+            {} if self.remote_configs is None else self.remote_configs,
+            self.placement_group_strategy,
+        )
+
+    def _most_workers(self) -> int:
+        raise ArgumentError(
+            "num_workers is missing: say how many workers Ray is to start (TorchRL's "
+            "num_collectors), or pass a list of env makers, one for each"
+        )
+
+    def _warn_of_hidden_gpus(self) -> None:
+        for worker_id, devices in enumerate(self.worker_devices):
+            wanted = [d for d in (devices.policy, devices.env) if d is not None]
+            uses_gpu = any(device.type == "cuda" for device in wanted)
+            if uses_gpu and "GPU" not in self.placer.resources(worker_id):
+                warnings.warn(
+                    f"worker {worker_id} is to compute on {wanted[0]}, but remote_configs asks for "
+                    "no GPU, and Ray hides the GPUs of a node from actors that ask for none: add "
+                    "'num_gpus'",
+                    stacklevel=users_stack_level(),
+                )
+                return
 
 
 class RayDataCollector(RPCDataCollector):

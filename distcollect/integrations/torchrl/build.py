@@ -22,8 +22,8 @@ def build_tensordict_engine(
 ) -> TensorDictEngine:
     """See :func:`~distcollect.engine.build.build_engine_for`; for TorchRL envs."""
     assert isinstance(envs, TorchRLEnvs)
-    if plan.options.max_frames_per_traj is not None:
-        envs.limit_frames(plan.options.max_frames_per_traj)
+    if plan.max_frames_per_traj is not None:
+        envs.limit_frames(plan.max_frames_per_traj)
     policy = TensorDictPolicy(
         plan.policy,
         envs,
@@ -37,7 +37,7 @@ def build_tensordict_engine(
         policy,
         live_weights(plan),
         traj_ids=traj_ids,
-        options=plan.options,
+        options=plan,
         counter=counter,
         max_env_faults=plan.max_env_faults,
         step_timer=plan.step_timer(envs.num_envs),
