@@ -15,6 +15,7 @@ from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError
 from distcollect.launch.cpu_placement import Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.launch.placement import Placer
+from distcollect.net.connection import Connection
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -29,7 +30,6 @@ from distcollect.net.messages import (
     WorkerBoot,
     WorkerSettings,
 )
-from distcollect.net.peer import Connection
 from distcollect.net.server import JoinServer, JoinServerEvents
 
 log = logging.getLogger(__name__)

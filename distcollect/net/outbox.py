@@ -1,16 +1,26 @@
-"""What is still to be sent on a socket that does not block."""
+"""What is still to be sent on a socket."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+from collections import deque
+from itertools import islice
+from typing import TypeAlias
+
+Chunk: TypeAlias = bytes | bytearray | memoryview
+
+_CHUNKS_AT_ONCE = 64  # the kernel takes at most 1,024
 
 
 class Outbox:
-    """Sends on a non-blocking socket, and keeps what the peer does not take yet.
+    """Sends chunks in their order, without copying any, and keeps what the peer does not take yet.
 
-    Any thread may use it.
+    Any thread may use it. On a socket that blocks, nothing is ever kept.
+
+    Attributes:
+        num_unsent: bytes that the peer has not taken yet.
     """
 
     def __init__(self, sock: socket.socket, max_unsent: int) -> None:
@@ -20,59 +30,49 @@ class Outbox:
         # Reentrant: garbage collection under it may finalize a collector, which sends messages.
         self._lock = threading.RLock()
         self._is_sending = False
-        self._unsent = bytearray()
+        self._unsent: deque[memoryview] = deque()
+        self.num_unsent = 0
         self._ended = False
 
-    @property
-    def num_unsent(self) -> int:
-        """Bytes that the peer has not taken yet."""
-        return len(self._unsent)
-
-    def send(self, data: bytes) -> bool:
-        """Send, or keep what can't be sent now.
+    def send(self, *chunks: Chunk) -> bool:
+        """Send, or keep what can't be sent now; without chunks, try again to send what is kept.
 
         Returns:
-            Whether the peer still has to take something, and :meth:`flush` is to be called.
+            Whether the peer still has to take something, so that this is to be called again.
 
         Raises:
             OSError: the connection has ended, or the peer would have to take more than
                 ``max_unsent`` bytes later. To be followed by :meth:`end` or :meth:`close`.
         """
         with self._lock:
-            self._check_open()
-            self._unsent += data
-            self._send_now()
-            if len(self._unsent) > self._max_unsent:
-                raise OSError(f"the peer did not take {len(self._unsent)} bytes")
+            if self._ended:
+                raise OSError("the connection has ended")
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                if view:
+                    self._unsent.append(view)
+                    self.num_unsent += len(view)
+            if not self._is_sending:  # else this is a call within _send(), which sends this too
+                self._is_sending = True
+                try:
+                    self._send()
+                except BlockingIOError:
+                    pass
+                finally:
+                    self._is_sending = False
+            if self.num_unsent > self._max_unsent:
+                raise OSError(f"the peer did not take {self.num_unsent} bytes")
             return bool(self._unsent)
 
-    def flush(self) -> bool:
-        """Send what the peer takes now; returns whether something is left.
-
-        Raises:
-            OSError: the peer is gone.
-        """
-        with self._lock:
-            self._check_open()
-            self._send_now()
-            return bool(self._unsent)
-
-    def _check_open(self) -> None:
-        if self._ended:
-            raise OSError("the connection has ended")
-
-    def _send_now(self) -> None:
-        if self._is_sending:  # a call within the loop below: that sends this too
-            return
-        self._is_sending = True
-        try:
-            while self._unsent:
-                num_sent = self._sock.send(self._unsent)
-                del self._unsent[:num_sent]
-        except BlockingIOError:
-            pass
-        finally:
-            self._is_sending = False
+    def _send(self) -> None:
+        while self._unsent:
+            num_sent = self._sock.sendmsg(list(islice(self._unsent, _CHUNKS_AT_ONCE)))
+            self.num_unsent -= num_sent
+            while num_sent:
+                chunk = self._unsent.popleft()
+                if num_sent < len(chunk):
+                    self._unsent.appendleft(chunk[num_sent:])
+                num_sent -= min(num_sent, len(chunk))
 
     def end(self) -> None:
         """End the connection both ways; what is unsent is dropped.
@@ -97,3 +97,4 @@ class Outbox:
     def _drop_unsent(self) -> None:
         self._ended = True
         self._unsent.clear()
+        self.num_unsent = 0

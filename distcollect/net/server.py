@@ -15,7 +15,6 @@ The server's thread never waits for a single peer, not even for one that has joi
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import logging
 import math
@@ -23,14 +22,13 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 from distcollect.common import open_files
-from distcollect.common.deadlines import Deadlines
-from distcollect.common.rate_limit import Allowance, RepeatLimit
 from distcollect.errors import LaunchError
+from distcollect.net.connection import MAX_UNPROVEN_BYTES, Connection, State
 from distcollect.net.framing import (
     MAX_FRAME,
     Frame,
@@ -39,10 +37,9 @@ from distcollect.net.framing import (
     parse,
     with_length,
 )
-from distcollect.net.handshake import UNPROVEN, NotProven, TrainerSide, differing_versions
+from distcollect.net.handshake import UNPROVEN, NotProven, differing_versions
 from distcollect.net.interfaces import listen
 from distcollect.net.messages import Hello, Message, Refused, decode, decode_as, encode
-from distcollect.net.peer import MAX_UNPROVEN_BYTES, MAX_UNPROVEN_READS, Connection, Peer, PeerState
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +62,11 @@ _ACCEPT_PAUSE_S = 0.5
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 # Of each kind of event, so many are reported one by one in a period, the others as a number.
 _REPORTS, _REPORT_PERIOD_S = 10, 10.0
+_REFUSED = "refused"
+# How often to look at what has a time limit.
+_TICK_S = 0.25
+# Of a peer that has not proven the token.
+MAX_UNPROVEN_READS = 16
 
 
 class JoinServerEvents:
@@ -91,18 +93,6 @@ class JoinServerEvents:
         """An admitted peer is gone."""
 
 
-class _Notice(enum.Enum):
-    """A kind of event that strangers can cause as often as they like; the value is its plural."""
-
-    REFUSED = "more connections were refused"
-    LATE = "more connections did not prove the token in time, and were closed"
-    CROWDED = "more connections were closed to make room: too many did not prove the token"
-    STALLED = "more peers took nothing of what was sent to them, and were cut off"
-    UNUSABLE = "more connections were closed after an unusable message"
-    NOT_ACCEPTED = "more connections could not be accepted"
-    FAILED = "more failures of the join server"
-
-
 class JoinServer:
     """Where the workers and supervisors of a run join: one listener, one thread for all.
 
@@ -127,311 +117,298 @@ class JoinServer:
         self.address: str = address
         self.port: int = self._listener.getsockname()[1]
         self.max_strangers = max(1, min(MAX_STRANGERS, open_files.limit() // _SHARE_OF_FILES))
-        self._allowance = Allowance(2 * MAX_STRANGERS, _STRANGERS_PER_S)
-        self._notices: RepeatLimit[_Notice] = RepeatLimit(_REPORTS, _REPORT_PERIOD_S)
-        self._is_accepting = True
-        self._accept_at = math.inf  # when to accept again
-        self._close_by = math.inf  # when to close at the latest, once close() was called
-        self._peers: set[Peer] = set()
-        self._unproven: Deadlines[Peer] = Deadlines(HANDSHAKE_TIMEOUT_S)
-        self._proven: Deadlines[Peer] = Deadlines(HANDSHAKE_TIMEOUT_S)
-        self._refused: Deadlines[Peer] = Deadlines(_LINGER_S)
-        self._stalled: Deadlines[Peer] = Deadlines(SEND_TIMEOUT_S)
-        self._have_unsent: deque[Peer] = deque()  # from other threads
-        self._closing = threading.Event()
+        # Each with the time at which it is closed unless something happens before; the oldest
+        # first.
+        self._deadlines: dict[Connection, float] = {}
+        self._allowance = self._most_at_once = 2.0 * MAX_STRANGERS  # connections to accept
+        self._paused_until: float | None = None  # None: connections are accepted
+        self._notices: Counter[str] = Counter()  # in this period, by kind
+        self._period_ends = math.inf
+        # When to look at what has a time limit; infinite if nothing has one.
+        self._ticked_at = time.monotonic()
+        self._tick_at = math.inf
+        self._is_closing = threading.Event()
+        self._close_by = math.inf
         self._wake, self._waker = socket.socketpair()
-        self._wake.setblocking(False)
-        self._waker.setblocking(False)
+        for sock in (self._wake, self._waker):
+            sock.setblocking(False)
+            open_sockets.add(sock)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        for readable in (self._listener, self._wake):
+            self._selector.register(readable, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="distcollect-join", daemon=True)
         self._thread.start()
 
+    @property
+    def num_strangers(self) -> int:
+        """Connections without a proof, and refused ones that are not closed yet."""
+        return sum(connection.is_stranger for connection in list(self._deadlines))
+
     def close(self) -> None:
         """Close all connections: each peer takes that as the trainer's end."""
-        self._closing.set()
+        self._is_closing.set()
         self._wake_up()
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
 
     def _wake_up(self) -> None:
+        """Have this server's thread look at what is unsent, and whether it is to end."""
         # By a byte, not by closing the socket: a forked child of this process may hold it open.
         with contextlib.suppress(OSError):  # closed before; or full, so it is awake anyhow
             self._waker.send(b"x")
 
     def _run(self) -> None:
-        while not self._is_finished:
-            for key, events in self._selector.select(self._time_left()):
-                self._guarded(partial(self._serve, key, events), key.data)
-            self._guarded(self._do_what_is_due)
-        self._close_all()
+        while not self._is_over():
+            pause_s = max(0.0, self._tick_at - time.monotonic())
+            ready = self._selector.select(None if pause_s == math.inf else pause_s)
+            for key, events in ready:
+                self._guarded(key.data, self._serve, key, events)
+            now = time.monotonic()
+            if now >= self._tick_at:
+                self._guarded(None, self._tick, now)
+            elif ready:  # perhaps there is something with a time limit now
+                self._tick_at = min(self._tick_at, now + _TICK_S)
+        for connection in self._deadlines:
+            connection.outbox.close()
+        for sock in (self._listener, self._wake, self._waker):
+            sock.close()
+        self._selector.close()
 
-    def _time_left(self) -> float | None:
-        """Until something is due, in seconds."""
-        groups = (self._unproven, self._proven, self._refused, self._stalled, self._notices)
-        next_at = min(self._accept_at, self._close_by, *(group.next_at for group in groups))
-        return None if next_at == math.inf else max(0.0, next_at - time.monotonic())
-
-    def _guarded(self, work: Callable[[], None], peer: Peer | None = None) -> None:
+    def _guarded(
+        self, connection: Connection | None, work: Callable[..., None], *args: Any
+    ) -> None:
         # Nothing that a peer sends may end the thread that sees workers come and go.
         try:
-            work()
-        except Exception as error:  # noqa: BLE001 - see above
-            if peer is None:
-                self._note(_Notice.FAILED, f"the join server failed: {error!r}")
-                return
-            self._note(_Notice.UNUSABLE, f"closing a connection after an unusable message: {error}")
-            self._drop(peer)
+            work(*args)
+        except Exception as error:
+            if connection is None:
+                log.exception("the join server failed")
+            else:
+                self._note("closed after an unusable message", str(error))
+                self._drop(connection)
+
+    def _is_over(self) -> bool:
+        """Return whether this was closed, and its last messages were sent or had time enough."""
+        if not self._is_closing.is_set():
+            return False
+        if self._close_by == math.inf:
+            self._close_by = time.monotonic() + _CLOSE_TIMEOUT_S
+            self._pause_accepting(math.inf)
+        has_unsent = any(each.outbox.num_unsent for each in self._deadlines)
+        return not has_unsent or time.monotonic() >= self._close_by
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._listener:
             self._accept()
         elif key.fileobj is self._wake:
             self._wake.recv(65536)
-            while self._have_unsent:
-                self._await_room(self._have_unsent.popleft())
+            for connection in list(self._deadlines):
+                if connection.outbox.num_unsent:
+                    self._write(connection)
         else:
-            peer: Peer = key.data
-            if events & selectors.EVENT_WRITE and peer.state is not PeerState.CLOSED:
-                self._write(peer)
-            if events & selectors.EVENT_READ and peer.is_read:
-                self._read(peer)
+            if events & selectors.EVENT_WRITE:
+                self._write(key.data)
+            if events & selectors.EVENT_READ:
+                self._read(key.data)
 
-    def _do_what_is_due(self) -> None:
-        now = time.monotonic()
-        if self._accept_at <= now:
-            self._accept_at = math.inf
+    def _tick(self, now: float) -> None:
+        """Do what is due, and plan the next time."""
+        self._tick_at = now + _TICK_S
+        gained = (now - self._ticked_at) * _STRANGERS_PER_S
+        self._allowance = min(self._most_at_once, self._allowance + gained)
+        self._ticked_at = now
+        if self._paused_until is not None and self._paused_until <= now and self._allowance >= 1:
+            self._paused_until = None
             self._selector.register(self._listener, selectors.EVENT_READ)
-            self._is_accepting = True
-        for peer in (*self._unproven.due(now), *self._proven.due(now)):
-            self._note(
-                _Notice.LATE,
-                f"closing a connection from {peer.address}: it did not finish the handshake within "
-                f"{HANDSHAKE_TIMEOUT_S:g} s",
-            )
-            self._drop(peer)
-        for peer in self._refused.due(now):
-            self._drop(peer)
-        for peer in self._stalled.due(now):
-            self._note(
-                _Notice.STALLED,
-                f"closing a connection to {peer.address}: it took nothing of what was sent to it "
-                f"for {SEND_TIMEOUT_S:g} s",
-            )
-            self._drop(peer)
-        for notice, num_more in self._notices.ended(now).items():
-            if num_more:
-                period = f"within {self._notices.period_s:g} s"
-                self._report(notice, f"{num_more} {notice.value} ({period})")
+        for connection in [each for each, at in self._deadlines.items() if at <= now]:
+            where = f"from {connection.address}"
+            if connection.state is State.ADMITTED:
+                self._note(f"cut off: nothing was taken for {SEND_TIMEOUT_S:g} s", where)
+            elif connection.state is not State.REFUSED:
+                self._note(f"closed: no proof within {HANDSHAKE_TIMEOUT_S:g} s", where)
+            self._drop(connection)
+        if self._period_ends <= now:
+            for kind, count in self._notices.items():
+                if count > _REPORTS:
+                    number = f"{count - _REPORTS} more connections were {kind}"
+                    self._report(kind, f"{number} (within {_REPORT_PERIOD_S:g} s)")
+            self._notices.clear()
+            self._period_ends = math.inf
+        is_timed = (
+            self._paused_until is not None
+            or self._allowance < self._most_at_once
+            or min([self._period_ends, *self._deadlines.values()]) < math.inf
+        )
+        if not is_timed:
+            self._tick_at = math.inf
 
-    def _note(self, notice: _Notice, text: str) -> None:
-        """Report an event, or count it if there are many."""
-        if self._notices.passes(notice, time.monotonic()):
-            self._report(notice, text)
+    def _note(self, kind: str, detail: str) -> None:
+        """Report what became of a connection, or count it if there are many of the ``kind``."""
+        if not self._notices:
+            self._period_ends = time.monotonic() + _REPORT_PERIOD_S
+        self._notices[kind] += 1
+        if self._notices[kind] <= _REPORTS:
+            text = detail if kind == _REFUSED else f"a connection was {kind} ({detail})"
+            self._report(kind, text)
 
-    def _report(self, notice: _Notice, text: str) -> None:
-        if notice is _Notice.REFUSED:
+    def _report(self, kind: str, text: str) -> None:
+        if kind == _REFUSED:
             self.events.refused(None, text)
         else:
             log.warning("%s", text)
 
-    @property
-    def _is_finished(self) -> bool:
-        """Whether the server was closed, and its last messages were sent or had time enough."""
-        if not self._closing.is_set():
-            return False
-        if self._close_by == math.inf:
-            self._close_by = time.monotonic() + _CLOSE_TIMEOUT_S
-            self._pause_accepting(math.inf)
-        has_unsent = self._have_unsent or len(self._stalled)
-        return not has_unsent or time.monotonic() >= self._close_by
-
-    def _close_all(self) -> None:
-        for peer in list(self._peers):
-            peer.outbox.close()
-        for sock in (self._listener, self._wake, self._waker):
-            sock.close()
-        self._selector.close()
-
     def _pause_accepting(self, until: float) -> None:
-        if self._is_accepting:
+        if self._paused_until is None:
             self._selector.unregister(self._listener)
-        self._is_accepting = False
-        self._accept_at = until
+        self._paused_until = until
 
     def _accept(self) -> None:
         now = time.monotonic()
-        if not self._allowance.take(now):
-            self._pause_accepting(self._allowance.next_at(now))
+        if self._allowance < 1:
+            self._pause_accepting(now)
             return
+        self._allowance -= 1
         try:
             sock, (address, *_) = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # it is gone already
             return
         except OSError as error:
-            self._note(_Notice.NOT_ACCEPTED, f"could not accept a connection: {error}")
+            self._note("not accepted", str(error))
             if error.errno not in _NO_ROOM or not self._drop_oldest_stranger():
                 self._pause_accepting(now + _ACCEPT_PAUSE_S)
             return
-        if len(self._unproven) + len(self._refused) >= self.max_strangers:
-            self._note(
-                _Notice.CROWDED,
-                f"closing the oldest of {self.max_strangers} connections that did not show the "
-                "token, to make room for others",
-            )
+        if self.num_strangers >= self.max_strangers:
+            self._note("closed to make room: too many did not prove the token", "the oldest")
             self._drop_oldest_stranger()
-        peer = Peer(sock, str(address), TrainerSide(self._token))
-        self._peers.add(peer)
+        connection = Connection(sock, str(address), self._token, self._wake_up)
+        self._deadlines[connection] = now + HANDSHAKE_TIMEOUT_S
         try:
             sock.setblocking(False)
             configure_socket(sock)
-            self._selector.register(sock, selectors.EVENT_READ, peer)
+            self._selector.register(sock, selectors.EVENT_READ, connection)
         except OSError:  # it is gone already
-            self._drop(peer)
-        else:
-            self._unproven.add(peer, now)
+            self._drop(connection)
 
     def _drop_oldest_stranger(self) -> bool:
-        """Close the stranger that is there for longest; returns whether there was one."""
-        stranger = self._refused.oldest or self._unproven.oldest
-        if stranger is not None:
+        """Close the stranger that is there for longest, a refused one first; return if there is."""
+        strangers = [each for each in self._deadlines if each.is_stranger]
+        strangers.sort(key=lambda each: each.state is not State.REFUSED)
+        for stranger in strangers[:1]:
             self._drop(stranger)
-        return stranger is not None
+        return bool(strangers)
 
-    def _drop(self, peer: Peer) -> None:
-        if peer.state is PeerState.CLOSED:
+    def _drop(self, connection: Connection) -> None:
+        if connection.state is State.CLOSED:
             return
-        was_admitted, is_watched = peer.state is PeerState.ADMITTED, peer.is_read
-        peer.enter(PeerState.CLOSED)
-        self._forget_deadlines(peer)
-        self._peers.discard(peer)
-        if is_watched:
-            with contextlib.suppress(KeyError):  # it was gone when it was accepted
-                self._selector.unregister(peer.sock)
-        peer.outbox.close()
+        was_admitted = connection.state is State.ADMITTED
+        connection.state = State.CLOSED
+        del self._deadlines[connection]
+        with contextlib.suppress(KeyError):  # it was refused, or gone when it was accepted
+            self._selector.unregister(connection.sock)
+        connection.outbox.close()
         if was_admitted:
-            assert peer.connection is not None
             try:
-                self.events.closed(peer.connection)
+                self.events.closed(connection)
             except Exception:
                 log.exception("the end of a connection could not be reported")
 
-    def _forget_deadlines(self, peer: Peer) -> None:
-        for group in (self._unproven, self._proven, self._refused, self._stalled):
-            group.discard(peer)
-
-    def _read(self, peer: Peer) -> None:
+    def _read(self, connection: Connection) -> None:
+        if connection.is_over:
+            return
+        is_unproven = connection.state is State.UNPROVEN
         try:
-            data = peer.sock.recv(MAX_UNPROVEN_BYTES if peer.is_stranger else 65536)
+            data = connection.sock.recv(MAX_UNPROVEN_BYTES if is_unproven else 65536)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._drop(peer)
+            self._drop(connection)
             return
-        peer.reader.feed(data)
-        peer.num_reads += 1
+        connection.reader.feed(data)
+        connection.num_reads += 1
         try:
-            while peer.is_read and (frame := peer.reader.next()) is not None:
-                self._handle(peer, frame)
+            while not connection.is_over and (frame := connection.reader.next()) is not None:
+                self._handle(connection, frame)
         except NotProven as error:
-            self._refuse(peer, None, str(error))
+            self._refuse_stranger(connection, str(error))
         except LaunchError as error:
-            if not peer.is_stranger:
+            if connection.state is not State.UNPROVEN:
                 raise
-            self._refuse(peer, None, f"{UNPROVEN} ({error})")
-        if peer.is_stranger and peer.num_reads >= MAX_UNPROVEN_READS:
-            self._refuse(peer, None, UNPROVEN)
+            self._refuse_stranger(connection, f"{UNPROVEN} ({error})")
+        if connection.state is State.UNPROVEN and connection.num_reads >= MAX_UNPROVEN_READS:
+            self._refuse_stranger(connection, UNPROVEN)
 
-    def _handle(self, peer: Peer, frame: bytes) -> None:
-        if peer.state is PeerState.UNPROVEN:
-            answer = with_length(peer.handshake.answer(frame))
-            if peer.handshake.is_proven:
-                self._unproven.discard(peer)
-                self._proven.add(peer, time.monotonic())
-                self._allowance.give_back()
-                peer.enter(PeerState.PROVEN)
-                peer.reader.max_frame = MAX_FRAME
-            if self._sent(peer, answer):
-                return
-            self._drop(peer)  # these few bytes always fit, unless it is gone
-        elif peer.state is PeerState.PROVEN:
-            self._introduce(peer, parse(frame))
+    def _handle(self, connection: Connection, frame: bytes) -> None:
+        if connection.state is State.UNPROVEN:
+            answer = with_length(connection.handshake.answer(frame))
+            if connection.handshake.is_proven:
+                connection.state = State.PROVEN
+                self._deadlines[connection] = time.monotonic() + HANDSHAKE_TIMEOUT_S
+                self._allowance = min(self._most_at_once, self._allowance + 1)
+                connection.reader.max_frame = MAX_FRAME
+            if not self._sent(connection, answer):
+                self._drop(connection)  # these few bytes always fit, unless it is gone
+        elif connection.state is State.PROVEN:
+            self._introduce(connection, parse(frame))
         else:
-            assert peer.connection is not None
-            self.events.received(peer.connection, decode(parse(frame)))
+            self.events.received(connection, decode(parse(frame)))
 
-    def _introduce(self, peer: Peer, frame: Frame) -> None:
-        # The versions are compared before the message is decoded: another protocol's may differ.
-        if differing := differing_versions(peer.handshake.versions):
-            hello = None
-            with contextlib.suppress(LaunchError):
-                hello = decode_as(Hello, frame)
-            self._refuse(peer, hello, differing)
-            return
+    def _introduce(self, connection: Connection, frame: Frame) -> None:
+        # The versions count first: another protocol's message may differ.
+        differing = differing_versions(connection.handshake.versions)
         try:
             hello = decode_as(Hello, frame)
         except LaunchError as error:  # for example a rank of the doctor at a trainer's port
-            self._refuse(peer, None, str(error))
+            self._refuse_stranger(connection, differing or str(error))
             return
-        connection = Connection(peer.outbox, hello, partial(self._send_rest, peer))
-        answer = self.events.admit(connection)
+        connection.hello = hello
+        answer = Refused(differing) if differing else self.events.admit(connection)
         if isinstance(answer, Refused):
-            self._end_refused(peer, answer)
+            self._refuse(connection, answer)
+            if differing:
+                self.events.refused(hello, differing)
             return
-        peer.enter(PeerState.ADMITTED)
-        peer.connection = connection
-        self._proven.discard(peer)
+        connection.state = State.ADMITTED
+        self._deadlines[connection] = math.inf
         connection.send(answer)
         self.events.admitted(connection)
 
-    def _refuse(self, peer: Peer, hello: Hello | None, reason: str) -> None:
-        self._end_refused(peer, Refused(reason))
-        if hello is not None:
-            self.events.refused(hello, reason)
-        else:
-            self._note(_Notice.REFUSED, f"{reason} (from {peer.address})")
+    def _refuse_stranger(self, connection: Connection, reason: str) -> None:
+        self._refuse(connection, Refused(reason))
+        self._note(_REFUSED, f"{reason} (from {connection.address})")
 
-    def _end_refused(self, peer: Peer, answer: Refused) -> None:
+    def _refuse(self, connection: Connection, answer: Refused) -> None:
         """Send the answer, and close the connection once the peer has had time to read it."""
-        peer.enter(PeerState.REFUSED)
-        self._forget_deadlines(peer)
-        self._selector.unregister(peer.sock)
-        if self._sent(peer, encode(answer)):
-            peer.outbox.end_sending()
-            self._refused.add(peer, time.monotonic())
-        else:
-            self._drop(peer)
+        if not self._sent(connection, encode(answer)):
+            self._drop(connection)
+            return
+        connection.state = State.REFUSED
+        self._selector.unregister(connection.sock)
+        connection.outbox.end_sending()
+        self._deadlines[connection] = time.monotonic() + _LINGER_S
 
     @staticmethod
-    def _sent(peer: Peer, data: bytes) -> bool:
-        """Send to a peer that was not admitted; whether it was sent at once, as a whole."""
+    def _sent(connection: Connection, data: bytes) -> bool:
+        """Send to a peer that was not admitted; return whether it was sent at once, as a whole."""
         try:
-            return not peer.outbox.send(data)
+            return not connection.outbox.send(data)
         except OSError:
             return False
 
-    def _send_rest(self, peer: Peer) -> None:
-        """Have this server's thread send what is still unsent; called on any thread."""
-        self._have_unsent.append(peer)
-        self._wake_up()
-
-    def _await_room(self, peer: Peer) -> None:
-        if peer.state is PeerState.ADMITTED and peer not in self._stalled:
-            self._selector.modify(peer.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
-            self._stalled.add(peer, time.monotonic())
-
-    def _write(self, peer: Peer) -> None:
-        num_before = peer.outbox.num_unsent
+    def _write(self, connection: Connection) -> None:
+        """Send what is unsent; the peer has a time limit from now, or from when it took some."""
+        if connection.state is not State.ADMITTED:
+            return
+        num_before, is_new = connection.outbox.num_unsent, self._deadlines[connection] == math.inf
         try:
-            has_unsent = peer.outbox.flush()
+            has_unsent = connection.outbox.send()
         except OSError:
-            self._drop(peer)
+            self._drop(connection)
             return
         if not has_unsent:
-            self._stalled.discard(peer)
-            self._selector.modify(peer.sock, selectors.EVENT_READ, peer)
-        elif peer.outbox.num_unsent < num_before:
-            self._stalled.add(peer, time.monotonic())
+            self._deadlines[connection] = math.inf
+        elif is_new or connection.outbox.num_unsent < num_before:
+            self._deadlines[connection] = time.monotonic() + SEND_TIMEOUT_S
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_unsent else 0)
+        self._selector.modify(connection.sock, events, connection)

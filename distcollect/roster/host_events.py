@@ -9,6 +9,7 @@ from functools import partial
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.shared_memory import sample_of_memory
 from distcollect.launch.worker_hosts import HostEvents
+from distcollect.net.connection import Connection
 from distcollect.net.messages import (
     Hello,
     Leaving,
@@ -18,7 +19,6 @@ from distcollect.net.messages import (
     WorkerHello,
     WorkerWelcome,
 )
-from distcollect.net.peer import Connection
 from distcollect.roster.lifecycle import Lifecycle
 from distcollect.roster.process import Process
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import DeadlineError, DistCollectError, WorkerError, WorkerLost
-from distcollect.net.peer import Connection
+from distcollect.net.connection import Connection
 from distcollect.transport.worker_service import WorkerInfo
 
 S = TypeVar("S", bound=enum.Enum)

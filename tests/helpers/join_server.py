@@ -16,10 +16,10 @@ from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 
 from distcollect.net.client import ControlConnection
+from distcollect.net.connection import Connection
 from distcollect.net.framing import with_length
 from distcollect.net.handshake import JoiningSide, Opening, to_bytes
 from distcollect.net.messages import Hello, Message, WorkerHello, WorkerWelcome
-from distcollect.net.peer import Connection
 from distcollect.net.server import JoinServer, JoinServerEvents
 
 SOON_S = 60  # for what takes a moment, except on a machine that is very busy

@@ -9,8 +9,8 @@ import threading
 import time
 
 from distcollect.net.client import ControlConnection
+from distcollect.net.connection import Connection
 from distcollect.net.messages import Message, WorkerHello, WorkerWelcome
-from distcollect.net.peer import Connection
 from distcollect.net.server import JoinServer, JoinServerEvents
 
 
