@@ -129,12 +129,12 @@ class SyncDataCollector(DataCollectorBase):
     @property
     def env(self) -> Any:
         """The env that it steps, or a list of several."""
-        envs = self._engine.envs.user_envs
+        envs = self._engine.envs.members
         return envs[0] if len(envs) == 1 else envs
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the env, or of the first one of several."""
-        return getattr(self._engine.envs.user_envs[0], attr)
+        return getattr(self._engine.envs.members[0], attr)
 
     def get_distant_attr(self, attr: str) -> Any:
         """An attribute of this collector, or with dots of its parts, such as "env.specs"."""

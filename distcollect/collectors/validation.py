@@ -17,8 +17,9 @@ from distcollect.collectors.replay import num_dims
 from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
+from distcollect.envs.base import space_of
 from distcollect.envs.kinds import is_env
-from distcollect.envs.make import check_env_id, make_by_id, space_of
+from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.launch.open_hosts import current
 from distcollect.policy.weight_layout import WeightLayout, module_of

@@ -11,6 +11,7 @@ and take no reset mask. For that row the next step is a filler, and ``Step.real`
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -60,24 +61,11 @@ class Step(NamedTuple):
 
 
 class EnvState(enum.Enum):
-    """Whether an env can be used.
-
-    OPEN -> FAILED -> CLOSED -> OPEN, when the env raises, is closed, and is replaced. A new env
-    that turns out to have other spaces goes from OPEN to CLOSED.
-
-    Attributes:
-        OPEN: it can be used.
-        FAILED: it raised, and is not closed yet.
-        CLOSED: it was closed, and is not replaced yet.
-    """
+    """What has become of an env; a new one in its place is OPEN again."""
 
     OPEN = enum.auto()
-    FAILED = enum.auto()
+    RAISED = enum.auto()  # and not closed yet
     CLOSED = enum.auto()
-
-    def after_fault(self) -> EnvState:
-        """The state after the env raised; a closed env stays closed."""
-        return EnvState.CLOSED if self is EnvState.CLOSED else EnvState.FAILED
 
 
 class Fault(NamedTuple):
@@ -126,23 +114,34 @@ class Envs(ABC):
 
     Attributes:
         num_envs: n.
+        members: the envs as they were made: one for each row, or a single one that steps all rows.
         is_torchrl: the envs are TorchRL's.
         engine: the entry point that builds their engine, see
             :mod:`distcollect.integrations`; None: the engine for arrays.
     """
 
-    num_envs: int
     is_torchrl: bool = False
     engine: ClassVar[str | None] = None
 
-    @property
-    @abstractmethod
-    def user_envs(self) -> Sequence[Any]:
-        """The envs as they were made; a single one if it steps several rows."""
+    def __init__(
+        self, num_envs: int, members: Sequence[Any], makers: Sequence[Callable[[], Any] | None]
+    ) -> None:
+        """Take over envs; ``makers`` has for each of them what makes it again, None: nothing does.
+
+        Without ``makers`` nothing makes them again.
+        """
+        self.num_envs = num_envs
+        self.members = list(members)
+        self._makers = list(makers) or [None] * len(self.members)
+        self._states = [EnvState.OPEN] * len(self.members)
 
     @abstractmethod
+    def name(self, row: int = 0) -> str:
+        """Return the name of a row's env in messages."""
+
     def can_rebuild(self, row: int) -> bool:
-        """Whether a new env can be made for a row; not if the user passed an env object."""
+        """Return True if a new env can be made for a row; not if the user passed an env object."""
+        return self._makers[self._member_of(row)] is not None
 
     @abstractmethod
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
@@ -166,13 +165,65 @@ class Envs(ABC):
             EnvError: the env has no such method or attribute, or it raised.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """Close every env, also when one of them raises.
 
         Raises:
             EnvError: an env raised; the message is about the first one that did.
         """
+        with contextlib.ExitStack() as closing:
+            for index in reversed(range(len(self.members))):
+                if self._states[index] is EnvState.RAISED:
+                    self._close_raised(index)
+                elif self._states[index] is EnvState.OPEN:
+                    closing.enter_context(self._naming_env("close", index))
+                    closing.callback(self._close, self.members[index])
+
+    def _close(self, env: Any) -> None:
+        env.close()
+
+    def _close_raised(self, index: int) -> None:
+        """Close an env that raised, ignoring errors, and end its processes."""
+        if self._states[index] is not EnvState.CLOSED:
+            self._states[index] = EnvState.CLOSED
+            self._end(self.members[index])
+
+    def _end(self, env: Any) -> None:
+        """Close an env in whatever state it is."""
+        with contextlib.suppress(Exception):
+            env.close()
+
+    def _make_again(self, index: int) -> Any:
+        """Make a new env in place of one that raised."""
+        make = self._makers[index]
+        assert make is not None
+        self._close_raised(index)
+        self.members[index] = make()
+        self._states[index] = EnvState.OPEN
+        return self.members[index]
+
+    def _raised(self, index: int) -> None:
+        """Note that an env raised; one that is closed stays closed."""
+        if self._states[index] is EnvState.OPEN:
+            self._states[index] = EnvState.RAISED
+
+    def _member_of(self, row: int) -> int:
+        return row if len(self.members) > 1 else 0
+
+    def _rows_of(self, index: int) -> tuple[int, ...]:
+        return (index,) if len(self.members) > 1 else tuple(range(self.num_envs))
+
+    def _naming_env(self, call: str, row: int = 0) -> NamingEnv:
+        """Turn every exception into an EnvError that names the env of a row."""
+        return NamingEnv(lambda: self.name(row), call)
+
+    def _as_env_error(self, error: Exception, call: str, row: int = 0) -> EnvError:
+        """Return the EnvError for an exception while a row was stepped or reset."""
+        if isinstance(error, EnvError):
+            return error
+        named = EnvError(f"{self.name(row)}: {call}() raised {describe(error)}")
+        named.__cause__ = error
+        return named
 
 
 class EnvBatch(Envs):
@@ -207,8 +258,8 @@ class EnvBatch(Envs):
     def __init__(
         self,
         num_envs: int,
-        observation_space: Space,
-        action_space: Space,
+        members: Sequence[Any],
+        makers: Sequence[Callable[[], Any] | None],
         info_space: spaces.Dict,
         outcome_leaves: tuple[Leaf, ...] = (),
     ) -> None:
@@ -216,16 +267,16 @@ class EnvBatch(Envs):
 
         Args:
             num_envs: n.
-            observation_space: of a single env.
-            action_space: of a single env.
+            members: the envs.
+            makers: for each env what makes it again; None: nothing does.
             info_space: the entries of ``info`` that frames carry, of a single env.
             outcome_leaves: see the class.
         """
+        super().__init__(num_envs, members, makers)
+        self.observation_space = observation_space = space_of(members[0], "observation")
+        self.action_space = action_space = space_of(members[0], "action")
         observed = leaves_of(observation_space, "observation")
         info = leaves_of(info_space, "observation")
-        self.num_envs = num_envs
-        self.observation_space = observation_space
-        self.action_space = action_space
         self.leaves: tuple[Leaf, ...] = (*observed, *info)
         self.action_leaves = leaves_of(action_space, "action")
         self.outcome_leaves = outcome_leaves
@@ -250,7 +301,6 @@ class EnvBatch(Envs):
         reward = np.zeros(num_rows, np.float32)
         self._result = Step(reward, np.zeros(num_rows, bool), np.zeros(num_rows, bool), [], None)
 
-    @abstractmethod
     def reset(self, seeds: Sequence[int] | None = None) -> None:
         """Start a new episode in every row, and write ``obs``. Call it before the first step.
 
@@ -261,6 +311,23 @@ class EnvBatch(Envs):
         Raises:
             Faulted: an env raised, or its observation does not fit its space.
         """
+        for index in range(len(self.members)):
+            rows = self._rows_of(index)
+            try:
+                self._reset_member(index, None if seeds is None else [int(seeds[r]) for r in rows])
+            except EnvError as error:
+                self._add_fault(index, error, stepped=False)
+        if self._faults:
+            raise self._faulted()
+
+    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        index = self._member_of(rows[0])
+        if self._has_other_space(self._make_again(index)):
+            raise EnvError(
+                f"{self.name(index)}: made a second time, it has other spaces than before; its "
+                "maker must return envs with the same spaces each time"
+            )
+        self._reset_member(index, seeds)
 
     def step(
         self, action: Arrays, cut: np.ndarray | None = None, rows: Sequence[int] | None = None
@@ -279,7 +346,7 @@ class EnvBatch(Envs):
         """
         if cut is not None and not self.supports_partial_reset:
             raise ArgumentError(
-                f"{self._name()}: it cannot reset single rows, so episodes can't be cut; pass a "
+                f"{self.name()}: it cannot reset single rows, so episodes can't be cut; pass a "
                 "maker of single envs and envs_per_worker instead"
             )
         if rows is None:
@@ -321,8 +388,16 @@ class EnvBatch(Envs):
         """Start new episodes in ``rows``; write these rows of ``obs``, collect faults."""
 
     @abstractmethod
-    def _name(self, row: int = 0) -> str:
-        """The name of a row's env in messages."""
+    def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
+        """Start new episodes in all rows of an env, with a seed for each.
+
+        Raises:
+            EnvError: it raised, or its observation does not fit its space.
+        """
+
+    def _add_fault(self, index: int, error: EnvError, *, stepped: bool) -> None:
+        self._raised(index)
+        self._faults.append(Fault(self._rows_of(index), error, stepped))
 
     def _keep_final(self, rows: list[int]) -> None:
         """Copy the last observations of ``rows`` to ``final``, before they are reset."""
@@ -353,15 +428,13 @@ class EnvBatch(Envs):
         result.ended[:] = sorted([*result.ended, *cut_short])
         return Faulted(faults, cut_short, result)
 
-    def _check_spaces(self, observation_space: Space, action_space: Space, row: int = 0) -> None:
-        """Raise EnvError if the new env of a row has other spaces than the env it replaces."""
-        observed = tuple(leaf for leaf, _ in self._obs_paths)
-        same = leaves_of(observation_space, "observation") == observed
-        if not same or action_space != self.action_space:
-            raise EnvError(
-                f"{self._name(row)}: made a second time, it has other spaces than before; its "
-                "maker must return envs with the same spaces each time"
-            )
+    def _has_other_space(self, env: Any) -> str:
+        """Return which space, "observation" or "action", an env has not as the others; or ""."""
+        # The bounds of observations may differ; action spaces must be equal.
+        observed = leaves_of(space_of(env, "observation"), "observation")
+        if observed != tuple(leaf for leaf, _ in self._obs_paths):
+            return "observation"
+        return "" if space_of(env, "action") == self.action_space else "action"
 
     def _part_at(self, value: Any, leaf: Leaf, path: KeyPath, call: str, row: int = 0) -> Any:
         """The part of an observation that belongs to a leaf.
@@ -374,7 +447,7 @@ class EnvBatch(Envs):
                 value = value[name]
             except (KeyError, IndexError, TypeError) as err:
                 raise EnvError(
-                    f"{self._name(row)}: {call}() returned an observation without "
+                    f"{self.name(row)}: {call}() returned an observation without "
                     f"{'.'.join(leaf.key)!r}, which its observation space has{self._when}"
                 ) from err
         return value
@@ -389,7 +462,7 @@ class EnvBatch(Envs):
             write(array, part)
         except MisfitError as misfit:
             raise EnvError(
-                f"{self._name(row)}: {call}() returned {'.'.join(leaf.key)!r} {misfit}, its "
+                f"{self.name(row)}: {call}() returned {'.'.join(leaf.key)!r} {misfit}, its "
                 f"observation space says {list(array.shape)} and {array.dtype}{self._when}"
             ) from misfit
 
@@ -399,7 +472,7 @@ class EnvBatch(Envs):
             write(array, part)
         except MisfitError as misfit:
             raise EnvError(
-                f"{self._name(row)}: its info entry {'.'.join(leaf.key)!r} is {misfit}, expected "
+                f"{self.name(row)}: its info entry {'.'.join(leaf.key)!r} is {misfit}, expected "
                 f"{list(array.shape)} and {array.dtype}{self._when}; if it may be like that, "
                 "declare its space in info_keys"
             ) from misfit
@@ -408,18 +481,6 @@ class EnvBatch(Envs):
     def _when(self) -> str:
         """For messages: the number of the last step, counted over all episodes."""
         return f" (step {self._num_steps:,})"
-
-    def _as_env_error(self, error: Exception, call: str, row: int = 0) -> EnvError:
-        """The EnvError for an exception while a row was stepped or reset."""
-        try:
-            with self._naming_env(call, row):
-                raise error
-        except EnvError as env_error:
-            return env_error
-
-    def _naming_env(self, call: str, row: int = 0) -> NamingEnv:
-        """Turn every exception into an EnvError that names the env of a row."""
-        return NamingEnv(lambda: self._name(row), call)
 
 
 class NamingEnv:
@@ -458,6 +519,12 @@ def describe(err: Exception) -> str:
 def called(attribute: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of a method; the value of any other attribute."""
     return attribute(*args, **kwargs) if callable(attribute) else attribute
+
+
+def space_of(env: Any, role: str) -> Any:
+    """Return the "observation" or "action" space of a single env, also if it is a vector env."""
+    single = getattr(env, f"single_{role}_space", None)
+    return getattr(env, f"{role}_space") if single is None else single
 
 
 def name_of(env: Env) -> str:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 import torch
 from gymnasium.vector import VectorEnv
 
-from distcollect.envs.base import Env, Envs, InfoKeys, name_of
+from distcollect.envs.base import Envs, InfoKeys
 from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
-from distcollect.errors import SpaceError
 from distcollect.integrations import load_for
-from distcollect.rollout.spaces import leaves_of
 
 
 class EnvKind:
@@ -51,7 +49,6 @@ class EnvKind:
         """
         if isinstance(envs[0], VectorEnv):
             return VectorBatch(envs[0], info_keys, makers[0])
-        _check_alike(envs)
         return SingleEnvBatch(envs, info_keys, makers)
 
 
@@ -67,19 +64,3 @@ def kind_of(env: object) -> EnvKind | None:
 def is_env(value: object) -> bool:
     """Return True if ``value`` is an env of a supported kind."""
     return kind_of(value) is not None
-
-
-def _check_alike(envs: Sequence[Env]) -> None:
-    """Raise SpaceError unless all envs have the same spaces."""
-    first = envs[0]
-    for row, env in enumerate(envs):
-        for role in ("observation", "action"):
-            mine, theirs = getattr(env, f"{role}_space"), getattr(first, f"{role}_space")
-            # The bounds of observations may differ; action spaces must be equal.
-            same = leaves_of(mine, role) == leaves_of(theirs, role)
-            if not same or (role == "action" and mine != theirs):
-                raise SpaceError(
-                    f"env {row} ({name_of(env)}) has another {role} space than env 0 "
-                    f"({name_of(first)}): {mine} instead of {theirs}; all envs of a worker must "
-                    "have the same spaces"
-                )

@@ -70,12 +70,6 @@ def make_by_id(env_id: str) -> Any:
     return gym.make(env_id) if vector is None else vector()
 
 
-def space_of(env: Any, role: str) -> Any:
-    """The "observation" or "action" space of a single env, also if ``env`` is a vector env."""
-    single = getattr(env, f"single_{role}_space", None)
-    return getattr(env, f"{role}_space") if single is None else single
-
-
 def _import_for(env_id: str, module: str) -> None:
     try:
         importlib.import_module(module)

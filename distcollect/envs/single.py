@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,17 +12,16 @@ from distcollect.envs.base import (
     OUTCOMES,
     Env,
     EnvBatch,
-    EnvState,
-    Fault,
     InfoKeys,
     Step,
     called,
     name_of,
+    space_of,
     with_key_paths,
 )
 from distcollect.envs.coercion import MisfitError, flag, number, write
 from distcollect.envs.info import space_of_info
-from distcollect.errors import EnvError
+from distcollect.errors import EnvError, SpaceError
 from distcollect.rollout.spaces import Arrays, leaves_of, unflatten
 
 _FALSE = np.False_
@@ -47,10 +45,7 @@ class SingleEnvBatch(EnvBatch):
             info_keys: see :func:`~distcollect.envs.make.make_envs`.
             makers: for each row what makes its env again, None where nothing does.
         """
-        self._envs = list(envs)
-        self._makers = makers or [None] * len(self._envs)
-        self._states = [EnvState.OPEN] * len(self._envs)
-        first = self._envs[0]
+        first = envs[0]
 
         def examples() -> Iterator[Mapping[str, Any]]:
             yield first.reset()[1]
@@ -59,9 +54,14 @@ class SingleEnvBatch(EnvBatch):
         info_space = space_of_info(info_keys, first.observation_space, examples, name_of(first))
         outcome_space = getattr(first.unwrapped, "outcome_space", spaces.Dict())
         outcome_leaves = leaves_of(outcome_space, "observation")
-        super().__init__(
-            len(envs), first.observation_space, first.action_space, info_space, outcome_leaves
-        )
+        super().__init__(len(envs), envs, makers, info_space, outcome_leaves)
+        for row, env in enumerate(envs):
+            if role := self._has_other_space(env):
+                raise SpaceError(
+                    f"{self.name(row)} has another {role} space than env 0 ({name_of(first)}): "
+                    f"{space_of(env, role)} instead of {space_of(first, role)}; all envs of a "
+                    "worker must have the same spaces"
+                )
         self._outcome_paths = with_key_paths(outcome_leaves, outcome_space)
         self._reads_info = bool(self._info_paths or self._outcome_paths)
         # Discrete actions need no preparation: numpy scalars are copies.
@@ -72,12 +72,12 @@ class SingleEnvBatch(EnvBatch):
         # Views of each row: writing through one takes two thirds of the time of array[row] = x.
         self._views = [
             [(leaf, self.obs[leaf.key][row, ...], path) for leaf, path in self._obs_paths]
-            for row in self._rows
+            for row in range(self.num_envs)
         ]
         self._cells = self._cells_of_rows()
         # Faster to write to than the array, and takes no None.
         self._reward_cells: Any = self._result.reward.data
-        self._steps = [self._checked_step(row) for row in self._rows]
+        self._steps = [self._checked_step(row) for row in range(self.num_envs)]
 
     def _cells_of_rows(self) -> list[memoryview] | None:
         """The memory of each row, if the observation is one vector; None: it is something else.
@@ -88,37 +88,6 @@ class SingleEnvBatch(EnvBatch):
         if [path for _, path in self._obs_paths] != [()] or self._views[0][0][1].ndim != 1:
             return None
         return [view.data for [(_, view, _)] in self._views]
-
-    @property
-    def _rows(self) -> range:
-        return range(len(self._envs))
-
-    @property
-    def user_envs(self) -> Sequence[Any]:
-        return list(self._envs)
-
-    def reset(self, seeds: Sequence[int] | None = None) -> None:
-        for row in self._rows:
-            try:
-                self._reset_row(row, None if seeds is None else int(seeds[row]))
-            except EnvError as error:
-                self._add_fault(row, error, stepped=False)
-        if self._faults:
-            raise self._faulted()
-
-    def can_rebuild(self, row: int) -> bool:
-        return self._makers[row] is not None
-
-    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
-        [row] = rows
-        make = self._makers[row]
-        assert make is not None
-        self._close_failed(row)
-        self._envs[row] = env = make()
-        self._states[row] = EnvState.OPEN
-        self._check_spaces(env.observation_space, env.action_space, row)
-        self._steps[row] = self._checked_step(row)
-        self._reset_row(row, None if seeds is None else int(seeds[0]))
 
     def _advance(  # noqa: C901, PLR0912 - a hot loop: calls would cost more than what they do
         self, action: Arrays, rows: Sequence[int] | None
@@ -179,7 +148,7 @@ class SingleEnvBatch(EnvBatch):
         while True:
             try:
                 for row in remaining:
-                    value, info = self._envs[row].reset()
+                    value, info = self.members[row].reset()
                     if cells is None:
                         self._put(row, value, "reset")
                     else:
@@ -194,32 +163,22 @@ class SingleEnvBatch(EnvBatch):
             else:
                 return
 
-    def _reset_row(self, row: int, seed: int | None) -> None:
-        with self._naming_env("reset", row):
-            value, info = self._envs[row].reset(seed=seed)
-            self._put(row, value, "reset")
-            self._put_reset_info(row, info)
-
-    def _add_fault(self, row: int, error: EnvError, *, stepped: bool) -> None:
-        self._states[row] = self._states[row].after_fault()
-        self._faults.append(Fault((row,), error, stepped))
-
-    def _close_failed(self, row: int) -> None:
-        """Close an env that raised, ignoring errors."""
-        if self._states[row] is not EnvState.CLOSED:
-            self._states[row] = EnvState.CLOSED
-            with contextlib.suppress(Exception):
-                self._envs[row].close()
+    def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
+        self._steps[index] = self._checked_step(index)
+        with self._naming_env("reset", index):
+            value, info = self.members[index].reset(seed=None if seeds is None else seeds[0])
+            self._put(index, value, "reset")
+            self._put_reset_info(index, info)
 
     def _checked_step(self, row: int) -> Callable[[Any], Any]:
         """A row's step function that checks its first result, then replaces itself by ``step``."""
-        step = self._envs[row].step
+        step = self.members[row].step
 
         def checked(action: Any) -> Any:
             result: Any = step(action)
             if not isinstance(result, tuple) or len(result) != 5:
                 raise EnvError(
-                    f"{self._name(row)}: step() returned no (observation, reward, terminated, "
+                    f"{self.name(row)}: step() returned no (observation, reward, terminated, "
                     "truncated, info); is it an env of the old gym package?"
                 )
             self._steps[row] = step
@@ -244,7 +203,7 @@ class SingleEnvBatch(EnvBatch):
             return number(value)
         except MisfitError as misfit:
             raise EnvError(
-                f"{self._name(row)}: step() returned {misfit} as the reward, which must be one "
+                f"{self.name(row)}: step() returned {misfit} as the reward, which must be one "
                 f"number{self._when}"
             ) from misfit
 
@@ -253,7 +212,7 @@ class SingleEnvBatch(EnvBatch):
             return flag(value)
         except MisfitError as misfit:
             raise EnvError(
-                f"{self._name(row)}: step() returned {misfit} as {name!r}, which must be True or "
+                f"{self.name(row)}: step() returned {misfit} as {name!r}, which must be True or "
                 f"False{self._when}"
             ) from misfit
 
@@ -282,7 +241,9 @@ class SingleEnvBatch(EnvBatch):
         columns: list[Iterable[Any]] = []
         for key, dtype, is_scalar_box in self._action_parts:
             array = action[key].astype(dtype)
-            columns.append([array[row, ...] for row in self._rows] if is_scalar_box else array)
+            columns.append(
+                [array[row, ...] for row in range(self.num_envs)] if is_scalar_box else array
+            )
         space = self.action_space
         if not isinstance(space, spaces.Dict | spaces.Tuple):
             return columns[0]
@@ -290,20 +251,10 @@ class SingleEnvBatch(EnvBatch):
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         results = []
-        for row, env in enumerate(self._envs):
+        for row, env in enumerate(self.members):
             with self._naming_env(name, row):
                 results.append(called(env.get_wrapper_attr(name), args, kwargs))
         return results
 
-    def close(self) -> None:
-        for row in self._rows:
-            if self._states[row] is EnvState.FAILED:
-                self._close_failed(row)
-        with contextlib.ExitStack() as closing:  # closes all envs even if some raise
-            for row, env in reversed(list(enumerate(self._envs))):
-                if self._states[row] is EnvState.OPEN:
-                    closing.enter_context(self._naming_env("close", row))
-                    closing.callback(env.close)
-
-    def _name(self, row: int = 0) -> str:
-        return f"env {row} ({name_of(self._envs[row])})"
+    def name(self, row: int = 0) -> str:
+        return f"env {row} ({name_of(self.members[row])})"

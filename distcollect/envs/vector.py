@@ -16,8 +16,6 @@ from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 from distcollect.envs.base import (
     AnyVectorEnv,
     EnvBatch,
-    EnvState,
-    Fault,
     InfoKeys,
     Step,
     called,
@@ -62,10 +60,7 @@ class VectorBatch(EnvBatch):
         observation_space = env.single_observation_space
         examples = partial(self._examples, env, resetting)
         info_space = space_of_info(info_keys, observation_space, examples, str(env))
-        super().__init__(env.num_envs, observation_space, env.single_action_space, info_space)
-        self._env = env
-        self._maker = maker
-        self._state = EnvState.OPEN
+        super().__init__(env.num_envs, [env], [maker], info_space)
         # NEXT_STEP is what Gymnasium assumes where an env has no entry.
         mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._forgets_resets = mode is AutoresetMode.NEXT_STEP and _forgets_resets(env)
@@ -93,38 +88,16 @@ class VectorBatch(EnvBatch):
         return _can_reset_some(env, mode)
 
     @property
-    def user_envs(self) -> Sequence[Any]:
-        return [self._env]
-
-    def reset(self, seeds: Sequence[int] | None = None) -> None:
-        try:
-            self._reset_all(seeds)
-        except EnvError as error:
-            self._add_fault(error, stepped=False)
-            raise self._faulted() from error.__cause__
-
-    def can_rebuild(self, row: int) -> bool:
-        return self._maker is not None
+    def _env(self) -> AnyVectorEnv:
+        env: AnyVectorEnv = self.members[0]
+        return env
 
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
-        assert self._maker is not None
-        if self._state is not EnvState.CLOSED:
-            self._state = EnvState.CLOSED
-            _close_failed(self._env)
-        self._env = env = self._maker()
-        self._state = EnvState.OPEN
-        self._check_spaces(env.single_observation_space, env.single_action_space)
         self._resetting.fill(False)
-        self._reset_all(seeds)
+        super().rebuild(rows, seeds)
 
-    def _add_fault(self, error: EnvError, *, stepped: bool) -> None:
-        self._state = self._state.after_fault()
-        self._faults.append(Fault(tuple(range(self.num_envs)), error, stepped))
-
-    def _reset_all(self, seeds: Sequence[int] | None) -> None:
-        seed: Any = None
-        if seeds is not None:
-            seed = _seed_for(self._env, seeds)
+    def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
+        seed: Any = None if seeds is None else _seed_for(self._env, seeds)
         with self._naming_env("reset"):
             value, infos = self._env.reset(seed=seed)
             self._put(value, "reset", slice(None))
@@ -135,10 +108,8 @@ class VectorBatch(EnvBatch):
     def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
         try:
             return self._advance_all(action)
-        except EnvError as error:
-            self._add_fault(error, stepped=False)
         except Exception as error:  # noqa: BLE001 - it becomes an EnvError
-            self._add_fault(self._as_env_error(error, "step"), stepped=False)
+            self._add_fault(0, self._as_env_error(error, "step"), stepped=False)
         result = self._result
         result.ended.clear()
         result.terminated.fill(False)
@@ -177,7 +148,7 @@ class VectorBatch(EnvBatch):
                 write(array, given)
             except MisfitError as misfit:
                 raise EnvError(
-                    f"{self._name()}: step() returned {name} {misfit}, expected "
+                    f"{self.name()}: step() returned {name} {misfit}, expected "
                     f"{list(array.shape)} and {array.dtype}{self._when}"
                 ) from misfit
 
@@ -202,7 +173,7 @@ class VectorBatch(EnvBatch):
             with self._naming_env("reset"):
                 self._reset_some(rows, mask)
         except EnvError as error:
-            self._add_fault(error, stepped=True)
+            self._add_fault(0, error, stepped=True)
 
     def _reset_some(self, rows: list[int], mask: np.ndarray) -> None:
         """Reset ``rows``, which are True in ``mask``, and write these rows of ``obs``."""
@@ -226,7 +197,7 @@ class VectorBatch(EnvBatch):
         final = infos.get("final_obs")
         if final is None:
             raise EnvError(
-                f"{self._name()}: its mode is SAME_STEP, but infos has no 'final_obs'; the env "
+                f"{self.name()}: its mode is SAME_STEP, but infos has no 'final_obs'; the env "
                 "must return the last observation of an episode there"
             )
         is_tree = isinstance(final, Mapping | tuple)
@@ -269,33 +240,24 @@ class VectorBatch(EnvBatch):
                 return list(bare.call(name, *args, **kwargs))
             return [called(getattr(bare, name), args, kwargs)]
 
-    def close(self) -> None:
-        if self._state is EnvState.FAILED:
-            _close_failed(self._env)
-        elif self._state is EnvState.OPEN:
-            with self._naming_env("close"):
-                self._env.close()
+    def _end(self, env: AnyVectorEnv) -> None:
+        bare = env.unwrapped
+        # Without a timeout an AsyncVectorEnv waits for answers that it has received already.
+        options = {"timeout": _CLOSE_TIMEOUT_S} if isinstance(bare, AsyncVectorEnv) else {}
+        with contextlib.suppress(Exception):
+            env.close(**options)
+        if isinstance(bare, AsyncVectorEnv):
+            for process in bare.processes:
+                process.kill()
+                process.join()
+        bare.closed = True  # its destructor must not close it again
+        if isinstance(bare, SyncVectorEnv):  # its close() stops at the first env that raises
+            for each in bare.envs:
+                with contextlib.suppress(Exception):
+                    each.close()
 
-    def _name(self, row: int = 0) -> str:
+    def name(self, row: int = 0) -> str:
         return f"vector env {self._env}"
-
-
-def _close_failed(env: AnyVectorEnv) -> None:
-    """Close an env that raised, ignoring errors, and end its processes."""
-    bare = env.unwrapped
-    # Without a timeout an AsyncVectorEnv waits for answers that it has received already.
-    options = {"timeout": _CLOSE_TIMEOUT_S} if isinstance(bare, AsyncVectorEnv) else {}
-    with contextlib.suppress(Exception):
-        env.close(**options)
-    if isinstance(bare, AsyncVectorEnv):
-        for process in bare.processes:
-            process.kill()
-            process.join()
-    bare.closed = True  # its destructor must not close it again
-    if isinstance(bare, SyncVectorEnv):  # its close() stops at the first env that raises
-        for each in bare.envs:
-            with contextlib.suppress(Exception):
-                each.close()
 
 
 class _ResetMask(dict[str, Any]):

@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 from tensordict import TensorDict
 
-from distcollect.envs.make import space_of
+from distcollect.envs.base import space_of
 from distcollect.errors import ArgumentError
 from distcollect.rollout.spaces import Leaf, leaf_spaces, leaves_of, unflatten
 from distcollect.version import __version__

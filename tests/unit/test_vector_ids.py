@@ -64,7 +64,7 @@ def test_envpool_gets_as_many_envs_and_threads_as_there_are() -> None:
     ) as collector:
         envs = collector._engine.envs
         assert isinstance(envs, EnvPoolBatch)
-        [pool] = envs.user_envs
+        [pool] = envs.members
         assert pool.config["num_envs"] == 3
         assert pool.config["num_threads"] == min(3, len(os.sched_getaffinity(0)))
         assert collector.next().shape == (3, 5)
@@ -73,7 +73,7 @@ def test_envpool_gets_as_many_envs_and_threads_as_there_are() -> None:
 @pytest.mark.parametrize("env_id", ["ale:Pong", "ale:pong"])
 def test_ale(env_id: str) -> None:
     with dc.SyncDataCollector(env_id, frames_per_batch=2 * 3, envs_per_worker=2) as collector:
-        [env] = collector._engine.envs.user_envs
+        [env] = collector._engine.envs.members
         assert isinstance(env, ale_py.AtariVectorEnv)
         batch = collector.next()
     assert batch["observation"].shape == (2, 3, 4, 84, 84)

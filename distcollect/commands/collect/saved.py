@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDict
 
 from distcollect.common.files import replacing
-from distcollect.envs.make import space_of
+from distcollect.envs.base import space_of
 from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.rollout.spaces import leaves_of
 

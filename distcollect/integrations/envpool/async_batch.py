@@ -84,12 +84,12 @@ class AsyncPoolBatch(EnvPoolBatch):
         resetting[:] = self._at_work
         yield first_of_each(infos)
 
-    def _reset_all(self, seeds: Sequence[int] | None) -> None:
+    def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
         if self._env is not self._pool:
             self._pool = self._env
             if self._pool.config["batch_size"] != self.num_ready:
                 raise EnvError(
-                    f"{self._name()}: made a second time, it has another batch_size than before, "
+                    f"{self.name()}: made a second time, it has another batch_size than before, "
                     f"{self._pool.config['batch_size']} instead of {self.num_ready}"
                 )
             for array in (self._at_work, self._resetting, self._void):

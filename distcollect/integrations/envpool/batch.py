@@ -72,23 +72,24 @@ class EnvPoolBatch(VectorBatch):
         self._being_reset: np.ndarray | None = None
         self._late_error: Exception | None = None
 
-    def _reset_all(self, seeds: Sequence[int] | None) -> None:
+    def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
         self.finish_resets()
         self._late_error = None
+        make = self._makers[0]
         # EnvPool takes seeds only when it is made.
-        if seeds is not None and isinstance(self._maker, VectorMaker):
+        if seeds is not None and isinstance(make, VectorMaker):
             self._env.close()
-            self._env = self._maker(seeds)
+            self.members[0] = make(seeds)
         elif seeds is not None:
             self._warn_of_seeds()
-        super()._reset_all(None)
+        super()._reset_member(index, None)
 
     def _warn_of_seeds(self) -> None:
         log.warning(
             "%s: EnvPool can't be given another seed once it was made, so the seed has no effect "
             "on these envs; pass an env id such as 'envpool:Pong-v5', or seed the env where you "
             "make it",
-            self._name(),
+            self.name(),
         )
 
     def _can_reset_some(self, env: AnyVectorEnv, mode: AutoresetMode) -> bool:
@@ -116,7 +117,7 @@ class EnvPoolBatch(VectorBatch):
         for array in (result.terminated, result.truncated):
             array.fill(False)
         result.ended.clear()
-        self._add_fault(self._as_env_error(error, call), stepped=False)
+        self._add_fault(0, self._as_env_error(error, call), stepped=False)
         return self._faulted()
 
     def _step_pool(self, action: Arrays, cut: np.ndarray | None) -> np.ndarray:

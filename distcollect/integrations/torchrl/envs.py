@@ -22,7 +22,7 @@ from torchrl.envs import (
     VecGymEnvTransform,
 )
 
-from distcollect.envs.base import Envs, EnvState, InfoKeys, NamingEnv, called, describe
+from distcollect.envs.base import Envs, EnvState, InfoKeys, called
 from distcollect.envs.kinds import EnvKind
 from distcollect.errors import ArgumentError, EnvError, SpaceError
 from distcollect.integrations.torchrl.parallel import letting_processes_run
@@ -66,21 +66,14 @@ class TorchRLEnvs(Envs):
         """
         for env in envs:
             _check(env)
-        self.members = list(envs)
-        self._makers = list(makers)
-        self._states = [EnvState.OPEN] * len(envs)
+        single = envs[0].batch_size
+        self.batch_size = torch.Size([len(envs)]) if len(envs) > 1 else single
+        super().__init__(self.batch_size.numel(), envs, makers)
         self._steppers: list[Stepper] = []
         self._max_frames: int | None = None
         self._adapters: list[Callable[[TorchRLEnv], TorchRLEnv]] = []
-        single = envs[0].batch_size
-        self.batch_size = torch.Size([len(envs)]) if len(envs) > 1 else single
-        self.num_envs = self.batch_size.numel()
         for row, env in enumerate(envs):
             self._check_like(env, row)
-
-    @property
-    def user_envs(self) -> Sequence[Any]:
-        return self.members
 
     @property
     def device(self) -> torch.device | None:
@@ -203,15 +196,10 @@ class TorchRLEnvs(Envs):
         for index, state in enumerate(self._states):
             if state is EnvState.OPEN:
                 continue
-            make = self._makers[index]
-            assert make is not None
-            self._close_failed(index)
-            env = make()
-            for change in self._adapters:
-                env = change(env)
             expected = self.members[index].batch_size
-            self.members[index] = env
-            self._states[index] = EnvState.OPEN
+            env = self._make_again(index)
+            for change in self._adapters:
+                env = self.members[index] = change(env)
             if env.batch_size != expected:
                 raise EnvError(
                     f"{self.name(index)}: made a second time, it has batch_size "
@@ -234,17 +222,11 @@ class TorchRLEnvs(Envs):
             results.extend(result if is_each else [result])
         return results
 
-    def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # closes all envs even if some raise
-            for row in reversed(range(len(self.members))):
-                if self._states[row] is EnvState.FAILED:
-                    self._close_failed(row)
-                elif self._states[row] is EnvState.OPEN and not self.members[row].is_closed:
-                    closing.enter_context(self._naming_env("close", row))
-                    closing.callback(self.members[row].close)
+    def _close(self, env: TorchRLEnv) -> None:
+        if not env.is_closed:
+            env.close()
 
     def name(self, row: int = 0) -> str:
-        """The name of an env in messages."""
         return f"env {row} ({_name_of(self.members[row])})"
 
     def _reset(self, row: int) -> TensorDictBase:
@@ -256,8 +238,8 @@ class TorchRLEnvs(Envs):
 
     def _failed(self, row: int, call: str, error: Exception) -> EnvError:
         """Mark an env as failed; the error to raise."""
-        self._states[row] = self._states[row].after_fault()
-        return EnvError(f"{self.name(row)}: {call}() raised {describe(error)}")
+        self._raised(row)
+        return self._as_env_error(error, call, row)
 
     def _check_like(self, env: TorchRLEnv, row: int) -> None:
         """Raise SpaceError if the env's specs are not those of the first env."""
@@ -281,16 +263,7 @@ class TorchRLEnvs(Envs):
                     f"{_shapes(mine)} instead of {_shapes(theirs)}"
                 )
 
-    def _naming_env(self, call: str, row: int) -> NamingEnv:
-        """Turn every exception into an EnvError that names the env."""
-        return NamingEnv(lambda: self.name(row), call)
-
-    def _close_failed(self, row: int) -> None:
-        """Close an env that raised, ignoring errors, and end its processes."""
-        if self._states[row] is EnvState.CLOSED:
-            return
-        self._states[row] = EnvState.CLOSED
-        env = self.members[row]
+    def _end(self, env: TorchRLEnv) -> None:
         # Before close(), as a ParallelEnv waits there for an answer of each process.
         for process in vars(_base_of(env)).get("_workers", ()):
             with contextlib.suppress(ValueError):  # the env has closed this process already
