@@ -14,13 +14,34 @@ from distcollect.common.suggestions import suggests_names
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
 
-_OPTIONAL = {"step_timeout_s", "max_worker_bytes"}
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _Settings:
+    """Checks of fields; errors name the class, the field and its value."""
+
+    def _check(self, name: str, allowed: bool, wanted: str, *, is_type: bool = False) -> None:
+        if not allowed:
+            error = ArgumentTypeError if is_type else ArgumentError
+            raise error(f"{type(self).__name__}({name}={getattr(self, name)!r}): {wanted}")
+
+    def _check_whole(self, **least_of: int) -> None:
+        for name, least in least_of.items():
+            value = getattr(self, name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            self._check(
+                name, is_whole and value >= least, f"must be a whole number, {least} or more"
+            )
+
+    def _check_seconds(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            checks.seconds(f"{type(self).__name__}({name}={value!r})", value)
 
 
 @suggests_names
 @dataclass(frozen=True)
-class WeightSync:
+class WeightSync(_Settings):
     """How new weights get to the workers.
 
     Attributes:
@@ -50,25 +71,21 @@ class WeightSync:
     ready_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.backend not in ("auto", "gloo", "nccl") and (
-            not isinstance(self.backend, str) or torch_backends.creator(self.backend) is None
-        ):
-            raise ArgumentError(
-                f"WeightSync(backend={self.backend!r}): use 'auto', 'gloo', 'nccl', or the name of "
-                "a backend that is registered with torch.distributed.Backend.register_backend"
-            )
-        if self.wire_dtype not in (None, *_NARROW):
-            raise ArgumentError(
-                f"WeightSync(wire_dtype={self.wire_dtype!r}): use 'bfloat16', 'float16' or None"
-            )
-        patterns = self.exclude if isinstance(self.exclude, Collection) else [None]
-        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
-            raise ArgumentTypeError(
-                f"WeightSync(exclude={self.exclude!r}): must be a list of patterns, as ['critic.*']"
-            )
-        checks.seconds(
-            f"WeightSync(ready_timeout_s={self.ready_timeout_s!r})", self.ready_timeout_s
+        is_name = isinstance(self.backend, str)
+        self._check(
+            "backend",
+            self.backend in ("auto", "gloo", "nccl")
+            or (is_name and torch_backends.creator(self.backend) is not None),
+            "use 'auto', 'gloo', 'nccl', or the name of a backend that is registered with "
+            "torch.distributed.Backend.register_backend",
         )
+        is_known = self.wire_dtype in (None, *_NARROW)
+        self._check("wire_dtype", is_known, "use 'bfloat16', 'float16' or None")
+        is_list = isinstance(self.exclude, Collection) and not isinstance(self.exclude, str)
+        are_patterns = is_list and all(isinstance(pattern, str) for pattern in self.exclude)
+        wanted = "must be a list of patterns, as ['critic.*']"
+        self._check("exclude", are_patterns, wanted, is_type=True)
+        self._check_seconds("ready_timeout_s")
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
@@ -78,7 +95,7 @@ class WeightSync:
 
 @suggests_names
 @dataclass(frozen=True)
-class Staleness:
+class Staleness(_Settings):
     """How old the policy that chose a frame's action may be when the frame is delivered.
 
     A frame's lag is the number of versions newer than its own that were sent to its worker.
@@ -96,16 +113,13 @@ class Staleness:
     mode: str = "pace"
 
     def __post_init__(self) -> None:
-        lag = self.max_policy_lag
-        if isinstance(lag, bool) or not isinstance(lag, int) or lag < 0:
-            raise ArgumentError(f"Staleness(max_policy_lag={lag!r}): must be a whole number >= 0")
-        if self.mode not in ("pace", "drop", "mask"):
-            raise ArgumentError(f"Staleness(mode={self.mode!r}): use 'pace', 'drop' or 'mask'")
+        self._check_whole(max_policy_lag=0)
+        self._check("mode", self.mode in ("pace", "drop", "mask"), "use 'pace', 'drop' or 'mask'")
 
 
 @suggests_names
 @dataclass(frozen=True)
-class Faults:
+class Faults(_Settings):
     """What counts as a failure, and how it is handled. Times are in seconds, at most 1e8.
 
     Attributes:
@@ -153,30 +167,18 @@ class Faults:
     max_env_faults: int = 3
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is None and each.name in _OPTIONAL:
-                continue
-            if each.name.endswith("_s"):
-                checks.seconds(f"Faults({each.name}={value!r})", value)
         least_of = {"max_restarts": 0, "max_env_faults": 0, "min_workers": 1, "max_worker_bytes": 1}
-        for name, least in least_of.items():
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ArgumentError(
-                    f"Faults({name}={value!r}): must be a whole number, {least} or more"
-                )
-        if self.missing_share not in ("survivors", "replacement"):
-            raise ArgumentError(
-                f"Faults(missing_share={self.missing_share!r}): use 'survivors' or 'replacement'"
-            )
+        given = {each.name for each in fields(self)}
+        given -= {n for n in ("step_timeout_s", "max_worker_bytes") if getattr(self, n) is None}
+        self._check_seconds(*(name for name in given if name.endswith("_s")))
+        self._check_whole(**{name: least for name, least in least_of.items() if name in given})
+        is_share = self.missing_share in ("survivors", "replacement")
+        self._check("missing_share", is_share, "use 'survivors' or 'replacement'")
 
 
 @suggests_names
 @dataclass(frozen=True)
-class EvaluationWorkers:
+class EvaluationWorkers(_Settings):
     """Workers that collect nothing, but evaluate the policy in the background.
 
     Each plays whole episodes in envs of its own with the newest weights that it has. Of the
@@ -196,18 +198,13 @@ class EvaluationWorkers:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "num_episodes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(
-                    f"EvaluationWorkers({name}={value!r}): must be a whole number, 1 or more"
-                )
-        checks.seconds(f"EvaluationWorkers(timeout_s={self.timeout_s!r})", self.timeout_s)
+        self._check_whole(num_workers=1, num_episodes=1)
+        self._check_seconds("timeout_s")
 
 
 @suggests_names
 @dataclass(frozen=True)
-class Monitor:
+class Monitor(_Settings):
     """How to show and record a run while it goes on; ``collector.stats()`` gives the same figures.
 
     Attributes:
@@ -245,35 +242,24 @@ class Monitor:
     metrics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every_s, int | float) or not self.every_s > 0:
-            raise ArgumentError(f"Monitor(every_s={self.every_s!r}): must be above 0 seconds")
-        if self.callback is not None and not callable(self.callback):
-            raise ArgumentTypeError(f"Monitor(callback={self.callback!r}): must be callable")
-        if self.tensorboard and self.run_dir is None:
-            raise ArgumentError("Monitor(tensorboard=True): say where, as in run_dir='runs/1'")
-        self._check_metrics()
-        port = self.prometheus_port
-        if port is not None and (isinstance(port, bool) or not isinstance(port, int)):
-            raise ArgumentTypeError(f"Monitor(prometheus_port={port!r}): must be a whole number")
-        if port is not None and not 0 <= port < 1 << 16:
-            raise ArgumentError(f"Monitor(prometheus_port={port!r}): must be from 0 to 65535")
-        if not isinstance(self.run_dir, str | os.PathLike | None):
-            raise ArgumentTypeError(f"Monitor(run_dir={self.run_dir!r}): must be a folder's path")
-        if self.run_dir is not None and Path(self.run_dir).is_file():
-            raise ArgumentError(
-                f"Monitor(run_dir={self.run_dir!r}): is a file; name a folder, new or not"
-            )
-
-    def _check_metrics(self) -> None:
-        is_mapping = isinstance(self.metrics, Mapping)
-        keys = self.metrics.values() if is_mapping else ()
-        if (
-            not is_mapping
-            or not all(isinstance(name, str) and name for name in self.metrics)
-            or not all(isinstance(key, tuple) and key for key in keys)
-            or not all(isinstance(part, str) for key in keys for part in key)
-        ):
-            raise ArgumentTypeError(
-                f"Monitor(metrics={self.metrics!r}): must be a dict from names to keys of a batch, "
-                "such as {'success': ('next', 'success')}"
-            )
+        is_number = isinstance(self.every_s, int | float)
+        self._check("every_s", is_number and self.every_s > 0, "must be above 0 seconds")
+        can_be_called = self.callback is None or callable(self.callback)
+        self._check("callback", can_be_called, "must be callable", is_type=True)
+        has_folder = not self.tensorboard or self.run_dir is not None
+        self._check("tensorboard", has_folder, "say where, as in run_dir='runs/1'")
+        are_keys = isinstance(self.metrics, Mapping) and all(
+            isinstance(name, str) and name and isinstance(key, tuple) and key
+            and all(isinstance(part, str) for part in key)
+            for name, key in self.metrics.items()
+        )  # fmt: skip
+        wanted = "must be a dict from names to keys of a batch, such as "
+        self._check("metrics", are_keys, wanted + "{'success': ('next', 'success')}", is_type=True)
+        port = 0 if self.prometheus_port is None else self.prometheus_port
+        is_whole = isinstance(port, int) and not isinstance(port, bool)
+        self._check("prometheus_port", is_whole, "must be a whole number", is_type=True)
+        self._check("prometheus_port", 0 <= port < 1 << 16, "must be from 0 to 65535")
+        is_path = isinstance(self.run_dir, str | os.PathLike | None)
+        self._check("run_dir", is_path, "must be a folder's path", is_type=True)
+        is_file = self.run_dir is not None and Path(self.run_dir).is_file()
+        self._check("run_dir", not is_file, "is a file; name a folder, new or not")

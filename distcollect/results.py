@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -310,46 +310,29 @@ class Stats(dict[str, Any]):
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Stats:
         """The inverse of :meth:`as_dict`: ignores unknown entries; missing ones get defaults."""
-        parts: dict[str, Callable[[Any], Any]] = {
-            "lag": _lags,
-            "episodes": _episodes,
-            "evaluation": _episodes,
-            "trainer": lambda value: _known(TrainerTimes, value),
-            "times": lambda value: _known(WorkerTimes, value),
-            "env_faults": lambda value: tuple(_known(EnvFault, each) for each in value),
-            "workers": lambda value: {int(w): _worker(each) for w, each in value.items()},
-        }
-        read = {k: parts[k](v) if k in parts else v for k, v in given.items()}
-        stats: Stats = _known(cls, read)
+        stats: Stats = _read(cls(), given)
         return stats
 
 
-def _episodes(given: Mapping[str, Any]) -> EpisodeStats:
-    episodes: EpisodeStats = _known(EpisodeStats, {**given, "metrics": _metrics(given)})
-    return episodes
-
-
-def _metrics(given: Mapping[str, Any]) -> dict[str, float]:
-    metrics = given.get("metrics", {})
-    return {name: math.nan if value is None else value for name, value in metrics.items()}
-
-
-def _worker(given: Mapping[str, Any]) -> WorkerStats:
-    times = _known(WorkerTimes, given.get("times", {}))
-    lags, metrics = _lags(given.get("lag", {})), _metrics(given)
-    read = {**given, "lag": lags, "times": times, "metrics": metrics}
-    worker: WorkerStats = _known(WorkerStats, read)
-    return worker
-
-
-def _lags(given: Mapping[str, Any]) -> Lags:
-    return Lags({int(lag): count for lag, count in given.get("frames", {}).items()})
-
-
-def _known(kind: Any, given: Mapping[str, Any]) -> Any:
-    """A ``kind`` from the entries that are its fields. JSON has no NaN: null stands for it."""
-    fields = kind.__dataclass_fields__
-    return kind(**{k: math.nan if v is None else v for k, v in given.items() if k in fields})
+def _read(default: Any, given: Any) -> Any:
+    """What JSON has of a value like ``default``. JSON has no NaN: null stands for it."""
+    if not is_dataclass(default):
+        return math.nan if given is None else given
+    read = {}
+    for each in fields(default):
+        if each.name not in given:
+            continue
+        value = given[each.name]
+        if each.name == "metrics":
+            value = {name: _read(math.nan, number) for name, number in value.items()}
+        elif each.name == "workers":
+            value = {int(w): _read(WorkerStats(), worker) for w, worker in value.items()}
+        elif each.name == "env_faults" and isinstance(default, Stats):
+            value = tuple(_read(EnvFault(), fault) for fault in value)
+        elif isinstance(default, Lags):
+            value = {int(lag): count for lag, count in value.items()}
+        read[each.name] = _read(getattr(default, each.name), value)
+    return type(default)(**read)
 
 
 def _plain(value: Any) -> Any:
@@ -442,21 +425,20 @@ class LedgerReport:
     total: Frames
 
     def __str__(self) -> str:
-        causes = sorted(self.total.lost)
-        heads = ["worker", "stepped", "delivered", *(f"lost: {cause}" for cause in causes), "open"]
+        frames = [*self.workers.values(), self.total]
+        columns = {
+            "stepped": [f.stepped for f in frames],
+            "delivered": [f.delivered for f in frames],
+            **{f"lost: {c}": [f.lost.get(c, 0) for f in frames] for c in sorted(self.total.lost)},
+            "open": [f.open for f in frames],
+        }
         if self.total.at_most:
-            heads.append("at most more")
+            columns["at most more"] = [f.at_most for f in frames]
         if self.total.env_faults:
-            heads.append("env faults")
-        rows = [heads]
-        named = [*((str(worker_id), f) for worker_id, f in self.workers.items())]
-        for name, frames in [*named, ("all", self.total)]:
-            numbers = [frames.stepped, frames.delivered, *(frames.lost.get(c, 0) for c in causes)]
-            rows.append([name, *(f"{n:,}" for n in [*numbers, frames.open])])
-            if self.total.at_most:
-                rows[-1].append(f"{frames.at_most:,}")
-            if self.total.env_faults:
-                rows[-1].append(f"{frames.env_faults:,}")
+            columns["env faults"] = [f.env_faults for f in frames]
+        rows = [["worker", *columns]]
+        for name, *numbers in zip([*self.workers, "all"], *columns.values(), strict=True):
+            rows.append([str(name), *(f"{number:,}" for number in numbers)])
         return text_table(rows)
 
 
