@@ -91,7 +91,7 @@ class Session:
     def _connect(self, stats_recorder: StatsRecorder) -> None:
         """Build what drives the workers, and have the workers' manager report to the pool."""
         options, workers = self._options, self.workers
-        probe: WorkerInfo = next(iter(workers.probes.values()))
+        probe: WorkerInfo = next(iter(workers.worker_infos.values()))
         timeout_s = options.fault_limits.weights_timeout_s
         self.layout: AnyLayout = probe.layout
         self.has_weights = bool(probe.weights.entries)

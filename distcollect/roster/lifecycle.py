@@ -1,23 +1,23 @@
 """What happens to the worker processes of a collector, from their start to the ledger's account.
 
-Everything here runs on the supervision thread: it handles the posted events in order, asks
-:mod:`.membership` what follows, does it, and reports to the pool.
+Everything here runs on the supervision thread. It handles the posted events in order, which note
+what has happened. After them :meth:`Lifecycle.check` looks at all workers, asks :mod:`.membership`
+what follows, does it, and reports to the pool.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
-from distcollect.common.due_times import DueTimes
 from distcollect.common.process_exit import ProcessExit
+from distcollect.common.shared_memory import sample_of_memory
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import (
@@ -29,23 +29,28 @@ from distcollect.errors import (
     WorkerLost,
     WorkerMismatch,
 )
-from distcollect.launch.worker_hosts import WorkerHosts
+from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
 from distcollect.net.messages import (
     Exit,
     Hello,
+    Leaving,
     Message,
     Reachable,
+    Refused,
     Stop,
     SupervisorHello,
     WorkerHello,
     WorkerSettings,
+    WorkerWelcome,
     worker_name,
 )
+from distcollect.net.connection import Connection
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
-from distcollect.roster.membership import PRESENT, Command, Membership, Ping, Start
+from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start
 from distcollect.roster.plans import PlanSender
-from distcollect.roster.process import Key, Process, ProcessState, message_of
+from distcollect.roster.process import Process, ProcessKey, message_of
+from distcollect.roster.start_report import start_report
 from distcollect.roster.status import Status
 from distcollect.roster.worker_ends import WorkerEnd
 from distcollect.transport.peer_ids import identity
@@ -59,8 +64,26 @@ log = logging.getLogger(__name__)
 EXIT_TIMEOUT_S = 2.0
 
 
-class Lifecycle:
+P = ParamSpec("P")
+
+
+def _posted(
+    method: Callable[Concatenate[Lifecycle, P], None],
+) -> Callable[Concatenate[Lifecycle, P], None]:
+    """Let a method be called on any thread: the supervision thread runs it."""
+
+    def post(self: Lifecycle, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self._post(partial(method, self, *args, **kwargs))
+
+    post.__doc__ = method.__doc__
+    return post
+
+
+class Lifecycle(HostEvents):
     """Starts, probes, watches, replaces and ends worker processes.
+
+    What the hosts and the pool report, on many threads, is posted to the supervision thread. Only
+    :meth:`admit` answers at once.
 
     Attributes:
         processes: those that are not accounted for yet.
@@ -78,6 +101,7 @@ class Lifecycle:
         *,
         num_first: int,
         post: Callable[[Callable[[], None]], None],
+        end_launch: Callable[[], None],
         collector: int = 1,
     ) -> None:
         """Nothing is started before :meth:`check`.
@@ -90,6 +114,7 @@ class Lifecycle:
             status: shared with the user's thread.
             num_first: slots, from 0, whose first processes all have to become ready.
             post: has the supervision thread call a function.
+            end_launch: called when the trainer's ``main()`` is done.
             collector: the number of its collector among those that are open in this process.
         """
         self._hosts = hosts
@@ -99,6 +124,7 @@ class Lifecycle:
         self._status = status
         self._num_first = num_first
         self._post = post
+        self._end_launch = end_launch
         self._collector = collector
         self._plan_sender = PlanSender(transport, post)
         self._membership = Membership(
@@ -110,42 +136,38 @@ class Lifecycle:
         self._observer: MembershipObserver | None = None
         self._deaths: dict[int, str] = {}
         self._given_up: set[int] = set()  # slots for which no supervisor will come
-        self._answered: deque[Key] = deque()  # processes that answered a ping
-        self._deadlines: DueTimes[Key] = DueTimes()
-        self.processes: dict[Key, Process] = {}
+        self._answered: deque[ProcessKey] = deque()  # processes that answered a ping
+        self.processes: dict[ProcessKey, Process] = {}
         self.gpus: dict[int, str] = {}
         self.are_near = True
         for worker_id in range(num_first):
             self._membership.open(worker_id, time.monotonic())
         status.states = self._membership.states
 
-    # The supervision thread's work, at regular times.
-
     def next_check(self, now: float) -> float:
         """By when to call :meth:`check`, unless an event comes first."""
-        return min(self._membership.next_tick(now), self._deadlines.first)
+        due = (process.account_by for process in self.processes.values())
+        return min(self._membership.next_tick(now), *due)
 
     def check(self) -> None:
-        """Do what is due."""
+        """Do what follows from the events so far, and what is due."""
         now = time.monotonic()
         while self._answered:
             self._membership.heard(*self._answered.popleft(), now)
         if self._status.starts_processes:
             for command in self._membership.tick(now):
                 self._do(command)
-        for key in self._deadlines.take(now):
-            process = self.processes.get(key)
-            if process is None:
-                continue
-            if process.is_over:
+        for process in list(self.processes.values()):
+            if process.is_over and (process.exit is not None or now >= process.account_by):
                 self._account(process)
-            else:
-                self.lose(process)
+        self._publish()
+
+    def _publish(self) -> None:
         with self._status.lock:
             self._status.states = self._membership.states
             self._status.changed.notify_all()
 
-    def _do(self, command: Command) -> None:
+    def _do(self, command: MembershipCommand) -> None:
         if isinstance(command, Start):
             self._start(command.worker_id, command.incarnation)
             return
@@ -153,8 +175,10 @@ class Lifecycle:
         if isinstance(command, Ping):
             self._ping(process)
         else:
-            process.failure = process.overdue(command.reason, self._faults.start_timeout_s)
-            self.lose(process)
+            phase = self._membership.phase(process.worker_id)
+            limit_s = self._faults.start_timeout_s
+            process.failure = process.failure or process.overdue(phase, command.reason, limit_s)
+            self._lose(process)
 
     # Starting and probing.
 
@@ -178,11 +202,47 @@ class Lifecycle:
             self._hosts.spawn(worker_id, incarnation, settings, env)
         except (OSError, LaunchError) as error:
             process.exit = ProcessExit(-1, 0, f"it could not be started: {error}")
-            self.lose(process)
+            self._lose(process)
         if self._status.is_stopping:  # stop_workers() may have found no process to kill yet
             self._hosts.kill(*process.key)
 
-    def refused(self, hello: Hello, message: str) -> None:
+    def admit(self, connection: Connection) -> Message:
+        process = self._claimed_by(connection)
+        if process is None or process.connection is not None or process.is_over:
+            return Refused("there is no free slot for it")
+        process.connection = connection
+        return WorkerWelcome(process.peer, sample_of_memory())
+
+    def _claimed_by(self, connection: Connection) -> Process | None:
+        hello = connection.hello
+        if not isinstance(hello, WorkerHello):
+            return None
+        return self.processes.get((hello.worker_id, hello.incarnation))
+
+    def received(self, connection: Connection, message: Message) -> None:
+        process = self._claimed_by(connection)
+        if process is None or process.connection is not connection:
+            return
+        if isinstance(message, Reachable):
+            self._connect(process, message)
+        elif isinstance(message, Leaving):
+            self.leave(process.worker_id)
+
+    @_posted
+    def closed(self, connection: Connection) -> None:
+        process = self._claimed_by(connection)
+        if process is not None and process.connection is connection:
+            self._lose(process)
+
+    def refused(self, hello: Hello | None, reason: str) -> None:
+        if hello is None:
+            log.warning("refused a process that wanted to join: %s", reason)
+            return
+        log.warning("refused a %s from %s: %s", hello.role, hello.host, reason)
+        self._refuse(hello, f"can't work with this trainer: {reason} (host {hello.host})")
+
+    @_posted
+    def _refuse(self, hello: Hello, message: str) -> None:
         """A process with other versions than the trainer's was refused."""
         process = None
         if isinstance(hello, WorkerHello):
@@ -195,16 +255,16 @@ class Lifecycle:
         error = WorkerMismatch(message, worker_id=worker_id)
         if process is not None:
             process.failure = error
-            self.lose(process)
+            self._lose(process)
         elif self._status.is_starting:
             self.fail(error)
 
-    def connect(self, process: Process, message: Reachable) -> None:
+    @_posted
+    def _connect(self, process: Process, message: Reachable) -> None:
         """A process can be reached: have it make and try out its envs and policy."""
-        if process.state is not ProcessState.STARTED or self._status.is_stopping:
+        if self._status.is_stopping or not self._membership.joined(*process.key):
             return
         self._transport.connect(process.peer, message.address)
-        process.enter(ProcessState.PROBING)
         self.are_near &= self._transport.shares_memory(process.peer)
         plan = self._plan_for(process.worker_id)
         probed = partial(self._probed, process)
@@ -215,24 +275,23 @@ class Lifecycle:
         if error is not None:
             self._fail_process(process, error)
             return
-        probe = answer.result()
-        first = next(iter(self._status.probes.values()), probe)
-        if (probe.layout, probe.weights) != (first.layout, first.weights):
-            message = f"its frames or weights differ from the others': {probe} instead of {first}"
+        info = answer.result()
+        first = next(iter(self._status.worker_infos.values()), info)
+        if (info.layout, info.weights) != (first.layout, first.weights):
+            message = f"its frames or weights differ from the others': {info} instead of {first}"
             self._fail_process(process, PolicyError(message, worker_id=process.worker_id))
             return
-        if process.is_over:
+        if not self._membership.ready(*process.key, time.monotonic()):
             return
-        process.probe = probe
-        process.enter(ProcessState.READY)
-        self.gpus[process.worker_id] = probe.gpu
-        self._membership.ready(*process.key, time.monotonic())
+        process.info = info
+        self.gpus[process.worker_id] = info.gpu
         with self._status.lock:
-            self._status.probes.setdefault(process.worker_id, probe)
+            self._status.worker_infos.setdefault(process.worker_id, info)
         if self._observer is not None:
             log.info("%s is ready%s", self._name(process), process.where)
             self._observer.join(process.worker_id, process.incarnation, process.peer)
 
+    @_posted
     def observe(self, observer: MembershipObserver) -> None:
         """Report to ``observer`` from now on; first the workers that are there."""
         self._observer = observer
@@ -242,8 +301,14 @@ class Lifecycle:
             if state is WorkerState.JOINING:
                 observer.lose(worker_id, -1, replaced=True)
         for process in list(self.processes.values()):
-            if process.probe is not None and not process.is_over:
+            if process.info is not None and not process.is_over:
                 observer.join(process.worker_id, process.incarnation, process.peer)
+
+    def report_start(self, elapsed_s: float) -> None:
+        """Log which of the first processes are awaited."""
+        phases = [self._membership.phase(worker_id) for worker_id in range(self._num_first)]
+        current = {p.worker_id: p for p in self.processes.values() if not p.is_over}
+        log.warning(start_report(phases, current, elapsed_s, self._faults.start_timeout_s))
 
     # Watching.
 
@@ -255,9 +320,12 @@ class Lifecycle:
 
         self._transport.ping(process.peer).add_done_callback(answered)
 
-    def failed(self, key: Key, error: BaseException, *, is_final: bool = False) -> None:
+    @_posted
+    def report(
+        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
+    ) -> None:
         """A worker failed at a request: it is replaced, unless the error ``is_final``."""
-        process = self.processes.get(key)
+        process = self.processes.get((worker_id, incarnation))
         if process is not None:
             process.ends_run |= is_final  # its other calls fail as it is lost
             self._fail_process(process, error)
@@ -271,32 +339,37 @@ class Lifecycle:
             process.failure = error
         else:
             process.failure = WorkerError(repr(error), worker_id=process.worker_id)
-        self.lose(process)
+        self._lose(process)
 
     # Slots, and leaving in order.
 
-    def open_slot(self, worker_id: int) -> None:
-        """Processes can be started in a slot from now on."""
+    @_posted
+    def slot_opened(self, worker_id: int) -> None:
         self._membership.open(worker_id, time.monotonic())
 
+    @_posted
     def leave(self, worker_id: int) -> None:
         """A worker is to leave for good, once it owes the pool nothing."""
-        now = time.monotonic()
-        self._membership.leave(worker_id, self._faults.leave_timeout_s, now)
+        self._membership.leave(worker_id, self._faults.leave_timeout_s, time.monotonic())
         process = self._current(worker_id)
         if process is None:
             self._check_vacant(worker_id, "it was released")
-        elif process.probe is None or self._observer is None:
-            self.lose(process)
+        elif process.info is None or self._observer is None:
+            self._lose(process)
         else:
             self._drain(process)
 
-    def retire(self, key: Key, num_bytes: int) -> None:
-        """A process takes too much memory: it is replaced after its rollout."""
-        process = self.processes.get(key)
+    @_posted
+    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
+        process = self.processes.get((worker_id, incarnation))
         # If it isn't ready, or the pool isn't there yet, this is reported again later.
-        if process is None or process.state is not ProcessState.READY or self._observer is None:
+        if process is None or not self._drain(process):
             return
+        process.is_retired = True
+        process.failure = WorkerLost(
+            f"it was retired, as it took {num_bytes / 1e9:.2f} GB of memory",
+            worker_id=process.worker_id,
+        )
         log.warning(
             "%s takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is replaced "
             "after its rollout",
@@ -304,41 +377,34 @@ class Lifecycle:
             num_bytes / 1e9,
             self._faults.max_worker_bytes,
         )
-        process.is_retired = True
-        process.failure = WorkerLost(
-            f"it was retired, as it took {num_bytes / 1e9:.2f} GB of memory",
-            worker_id=process.worker_id,
-        )
-        self._drain(process)
 
-    def _drain(self, process: Process) -> None:
-        if process.state is ProcessState.READY:
-            assert self._observer is not None
-            process.enter(ProcessState.DRAINING)
-            self._observer.leave(*process.key)
+    def _drain(self, process: Process) -> bool:
+        if self._observer is None or not self._membership.drain(*process.key):
+            return False
+        self._observer.leave(*process.key)
+        return True
 
-    def drained(self, key: Key) -> None:
+    @_posted
+    def drained(self, worker_id: int, incarnation: int) -> None:
         """A process that is to leave owes the pool nothing any more."""
-        process = self.processes.get(key)
-        if process is None or process.state is not ProcessState.DRAINING:
-            return
-        process.enter(ProcessState.EXITING, time.monotonic() + self._faults.leave_timeout_s)
-        self._deadlines.set(key, process.deadline)
-        assert process.connection is not None
-        process.connection.send(Stop())
-        process.connection.send(Exit())
+        limit_s = self._faults.leave_timeout_s
+        if self._membership.drained(worker_id, incarnation, limit_s, time.monotonic()):
+            connection = self.processes[worker_id, incarnation].connection
+            assert connection is not None
+            connection.send(Stop())
+            connection.send(Exit())
 
-    def close_slot(self, worker_id: int) -> None:
-        """No process can be started in a slot any more."""
+    @_posted
+    def slot_closed(self, worker_id: int) -> None:
         self._membership.close(worker_id)
         process = self._current(worker_id)
         if process is None:
             self._check_vacant(worker_id, "the supervisor that started its processes is gone")
         elif process.connection is None:
-            self.lose(process)  # its supervisor may have ended before it started the process
+            self._lose(process)  # its supervisor may have ended before it started the process
 
-    def give_up_slot(self, worker_id: int, reason: str) -> None:
-        """The scheduler of the workers will not start a slot's supervisor any more."""
+    @_posted
+    def slot_given_up(self, worker_id: int, reason: str) -> None:
         self._deaths[worker_id] = reason
         self._given_up.add(worker_id)
         if self._status.is_stopping:
@@ -358,24 +424,25 @@ class Lifecycle:
             return
         if self._observer is not None:
             self._observer.lose(worker_id, -1, replaced=False)
-        self._check_remaining(worker_id, WorkerLost(reason, worker_id=worker_id))
+        if fatal := self._fatal(worker_id, WorkerLost(reason, worker_id=worker_id)):
+            self.fail(fatal)
 
     def _current(self, worker_id: int) -> Process | None:
-        """The process in a slot that is not over."""
+        """The process in a slot."""
         return next(
             (p for p in self.processes.values() if p.worker_id == worker_id and not p.is_over), None
         )
 
     # Ending, expected or not.
 
-    def lose(self, process: Process) -> None:
+    def _lose(self, process: Process) -> None:
         """The process has ended, or is ignored from now on whatever it does."""
-        now = time.monotonic()
-        worker_id = process.worker_id
-        if process.is_over or not self._membership.ended(*process.key, now):
+        now, worker_id = time.monotonic(), process.worker_id
+        phase = self._membership.phase(worker_id)
+        if not self._membership.ended(*process.key, now):
             return
-        process.enter(ProcessState.LOST, now + EXIT_TIMEOUT_S)
-        self._deadlines.set(process.key, process.deadline)
+        process.ended_in = phase
+        process.account_by = now + EXIT_TIMEOUT_S
         if worker_id < self._num_first:
             self._status.fail_start()
         self._hosts.kill(*process.key)
@@ -385,52 +452,43 @@ class Lifecycle:
         if self._observer is not None:
             joins = self._membership.state(worker_id) is WorkerState.JOINING
             self._observer.lose(*process.key, replaced=joins and not self._status.is_stopping)
-        if process.exit is not None:
-            self._account(process)
 
-    def reaped(self, key: Key, process_exit: ProcessExit) -> None:
-        """A process has ended, and it is known how."""
-        process = self.processes.get(key)
-        if process is None:
-            return
-        process.exit = process_exit
-        self.lose(process)  # accounts for it, unless it was lost before
-        if key in self.processes:
-            self._account(process)
+    @_posted
+    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
+        process = self.processes.get((worker_id, incarnation))
+        if process is not None:
+            process.exit = process_exit
+            self._lose(process)
+
+    def launch_ended(self) -> None:
+        self._end_launch()
 
     def _account(self, process: Process) -> None:
         """Report the end of a lost process, and decide whether the run can go on."""
-        process.enter(ProcessState.ACCOUNTED)
         del self.processes[process.key]
-        self._deadlines.set(process.key, math.inf)
         worker_id = process.worker_id
         left = self._membership.state(worker_id) is WorkerState.LEFT
-        failure = process.failure or process.death
+        failure, cause = process.death, process.cause(left=left)
         self._deaths[worker_id] = "it left" if left else message_of(failure)
-        cause = process.cause(left=left)
-        with self._status.lock:
-            self._status.states = self._membership.states  # first: who waits for ends looks there
+        self._publish()  # first: who waits for ends looks at the states
         self._status.ends.note(worker_id, WorkerEnd(failure, is_hang=cause == "hung"))
         stopping = self._status.is_stopping
         if self._observer is not None:
-            cause = "shut_down" if stopping else cause
             stepped = None if process.exit is None else process.exit.stepped
-            self._observer.account(*process.key, cause, stepped)
+            self._observer.account(*process.key, "shut_down" if stopping else cause, stepped)
         if stopping:
             return
         if self._status.is_starting and worker_id < self._num_first:
             self.fail(failure)
             return
-        is_fatal = process.ends_run or self._is_fatal(failure)
+        fatal = failure if process.ends_run else self._fatal(worker_id, failure)
         if left:
             log.info("%s has left%s", self._name(process), process.where)
         elif not process.is_retired:
-            outlook = "the run ends" if is_fatal else self._outlook(worker_id)
+            outlook = "the run ends" if fatal else self._outlook(worker_id)
             log.warning("%s is lost: %s; %s", self._name(process), message_of(failure), outlook)
-        if is_fatal:
-            self.fail(failure)
-        else:
-            self._check_remaining(worker_id, failure)
+        if fatal is not None:
+            self.fail(fatal)
 
     def _name(self, process: Process) -> str:
         return worker_name(process.worker_id, self._collector)
@@ -443,29 +501,24 @@ class Lifecycle:
             return "it is not replaced"
         return "it is replaced" + (f" in {delay_s:.1f} s" if delay_s else "")
 
-    def _is_fatal(self, failure: DistCollectError) -> bool:
-        """Whether the run ends though other workers remain."""
-        if isinstance(failure, EnvError):
-            return self._faults.max_env_faults == 0
-        return isinstance(failure, PolicyError)  # all workers have the same policy
-
-    def _check_remaining(self, worker_id: int, failure: DistCollectError) -> None:
-        """Fail the run if it can't go on without this worker."""
-        present = any(state in PRESENT for state in self._membership.states.values())
+    def _fatal(self, worker_id: int, failure: DistCollectError) -> DistCollectError | None:
+        """The error by which the run ends, as it can't go on without this worker; None: it can."""
         hopeful, least = self._membership.num_hopeful, self._faults.min_workers
-        if isinstance(failure, EnvError) and (not present or hopeful < least):
-            self.fail(failure)
-            return
-        if hopeful < least and not self._hosts.is_elastic:
-            others = [f"worker {w}: {d}" for w, d in sorted(self._deaths.items()) if w != worker_id]
-            before = f"; before that {'; '.join(others)}" if others else ""
-            self.fail(
-                WorkerLost(
-                    f"{message_of(failure)}; {hopeful} worker(s) left, at least {least} wanted "
-                    f"(Faults.min_workers){before}",
-                    worker_id=worker_id,
-                )
-            )
+        if isinstance(failure, PolicyError):  # all workers have the same policy
+            return failure
+        if isinstance(failure, EnvError):
+            present = any(state in PRESENT for state in self._membership.states.values())
+            if not (self._faults.max_env_faults and present and hopeful >= least):
+                return failure
+        if hopeful >= least or self._hosts.is_elastic:
+            return None
+        others = [f"worker {w}: {d}" for w, d in sorted(self._deaths.items()) if w != worker_id]
+        before = f"; before that {'; '.join(others)}" if others else ""
+        return WorkerLost(
+            f"{message_of(failure)}; {hopeful} worker(s) left, at least {least} wanted "
+            f"(Faults.min_workers){before}",
+            worker_id=worker_id,
+        )
 
     def fail(self, error: DistCollectError) -> None:
         """The run can't go on."""
@@ -492,9 +545,9 @@ class Lifecycle:
                 process.connection.send(message)
 
     def account_for_rest(self) -> None:
-        """Account for ready workers whose end nobody reported, as their hosts are cut off."""
+        """Account also for ready workers whose end nobody reported, as their hosts are cut off."""
         for process in list(self.processes.values()):
-            if process.probe is not None:
-                if not process.is_over:
-                    process.enter(ProcessState.LOST)
-                self._account(process)
+            if process.info is not None:
+                process.account_by = 0.0
+                process.ended_in = process.ended_in or self._membership.phase(process.worker_id)
+        self.check()

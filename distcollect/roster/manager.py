@@ -21,11 +21,9 @@ from distcollect.launch.open_hosts import open_hosts
 from distcollect.launch.placement import PlacerSettings
 from distcollect.launch.preemption import exit_if_requested
 from distcollect.results import WorkerState
-from distcollect.roster.host_events import PostedHostEvents
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
-from distcollect.roster.start_report import start_report
-from distcollect.roster.status import Phase, Status
+from distcollect.roster.status import RunPhase, Status
 from distcollect.roster.worker_ends import WorkerEnds
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.start import start_transport
@@ -111,13 +109,13 @@ class Workers:
                 self._status,
                 num_first=count,
                 post=self._posted.put,
+                end_launch=self.close,
                 collector=self._number,
             )
             on_error.pop_all()
-        events = PostedHostEvents(self._lifecycle, self._posted.put, end_launch=self.close)
         self._steps = self._stop_steps()
         try:
-            self._hosts.attach(events, count, faults.start_timeout_s)
+            self._hosts.attach(self._lifecycle, count, faults.start_timeout_s)
             self._thread.start()
             self._await_start()
         except BaseException:
@@ -135,9 +133,9 @@ class Workers:
         return self._status.num_present
 
     @property
-    def probes(self) -> dict[int, WorkerInfo]:
+    def worker_infos(self) -> dict[int, WorkerInfo]:
         """What the first process in each slot found when it was probed, by worker_id."""
-        return self._status.probes
+        return self._status.worker_infos
 
     @property
     def ends(self) -> WorkerEnds:
@@ -162,24 +160,19 @@ class Workers:
     def attach(self, observer: MembershipObserver) -> None:
         """Report to ``observer`` from now on; first the workers that are there."""
         done: Future[None] = Future()
-
-        def observe() -> None:
-            self._lifecycle.observe(observer)
-            done.set_result(None)
-
-        self._posted.put(observe)
+        self._lifecycle.observe(observer)
+        self._posted.put(partial(done.set_result, None))
         done.result(self._faults.start_timeout_s)
 
     def report(
         self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
     ) -> None:
         """A worker failed at a request: it is replaced, if that can help."""
-        failed = partial(self._lifecycle.failed, is_final=is_final)
-        self._posted.put(partial(failed, (worker_id, incarnation), error))
+        self._lifecycle.report(worker_id, incarnation, error, is_final=is_final)
 
     def drained(self, worker_id: int, incarnation: int) -> None:
         """A worker that is to leave owes the pool nothing any more."""
-        self._posted.put(partial(self._lifecycle.drained, (worker_id, incarnation)))
+        self._lifecycle.drained(worker_id, incarnation)
 
     def release(self, worker_ids: Sequence[int]) -> None:
         """Have workers leave for good, and wait until they have.
@@ -188,24 +181,18 @@ class Workers:
             DeadlineError: some did not end in time; names them.
         """
         for worker_id in worker_ids:
-            self._posted.put(partial(self._lifecycle.leave, worker_id))
+            self._lifecycle.leave(worker_id)
         limit_s = self._faults.leave_timeout_s + self._faults.stop_timeout_s
 
         def staying() -> list[int]:
             states = self._status.states
             return [w for w in worker_ids if states.get(w) is not WorkerState.LEFT]
 
-        deadline = time.monotonic() + limit_s
-        with self._status.lock:
-            while staying():
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise DeadlineError(
-                        f"workers {staying()} did not leave within {limit_s:g} s: a step or "
-                        "close() of their envs may hang; Faults(leave_timeout_s=..., "
-                        "stop_timeout_s=...) gives longer"
-                    )
-                self._status.changed.wait(min(remaining, WAKEUP_INTERVAL_S))
+        if not self._wait_until(lambda: not staying(), limit_s):
+            raise DeadlineError(
+                f"workers {staying()} did not leave within {limit_s:g} s: a step or close() of "
+                "their envs may hang; Faults(leave_timeout_s=..., stop_timeout_s=...) gives longer"
+            )
 
     def await_enough(self) -> None:
         """If workers join and leave at any time, wait until ``min_workers`` are there.
@@ -223,26 +210,32 @@ class Workers:
         log.log(
             level,
             "waiting up to %g s for workers: %d there, %d wanted",
-            limit_s,
-            status.num_present,
-            least,
+            *(limit_s, status.num_present, least),
         )
+        if not self._wait_until(
+            lambda: status.num_present >= least, limit_s, (exit_if_requested, self._check_start)
+        ):
+            raise DeadlineError(
+                f"waited {limit_s:g} s for workers to join at {self.address}: "
+                f"{status.num_present} of at least {least} (Faults.min_workers) are there; "
+                f"{self._hosts.missing()}"
+            )
+
+    def _wait_until(
+        self, is_done: Callable[[], bool], limit_s: float, checks: Sequence[Callable[[], None]] = ()
+    ) -> bool:
+        """Wait up to ``limit_s``, False if it took longer; ``checks`` may raise meanwhile."""
         deadline = time.monotonic() + limit_s
-        while status.num_present < least:
-            exit_if_requested()
-            self._check_start()
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise DeadlineError(
-                    f"waited {limit_s:g} s for workers to join at {self.address}: "
-                    f"{status.num_present} of at least {least} (Faults.min_workers) are there; "
-                    f"{self._hosts.missing()}"
-                )
-            with status.lock:
-                status.changed.wait_for(
-                    lambda: status.num_present >= least or status.has_ended,
-                    min(remaining, WAKEUP_INTERVAL_S),
-                )
+        while True:
+            for check in checks:
+                check()
+            with self._status.lock:
+                if is_done():
+                    return True
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return False
+                self._status.changed.wait(min(remaining, WAKEUP_INTERVAL_S))
 
     def _check_start(self) -> None:
         """Raise what keeps workers from joining, if anything does."""
@@ -252,41 +245,41 @@ class Workers:
             raise CollectorStateError("the launch ended while workers were awaited")
 
     def _await_start(self) -> None:
-        """Wait until the first process in every slot is ready, and one at least; enter RUNNING."""
-        status = self._status
-        limit_s = self._faults.start_timeout_s
+        """Wait until the first process in every slot is ready, and one at least."""
+        status, limit_s = self._status, self._faults.start_timeout_s
         deadline = time.monotonic() + limit_s + EXIT_TIMEOUT_S
         if self.is_elastic:
             self.await_enough()
-        with status.lock:
-            while status.phase is not Phase.STARTING or not self._have_started():
-                self._check_start()
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 and self.is_elastic:
-                    break  # the others join later
-                if remaining <= 0:
-                    missing = [w for w in status.states if w not in status.probes]
-                    names = f"workers {missing}" if missing else "a worker"
-                    raise DeadlineError(
-                        f"waited {limit_s:g} s for {names} to join, without success: see their "
-                        "own output; Faults(start_timeout_s=...) gives longer, 'distcollect "
-                        "doctor' looks at the way between hosts"
-                    )
-                status.changed.wait(min(remaining, WAKEUP_INTERVAL_S))
-            status.enter(Phase.RUNNING)
+        remaining = max(0.0, deadline - time.monotonic())
+        # The other elastic workers join later.
+        in_time = self._wait_until(self._begin_run, remaining, [self._check_start])
+        if not in_time and not self.is_elastic:
+            missing = [w for w in status.states if w not in status.worker_infos]
+            names = f"workers {missing}" if missing else "a worker"
+            raise DeadlineError(
+                f"waited {limit_s:g} s for {names} to join, without success: see their own output; "
+                "Faults(start_timeout_s=...) gives longer, 'distcollect doctor' looks at the way "
+                "between hosts"
+            )
+        status.begin_run()
+
+    def _begin_run(self) -> bool:
+        """Begin the run if the workers that the first batch should come from are ready."""
+        if self._status.phase is RunPhase.STARTING and self._have_started():
+            self._status.begin_run()
+        return self._status.phase is RunPhase.RUNNING
 
     def _have_started(self) -> bool:
-        """Whether the workers that the first batch should come from are ready."""
-        probes = self._status.probes
+        ready = self._status.worker_infos
         if not self.is_elastic:
-            return all(w in probes for w in range(max(1, self._num_first)))
+            return all(w in ready for w in range(max(1, self._num_first)))
         if not self._hosts.is_placed:
             return True
         # Those that a scheduler can start now: with fewer, the first batches would depend on which
         # of them was faster. One that failed is replaced, and joins later.
         ended = self._status.ends.known()
         return self._hosts.is_settled and all(
-            w in probes or w in ended for w in self._hosts.supervised
+            w in ready or w in ended for w in self._hosts.supervised
         )
 
     def close(self) -> None:
@@ -314,7 +307,6 @@ class Workers:
             # The hosts can serve another collector now.
             self._hosts.detach,
             partial(_open_numbers.discard, self._number),
-            partial(self._status.enter, Phase.CLOSED),
         ]
         stack = contextlib.ExitStack()
         for step in reversed(steps):
@@ -324,35 +316,28 @@ class Workers:
     # The supervision thread.
 
     def _run(self) -> None:
-        checked_at = 0.0
         reminder = Reminder(time.monotonic())
+        checked_at = 0.0
         while True:
             now = time.monotonic()
-            self._guarded(partial(self._report_start, reminder, now))
+            if not (self._status.is_starting and self._num_first):
+                reminder.stop()
+            elif reminder.is_due(now):
+                self._guarded(partial(self._lifecycle.report_start, now - reminder.began))
             next_check = min(self._lifecycle.next_check(now), reminder.at)
             due = max(next_check, checked_at + _CHECK_PERIOD_S)
             # Python can't wait for much longer than an hour at once; a check in between does no
             # harm.
             pause_s = min(due - now, 3600.0)
-            try:
+            with contextlib.suppress(queue.Empty):
                 while True:
                     event = self._posted.get(timeout=max(0.0, pause_s))
                     if event is None:
                         return
                     self._guarded(event)
                     pause_s = 0.0  # handle all other events, then check
-            except queue.Empty:
-                pass
             checked_at = time.monotonic()
             self._guarded(self._lifecycle.check)
-
-    def _report_start(self, reminder: Reminder, now: float) -> None:
-        if not (self._status.is_starting and self._num_first):
-            reminder.stop()
-        elif reminder.is_due(now):
-            processes = list(self._lifecycle.processes.values())
-            limit_s = self._faults.start_timeout_s
-            log.warning(start_report(processes, self._num_first, now - reminder.began, limit_s))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

@@ -5,26 +5,25 @@ any clock that only goes forward.
 
 ::
 
-             started           probed              silent
-    JOINING ─────────▶ JOINING ───────▶ READY ◀──────────────▶ SUSPECTED
-       ▲                  │               │      heard from       │
-       │ after a delay    └───────────────┴──────── ended ────────┘
-       └──────────────────────────────────┤
-           no restart left, slot closed   ├──▶ LOST ──▶ JOINING when the slot is opened again
-                     it left on purpose   └──▶ LEFT ──▶ the same
+    PAUSED ─▶ STARTED ─▶ PROBING ─▶ READY ◀─▶ SUSPECTED ─▶ DRAINING ─▶ EXITING
+      ▲          └──────────┴─────────┴───── ended ─────────────┴─────────┘
+      │ after a delay                          │
+      ├────────────────────────────────────────┤
+      │     no restart left, slot closed       ├──▶ LOST ──▶ PAUSED when the slot is opened again
+      │              it left on purpose        └──▶ LEFT ──▶ the same
 
 A slot without a process becomes LOST or LEFT in the same way.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 import random
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from distcollect.common.backoff import backoff_s
-from distcollect.common.due_times import DueTimes
 from distcollect.results import WorkerState
 
 # After a process was ready for this long, it counts as the first start in its slot.
@@ -34,8 +33,33 @@ _FIRST_DELAY_S = 0.5
 # How many pings are sent within the time after which a silent process is lost.
 _PINGS_PER_SILENCE = 4
 
-
 PRESENT = (WorkerState.READY, WorkerState.SUSPECTED)
+
+
+class WorkerPhase(enum.Enum):
+    """The phase of a worker: of the process in its slot, or of the empty slot."""
+
+    PAUSED = enum.auto()  # there is no process; the next one is started at the deadline
+    STARTED = enum.auto()  # its process has to join, and to connect its transport
+    PROBING = enum.auto()  # it makes its envs and policy, and tries them out
+    READY = enum.auto()  # it serves requests
+    SUSPECTED = enum.auto()  # it does, but gave no sign of life for a while
+    DRAINING = enum.auto()  # it is to end, and still owes the pool something
+    EXITING = enum.auto()  # it was told to end
+    LOST = enum.auto()  # there is no process, and none is started before the slot is opened again
+    LEFT = enum.auto()  # the same, as it left on purpose
+
+
+_EMPTY = (WorkerPhase.PAUSED, WorkerPhase.LOST, WorkerPhase.LEFT)
+_STARTING = (WorkerPhase.STARTED, WorkerPhase.PROBING)
+_SERVING = (WorkerPhase.READY, WorkerPhase.SUSPECTED)
+# What users see of a phase; of the others, that the worker is ready.
+_SEEN_AS = {
+    **dict.fromkeys((WorkerPhase.PAUSED, *_STARTING), WorkerState.JOINING),
+    WorkerPhase.SUSPECTED: WorkerState.SUSPECTED,
+    WorkerPhase.LOST: WorkerState.LOST,
+    WorkerPhase.LEFT: WorkerState.LEFT,
+}
 
 
 @dataclass(frozen=True)
@@ -67,41 +91,44 @@ class Overdue:
     reason: str
 
 
-Command: TypeAlias = Start | Ping | Overdue
+MembershipCommand: TypeAlias = Start | Ping | Overdue
 
 
-@dataclass
-class _Slot:
-    """A worker's slot.
+@dataclass(eq=False)
+class WorkerRecord:
+    """A worker: its slot, and the process in it.
 
     Attributes:
-        incarnation: of the process in it, or of the next one if there is none.
-        running: a process was started, and has not ended.
-        start_at: when to start the next process; None: not before the slot is opened again.
-        join_by: by when the running process has to be ready, or to have left.
-        ready_at: since when the running process is ready; None: it isn't.
+        phase: see :class:`WorkerPhase`.
+        incarnation: of the process in the slot, or of the next one if there is none.
+        deadline: when to start the next process; of a process: when it is overdue.
+        successor: what the slot becomes when its process ends: PAUSED, LOST or LEFT.
         starts: starts in a row, since a process was ready for a minute.
-        heard_at: when the process last gave a sign of life.
+        ready_at: since when the process is ready; infinite: it isn't.
+        heard_at: when the process, which has to be ready, last gave a sign of life.
         ping_at: when to ping it next.
-        is_open: a process can be started.
-        leaving: this process is not replaced.
-        overdue: its end was requested.
-        is_watched: it counts among the processes that have deadlines.
+        due_at: when something is to be done; see :meth:`Membership.tick`.
     """
 
-    state: WorkerState = WorkerState.JOINING
+    phase: WorkerPhase = WorkerPhase.PAUSED
     incarnation: int = 0
-    running: bool = False
-    start_at: float | None = None
-    join_by: float = math.inf
-    ready_at: float | None = None
+    deadline: float = math.inf
+    successor: WorkerPhase = WorkerPhase.PAUSED
     starts: int = 0
-    heard_at: float = 0.0
-    ping_at: float = 0.0
-    is_open: bool = True
-    leaving: bool = False
-    overdue: bool = False
-    is_watched: bool = False
+    ready_at: float = math.inf
+    heard_at: float = math.inf
+    ping_at: float = math.inf
+    due_at: float = math.inf
+
+    @property
+    def state(self) -> WorkerState:
+        """What users see of it."""
+        return _SEEN_AS.get(self.phase, WorkerState.READY)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if there is no process."""
+        return self.phase in _EMPTY
 
 
 @dataclass
@@ -125,218 +152,228 @@ class Membership:
     max_restarts: int
     longest_pause_s: float = 30.0
     rng: random.Random = field(default_factory=random.Random)
-    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _records: dict[int, WorkerRecord] = field(default_factory=dict)
     _called_at: float = math.inf
-    _due_times: DueTimes[int] = field(default_factory=DueTimes)  # of slots, for tick
-    _num_watched: int = 0
-    _states: dict[int, WorkerState] | None = None  # None: to be worked out
 
     @property
     def states(self) -> dict[int, WorkerState]:
-        """The state of every slot, by worker_id; to be read only."""
-        if self._states is None:
-            self._states = {
-                worker_id: slot.state for worker_id, slot in sorted(self._slots.items())
-            }
-        return self._states
+        """What users see of every slot, in the order of worker_id."""
+        return {worker_id: record.state for worker_id, record in sorted(self._records.items())}
 
     def state(self, worker_id: int) -> WorkerState:
-        """The state of one slot; LEFT if there is no such slot."""
-        slot = self._slots.get(worker_id)
-        return WorkerState.LEFT if slot is None else slot.state
+        """What users see of one slot; LEFT if there is no such slot."""
+        record = self._records.get(worker_id)
+        return WorkerState.LEFT if record is None else record.state
+
+    def phase(self, worker_id: int) -> WorkerPhase:
+        """The phase of one slot; LEFT if there is no such slot."""
+        record = self._records.get(worker_id)
+        return WorkerPhase.LEFT if record is None else record.phase
 
     @property
     def num_hopeful(self) -> int:
         """How many slots have a worker, or will have one."""
-        return sum(
-            slot.state not in (WorkerState.LOST, WorkerState.LEFT) for slot in self._slots.values()
-        )
+        gone = (WorkerPhase.LOST, WorkerPhase.LEFT)
+        return sum(record.phase not in gone for record in self._records.values())
 
     def has_process(self, worker_id: int, incarnation: int) -> bool:
-        """Whether this process is the one that runs in the slot, as far as is known."""
-        slot = self._slots.get(worker_id)
-        return slot is not None and slot.running and slot.incarnation == incarnation
+        """Return True if this process is the one in its slot, as far as is known."""
+        return self._process(worker_id, incarnation) is not None
+
+    def _process(self, worker_id: int, incarnation: int) -> WorkerRecord | None:
+        record = self._records.get(worker_id)
+        if record is None or record.is_empty or record.incarnation != incarnation:
+            return None
+        return record
 
     def open(self, worker_id: int, now: float) -> None:
         """Processes can be started in this slot; start one if it is new, LOST or LEFT."""
-        slot = self._slots.setdefault(worker_id, _Slot(start_at=now))
-        slot.is_open = True
-        if slot.state in (WorkerState.LOST, WorkerState.LEFT):
-            slot.state = WorkerState.JOINING
-            slot.leaving = False
-            slot.starts = 0
-            slot.start_at = now
-        self._changed(worker_id, slot)
+        record = self._records.setdefault(worker_id, WorkerRecord(WorkerPhase.LOST))
+        if record.phase in (WorkerPhase.LOST, WorkerPhase.LEFT):
+            record.phase = record.successor = WorkerPhase.PAUSED
+            record.starts = 0
+            record.deadline = now
+        elif record.successor is WorkerPhase.LOST:
+            record.successor = WorkerPhase.PAUSED
+        self._changed(record)
 
     def close(self, worker_id: int) -> None:
         """No process can be started in this slot, until :meth:`open`; a running one goes on."""
-        slot = self._slots.get(worker_id)
-        if slot is None:
-            return
-        slot.is_open = False
-        if not slot.running and slot.state is WorkerState.JOINING:
-            slot.state = WorkerState.LOST
-            slot.start_at = None
-        self._changed(worker_id, slot)
-
-    def ready(self, worker_id: int, incarnation: int, now: float) -> None:
-        """A started process is ready."""
-        if not self.has_process(worker_id, incarnation):
-            return
-        slot = self._slots[worker_id]
-        self._excuse_absence(now)
-        slot.state = WorkerState.READY
-        slot.ready_at = now
-        slot.heard_at = now
-        self._plan_ping(slot, now)
-        self._changed(worker_id, slot)
-
-    def heard(self, worker_id: int, incarnation: int, now: float) -> None:
-        """A process gave a sign of life."""
-        if not self.has_process(worker_id, incarnation):
-            return
-        slot = self._slots[worker_id]
-        self._excuse_absence(now)
-        slot.heard_at = now
-        if slot.state is WorkerState.SUSPECTED:
-            slot.state = WorkerState.READY
-        self._changed(worker_id, slot)
+        record = self._records.get(worker_id)
+        if record is not None and record.successor is WorkerPhase.PAUSED:
+            record.successor = WorkerPhase.LOST
+            self._vacate(record)
 
     def leave(self, worker_id: int, within_s: float, now: float) -> None:
         """The worker leaves on purpose, and is not replaced.
 
         Its process is overdue after ``within_s``.
         """
-        slot = self._slots.get(worker_id)
-        if slot is None or slot.leaving:
+        record = self._records.get(worker_id)
+        if record is None or record.successor is WorkerPhase.LEFT:
             return
         self._excuse_absence(now)
-        slot.leaving = True
-        slot.join_by = now + within_s
-        if not slot.running:
-            slot.state = WorkerState.LEFT
-            slot.start_at = None
-        self._changed(worker_id, slot)
+        record.successor = WorkerPhase.LEFT
+        record.deadline = now + within_s
+        self._vacate(record)
+
+    def _vacate(self, record: WorkerRecord) -> None:
+        """No further process is started: an empty slot becomes what it would after a process."""
+        if record.is_empty:
+            record.phase = record.successor
+            record.deadline = math.inf
+        self._changed(record)
+
+    def joined(self, worker_id: int, incarnation: int) -> bool:
+        """A started process can be reached, and is probed; returns False if it is unknown."""
+        record = self._process(worker_id, incarnation)
+        if record is None or record.phase is not WorkerPhase.STARTED:
+            return False
+        record.phase = WorkerPhase.PROBING
+        return True
+
+    def ready(self, worker_id: int, incarnation: int, now: float) -> bool:
+        """A started process is ready; returns False if it is unknown."""
+        record = self._process(worker_id, incarnation)
+        if record is None or record.phase not in _STARTING:
+            return False
+        self._excuse_absence(now)
+        record.phase = WorkerPhase.READY
+        record.ready_at = record.heard_at = now
+        if record.successor is not WorkerPhase.LEFT:
+            record.deadline = math.inf
+        self._plan_ping(record, now)
+        self._changed(record)
+        return True
+
+    def heard(self, worker_id: int, incarnation: int, now: float) -> None:
+        """A process gave a sign of life."""
+        record = self._process(worker_id, incarnation)
+        if record is None or record.phase in _STARTING:
+            return
+        self._excuse_absence(now)
+        record.heard_at = now
+        if record.phase is WorkerPhase.SUSPECTED:
+            record.phase = WorkerPhase.READY
+        self._changed(record)
+
+    def drain(self, worker_id: int, incarnation: int) -> bool:
+        """A ready process is to end once it owes nothing; returns False if it isn't ready."""
+        record = self._process(worker_id, incarnation)
+        if record is None or record.phase not in _SERVING:
+            return False
+        record.phase = WorkerPhase.DRAINING
+        return True
+
+    def drained(self, worker_id: int, incarnation: int, within_s: float, now: float) -> bool:
+        """A DRAINING process owes nothing, and ends within this time; False if it isn't that."""
+        record = self._process(worker_id, incarnation)
+        if record is None or record.phase is not WorkerPhase.DRAINING:
+            return False
+        record.phase = WorkerPhase.EXITING
+        record.deadline = min(record.deadline, now + within_s)
+        self._changed(record)
+        return True
 
     def ended(self, worker_id: int, incarnation: int, now: float) -> bool:
         """A process has ended, or is ignored from now on; returns False if it was known before."""
-        if not self.has_process(worker_id, incarnation):
+        record = self._process(worker_id, incarnation)
+        if record is None:
             return False
-        slot = self._slots[worker_id]
-        if slot.ready_at is not None and now - slot.ready_at >= _SOUND_AFTER_S:
-            slot.starts = 1
-        slot.running = slot.overdue = False
-        slot.ready_at = None
-        slot.incarnation += 1
-        if slot.leaving:
-            slot.state = WorkerState.LEFT
-        elif not slot.is_open or slot.starts > self.max_restarts:
-            slot.state = WorkerState.LOST
+        if now - record.ready_at >= _SOUND_AFTER_S:
+            record.starts = 1
+        if record.successor is WorkerPhase.PAUSED and record.starts > self.max_restarts:
+            record.phase = WorkerPhase.LOST
         else:
-            slot.state = WorkerState.JOINING
-            slot.start_at = now + self._delay(slot.starts)
-        self._changed(worker_id, slot)
+            record.phase = record.successor
+        is_replaced = record.phase is WorkerPhase.PAUSED
+        record.deadline = now + self._delay(record.starts) if is_replaced else math.inf
+        record.ready_at = record.heard_at = record.ping_at = math.inf
+        record.incarnation += 1
+        self._changed(record)
         return True
 
     def delay(self, worker_id: int, now: float) -> float | None:
         """Seconds until the next process is started in this slot; None: no start is planned."""
-        slot = self._slots[worker_id]
-        return None if slot.start_at is None else max(0.0, slot.start_at - now)
+        record = self._records[worker_id]
+        return max(0.0, record.deadline - now) if record.phase is WorkerPhase.PAUSED else None
 
-    def tick(self, now: float) -> list[Command]:
-        """What to do now, in the order in which it was due; each command is returned once.
+    def tick(self, now: float) -> list[MembershipCommand]:
+        """What to do now, in the order in which it was due.
 
-        Only slots for which something is due are looked at.
+        Each command is returned once, but :class:`Overdue` until the process was reported as ended.
         """
         self._excuse_absence(now)
-        commands: list[Command] = []
-        for worker_id in self._due_times.take(now):
-            slot = self._slots[worker_id]
-            command = self._due(worker_id, slot, now)
-            if command is not None:
-                commands.append(command)
-            self._changed(worker_id, slot)
-        return commands
+        due = [(r.due_at, worker_id) for worker_id, r in self._records.items() if r.due_at <= now]
+        commands = (self._act(worker_id, now) for _, worker_id in sorted(due))
+        return [command for command in commands if command is not None]
 
     def next_tick(self, now: float) -> float:
         """By when to call :meth:`tick`; before that it returns nothing, unless an event comes."""
+        records = self._records.values()
         # Also when nothing is due: see above, of a trainer that can't act for a while.
-        latest = now + self._ping_period_s if self._num_watched else math.inf
-        return min(self._due_times.first, latest)
+        due_at = min((record.due_at for record in records), default=math.inf)
+        if all(record.is_empty for record in records):
+            return due_at
+        return min(due_at, now + self._ping_period_s)
 
-    def _changed(self, worker_id: int, slot: _Slot) -> None:
-        """Note when a slot is due, and what else depends on it: it was changed."""
-        self._due_times.set(worker_id, self._due_time(slot))
-        is_watched = slot.running and not slot.overdue
-        self._num_watched += is_watched - slot.is_watched
-        slot.is_watched = is_watched
-        if self._states is not None and self._states.get(worker_id) is not slot.state:
-            self._states = None
+    def _act(self, worker_id: int, now: float) -> MembershipCommand | None:
+        """Do what is due for a slot; may suspect its process."""
+        record = self._records[worker_id]
+        command: MembershipCommand | None = None
+        if record.phase is WorkerPhase.PAUSED:
+            record.phase = WorkerPhase.STARTED
+            record.starts += 1
+            record.deadline = now + self.start_timeout_s
+            command = Start(worker_id, record.incarnation)
+        elif reason := self._missed_deadline(record, now):
+            command = Overdue(worker_id, record.incarnation, reason)
+        else:
+            if record.phase is WorkerPhase.READY and now >= self._suspected_from(record):
+                record.phase = WorkerPhase.SUSPECTED
+            if now >= record.ping_at:
+                self._plan_ping(record, now)
+                command = Ping(worker_id, record.incarnation)
+        self._changed(record)
+        return command
 
-    def _due_time(self, slot: _Slot) -> float:
-        """When something is to be done for a slot."""
-        if not slot.running:
-            return math.inf if slot.start_at is None else slot.start_at
-        if slot.overdue:
-            return math.inf
-        time = slot.join_by if slot.state is WorkerState.JOINING or slot.leaving else math.inf
-        if slot.state in PRESENT:
-            time = min(time, slot.ping_at, self._silent_from(slot))
-        return time
-
-    def _due(self, worker_id: int, slot: _Slot, now: float) -> Command | None:
-        if not slot.running:
-            if slot.start_at is None or slot.start_at > now:
-                return None
-            slot.running = True
-            slot.start_at = None
-            slot.starts += 1
-            slot.join_by = now + self.start_timeout_s
-            return Start(worker_id, slot.incarnation)
-        if slot.overdue:
-            return None
-        reason = self._missed_deadline(slot, now)
-        if reason:
-            slot.overdue = True
-            return Overdue(worker_id, slot.incarnation, reason)
-        if slot.state in PRESENT and now >= slot.ping_at:
-            self._plan_ping(slot, now)
-            return Ping(worker_id, slot.incarnation)
-        return None
-
-    def _missed_deadline(self, slot: _Slot, now: float) -> str:
-        """Why the process is to be ended; "" if it is not. May suspect it."""
-        if slot.leaving and now >= slot.join_by:
+    def _missed_deadline(self, record: WorkerRecord, now: float) -> str:
+        """Why the process is to be ended; "" if it is not."""
+        if now >= record.deadline:
+            if record.phase in _STARTING and record.successor is not WorkerPhase.LEFT:
+                return f"it was not ready within {self.start_timeout_s:g} s of its start"
             return "it took too long to leave"
-        if slot.state is WorkerState.JOINING and now >= slot.join_by:
-            return f"it was not ready within {self.start_timeout_s:g} s of its start"
-        if slot.state in PRESENT:
-            if now >= slot.heard_at + self.silence_timeout_s:
-                return f"no sign of life for {now - slot.heard_at:.1f} s"
-            if now >= slot.heard_at + self.silence_timeout_s / 2:
-                slot.state = WorkerState.SUSPECTED
+        if now >= record.heard_at + self.silence_timeout_s:
+            return f"no sign of life for {now - record.heard_at:.1f} s"
         return ""
+
+    def _changed(self, record: WorkerRecord) -> None:
+        """Note when the slot is due."""
+        silent_from = record.heard_at + self.silence_timeout_s
+        if record.phase is WorkerPhase.READY:
+            silent_from = self._suspected_from(record)
+        record.due_at = min(record.deadline, record.ping_at, silent_from)
+
+    def _suspected_from(self, record: WorkerRecord) -> float:
+        return record.heard_at + self.silence_timeout_s / 2
 
     @property
     def _ping_period_s(self) -> float:
         return self.silence_timeout_s / _PINGS_PER_SILENCE
 
-    def _silent_from(self, slot: _Slot) -> float:
-        share = 1 if slot.state is WorkerState.SUSPECTED else 0.5
-        return slot.heard_at + share * self.silence_timeout_s
-
-    def _plan_ping(self, slot: _Slot, now: float) -> None:
+    def _plan_ping(self, record: WorkerRecord, now: float) -> None:
         # At random times: hundreds of workers may have become ready at the same moment.
-        slot.ping_at = now + self._ping_period_s * self.rng.uniform(0.5, 1.0)
+        record.ping_at = now + self._ping_period_s * self.rng.uniform(0.5, 1.0)
 
     def _excuse_absence(self, now: float) -> None:
         absent_s = now - self._called_at - self._ping_period_s
         self._called_at = now
         if absent_s > 0:
-            for worker_id, slot in self._slots.items():
-                slot.heard_at += absent_s
-                slot.join_by += absent_s
-                self._changed(worker_id, slot)
+            for record in self._records.values():
+                if not record.is_empty:
+                    record.heard_at += absent_s
+                    record.deadline += absent_s
+                    self._changed(record)
 
     def _delay(self, starts: int) -> float:
         pause_s = backoff_s(starts, _FIRST_DELAY_S, self.longest_pause_s)

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
-from distcollect.roster.process import Process, ProcessState
+from distcollect.roster.membership import WorkerPhase
+from distcollect.roster.process import Process
 
 _PENDING = {
-    ProcessState.STARTED: "which has to join",
-    ProcessState.PROBING: "which makes its envs and policy and tries them",
+    WorkerPhase.PAUSED: "which has not been started yet",
+    WorkerPhase.STARTED: "which has to join",
+    WorkerPhase.PROBING: "which makes its envs and policy and tries them",
 }
 _MAX_NAMED = 5
 
 
 def start_report(
-    processes: Iterable[Process], num_first: int, elapsed_s: float, limit_s: float
+    phases: Sequence[WorkerPhase],
+    processes: Mapping[int, Process],
+    elapsed_s: float,
+    limit_s: float,
 ) -> str:
-    """Which workers are awaited, for what, and how long.
+    """Say which workers are awaited, for what, and how long.
 
     Args:
-        processes: those that were started.
-        num_first: the slots from 0 to this number have to become ready.
+        phases: of the workers that have to become ready, by worker_id.
+        processes: those in the slots, by worker_id.
         elapsed_s: seconds since the start.
         limit_s: after this many seconds the start fails.
     """
-    newest = {process.worker_id: process for process in processes}
-    awaited = [
-        (worker_id, newest.get(worker_id))
-        for worker_id in range(num_first)
-        if worker_id not in newest or newest[worker_id].state in _PENDING
-    ]
-    named = [
-        f"worker {worker_id}, which has not been started yet"
-        if process is None
-        else f"worker {worker_id}{process.where}, {_PENDING[process.state]}"
-        for worker_id, process in awaited[:_MAX_NAMED]
-    ]
+    awaited = [worker_id for worker_id, phase in enumerate(phases) if phase in _PENDING]
+    named = []
+    for worker_id in awaited[:_MAX_NAMED]:
+        where = processes[worker_id].where if worker_id in processes else ""
+        named.append(f"worker {worker_id}{where}, {_PENDING[phases[worker_id]]}")
     if len(awaited) > _MAX_NAMED:
         named.append(f"{len(awaited) - _MAX_NAMED} more")
     return (
-        f"{num_first - len(awaited)} of {num_first} workers are ready after {elapsed_s:.0f} s; "
+        f"{len(phases) - len(awaited)} of {len(phases)} workers are ready after {elapsed_s:.0f} s; "
         f"waiting up to {limit_s:g} s in all for {'; '.join(named)}"
     )

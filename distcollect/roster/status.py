@@ -8,30 +8,17 @@ import threading
 from distcollect.errors import DistCollectError
 from distcollect.results import WorkerState
 from distcollect.roster.membership import PRESENT
-from distcollect.roster.process import check_transition
 from distcollect.roster.worker_ends import WorkerEnds
 from distcollect.transport.worker_service import WorkerInfo
 
 
-class Phase(enum.Enum):
+class RunPhase(enum.Enum):
     """How far the workers of a collector are between their start and their end."""
 
     STARTING = enum.auto()  # the first processes have to become ready
     START_FAILED = enum.auto()  # one of the first processes was lost
-    RUNNING = enum.auto()  # a lost process is replaced
-    FAILED = enum.auto()  # the run can't go on
-    STOPPING = enum.auto()  # the processes are being ended
-    CLOSED = enum.auto()  # all have ended
-
-
-_NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.STARTING: frozenset({Phase.START_FAILED, Phase.RUNNING, Phase.STOPPING}),
-    Phase.START_FAILED: frozenset({Phase.STOPPING}),
-    Phase.RUNNING: frozenset({Phase.FAILED, Phase.STOPPING}),
-    Phase.FAILED: frozenset({Phase.STOPPING}),
-    Phase.STOPPING: frozenset({Phase.CLOSED}),
-    Phase.CLOSED: frozenset(),
-}
+    RUNNING = enum.auto()  # a lost process is replaced, unless the run has failed
+    STOPPING = enum.auto()  # the processes are being ended, or have ended
 
 
 class Status:
@@ -39,20 +26,20 @@ class Status:
 
     Attributes:
         changed: notified after every change; its lock guards all attributes.
-        phase: see :class:`Phase`; :meth:`enter` changes it.
+        phase: see :class:`RunPhase`.
         failure: why the run can't go on; None: it can.
         states: of each slot's worker, by worker_id; replaced as a whole.
-        probes: worker_id to what the first process in its slot found when it was probed.
+        worker_infos: worker_id to what the first process in its slot found when it was probed.
         ends: how lost workers ended.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.phase = Phase.STARTING
+        self.phase = RunPhase.STARTING
         self.failure: DistCollectError | None = None
         self.states: dict[int, WorkerState] = {}
-        self.probes: dict[int, WorkerInfo] = {}
+        self.worker_infos: dict[int, WorkerInfo] = {}
         self.ends = WorkerEnds()
 
     @property
@@ -62,53 +49,37 @@ class Status:
 
     @property
     def is_starting(self) -> bool:
-        return self.phase in (Phase.STARTING, Phase.START_FAILED)
+        return self.phase in (RunPhase.STARTING, RunPhase.START_FAILED)
 
     @property
     def is_stopping(self) -> bool:
-        return self.phase in (Phase.STOPPING, Phase.CLOSED)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the run can't go on, or is being ended."""
-        return self.failure is not None or self.is_stopping
+        return self.phase is RunPhase.STOPPING
 
     @property
     def starts_processes(self) -> bool:
-        """Whether lost processes are replaced."""
-        return self.phase in (Phase.STARTING, Phase.RUNNING)
+        """Return True if lost processes are replaced."""
+        return self.failure is None and self.phase in (RunPhase.STARTING, RunPhase.RUNNING)
 
-    def enter(self, phase: Phase) -> None:
-        """Change the phase.
+    def begin_run(self) -> None:
+        """The first processes are ready."""
+        self._follow(RunPhase.RUNNING, RunPhase.STARTING)
 
-        Raises:
-            IllegalTransition: it can't follow the present one.
-        """
-        with self.lock:
-            check_transition(_NEXT, self.phase, phase)
-            self.phase = phase
-            self.changed.notify_all()
-
-    def begin_stop(self) -> bool:
-        """Enter STOPPING; False if it was entered before."""
-        with self.lock:
-            if self.is_stopping:
-                return False
-            self.enter(Phase.STOPPING)
-            return True
+    def begin_stop(self) -> None:
+        """The processes are being ended."""
+        self._follow(RunPhase.STOPPING, *RunPhase)
 
     def fail_start(self) -> None:
         """One of the first processes was lost: what is wrong with it is wrong with the run."""
+        self._follow(RunPhase.START_FAILED, RunPhase.STARTING)
+
+    def _follow(self, phase: RunPhase, *before: RunPhase) -> None:
         with self.lock:
-            if self.phase is Phase.STARTING:
-                self.enter(Phase.START_FAILED)
+            if self.phase in before:
+                self.phase = phase
+            self.changed.notify_all()
 
     def fail(self, error: DistCollectError) -> None:
         """The run can't go on."""
         with self.lock:
+            self.failure = self.failure or error
             self.fail_start()
-            if self.phase is Phase.RUNNING:
-                self.enter(Phase.FAILED)
-            if self.failure is None:
-                self.failure = error
-            self.changed.notify_all()

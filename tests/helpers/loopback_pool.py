@@ -51,12 +51,12 @@ class LoopbackWorkers:
             for part in plan_for(worker_id):
                 self.transport.call(peer, WorkerService.receive_part, part).result(SOON_S)
             request[worker_id] = self.transport.call(peer, WorkerService.configure)
-        self.probes: dict[int, WorkerInfo] = {
+        self.worker_infos: dict[int, WorkerInfo] = {
             worker_id: answer.result(faults.start_timeout_s)
             for worker_id, answer in request.items()
         }
-        self.gpus = {worker_id: probe.gpu for worker_id, probe in self.probes.items()}
-        self.states = dict.fromkeys(self.probes, WorkerState.READY)
+        self.gpus = {worker_id: probe.gpu for worker_id, probe in self.worker_infos.items()}
+        self.states = dict.fromkeys(self.worker_infos, WorkerState.READY)
         self.num_present = num_workers
         self.are_near = False
         self.ends = WorkerEnds()

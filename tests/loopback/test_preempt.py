@@ -318,7 +318,7 @@ def test_through_a_transport() -> None:
     workers = LoopbackWorkers(1, Faults(), lambda worker_id: payload)
     try:
         [peer] = workers.peers.values()
-        probe = workers.probes[0]
+        probe = workers.worker_infos[0]
         workers.transport.call(peer, WorkerService.preempt, 0).result(5)
         offered = workers.transport.collect(peer, CollectRequest(5000))
         assert Slow.stepped.wait(10)

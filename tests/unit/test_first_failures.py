@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
+from collections.abc import Callable
 from unittest.mock import Mock
 
 from distcollect.common.process_exit import ProcessExit
@@ -11,7 +12,7 @@ from distcollect.errors import EnvError, WorkerLost
 from distcollect.pool.first_failures import FirstFailures
 from distcollect.pool.worker_slots import WorkerSlot
 from distcollect.roster.lifecycle import Lifecycle
-from distcollect.roster.status import Phase, Status
+from distcollect.roster.status import Status
 
 
 def test_all_workers_have_to_fail_three_times_by_the_same_error() -> None:
@@ -48,13 +49,18 @@ def test_a_worker_that_collects_nothing_does_not_end_the_run() -> None:
 def test_the_run_ends_also_if_the_worker_owes_other_answers() -> None:
     """They fail when it is lost, before it is known how its process ended."""
     status = Status()
-    lifecycle = Lifecycle(Mock(), Mock(), Faults(), Mock(), status, num_first=2, post=Mock())
+    posted: deque[Callable[[], None]] = deque()
+    lifecycle = Lifecycle(
+        Mock(), Mock(), Faults(), Mock(), status,
+        num_first=2, post=posted.append, end_launch=Mock(),
+    )  # fmt: skip
     lifecycle.check()
-    for worker_id in range(2):
-        lifecycle._membership.ready(worker_id, 0, time.monotonic())
-    status.enter(Phase.RUNNING)
+    status.begin_run()
     error = EnvError("worn out", worker_id=0)
-    lifecycle.failed((0, 0), error, is_final=True)
-    lifecycle.failed((0, 0), WorkerLost("peer 1 is gone"))
-    lifecycle.reaped((0, 0), ProcessExit(1, 0))
+    lifecycle.report(0, 0, error, is_final=True)
+    lifecycle.report(0, 0, WorkerLost("peer 1 is gone"))
+    lifecycle.exited(0, 0, ProcessExit(1, 0))
+    while posted:
+        posted.popleft()()
+    lifecycle.check()
     assert status.failure is error

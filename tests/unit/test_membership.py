@@ -11,7 +11,14 @@ import pytest
 from helpers.membership_cases import PAUSE_S, SILENCE_S, START_S, make
 
 from distcollect.results import WorkerState
-from distcollect.roster.membership import Command, Membership, Overdue, Ping, Start
+from distcollect.roster.membership import (
+    Membership,
+    MembershipCommand,
+    Overdue,
+    Ping,
+    Start,
+    WorkerPhase,
+)
 
 
 def working(now: float = 0.0, **settings: int) -> Membership:
@@ -23,21 +30,26 @@ def working(now: float = 0.0, **settings: int) -> Membership:
     return membership
 
 
-def watch(membership: Membership, now: float, until: float) -> list[tuple[float, Command]]:
-    """Call ``tick`` whenever ``next_tick`` says so, until ``until``; return the commands."""
-    said: list[tuple[float, Command]] = []
+def watch(
+    membership: Membership, now: float, until: float
+) -> list[tuple[float, MembershipCommand]]:
+    """Do what ``tick`` says whenever it is due, until ``until``; return the commands."""
+    said: list[tuple[float, MembershipCommand]] = []
     looks_without_a_word = 0
     while (due := membership.next_tick(now)) <= until:
         now = max(now, due)
         commands = membership.tick(now)
         said += [(now, command) for command in commands]
+        for command in commands:
+            if isinstance(command, Overdue):
+                membership.ended(command.worker_id, command.incarnation, now)
         looks_without_a_word = 0 if commands else looks_without_a_word + 1
         assert looks_without_a_word < 1000, "it gets nowhere"
     assert membership.tick(until) == []
     return said
 
 
-def only(kind: type, said: list[tuple[float, Command]]) -> list[tuple[float, Any]]:
+def only(kind: type, said: list[tuple[float, MembershipCommand]]) -> list[tuple[float, Any]]:
     return [(when, command) for when, command in said if isinstance(command, kind)]
 
 
@@ -74,13 +86,12 @@ def test_a_process_has_to_be_ready_in_time() -> None:
     assert watch(membership, 0.0, 50.0) == []
     membership.heard(0, 0, 50.0)
     assert watch(membership, 50.0, START_S - 0.001) == []
-    ((when, overdue),) = watch(membership, START_S - 0.001, START_S + 10)
+    (when, overdue), (_, start) = watch(membership, START_S - 0.001, START_S + 10)
     assert (overdue.worker_id, overdue.incarnation) == (0, 0)
     assert when == pytest.approx(START_S)
     assert "not ready within 100 s" in overdue.reason
     assert membership.state(0) is WorkerState.JOINING
-    assert membership.ended(0, 0, START_S + 10)
-    assert membership.tick(START_S + 10) == [Start(0, 1)]
+    assert start == Start(0, 1)
 
 
 def test_who_is_ready_is_asked_for_signs_of_life() -> None:
@@ -109,9 +120,8 @@ def test_silence_is_suspicious_and_then_a_loss() -> None:
     ((when, overdue),) = only(Overdue, said)
     assert when == pytest.approx(SILENCE_S)
     assert "no sign of life for 8.0 s" in overdue.reason
-    assert all(when < SILENCE_S for when, _ in only(Ping, said)), "nothing more is asked of it"
-    assert membership.state(0) is WorkerState.SUSPECTED
-    assert membership.has_process(0, 0)
+    assert membership.state(0) is WorkerState.JOINING
+    assert only(Start, said) == [(when, Start(0, 1))]
 
 
 def test_who_was_suspected_and_is_heard_is_ready() -> None:
@@ -250,7 +260,6 @@ def test_who_leaves_while_joining_has_only_so_much_time() -> None:
     membership.leave(0, 5.0, 1.0)
     ((when, _),) = only(Overdue, watch(membership, 1.0, 20.0))
     assert when == pytest.approx(6.0)
-    membership.ended(0, 0, 20.0)
     assert membership.state(0) is WorkerState.LEFT
 
 
@@ -349,7 +358,7 @@ def test_a_trainer_that_did_not_look_loses_nobody(absent_s: float) -> None:
     membership.heard(1, 0, now)
     assert membership.tick(now) == []
     # If they sent nothing, they have as much time as before, less one pause.
-    said = only(Overdue, watch(membership, now, now + START_S))
+    said = only(Overdue, watch(membership, now, now + START_S - PAUSE_S))
     left_s = {command.worker_id: when - now for when, command in said}
     assert left_s == {
         0: pytest.approx(SILENCE_S),
@@ -378,34 +387,6 @@ def test_next_tick_is_never_late_however_late_it_is_asked_for() -> None:
         assert due <= first + 0.001
 
 
-def test_only_slots_for_which_something_is_due_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    membership = make()
-    looked_at: list[int] = []
-    look = Membership._due
-
-    def note(self: Membership, worker_id: int, *args: Any) -> Command | None:
-        looked_at.append(worker_id)
-        return look(self, worker_id, *args)
-
-    monkeypatch.setattr(Membership, "_due", note)
-    for worker_id in range(100):
-        membership.open(worker_id, 0.0)
-    assert membership.tick(0.0) == [Start(worker_id, 0) for worker_id in range(100)]
-    for worker_id in range(100):
-        membership.ready(worker_id, 0, 0.0)
-    looked_at.clear()
-    now, pinged = 0.0, []
-    while (now := membership.next_tick(now)) <= PAUSE_S:
-        for command in membership.tick(now):
-            assert isinstance(command, Ping)
-            pinged.append(command.worker_id)
-            membership.heard(command.worker_id, 0, now)
-    assert sorted(set(pinged)) == list(range(100))
-    assert looked_at == pinged
-
-
 def test_commands_come_in_the_order_in_which_they_were_due() -> None:
     membership = make()
     for worker_id, at in [(0, 5.0), (1, 3.0), (2, 4.0), (3, 3.0)]:
@@ -415,7 +396,7 @@ def test_commands_come_in_the_order_in_which_they_were_due() -> None:
     assert membership.tick(9.0) == [Start(1, 0), Start(3, 0), Start(0, 0)]
 
 
-def working_said(when: float) -> list[Command]:
+def working_said(when: float) -> list[MembershipCommand]:
     return working().tick(when)
 
 
@@ -434,3 +415,31 @@ def test_pings_are_spread_from_the_start() -> None:
             membership.heard(command.worker_id, command.incarnation, now)
     assert sum(request.values()) >= 2 * 1000
     assert max(request.values()) < 150, "in a tenth of a second"
+
+
+def test_a_process_that_ends_in_order_is_watched_until_it_has_ended() -> None:
+    membership = working()
+    assert not membership.drained(0, 0, 5.0, 1.0)
+    assert membership.drain(0, 0)
+    assert not membership.drain(0, 0)
+    assert only(Ping, watch(membership, 1.0, 3.0)), "it may take long to deliver its rollout"
+    membership.heard(0, 0, 3.0)
+    assert membership.drained(0, 0, 5.0, 3.0)
+    assert (membership.phase(0), membership.state(0)) == (WorkerPhase.EXITING, WorkerState.READY)
+    ((when, overdue), *_) = only(Overdue, watch(membership, 3.0, 9.0))
+    assert when == pytest.approx(8.0)
+    assert "took too long" in overdue.reason
+    assert membership.state(0) is WorkerState.JOINING, "it was retired, and is replaced"
+
+
+def test_each_phase_follows_from_the_one_before() -> None:
+    membership = make()
+    membership.open(0, 0.0)
+    assert not membership.joined(0, 0)
+    membership.tick(0.0)
+    assert not membership.drain(0, 0)
+    assert membership.joined(0, 0)
+    assert not membership.joined(0, 0)
+    assert membership.ready(0, 0, 1.0)
+    assert not membership.ready(0, 0, 1.0)
+    assert membership.phase(0) is WorkerPhase.READY

@@ -9,7 +9,8 @@ import pytest
 
 from distcollect.common import reminder
 from distcollect.common.reminder import Reminder, wait_for
-from distcollect.roster.process import Process, ProcessState
+from distcollect.roster.membership import WorkerPhase
+from distcollect.roster.process import Process
 from distcollect.roster.start_report import start_report
 
 
@@ -34,15 +35,13 @@ def test_waiting_reminds_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_report_says_who_is_awaited_for_what_and_how_long() -> None:
-    processes = [Process(0, 0, 10), Process(1, 0, 11), Process(2, 0, 12), Process(2, 1, 13)]
-    processes[0].enter(ProcessState.PROBING)
-    processes[0].enter(ProcessState.READY)
-    processes[1].enter(ProcessState.PROBING)
-    assert start_report(processes, 4, 20.04, 180.0) == (
+    phases = [WorkerPhase.READY, WorkerPhase.PROBING, WorkerPhase.STARTED, WorkerPhase.PAUSED]
+    processes = {worker_id: Process(worker_id, 0, 10 + worker_id) for worker_id in range(3)}
+    assert start_report(phases, processes, 20.04, 180.0) == (
         "1 of 4 workers are ready after 20 s; waiting up to 180 s in all for worker 1, which makes "
         "its envs and policy and tries them; worker 2, which has to join; worker 3, which has not "
         "been started yet"
     )
-    assert start_report([], 64, 20.0, 180.0).endswith(
+    assert start_report([WorkerPhase.PAUSED] * 64, {}, 20.0, 180.0).endswith(
         "worker 4, which has not been started yet; 59 more"
     )
