@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from distcollect.common.forks import Owner
+from distcollect.common.forks import Owner, only_here
 from distcollect.errors import ArgumentError
 
 EXIT_TIMEOUT = "DISTCOLLECT_EXIT_TIMEOUT_S"
@@ -100,6 +100,13 @@ class ExitDeadline:
         self._timers.append(timer)
 
 
+def exit_code(exiting: SystemExit | None) -> int:
+    """The exit code of a process that this exception ends; None: 0."""
+    if exiting is None or exiting.code is None:
+        return 0
+    return exiting.code if isinstance(exiting.code, int) else 1
+
+
 def timeout_s() -> float | None:
     """How long what ``main`` left behind has to end; None: for ever.
 
@@ -133,30 +140,8 @@ def exit_deadline(exit_code: int) -> Iterator[ExitDeadline | None]:
         deadline.cancel()
 
 
-class _InterpreterExit:
-    """Sets a deadline when the interpreter exits."""
-
-    def __init__(self) -> None:
-        self._owner: Owner | None = None  # where the interpreter's end has a deadline
-        self.exit_code = 0
-
-    def watch(self) -> None:
-        if self._owner is None or not self._owner.is_here:
-            self._owner = Owner()
-            atexit.register(self._at_exit)
-
-    def _at_exit(self) -> None:
-        limit_s = timeout_s()
-        if limit_s is None or self._owner is None or not self._owner.is_here:
-            return
-        # Python notes an exception here that nothing has caught.
-        uncaught = getattr(sys, "last_type", None)
-        code = self.exit_code if uncaught is None else 1
-        deadline = ExitDeadline(limit_s, 130 if uncaught is KeyboardInterrupt else code)
-        deadline.waits_for("an object that the script left behind")
-
-
-_interpreter_exit = _InterpreterExit()
+_owner: Owner | None = None  # where the interpreter's exit has a deadline
+_code_at_exit = 0
 
 
 @contextlib.contextmanager
@@ -165,12 +150,23 @@ def interpreter_exit_deadline() -> Iterator[None]:
 
     If what is done within raises SystemExit, that one's exit code holds.
     """
-    _interpreter_exit.watch()
-    _interpreter_exit.exit_code = 0
+    global _owner, _code_at_exit  # noqa: PLW0603 - a process ends once
+    if _owner is None or not _owner.is_here:
+        _owner = Owner()
+        atexit.register(only_here(_begin_at_exit))
+    _code_at_exit = 0
     try:
         yield
     except SystemExit as error:
-        code = error.code
-        if code is not None:
-            _interpreter_exit.exit_code = code if isinstance(code, int) else 1
+        _code_at_exit = exit_code(error)
         raise
+
+
+def _begin_at_exit() -> None:
+    if (limit_s := timeout_s()) is None:
+        return
+    # Python notes an exception here that nothing has caught.
+    uncaught = getattr(sys, "last_type", None)
+    code = _code_at_exit if uncaught is None else 1
+    deadline = ExitDeadline(limit_s, 130 if uncaught is KeyboardInterrupt else code)
+    deadline.waits_for("an object that the script left behind")

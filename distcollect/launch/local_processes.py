@@ -26,15 +26,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from distcollect.common import open_files, worker_guard
 from distcollect.common.forks import Owner
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import STACK_SIGNAL, SharedStepCounter
 from distcollect.launch import zygote
+from distcollect.launch.cpu_placement import CpuPlacement
+from distcollect.launch.inheritance import Inheritance, interpreter
 from distcollect.launch.progress_watch import ProgressWatch
-from distcollect.net.messages import WorkerBoot, to_frame
+from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot, to_frame
 
 log = logging.getLogger(__name__)
 
@@ -71,26 +72,6 @@ class ProcessEvents:
         """A process takes more memory than it may; repeated while that is so."""
 
 
-class _Process(Protocol):
-    """A worker's guard, which ends as the worker ends.
-
-    Attributes:
-        pid: its process id; None until it is known.
-    """
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def wait(self) -> int:
-        """Wait for its end; the worker's exit code, -N if signal N ended it."""
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, see :mod:`distcollect.common.worker_guard`."""
-
-    def kill(self) -> None:
-        """End it at once, and the worker with it, though it hangs."""
-
-
 @dataclass
 class _Running:
     """A process, and what its watchdog has seen of it.
@@ -104,7 +85,7 @@ class _Running:
         reason: why the watchdog has ended it; "" if it hasn't.
     """
 
-    process: _Process
+    process: subprocess.Popen[bytes] | zygote.ForkedProcess
     counters: SharedStepCounter
     boot: WorkerBoot
     env: Mapping[str, str]
@@ -130,11 +111,8 @@ class LocalProcesses:
 
     def __init__(self, events: ProcessEvents) -> None:
         """Report to ``events``."""
-        # Of now, also for replacements: libraries change variables for a while, and a script may
-        # go to another folder.
-        self._environ = zygote.inherited()
-        self._folder, self._sys_path = zygote.working_folder(), tuple(zygote.import_path())
-        zygote.warm_up(self._environ, self)
+        self._inheritance = Inheritance.now()  # also for replacements
+        zygote.warm_up(self._inheritance, self)
         self._events = events
         # Reentrant: garbage collection under it may finalize a collector, which ends its processes.
         self._lock = threading.RLock()
@@ -143,6 +121,22 @@ class LocalProcesses:
         self._closed = threading.Event()
         self._watchdog: threading.Thread | None = None
         self._owner = Owner()
+
+    def start(self, wanted: Spawn, trainer: TrainerAddress, placement: CpuPlacement) -> None:
+        """Start the worker process that a trainer wants; report it as ended if that fails."""
+        boot = WorkerBoot(
+            worker_id=wanted.worker_id,
+            incarnation=wanted.incarnation,
+            trainer=trainer,
+            settings=wanted.settings,
+            cores=placement.cores,
+            num_threads=placement.num_threads,
+        )
+        try:
+            self.spawn(boot, wanted.env)
+        except OSError as error:
+            process_exit = ProcessExit(-1, 0, f"it could not be started: {error}")
+            self._events.exited(wanted.worker_id, wanted.incarnation, process_exit)
 
     def spawn(self, boot: WorkerBoot, env: Mapping[str, str]) -> None:
         """Start a worker process.
@@ -159,7 +153,7 @@ class LocalProcesses:
         boot = replace(
             boot,
             counters_fd=counters.fd,
-            sys_path=self._sys_path,
+            sys_path=self._inheritance.sys_path,
             authkey=multiprocessing.current_process().authkey.hex(),
         )
         process = self._start(boot, env, counters)
@@ -180,9 +174,9 @@ class LocalProcesses:
 
     def _start(
         self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
-    ) -> _Process:
+    ) -> subprocess.Popen[bytes] | zygote.ForkedProcess:
         try:
-            return zygote.fork(boot, self._environ, env, self._folder, counters)
+            return zygote.fork(boot, self._inheritance, env, counters)
         except zygote.Unavailable as error:
             log.debug("%s is started by itself: %s", boot.name, error)
             return self._start_alone(boot, env, counters)
@@ -190,17 +184,18 @@ class LocalProcesses:
     def _start_alone(
         self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
     ) -> subprocess.Popen[bytes]:
+        folder = self._inheritance.folder
         guard = [sys.executable, "-I", "-S", _GUARD, str(self._owner.pid)]
         try:
             with open_files.output_streams() as (stdout, stderr):
                 process = subprocess.Popen(
-                    [*guard, *zygote.interpreter(), "-c", _BOOT],
+                    [*guard, *interpreter(), "-c", _BOOT],
                     stdin=subprocess.PIPE,
                     stdout=stdout,
                     stderr=stderr,
                     start_new_session=True,
-                    env={**self._environ, **env},
-                    cwd=self._folder if os.access(self._folder, os.X_OK) else None,
+                    env={**self._inheritance.environ, **env},
+                    cwd=folder if os.access(folder, os.X_OK) else None,
                     pass_fds=[boot.counters_fd],
                 )
         finally:

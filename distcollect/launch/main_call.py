@@ -21,7 +21,7 @@ import torch.distributed
 from torch import nn
 
 from distcollect.common.forks import keep_for_ever
-from distcollect.launch.exit_deadline import exit_deadline
+from distcollect.launch.exit_deadline import exit_code, exit_deadline
 
 T = TypeVar("T")
 
@@ -100,13 +100,6 @@ class MainCall(Generic[T]):
             name = frame.f_code.co_name
             del frame
             yield name, variables
-
-
-def exit_code(exiting: SystemExit | None) -> int:
-    """The exit code of a process that this exception ends; None: 0."""
-    if exiting is None or exiting.code is None:
-        return 0
-    return exiting.code if isinstance(exiting.code, int) else 1
 
 
 def _has_group() -> bool:

@@ -14,7 +14,7 @@ from distcollect.common import checks
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
 from distcollect.integrations import load
-from distcollect.launch.exit_deadline import interpreter_exit_deadline
+from distcollect.launch.exit_deadline import exit_code, interpreter_exit_deadline
 from distcollect.launch.exit_deadline import timeout_s as exit_timeout_s
 from distcollect.launch.main_call import MainCall
 from distcollect.launch.open_hosts import current, set_launched
@@ -120,7 +120,7 @@ def _train(
         if isinstance(error, Interrupted):
             failed, resumes = False, folder is not None
         else:
-            failed = error.code not in (None, 0)
+            failed = exit_code(error) != 0
     finally:
         set_launched(None)
         if owner.is_here:

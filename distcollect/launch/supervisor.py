@@ -18,6 +18,7 @@ from distcollect.common.process_exit import STRAY_CONNECTION, ProcessExit
 from distcollect.errors import LaunchError
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
+from distcollect.launch.inheritance import Inheritance
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.net.client import ControlConnection, NoAnswer, join_once
 from distcollect.net.messages import (
@@ -29,7 +30,6 @@ from distcollect.net.messages import (
     Spawn,
     SupervisorHello,
     TrainerAddress,
-    WorkerBoot,
 )
 
 log = logging.getLogger(__name__)
@@ -88,55 +88,34 @@ def supervise(
         SystemExit: the trainer is gone, or a signal ended this process.
     """
     open_files.fill_standard_streams()
+    joined_before = False
     with _Signals() as signals:
         signals.hold()
-        zygote.warm_up(zygote.inherited())
-        _supervise(
-            find,
-            signals,
-            rank=rank,
-            placement=placement,
-            timeout_s=timeout_s,
-            patience_s=patience_s,
-            name=name or ("this process" if rank is None else f"rank {rank}"),
-        )
-
-
-def _supervise(
-    find: Callable[[], TrainerAddress],
-    signals: _Signals,
-    *,
-    rank: int | None,
-    placement: CpuPlacement,
-    timeout_s: float,
-    patience_s: float | None,
-    name: str,
-) -> None:
-    joined_before = False
-    while True:
-        try:
-            signals.release()
-            connection, trainer = join(
-                find,
-                SupervisorHello(rank=rank),
-                timeout_s,
-                name=name,
-                give_up_if_refused=joined_before and patience_s is None,
-            )
-            goodbye = _serve(connection, trainer, placement, signals)
-        except _Gone:
-            if rank is not None:
-                _fail(f"the trainer is gone (if by SIGABRT or SIGSEGV: {STRAY_CONNECTION})")
-            raise SystemExit("distcollect: the trainer is gone; this process ends") from None
-        except _Terminated as error:
-            raise SystemExit(128 + error.args[0]) from None
-        if goodbye is not None and not goodbye.resumes:
-            if goodbye.failed and rank is not None:
-                _fail("the trainer failed")
-            return
-        log.warning("the trainer is gone, or was cut off; looking for it again")
-        joined_before = True
-        timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
+        zygote.warm_up(Inheritance.now())
+        while True:
+            try:
+                signals.release()
+                connection, trainer = join(
+                    find,
+                    SupervisorHello(rank=rank),
+                    timeout_s,
+                    name=name or ("this process" if rank is None else f"rank {rank}"),
+                    give_up_if_refused=joined_before and patience_s is None,
+                )
+                goodbye = _serve(connection, trainer, placement, signals)
+            except _Gone:
+                if rank is not None:
+                    _fail(f"the trainer is gone (if by SIGABRT or SIGSEGV: {STRAY_CONNECTION})")
+                raise SystemExit("distcollect: the trainer is gone; this process ends") from None
+            except _Terminated as error:
+                raise SystemExit(128 + error.args[0]) from None
+            if goodbye is not None and not goodbye.resumes:
+                if goodbye.failed and rank is not None:
+                    _fail("the trainer failed")
+                return
+            log.warning("the trainer is gone, or was cut off; looking for it again")
+            joined_before = True
+            timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
 
 
 class _Signals:
@@ -257,7 +236,7 @@ def _serve(
         while goodbye is None and (message := connection.receive()) is not None:
             if isinstance(message, Spawn):
                 leave_timeout_s = message.settings.leave_timeout_s
-                _spawn(processes, connection, message, trainer, placement)
+                processes.start(message, trainer, placement)
             elif isinstance(message, Kill):
                 processes.kill(message.worker_id, message.incarnation)
             elif isinstance(message, Goodbye):
@@ -275,28 +254,6 @@ def _serve(
         processes.close(grace_s)
         connection.close()
     return goodbye
-
-
-def _spawn(
-    processes: LocalProcesses,
-    connection: ControlConnection,
-    spawn: Spawn,
-    trainer: TrainerAddress,
-    placement: CpuPlacement,
-) -> None:
-    boot = WorkerBoot(
-        worker_id=spawn.worker_id,
-        incarnation=spawn.incarnation,
-        trainer=trainer,
-        settings=spawn.settings,
-        cores=placement.cores,
-        num_threads=placement.num_threads,
-    )
-    try:
-        processes.spawn(boot, spawn.env)
-    except OSError as error:
-        process_exit = ProcessExit(-1, 0, f"it could not be started: {error}")
-        connection.send(Exited(spawn.incarnation, process_exit))
 
 
 def _kill_at_end(connection: ControlConnection, processes: LocalProcesses) -> None:

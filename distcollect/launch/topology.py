@@ -13,20 +13,11 @@ from dataclasses import dataclass, replace
 from distcollect.errors import LaunchError
 from distcollect.net.interfaces import LOOPBACK
 
-_VARIABLES = (
-    *(
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "TORCHELASTIC_RUN_ID",
-    ),
-    *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
-    *("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_CPUS_PER_TASK"),
-    *("SLURM_STEP_NUM_TASKS", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS"),
-    *("SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_JOB_ID"),
+_SHOWN = re.compile(
+    "(LOCAL_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|TORCHELASTIC_RUN_ID|MASTER_(ADDR|PORT)"
+    "|SUBMITIT_LOCAL_(GLOBALID|NTASKS|LOCALID|JOB_ID)"
+    "|SLURM_(PROCID|NTASKS|JOB_ID|NNODES|LOCALID|CPUS_PER_TASK)"
+    "|SLURM_STEP_(ID|NODELIST|NUM_NODES|TASKS_PER_NODE|NUM_TASKS)"
 )
 # The rank and the number of ranks, as launchers set them that have no way here for the ranks to
 # find each other.
@@ -108,7 +99,7 @@ class Launch:
             launch = cls._read(env)
             _check(launch)
         except ValueError as error:
-            shown = {name: env[name] for name in _VARIABLES if name in env}
+            shown = {name: env[name] for name in sorted(env) if _SHOWN.fullmatch(name)}
             way = _BY_TORCHRUN if _TORCHRUN in env else _BY_SRUN
             if _SUBMITIT in env and _TORCHRUN not in env:
                 way = f"Unset {_SUBMITIT} to run it by itself"

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from distcollect.common import open_files
@@ -27,8 +26,6 @@ from distcollect.net.messages import (
     SupervisorHello,
     SupervisorWelcome,
     TrainerAddress,
-    WorkerBoot,
-    WorkerSettings,
 )
 from distcollect.net.server import JoinServer, JoinServerEvents
 
@@ -110,7 +107,6 @@ class WorkerHosts(JoinServerEvents):
         self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()
         self._num_expected = num_expected
         self._placer = placer
-        self._token = token
         self._num_ranks = num_ranks
         self._num_local = num_local
         host, pin = Host.inspect(), may_pin(os.environ)
@@ -126,6 +122,7 @@ class WorkerHosts(JoinServerEvents):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.join_server = JoinServer(address, token, self, port)
+        self._trainer = TrainerAddress(address, self.join_server.port, token)
 
     @property
     def is_elastic(self) -> bool:
@@ -219,42 +216,27 @@ class WorkerHosts(JoinServerEvents):
         for worker_id in further:
             events.slot_opened(worker_id)
         if self._placer is not None:
-            trainer = TrainerAddress(self.address, self.join_server.port, self._token)
-            self._placer.start(trainer, self._num_expected or 0, self._give_up)
-
-    def _give_up(self, worker_id: int, reason: str) -> None:
-        self._events.slot_given_up(worker_id, reason)
+            self._placer.start(self._trainer, self._num_expected or 0, events.slot_given_up)
 
     def _is_wanted(self, worker_id: int) -> bool:
         """Whether the collector uses this slot; it doesn't use surplus ranks of the launch."""
         return worker_id < self._num_wanted or worker_id >= (self._num_ranks or 0)
 
-    def spawn(
-        self, worker_id: int, incarnation: int, settings: WorkerSettings, env: Mapping[str, str]
-    ) -> None:
+    def spawn(self, wanted: Spawn) -> None:
         """Start a process in a slot.
 
         Raises:
-            OSError: the system can't.
             LaunchError: the slot has no supervisor.
         """
+        worker_id = wanted.worker_id
         with self._lock:
             supervisor = self._supervisors.get(worker_id)
             if supervisor is not None:
-                self._remote.add((worker_id, incarnation))
+                self._remote.add((worker_id, wanted.incarnation))
         if supervisor is not None:
-            supervisor.send(Spawn(worker_id, incarnation, settings, dict(env)))
+            supervisor.send(wanted)
         elif self._local is not None and worker_id < self._num_local:
-            placement = self._placements[worker_id]
-            boot = WorkerBoot(
-                worker_id=worker_id,
-                incarnation=incarnation,
-                trainer=TrainerAddress(self.address, self.join_server.port, self._token),
-                settings=settings,
-                cores=placement.cores,
-                num_threads=placement.num_threads,
-            )
-            self._local.spawn(boot, env)
+            self._local.start(wanted, self._trainer, self._placements[worker_id])
         else:
             raise LaunchError(f"the supervisor of worker {worker_id} is gone")
 

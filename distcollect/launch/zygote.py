@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
 import pickle
-import resource
 import signal
 import socket
 import subprocess
@@ -16,14 +16,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from enum import Enum
-from pathlib import Path
 
 from distcollect.common import memory_segment, open_files, worker_guard
 from distcollect.common.step_counter import SharedStepCounter
 from distcollect.errors import ArgumentError
-from distcollect.launch.run_folder import SECRET_VARIABLE
+from distcollect.launch.inheritance import Inheritance, interpreter
 from distcollect.net.messages import WorkerBoot
 from distcollect.net.zygote_messages import (
     Child,
@@ -46,15 +45,6 @@ ZYGOTE = "DISTCOLLECT_ZYGOTE"
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 1.0
-# These change often, and nothing reads them when it is loaded.
-_NOT_READ_AT_IMPORT = ("DISTCOLLECT_", "PYTEST_CURRENT_TEST")
-# os.system() ignores them while it runs, a notebook between its cells; workers ignore SIGINT.
-_IGNORED_AT_TIMES = {signal.SIGINT, signal.SIGQUIT}
-# Of /proc/self/status: what a process may do, and the mode of its new files.
-_INHERITED_STATUS = (
-    *("CapInh", "CapPrm", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters"),
-    "Umask",
-)
 _DEFAULTS = {
     # Threads of numpy's OpenBLAS start when it is loaded, and a process with threads isn't forked.
     "OPENBLAS_NUM_THREADS": "1",
@@ -132,10 +122,7 @@ class ForkedProcess:
         self._number = number
         self._zygote = zygote
         self._counters = counters
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._code = 0
-        self._problem = ""
+        self._code: Future[int] = Future()
 
     def wait(self) -> int:
         """Wait for its end; its exit code, -N if signal N ended it.
@@ -143,50 +130,45 @@ class ForkedProcess:
         Raises:
             Unavailable: it could not be forked.
         """
-        self._ended.wait()
-        if self._problem:
-            raise Unavailable(self._problem)
-        return self._code
+        return self._code.result()
 
     def send_signal(self, number: int) -> None:
         """Send the guard a signal, see :mod:`distcollect.common.worker_guard`."""
         self._zygote.send(Signal(self._number, number))
-        with self._lock:
-            if self.pid is None and number == worker_guard.KILL:
-                # The zygote still imports. It forks the worker later, and ends it at once.
-                self._code = -signal.SIGKILL
-                self._ended.set()
+        if self.pid is None and number == worker_guard.KILL:
+            # The zygote still imports. It forks the worker later, and ends it at once.
+            self._end(-signal.SIGKILL)
 
     def kill(self) -> None:
         """End it at once, though its guard or the zygote hangs."""
         if self.pid is not None:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
-        if not self._ended.wait(_ANSWER_TIMEOUT_S):
+        if wait([self._code], _ANSWER_TIMEOUT_S).not_done:
             self._zygote.close()
 
     def note(self, message: FromZygote) -> bool:
-        """Take in what the zygote says of it; whether that was the last."""
+        """Take in what the zygote says of it; True if that was the last."""
         if isinstance(message, Forked):
-            with self._lock:
-                self.pid = message.pid
+            self.pid = message.pid
             self._counters.close()
             return False
         if isinstance(message, Ended):
-            self._code = message.code
+            self._end(message.code)
         else:
-            self._problem = message.reason
-        self._ended.set()
+            self._end(Unavailable(message.reason))
         return True
 
     def lose(self, reason: str) -> None:
-        """Take in that its zygote is gone."""
-        if self.pid is None:
-            self._problem = reason
-        else:
-            # Its guard sees that the zygote is gone.
-            self._code = -signal.SIGKILL
-        self._ended.set()
+        """Take in that its zygote is gone. A guard sees that too, and ends."""
+        self._end(Unavailable(reason) if self.pid is None else -signal.SIGKILL)
+
+    def _end(self, how: int | Unavailable) -> None:
+        with contextlib.suppress(InvalidStateError):  # it was killed before it was forked
+            if isinstance(how, int):
+                self._code.set_result(how)
+            else:
+                self._code.set_exception(how)
 
 
 class Zygote:
@@ -197,26 +179,23 @@ class Zygote:
         is_gone: it has ended.
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, inheritance: Inheritance) -> None:
         """Start it; it imports what it needs while this process goes on.
-
-        Args:
-            environ: its environment variables.
 
         Raises:
             OSError: the system can't start it.
         """
         self._lock = threading.RLock()
         self._forked: dict[int, ForkedProcess] = {}
-        self._num_requests = 0
+        self._numbers = itertools.count()
         self.is_gone = False
-        self._origin = _origin(environ)
+        self._origin = inheritance.origin()
         self._sock, theirs = make_sockets()
         started: Future[subprocess.Popen[bytes]] = Future()
         # The kernel ends the zygote with the thread that starts it: this one lasts.
         self._reader = threading.Thread(
             target=self._run,
-            args=(environ, theirs, started),
+            args=(inheritance, theirs, started),
             name="distcollect-zygote",
             daemon=True,
         )
@@ -224,27 +203,14 @@ class Zygote:
         self._process = started.result(_START_TIMEOUT_S)
         self.pid = self._process.pid
 
-    def is_usable(self, environ: Mapping[str, str]) -> bool:
-        """Whether workers of this process, as it is now, can be forked from it.
-
-        ``environ``: their environment variables.
-        """
-        return not self.is_gone and self._origin == _origin(environ)
+    def is_usable(self, inheritance: Inheritance) -> bool:
+        """Return True if workers of this process, as it is now, can be forked from it."""
+        return not self.is_gone and self._origin == inheritance.origin()
 
     def fork(
-        self,
-        boot: WorkerBoot,
-        environ: Mapping[str, str],
-        folder: str,
-        counters: SharedStepCounter,
+        self, boot: WorkerBoot, environ: Mapping[str, str], folder: str, counters: SharedStepCounter
     ) -> ForkedProcess:
-        """Request a worker.
-
-        Args:
-            boot: what it starts with.
-            environ: its environment variables.
-            folder: its working folder.
-            counters: its step counter; the descriptor is closed once the worker has it.
+        """Request a worker; see :func:`fork`.
 
         Raises:
             OSError: the zygote is gone, or no file for the request can be made.
@@ -255,8 +221,7 @@ class Zygote:
             file.flush()
             file.seek(0)
             with self._lock:
-                self._num_requests += 1
-                number = self._num_requests
+                number = next(self._numbers)
                 forked = self._forked[number] = ForkedProcess(number, self, counters)
                 try:
                     send(self._sock, Fork(number), [file.fileno(), counters.fd, *streams])
@@ -286,13 +251,13 @@ class Zygote:
 
     def _run(
         self,
-        environ: Mapping[str, str],
+        inheritance: Inheritance,
         theirs: socket.socket,
         started: Future[subprocess.Popen[bytes]],
     ) -> None:
         try:
             with theirs:
-                process = _start(environ, theirs.fileno())
+                process = _start(inheritance, theirs.fileno())
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
             self._sock.close()
             started.set_exception(error)
@@ -325,7 +290,7 @@ class Zygote:
                 del self._forked[message.number]
 
 
-def _start(environ: Mapping[str, str], fd: int) -> subprocess.Popen[bytes]:
+def _start(inheritance: Inheritance, fd: int) -> subprocess.Popen[bytes]:
     # It inherits that from this thread.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with open_files.output_streams() as (_, stderr):
@@ -335,7 +300,7 @@ def _start(environ: Mapping[str, str], fd: int) -> subprocess.Popen[bytes]:
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             start_new_session=True,
-            env={**_DEFAULTS, **environ},
+            env={**_DEFAULTS, **inheritance.environ},
             pass_fds=[fd],
         )
     assert process.stdin is not None
@@ -343,7 +308,7 @@ def _start(environ: Mapping[str, str], fd: int) -> subprocess.Popen[bytes]:
     boot = {
         "fd": fd,
         "parent": os.getpid(),
-        "sys_path": import_path(),
+        "sys_path": inheritance.sys_path,
         "imported": imported,
         "mask": [int(number) for number in mask],
     }
@@ -353,60 +318,16 @@ def _start(environ: Mapping[str, str], fd: int) -> subprocess.Popen[bytes]:
     return process
 
 
-def interpreter() -> list[str]:
-    """The command of this Python for workers: isolated from the environment if this process is."""
-    return [sys.executable, *(["-I"] if sys.flags.isolated else [])]
-
-
-def import_path() -> list[str]:
-    """``sys.path`` for workers, without what Python ignores there, such as a ``Path``."""
-    return [entry for entry in sys.path if isinstance(entry, str)]
-
-
-def working_folder() -> str:
-    """This process's working folder; "" if it was removed."""
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        return ""
-
-
-def inherited() -> dict[str, str]:
-    """This process's environment for workers: what their envs start has no use for the token."""
-    # Other threads may change it meanwhile.
-    values = {name: os.environ.get(name) for name in os.environ if name != SECRET_VARIABLE}
-    # TensorDict writes that for an option which was set for a while, and later can't read it.
-    if values.get("LAZY_LEGACY_OP") == "None":
-        del values["LAZY_LEGACY_OP"]
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _origin(environ: Mapping[str, str]) -> tuple[object, ...]:
-    """What a process that is started now takes over from this one, or libraries read on loading."""
-    status = Path("/proc/self/status").read_text()
-    lines = dict(line.split(":", 1) for line in status.splitlines())  # not all kernels have all
-    ignored = int(lines.get("SigIgn", "0"), 16)
-    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    return (
-        {name: environ[name] for name in environ if not name.startswith(_NOT_READ_AT_IMPORT)},
-        (os.getresuid(), os.getresgid(), os.getgroups()),
-        [lines.get(name) for name in _INHERITED_STATUS],
-        [resource.getrlimit(getattr(resource, name)) for name in limits],
-        (os.getpriority(os.PRIO_PROCESS, os.getpid()), os.sched_getscheduler(os.getpid())),
-        ignored & ~sum(1 << (number - 1) for number in _IGNORED_AT_TIMES),
-    )
-
-
 _zygote: Zygote | None = None
 _users: weakref.WeakSet[object] = weakref.WeakSet()
 _lock = threading.RLock()
 
 
-def warm_up(environ: Mapping[str, str], user: object = None) -> None:
+def warm_up(inheritance: Inheritance, user: object = None) -> None:
     """Start this process's zygote, so that it imports while this process does other things.
 
     Args:
-        environ: the environment variables of the workers to come.
+        inheritance: of the workers to come.
         user: keeps it until :func:`end_if_unwanted`; None: nobody does.
 
     Raises:
@@ -417,25 +338,23 @@ def warm_up(environ: Mapping[str, str], user: object = None) -> None:
             _users.add(user)
     if ZygoteUse.chosen() is not ZygoteUse.OFF:
         try:
-            _current(environ)
+            _current(inheritance)
         except OSError as error:
             log.warning("no process to fork workers from could be started: %s", error)
 
 
 def fork(
     boot: WorkerBoot,
-    environ: Mapping[str, str],
+    inheritance: Inheritance,
     added: Mapping[str, str],
-    folder: str,
     counters: SharedStepCounter,
 ) -> ForkedProcess:
     """Request a worker from this process's zygote.
 
     Args:
         boot: what it starts with.
-        environ: its environment variables.
-        added: further ones, of this worker alone.
-        folder: its working folder; "" if it was removed.
+        inheritance: what it gets of this process.
+        added: environment variables of this worker alone.
         counters: its step counter; the descriptor is closed once the worker has it.
 
     Raises:
@@ -443,11 +362,12 @@ def fork(
     """
     if ZygoteUse.chosen() is ZygoteUse.OFF:
         raise Unavailable(f"{ZYGOTE}=off")
-    usual = {**_DEFAULTS, **environ}
+    environ = {**inheritance.environ, **added}
+    usual = {**_DEFAULTS, **inheritance.environ}
     if special := sorted(name for name in added if added[name] != usual.get(name)):
         raise Unavailable(f"libraries may read {', '.join(special)} when they are loaded")
     try:
-        return _current(environ).fork(boot, {**environ, **added}, folder, counters)
+        return _current(inheritance).fork(boot, environ, inheritance.folder, counters)
     except OSError as error:
         raise Unavailable(str(error)) from error
 
@@ -479,14 +399,14 @@ def close() -> None:
         zygote.close()
 
 
-def _current(environ: Mapping[str, str]) -> Zygote:
+def _current(inheritance: Inheritance) -> Zygote:
     global _zygote  # noqa: PLW0603 - a process has one
     with _lock:
-        if _zygote is not None and not _zygote.is_usable(environ):
+        if _zygote is not None and not _zygote.is_usable(inheritance):
             _zygote.retire()
             _zygote = None
         if _zygote is None:
-            _zygote = Zygote(environ)
+            _zygote = Zygote(inheritance)
         return _zygote
 
 

@@ -8,6 +8,7 @@ what follows, does it, and reports to the pool.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -37,6 +38,7 @@ from distcollect.net.messages import (
     Message,
     Reachable,
     Refused,
+    Spawn,
     Stop,
     SupervisorHello,
     WorkerHello,
@@ -147,7 +149,7 @@ class Lifecycle(HostEvents):
     def next_check(self, now: float) -> float:
         """By when to call :meth:`check`, unless an event comes first."""
         due = (process.account_by for process in self.processes.values())
-        return min(self._membership.next_tick(now), *due)
+        return min(self._membership.next_tick(now), min(due, default=math.inf))
 
     def check(self) -> None:
         """Do what follows from the events so far, and what is due."""
@@ -199,8 +201,8 @@ class Lifecycle(HostEvents):
             max_bytes=self._faults.max_worker_bytes,
         )
         try:
-            self._hosts.spawn(worker_id, incarnation, settings, env)
-        except (OSError, LaunchError) as error:
+            self._hosts.spawn(Spawn(worker_id, incarnation, settings, env))
+        except LaunchError as error:
             process.exit = ProcessExit(-1, 0, f"it could not be started: {error}")
             self._lose(process)
         if self._status.is_stopping:  # stop_workers() may have found no process to kill yet

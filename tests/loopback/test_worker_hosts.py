@@ -55,13 +55,13 @@ def test_processes_end_with_their_supervisors_connection(
     """At the end nobody is waited for who was lost with a connection before."""
     first, again = Connection(rank=1), Connection(rank=1)
     welcome(hosts, first)
-    hosts.spawn(0, 0, WorkerSettings(), {})
+    hosts.spawn(Spawn(0, 0, WorkerSettings(), {}))
     if seen_first == "the end":
         hosts.closed(first)  # type: ignore[arg-type]
     welcome(hosts, again)
     if seen_first == "the return":
         hosts.closed(first)  # type: ignore[arg-type]
-    hosts.spawn(0, 1, WorkerSettings(), {})
+    hosts.spawn(Spawn(0, 1, WorkerSettings(), {}))
     hosts.received(again, Exited(1, ProcessExit(0, 0)))  # type: ignore[arg-type]
     begin = time.monotonic()
     hosts.end_processes(5)
@@ -89,9 +89,9 @@ def test_nothing_is_sent_to_a_supervisor_before_its_welcome(hosts: WorkerHosts) 
     connection = Connection(rank=1)
     hosts.admit(connection)  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match="worker 0"):
-        hosts.spawn(0, 0, WorkerSettings(), {})
+        hosts.spawn(Spawn(0, 0, WorkerSettings(), {}))
     hosts.admitted(connection)  # type: ignore[arg-type]
-    hosts.spawn(0, 0, WorkerSettings(), {})
+    hosts.spawn(Spawn(0, 0, WorkerSettings(), {}))
     assert connection.sent == [Spawn(0, 0, WorkerSettings(), {})]
 
 

@@ -30,6 +30,7 @@ from helpers.waiting import eventually
 
 import distcollect as dc
 from distcollect.launch import zygote
+from distcollect.launch.inheritance import Inheritance
 
 WAIT_S = 60
 _PR_SET_NO_NEW_PRIVS = 38
@@ -283,7 +284,7 @@ def test_whatever_keeps_it_from_starting_is_raised_at_once(monkeypatch: pytest.M
     monkeypatch.setattr(zygote, "_start", start)
     monkeypatch.setattr(zygote, "_START_TIMEOUT_S", 1.0)
     with pytest.raises(TypeError, match="no such thing"):
-        zygote.Zygote({})
+        zygote.Zygote(Inheritance.now())
 
 
 STARTS_A_THREAD = """
@@ -338,9 +339,10 @@ def test_a_trainer_that_gives_up_privileges_gets_another_zygote() -> None:
     child = os.fork()  # it can't be undone
     if child == 0:
         with contextlib.suppress(BaseException):
-            before = zygote._origin({})
+            inheritance = Inheritance.now()
+            before = inheritance.origin()
             assert ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-            os._exit(0 if zygote._origin({}) != before else 1)
+            os._exit(0 if inheritance.origin() != before else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -361,7 +363,8 @@ def test_a_forked_child_of_the_trainer_leaves_its_zygote_alone() -> None:
 
 def test_it_ends_with_a_killed_trainer_though_it_still_imports(marked: Marked) -> None:
     code = (
-        "from distcollect.launch import zygote; zygote.warm_up(zygote.inherited()); "
+        "from distcollect.launch import inheritance, zygote; "
+        "zygote.warm_up(inheritance.Inheritance.now()); "
         "print(zygote.pid(), flush=True); input()"
     )
     trainer = subprocess.Popen(

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from distcollect.launch.zygote import inherited
+from distcollect.launch.inheritance import Inheritance
 
 
 def test_variables_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_variables_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     changing = threading.Thread(target=change)
     changing.start()
     try:
-        found = [inherited() for _ in range(1000)]
+        found = [Inheritance.now().environ for _ in range(1000)]
     finally:
         is_over.set()
         changing.join()
