@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from distcollect.common.memory_segment import Segment
 from distcollect.engine.pickled_plan import PickledPlan
@@ -19,25 +19,16 @@ _MAX_ON_THE_WAY = 8
 # A worker that shares a part keeps it for as long as it lives, which a small one isn't worth.
 _SHARED_FROM_BYTES = 1 << 20
 
-_Key: TypeAlias = tuple[str, bytes]  # a host and a part
+_SharedPart: TypeAlias = tuple[str, bytes]  # a host, and a part that its workers share
 
 
 @dataclass(eq=False)
-class _Sending:
-    """A worker that does not have all of its plan yet."""
+class _Recipient:
+    """A worker, and the parts of its plan that it does not have yet."""
 
     peer: int
-    parts: deque[bytes]  # that it does not have
+    parts: deque[bytes]
     done: Callable[[Future[WorkerInfo]], None]
-    shares: _Key | None = None  # the next part, if it is to share that
-
-
-@dataclass(eq=False)
-class _SharedPart:
-    """A part in the memory of one worker, where others on its host read it."""
-
-    place: Segment | None = None  # None: it is on its way there
-    readers: list[_Sending] = field(default_factory=list)  # they wait until it is there
 
 
 class PlanSender:
@@ -50,9 +41,11 @@ class PlanSender:
         """Send by ``transport``; see above for ``post``."""
         self._transport = transport
         self._post = post
-        self._waiting: deque[_Sending] = deque()
+        # With the part that this worker is going to share.
+        self._waiting: deque[tuple[_Recipient, _SharedPart | None]] = deque()
         self._num_on_the_way = 0
-        self._shared: dict[_Key, _SharedPart] = {}
+        # Where a part can be read; before that, those who wait for it.
+        self._shared: dict[_SharedPart, Segment | list[_Recipient]] = {}
 
     def send(
         self, peer: int, plan: PickledPlan, done: Callable[[Future[WorkerInfo]], None]
@@ -64,79 +57,67 @@ class PlanSender:
             plan: what it is to build.
             done: called on any thread with what the worker found, or with the error.
         """
-        self._send_part(_Sending(peer, deque(plan), done))
+        self._go_on(_Recipient(peer, deque(plan), done))
 
-    def _send_part(self, sending: _Sending) -> None:
+    def _go_on(self, to: _Recipient) -> None:
         """Have a worker get its next part; if it has all, have it build the plan."""
-        if not sending.parts:
-            answer = self._transport.call(sending.peer, WorkerService.configure)
-            answer.add_done_callback(sending.done)
+        if not to.parts:
+            self._transport.call(to.peer, WorkerService.configure).add_done_callback(to.done)
             return
-        key = self._key_of(sending)
-        if key is None:
-            self._enqueue(sending)
-        elif (shared := self._shared.get(key)) is None:
-            self._shared[key] = _SharedPart()
-            sending.shares = key
-            self._enqueue(sending)
-        elif shared.place is None:
-            shared.readers.append(sending)
+        host, part = self._transport.host_key(to.peer), to.parts[0]
+        key = None if host is None or len(part) < _SHARED_FROM_BYTES else (host, part)
+        shared = None if key is None else self._shared.get(key)
+        if isinstance(shared, Segment):
+            read = self._transport.call(to.peer, WorkerService.read_part, shared)
+            self._when_done(read, self._was_read, to, shared)
+        elif shared is not None:
+            shared.append(to)
         else:
-            self._read(sending, shared.place)
-
-    def _key_of(self, sending: _Sending) -> _Key | None:
-        """Of the next part among those that are shared; None: it is not shared."""
-        part = sending.parts[0]
-        host = self._transport.host_key(sending.peer)
-        return None if host is None or len(part) < _SHARED_FROM_BYTES else (host, part)
-
-    def _enqueue(self, sending: _Sending) -> None:
-        self._waiting.append(sending)
-        self._send_next()
+            if key is not None:
+                self._shared[key] = []
+            self._waiting.append((to, key))
+            self._send_next()
 
     def _send_next(self) -> None:
         while self._waiting and self._num_on_the_way < _MAX_ON_THE_WAY:
             self._num_on_the_way += 1
-            self._begin(self._waiting.popleft())
+            to, key = self._waiting.popleft()
+            sent = self._transport.call(
+                to.peer, WorkerService.receive_part, to.parts[0], share=key is not None
+            )
+            self._when_done(sent, self._arrived, to, key)
 
-    def _begin(self, sending: _Sending) -> None:
-        part, shares = sending.parts[0], sending.shares is not None
-        sent = self._transport.call(sending.peer, WorkerService.receive_part, part, share=shares)
-        sent.add_done_callback(lambda sent: self._post(partial(self._arrived, sending, sent)))
+    def _when_done(self, answer: Future[Any], function: Callable[..., None], *args: object) -> None:
+        answer.add_done_callback(lambda done: self._post(partial(function, *args, done)))
 
-    def _arrived(self, sending: _Sending, sent: Future[Segment | None]) -> None:
+    def _arrived(
+        self, to: _Recipient, key: _SharedPart | None, sent: Future[Segment | None]
+    ) -> None:
         self._num_on_the_way -= 1
-        error = sent.exception()
-        if sending.shares is not None:
-            self._share(sending.shares, None if error else sent.result())
-            sending.shares = None
-        if error is None:
-            sending.parts.popleft()
-            self._send_part(sending)
+        if key is not None:
+            readers = self._shared.pop(key)
+            assert isinstance(readers, list)
+            if sent.exception() is None and (place := sent.result()) is not None:
+                self._shared[key] = place
+            for reader in readers:
+                self._go_on(reader)
+        self._has_part(to, sent)
+        self._send_next()
+
+    def _was_read(self, to: _Recipient, place: Segment, read: Future[None]) -> None:
+        if read.exception() is None:
+            self._has_part(to, read)
+            return
+        # The worker that shared it has ended, or its memory can't be mapped for another reason.
+        self._shared = {key: where for key, where in self._shared.items() if where != place}
+        self._waiting.append((to, None))
+        self._send_next()
+
+    def _has_part(self, to: _Recipient, got: Future[Any]) -> None:
+        if (error := got.exception()) is None:
+            to.parts.popleft()
+            self._go_on(to)
         else:
             failed: Future[WorkerInfo] = Future()
             failed.set_exception(error)
-            sending.done(failed)
-        self._send_next()
-
-    def _share(self, key: _Key, place: Segment | None) -> None:
-        """Let others on a host read a part that is now at ``place``; None: that failed."""
-        shared = self._shared.pop(key)
-        if place is not None:
-            self._shared[key] = _SharedPart(place)
-        for reader in shared.readers:
-            self._send_part(reader)
-
-    def _read(self, sending: _Sending, place: Segment) -> None:
-        read = self._transport.call(sending.peer, WorkerService.read_part, place)
-        was_read = partial(self._was_read, sending, place)
-        read.add_done_callback(lambda read: self._post(partial(was_read, read)))
-
-    def _was_read(self, sending: _Sending, place: Segment, read: Future[None]) -> None:
-        if read.exception() is None:
-            sending.parts.popleft()
-            self._send_part(sending)
-            return
-        # The worker that shared it has ended, or its memory can't be mapped for another reason.
-        self._shared = {key: part for key, part in self._shared.items() if part.place != place}
-        self._enqueue(sending)
+            to.done(failed)

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 import pytest
+from helpers.envs import ProcessIdEnv
 from helpers.marked import Marked
 
 import distcollect as dc
@@ -75,7 +76,8 @@ def test_a_worker_that_starts_as_the_collector_closes_is_killed_at_once(
     marked: Marked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The collector has told all workers to stop before there is a process to tell it to."""
-    collector = dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=2, num_workers=1)
+    collector = dc.MultiSyncDataCollector(ProcessIdEnv, frames_per_batch=2, num_workers=1)
+    pid = int(collector.next()["observation"].flatten()[0])
     kill, spawn = WorkerHosts.kill, WorkerHosts.spawn
     closing = threading.Thread(target=collector.shutdown)
     was_killed = threading.Event()
@@ -92,8 +94,7 @@ def test_a_worker_that_starts_as_the_collector_closes_is_killed_at_once(
 
     monkeypatch.setattr(WorkerHosts, "kill", note_kill)
     monkeypatch.setattr(WorkerHosts, "spawn", spawn_late)
-    [hello] = [p.connection.hello for p in collector._session.workers._lifecycle.processes.values()]
-    os.kill(hello.pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     assert was_killed.wait(SOON_S)
     closing.join(SOON_S)
     assert "did not end within" not in caplog.text

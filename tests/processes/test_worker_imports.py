@@ -36,5 +36,5 @@ def test_a_worker_loads_nothing_of_the_trainer() -> None:
 
 def test_ray_is_loaded_when_it_is_used() -> None:
     loaded = loaded_by("import distcollect as dc; dc.RayDataCollector; dc.run(lambda: None)")
-    assert "distcollect.integrations.ray.placer" in loaded
+    assert "distcollect.integrations.ray.settings" in loaded
     assert "ray" not in loaded
