@@ -15,6 +15,10 @@ from distcollect.version import __version__
 
 # name: (module with add_arguments(parser) and run(arguments) -> exit status, a line of help)
 _COMMANDS = {
+    "bench": (
+        "distcollect.commands.bench",
+        "compare collectors with a bare loop, for an env and a policy of yours",
+    ),
     "cancel": (
         "distcollect.integrations.slurm.cancel",
         "cancel the jobs of a run on a SLURM cluster",

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+import distcollect as dc
 from benchmarks.bare import BareLoop
-from benchmarks.contenders import Values, make_sync
+from benchmarks.contenders import arguments
+from benchmarks.items import Values
 from benchmarks.workloads import WORKLOADS
 
 _FEWEST_PAIRS = 8
@@ -22,9 +24,8 @@ _FEWEST_PAIRS = 8
 def run_beside_bare(seconds: float, *, name: str) -> Values:
     """Frames/s of SyncDataCollector over the bare loop's."""
     torch.set_num_threads(1)
-    workload = WORKLOADS[name]
-    bare = BareLoop(workload).batches()
-    with make_sync(workload, workload.make_policy()) as collector:
+    bare = BareLoop(WORKLOADS[name]).batches()
+    with dc.SyncDataCollector(**arguments(WORKLOADS[name])) as collector:
         ratio, pairs = ratio_of_pairs(
             lambda: next(bare), collector.next, seconds, clock=time.perf_counter
         )
@@ -34,15 +35,31 @@ def run_beside_bare(seconds: float, *, name: str) -> Values:
 def run_seeded(seconds: float, *, name: str) -> Values:
     """Time of a batch of a seeded SyncDataCollector over that of one without a seed."""
     torch.set_num_threads(1)
-    workload = WORKLOADS[name]
     # Two policies would choose other actions, and their episodes would have other lengths.
-    policy = workload.make_policy()
-    with make_sync(workload, policy) as seeded, make_sync(workload, policy) as other:
+    given = arguments(WORKLOADS[name])
+    with dc.SyncDataCollector(**given) as seeded, dc.SyncDataCollector(**given) as other:
         seeded.set_seed(1)
         ratios, pairs = ratios_of_pairs(
             seeded.next, other.next, seconds, [time.perf_counter, time.process_time]
         )
     return {"time_ratio": ratios[0], "cpu_ratio": ratios[1], "pairs": pairs}
+
+
+def run_ray(seconds: float, *, name: str) -> Values:
+    """Frames/s of two workers that Ray starts over that of two local ones.
+
+    In sync mode: so the workers of one collector do nothing while the other one's collect.
+    """
+    workload = WORKLOADS[name]
+    given = arguments(workload, num_workers=2, sync=True)
+    given["frames_per_batch"] *= 2
+    ray = {"num_cpus": 2, "include_dashboard": False}
+    with (
+        dc.RPCDataCollector(**given) as local,
+        dc.RayDataCollector(**given, ray_init_config=ray) as placed,
+    ):
+        ratio, pairs = ratio_of_pairs(local.next, placed.next, seconds, clock=time.perf_counter)
+    return {"speed_ratio": ratio, "pairs": pairs}
 
 
 def ratio_of_pairs(

@@ -11,24 +11,17 @@ by a barrier, and their rates are summed: the rate of W workers whose communicat
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.items import Values
 from benchmarks.windows import Batch, frames_per_s
 from benchmarks.workloads import WORKLOADS, Workload
 
 _JOIN_TIMEOUT_S = 60.0
-
-
-class Loop(Protocol):
-    """Collects rollouts without end."""
-
-    def batches(self) -> Iterator[Batch]:
-        """The frames of each rollout; their source is always 0."""
 
 
 class BareLoop:
@@ -85,32 +78,13 @@ class BareLoop:
                 following[row] = observation
 
 
-def run_bare(workload: Workload, seconds: float, num_processes: int) -> dict[str, float]:
-    """Measure ``num_processes`` bare loops side by side; "frames_per_s" is their sum."""
-    if num_processes == 1:
-        torch.set_num_threads(1)
-        return {"frames_per_s": frames_per_s(BareLoop(workload).batches(), seconds)}
-    loops = partial(_loop_of, workload.name)
-    return {"frames_per_s": side_by_side(loops, seconds, num_processes)}
-
-
-def _loop_of(name: str) -> BareLoop:
-    return BareLoop(WORKLOADS[name])
-
-
-def side_by_side(make: Callable[[], Loop], seconds: float, num_processes: int) -> float:
-    """The sum of the frames/s of loops that run at the same time, each in a process of its own.
-
-    Args:
-        make: makes a loop; can be pickled.
-        seconds: length of the window.
-        num_processes: how many loops.
-    """
+def run_bare(seconds: float, *, name: str, num_processes: int) -> Values:
+    """Measure bare loops side by side, each in a process of its own; their frames/s together."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(num_processes)
     results = context.SimpleQueue()
     processes = [
-        context.Process(target=_run_loop, args=(make, seconds, barrier, results))
+        context.Process(target=_run_loop, args=(name, seconds, barrier, results))
         for _ in range(num_processes)
     ]
     for process in processes:
@@ -121,12 +95,12 @@ def side_by_side(make: Callable[[], Loop], seconds: float, num_processes: int) -
     codes = [process.exitcode for process in processes]
     if any(codes) or None in codes:
         raise RuntimeError(f"the bare loops ended with exit codes {codes}")
-    return float(sum(results.get() for _ in processes))
+    return {"frames_per_s": sum(results.get() for _ in processes)}
 
 
-def _run_loop(make: Callable[[], Loop], seconds: float, barrier: Any, results: Any) -> None:
+def _run_loop(name: str, seconds: float, barrier: Any, results: Any) -> None:
     torch.set_num_threads(1)
-    loop = make()
+    loop = BareLoop(WORKLOADS[name])
 
     def together() -> None:
         barrier.wait(_JOIN_TIMEOUT_S)

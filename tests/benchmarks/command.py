@@ -1,157 +1,130 @@
-"""The command ``bench``: measures distcollect beside a bare loop and other collectors."""
+"""Measures distcollect beside bare loops and other collectors, each in a process of its own."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
+import os
+import platform
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.contenders import CONTENDERS
-from benchmarks.items import ITEMS, Item, Part
-from benchmarks.report import as_json, draw, table, targets_table
+import torch
+
+import distcollect
+from benchmarks.items import ITEMS, Part
 from benchmarks.runner import Outcome, run_item
 from distcollect.commands.argtypes import above_0, count
+from distcollect.common.tables import text_table
 from distcollect.errors import ArgumentError
 
-_QUICK_ITEMS = ("cartpole-16",)
-_QUICK_CONTENDERS = ("bare", "bare-x2", "sync", "rpc-async-x2")
+_REASON_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--workload",
-        action="append",
-        metavar="NAME",
-        help="a workload or another figure, see --list; can be given several times (default: all)",
-    )
-    parser.add_argument(
-        "--contender",
-        action="append",
-        metavar="NAME",
-        help="what to measure on workloads; can be given several times (default: all)",
-    )
-    parser.add_argument("--repeats", type=count, help="number of repeats (default: 3)")
-    parser.add_argument(
-        "--seconds", type=above_0, help="length of each measurement, in seconds (default: 3)"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="only check that it works: one repeat of 0.3 s, on one workload if none is named; the "
-        "figures mean nothing",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all measurements to this file"
-    )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="plot the workloads to this file")
-    parser.add_argument("--list", action="store_true", help="list all that can be measured")
+    add = parser.add_argument
+    add("--workload", action="append", metavar="NAME", help="what to measure, see --list; can be "
+        "given several times (default: all)")  # fmt: skip
+    add("--part", action="append", metavar="NAME", help="which parts of it; can be given several "
+        "times (default: all)")  # fmt: skip
+    add("--repeats", type=count, default=3, help="number of repeats (default: %(default)d)")
+    add("--seconds", type=above_0, default=3.0, help="length of each window (default: %(default)g)")
+    add("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    add("--list", action="store_true", help="list all that can be measured")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure and print tables.
-
-    Returns:
-        0; or 1 if a measurement failed. One that needs a missing package doesn't count as failed.
+    """Measure and print tables; 1 if a measurement failed, as none does for a missing package.
 
     Raises:
-        ArgumentError: a name is unknown, or a file can't be written.
+        ArgumentError: a name is unknown, or the file can't be written.
     """
     if given.list:
-        _list()
+        for name, item in ITEMS.items():
+            print(f"{name:15}{item.about}\n{'':15}  {', '.join(item.parts)}")
         return 0
-    selected = select(given.workload, given.contender, quick=given.quick)
-    _check_files(given.json, given.png)
-    repeats = given.repeats or (1 if given.quick else 3)
-    seconds = given.seconds or (0.3 if given.quick else 3.0)
-    results: dict[str, dict[str, Outcome]] = {}
-    for item, parts in selected:
-        results[item.name] = run_item(
-            item, parts, repeats=repeats, seconds=seconds, progress=_progress
-        )
-        _progress("")
-        print(table(item, results[item.name]), flush=True)
-    print(targets_table(results), flush=True)
-    options = {"repeats": repeats, "seconds": seconds, "quick": given.quick}
+    selected = select(given.workload, given.part)
     if given.json is not None:
-        given.json.write_text(as_json(results, options) + "\n")
-    failed = any(o.status == "failed" for parts in results.values() for o in parts.values())
-    if given.png is not None:
         try:
-            draw(results, given.png)
-        except (ModuleNotFoundError, ValueError) as error:
-            print(f"distcollect bench: no chart: {error}", file=sys.stderr)
-            return 1
-    return int(failed)
-
-
-def select(
-    items: Sequence[str] | None, contenders: Sequence[str] | None, *, quick: bool = False
-) -> list[tuple[Item, Sequence[Part]]]:
-    """Choose what to measure.
-
-    Raises:
-        ArgumentError: a name is unknown, or no contender is measured on the chosen items.
-    """
-    if quick and items is None:
-        items = _QUICK_ITEMS
-        contenders = contenders or _QUICK_CONTENDERS
-    _check("workload", items, ITEMS)
-    _check("contender", contenders, CONTENDERS)
-    selected: list[tuple[Item, Sequence[Part]]] = []
-    for item in ITEMS.values():
-        if items is not None and item.name not in items:
-            continue
-        parts = [
-            part
-            for part in item.parts
-            if contenders is None or not item.is_workload or part.name in contenders
-        ]
-        # Contenders without workloads mean all workloads, and no other figures.
-        if parts and (item.is_workload or items is not None or contenders is None):
-            selected.append((item, parts))
-    if not selected:
-        raise ArgumentError(
-            f"none of --contender {', '.join(contenders or ())} is measured on --workload "
-            f"{', '.join(items or ())}: --list shows what can be measured"
-        )
-    return selected
-
-
-def _check(what: str, names: Sequence[str] | None, there: dict[str, object] | object) -> None:
-    assert isinstance(there, dict)
-    for name in names or ():
-        if name not in there:
-            raise ArgumentError(f"--{what} {name}: unknown; there are: {', '.join(there)}")
-
-
-def _check_files(json_file: Path | None, png_file: Path | None) -> None:
-    """Check before an hour of measuring that its results can be written."""
-    for option, file in (("--json", json_file), ("--png", png_file)):
-        if file is None:
-            continue
-        try:
-            file.open("ab").close()
+            given.json.open("ab").close()
         except OSError as error:
             raise ArgumentError(
-                f"{option} {file}: {error.strerror}; name a file in a folder that exists"
+                f"--json {given.json}: {error.strerror}; name a file in a folder that exists"
             ) from error
-    if png_file is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ArgumentError(
-            "--png needs matplotlib, which isn't installed: pip install 'distcollect[bench]', or "
-            "leave it out"
+    results: dict[str, dict[str, Outcome]] = {}
+    for name, parts in selected.items():
+        results[name] = run_item(
+            name, parts, repeats=given.repeats, seconds=given.seconds, progress=_progress
         )
+        _progress("")
+        print(table(name, results[name]), flush=True)
+    if given.json is not None:
+        items = {
+            item: {part: asdict(outcome) for part, outcome in outcomes.items()}
+            for item, outcomes in results.items()
+        }
+        given.json.write_text(json.dumps({"machine": machine(), "items": items}, indent=1))
+    return int(any(o.status == "failed" for parts in results.values() for o in parts.values()))
 
 
-def _list() -> None:
-    print("workloads and other figures (--workload)")
-    for item in ITEMS.values():
-        print(f"  {item.name:24}{item.about}")
-    print("\ncontenders (--contender)")
-    for contender in CONTENDERS.values():
-        print(f"  {contender.name:24}{contender.about}")
+def select(items: Sequence[str] | None, names: Sequence[str] | None) -> dict[str, dict[str, Part]]:
+    """The parts of these names, by item; None: all.
+
+    Raises:
+        ArgumentError: a name is unknown.
+    """
+    known = {part for item in ITEMS.values() for part in item.parts}
+    for what, given, there in (("workload", items, ITEMS), ("part", names, sorted(known))):
+        for name in given or ():
+            if name not in there:
+                raise ArgumentError(f"--{what} {name}: unknown; there are: {', '.join(there)}")
+    selected = {
+        name: {part: each for part, each in item.parts.items() if names is None or part in names}
+        for name, item in ITEMS.items()
+        if items is None or name in items
+    }
+    return {name: parts for name, parts in selected.items() if parts}
+
+
+def table(item: str, outcomes: Mapping[str, Outcome]) -> str:
+    """A table of an item's parts: medians, and ratios to the limit within each repeat."""
+    rows = [["", "median", "/ limit", "min .. max", ""]]
+    for name, outcome in outcomes.items():
+        part = ITEMS[item].parts[name]
+        if outcome.status != "ok":
+            reason = (outcome.reason.splitlines() or [""])[0][:_REASON_WIDTH]
+            rows.append([part.about, "-", "-", "", f"{outcome.status}: {reason}"])
+            continue
+        for value in outcome.values[0] or ():
+            median = statistics.median(values[value] for values in outcome.values if values)
+            limit = outcomes.get(part.baseline or "")
+            ratios = paired(outcome, limit) if limit and value == "frames_per_s" else []
+            middle = f"{statistics.median(ratios):.3f}" if ratios else "-"
+            spread = f"{min(ratios):.3f} .. {max(ratios):.3f}" if ratios else ""
+            rows.append([part.about, f"{median:.4g}", middle, spread, value])
+    return f"\n{item}: {ITEMS[item].about}\n{text_table(rows, left=(0, 4))}"
+
+
+def paired(above: Outcome, below: Outcome) -> list[float]:
+    """Frames/s over those of the limit in the same repeat, where both were measured."""
+    both = zip(above.values, below.values, strict=True)
+    return [x["frames_per_s"] / y["frames_per_s"] for x, y in both if x and y]
+
+
+def machine() -> dict[str, object]:
+    """This machine, its load and its versions."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "distcollect": distcollect.__version__,
+    }
 
 
 def _progress(text: str) -> None:

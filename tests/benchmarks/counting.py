@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import nn
 
 from benchmarks.alternating import ratio_of_pairs
-from benchmarks.contenders import Values, make_sync
-from benchmarks.workloads import WORKLOADS, Workload
-from distcollect import Monitor, SyncDataCollector
+from benchmarks.contenders import arguments
+from benchmarks.items import Values
+from benchmarks.workloads import WORKLOADS
+from distcollect import SyncDataCollector
 from distcollect.rollout.slabs import AnySlab
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.telemetry.step_timer import StepTimer
@@ -47,15 +47,10 @@ class _NoStatsRecorder(StatsRecorder):
 def run_counting(seconds: float, *, name: str) -> Values:
     """CPU time of a batch with statistics over that of a batch without."""
     torch.set_num_threads(1)
-    workload = WORKLOADS[name]
     # Two policies would choose other actions, and their episodes would have other lengths.
-    policy = workload.make_policy()
-    with _collector(workload, policy) as counting, _collector(workload, policy) as other:
+    given = arguments(WORKLOADS[name])
+    with SyncDataCollector(**given) as counting, SyncDataCollector(**given) as other:
         other._stats_recorder = _NoStatsRecorder()
-        other._engine.step_timer = _NoStepTimer(workload.num_envs)
+        other._engine.step_timer = _NoStepTimer(WORKLOADS[name].num_envs)
         ratio, pairs = ratio_of_pairs(counting.next, other.next, seconds, clock=time.thread_time)
     return {"cpu_ratio": ratio, "pairs": pairs}
-
-
-def _collector(workload: Workload, policy: nn.Module) -> SyncDataCollector:
-    return make_sync(workload, policy, monitor=Monitor(view=False))

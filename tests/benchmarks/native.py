@@ -10,184 +10,97 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
 
+import distcollect as dc
 from benchmarks.alternating import ratio_of_pairs
-from benchmarks.bare import side_by_side
-from benchmarks.contenders import Values
+from benchmarks.contenders import counted
+from benchmarks.items import Values
 from benchmarks.uneven_pool import UnevenPool
 from benchmarks.vector_loops import AsyncPoolLoop, VectorLoop
-from benchmarks.windows import Batch, frames_per_s
-from benchmarks.workloads import (
-    GaussianPolicy,
-    cheetah_policy,
-    cnn_policy,
-    small_policy,
-)
-from distcollect import (
-    Monitor,
-    MultiaSyncDataCollector,
-    SyncDataCollector,
-    aSyncDataCollector,
-)
-from distcollect.envs.vector_ids import VectorMaker, vector_maker
-
-_NUM_WORKERS = 2
+from benchmarks.windows import frames_per_s
+from benchmarks.workloads import GaussianPolicy, cnn_policy, small_policy
+from distcollect.envs.vector_ids import vector_maker
 
 
-@dataclass(frozen=True)
-class NativeWorkload:
-    """A vector env, and a policy for it.
+class _Native(NamedTuple):
+    """A vector env of n envs, a policy for it, and T."""
 
-    Attributes:
-        about: a description for the report.
-        env_id: the env's id; "gymnasium:..." for a native vector env of Gymnasium.
-        make_policy: makes the policy.
-        num_envs: n.
-        num_steps: T.
-        needs: modules that must be installed.
-        batch_size: EnvPool gives the results of so many envs at a time; None: of all.
-        uneven_s: the mean duration of a step in seconds, exponentially distributed; None: the
-            envs are as fast as they are.
-    """
-
-    about: str
     env_id: str
     make_policy: Callable[[], nn.Module]
     num_envs: int
     num_steps: int
-    needs: tuple[str, ...]
-    batch_size: int | None = None
-    uneven_s: float | None = None
 
     def make_env(self) -> Any:
-        """Make the vector env."""
-        if self.uneven_s is not None:
-            return _make_uneven(self, self.uneven_s)
-        maker = vector_maker(self.env_id, self.num_envs)
-        if isinstance(maker, VectorMaker):
-            return maker()
-        name = self.env_id.removeprefix("gymnasium:")
-        return gym.make_vec(name, self.num_envs, vectorization_mode="vector_entry_point")
-
-
-def _make_uneven(workload: NativeWorkload, mean_s: float) -> Any:
-    pool = importlib.import_module("envpool").make_gymnasium(
-        workload.env_id.removeprefix("envpool:"),
-        num_envs=workload.num_envs,
-        num_threads=1,
-        batch_size=workload.batch_size or workload.num_envs,
-    )
-    rng = np.random.default_rng(0)
-    UnevenPool(pool, lambda _: rng.exponential(mean_s))
-    return pool
-
-
-def _envpool(
-    name: str, make_policy: Callable[[], nn.Module], num_envs: int, num_steps: int
-) -> NativeWorkload:
-    about = f"EnvPool's {name}, {num_envs} envs"
-    return NativeWorkload(about, f"envpool:{name}", make_policy, num_envs, num_steps, ("envpool",))
+        kind, _, name = self.env_id.partition(":")
+        if kind == "gymnasium":
+            return gym.make_vec(name, self.num_envs, vectorization_mode="vector_entry_point")
+        return vector_maker(self.env_id, self.num_envs)()
 
 
 _PONG = partial(cnn_policy, 6)
 
-NATIVE: dict[str, NativeWorkload] = {
-    "envpool-cartpole-16": _envpool("CartPole-v1", small_policy, 16, 256),
-    "envpool-cartpole-256": _envpool("CartPole-v1", small_policy, 256, 64),
-    "envpool-cartpole-1024": _envpool("CartPole-v1", small_policy, 1024, 64),
-    "envpool-pong": _envpool("Pong-v5", _PONG, 8, 64),
-    "envpool-cheetah": _envpool("HalfCheetah-v4", cheetah_policy, 16, 128),
-    "envpool-ant": _envpool("Ant-v5", partial(GaussianPolicy, 105, 8), 16, 128),
-    "ale-pong": NativeWorkload("ALE's Pong, 8 envs", "ale:Pong", _PONG, 8, 64, ("ale_py",)),
-    "gymnasium-cartpole-16": NativeWorkload(
-        "Gymnasium's own CartPole, 16 envs", "gymnasium:CartPole-v1", small_policy, 16, 256, ()
-    ),
+NATIVE = {
+    "envpool-cartpole-16": _Native("envpool:CartPole-v1", small_policy, 16, 256),
+    "envpool-cartpole-256": _Native("envpool:CartPole-v1", small_policy, 256, 64),
+    "envpool-cartpole-1024": _Native("envpool:CartPole-v1", small_policy, 1024, 64),
+    "envpool-pong": _Native("envpool:Pong-v5", _PONG, 8, 64),
+    "envpool-cheetah": _Native("envpool:HalfCheetah-v4", partial(GaussianPolicy, 17, 6), 16, 128),
+    "envpool-ant": _Native("envpool:Ant-v5", partial(GaussianPolicy, 105, 8), 16, 128),
+    "ale-pong": _Native("ale:Pong", _PONG, 8, 64),
+    "gymnasium-cartpole-16": _Native("gymnasium:CartPole-v1", small_policy, 16, 256),
 }
-
-
-# With 4 of these envs at a time.
-_UNEVEN = NativeWorkload(
-    "", "envpool:CartPole-v1", small_policy, 16, 64, ("envpool",), batch_size=4, uneven_s=0.005
-)
 
 
 def run_beside_loop(seconds: float, *, name: str) -> Values:
     """Frames/s of SyncDataCollector over the bare loop's, by wall time and by CPU time."""
     torch.set_num_threads(1)
-    workload = NATIVE[name]
-    policy = workload.make_policy()
-    bare = VectorLoop(workload.make_env(), policy, workload.num_steps)
-    with _collector(workload, policy) as collector:
-        wall, pairs = ratio_of_pairs(bare.next, collector.next, seconds / 2, time.perf_counter)
-        cpu, _ = ratio_of_pairs(bare.next, collector.next, seconds / 2, time.process_time)
+    native = NATIVE[name]
+    policy = native.make_policy()
+    num_frames = native.num_envs * native.num_steps
+    bare = VectorLoop(native.make_env(), policy, native.num_steps)
+    with _collector(dc.SyncDataCollector, native.make_env(), policy, num_frames) as ours:
+        wall, pairs = ratio_of_pairs(bare.next, ours.next, seconds / 2, time.perf_counter)
+        cpu, _ = ratio_of_pairs(bare.next, ours.next, seconds / 2, time.process_time)
     real = wall / bare.share_of_real
     return {"speed_ratio": wall, "cpu_ratio": cpu, "real_ratio": real, "pairs": pairs}
+
+
+def _collector(kind: Any, make_env: Any, policy: nn.Module, num_frames: int) -> Any:
+    monitor = dc.Monitor(view=False)
+    return kind(make_env, policy, frames_per_batch=num_frames, monitor=monitor)
+
+
+_NUM_UNEVEN, _NUM_READY, _UNEVEN_STEPS, _MEAN_S = 16, 4, 64, 0.005
+
+
+def make_uneven(num_ready: int = _NUM_READY) -> Any:
+    """EnvPool's CartPole, whose steps take 5 ms on average, exponentially distributed."""
+    pool = importlib.import_module("envpool").make_gymnasium(
+        "CartPole-v1", num_envs=_NUM_UNEVEN, num_threads=1, batch_size=num_ready
+    )
+    rng = np.random.default_rng(0)
+    UnevenPool(pool, lambda _: rng.exponential(_MEAN_S))
+    return pool
 
 
 def run_uneven_loop(seconds: float) -> Values:
     """A bare loop over EnvPool's asynchronous mode."""
     torch.set_num_threads(1)
-    loop = AsyncPoolLoop(_UNEVEN.make_env(), _UNEVEN.make_policy(), _UNEVEN.num_steps)
+    loop = AsyncPoolLoop(make_uneven(), small_policy(), _UNEVEN_STEPS)
     return {"frames_per_s": frames_per_s(loop.batches(), seconds)}
 
 
-def run_uneven(
-    seconds: float, *, kind: Callable[..., Any] = aSyncDataCollector, at_once: bool = False
-) -> Values:
+def run_uneven(seconds: float, *, at_once: bool = False) -> Values:
     """A collector over EnvPool's asynchronous mode; ``at_once``: over its synchronous one."""
-    torch.set_num_threads(1)
-    workload = replace(_UNEVEN, batch_size=None) if at_once else _UNEVEN
-    with kind(
-        workload.make_env,
-        workload.make_policy(),
-        frames_per_batch=workload.num_envs * workload.num_steps,
-        monitor=Monitor(view=False),
-    ) as collector:
-        return {"frames_per_s": frames_per_s(_counted(collector), seconds)}
-
-
-def _counted(collector: Iterable[Any]) -> Iterator[Batch]:
-    for batch in collector:
-        yield int(batch["collector", "worker_id"].flatten()[0]), batch.numel()
-
-
-def _collector(workload: NativeWorkload, policy: nn.Module) -> SyncDataCollector:
-    return SyncDataCollector(
-        workload.make_env(),
-        policy,
-        frames_per_batch=workload.num_envs * workload.num_steps,
-        monitor=Monitor(view=False),
-    )
-
-
-def run_workers(seconds: float, *, name: str) -> Values:
-    """Two asynchronous workers with a vector env each."""
-    workload = NATIVE[name]
-    with MultiaSyncDataCollector(
-        workload.make_env,
-        workload.make_policy(),
-        frames_per_batch=workload.num_envs * workload.num_steps,
-        num_workers=_NUM_WORKERS,
-        monitor=Monitor(view=False),
-    ) as collector:
-        return {"frames_per_s": frames_per_s(_counted(collector), seconds)}
-
-
-def run_loops(seconds: float, *, name: str) -> Values:
-    """Two processes, each with a bare loop over such a vector env."""
-    loops = partial(_make_loop, name)
-    return {"frames_per_s": side_by_side(loops, seconds, _NUM_WORKERS)}
-
-
-def _make_loop(name: str) -> VectorLoop:
-    workload = NATIVE[name]
-    return VectorLoop(workload.make_env(), workload.make_policy(), workload.num_steps)
+    make_env = partial(make_uneven, _NUM_UNEVEN) if at_once else make_uneven
+    num_frames = _NUM_UNEVEN * _UNEVEN_STEPS
+    with _collector(dc.aSyncDataCollector, make_env, small_policy(), num_frames) as collector:
+        return {"frames_per_s": frames_per_s(counted(collector), seconds)}

@@ -14,26 +14,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.contenders import Values, make_sync
-from benchmarks.peers import make_torchrl_filling
-from benchmarks.workloads import PIXELS, WORKLOADS, Workload
-from distcollect import MultiaSyncDataCollector, aSyncDataCollector
+from benchmarks.contenders import arguments
+from benchmarks.items import Values
+from benchmarks.peers import make_torchrl
+from benchmarks.windows import cpu_s
+from benchmarks.workloads import WORKLOADS
+from distcollect import MultiaSyncDataCollector, SyncDataCollector, aSyncDataCollector
 
-_NUM_FRAMES = {PIXELS.name: 2_048}  # in the buffer
-_SIZE = 20_000
+_SIZES = {"cartpole-16": 20_000, "pixels": 2_048}  # of buffers, in frames
 _TIMEOUT_S = 60.0
 _THREAD = "distcollect-collect"  # the thread that start() starts
 _NUM_WORKERS = 2
-_TICKS = os.sysconf("SC_CLK_TCK")
-FILLED: dict[str, Workload] = {"cartpole-16": WORKLOADS["cartpole-16"], PIXELS.name: PIXELS}
 
 
-def run_replay(seconds: float) -> Values:
+def run_thread(seconds: float) -> Values:
     """Fill a replay buffer of TorchRL while the trainer sleeps; one worker.
 
     Returns:
@@ -43,23 +41,17 @@ def run_replay(seconds: float) -> Values:
     data = importlib.import_module("torchrl.data")
     torch.set_num_threads(1)
     workload = WORKLOADS["cartpole-16"]
-    buffer: Any = data.ReplayBuffer(storage=data.LazyTensorStorage(_SIZE))
-    with aSyncDataCollector(
-        workload.make_env,
-        workload.make_policy(),
-        frames_per_batch=workload.rollout_frames,
-        envs_per_worker=workload.num_envs,
-        replay_buffer=buffer,
-    ) as collector:
+    buffer: Any = data.ReplayBuffer(storage=data.LazyTensorStorage(_SIZES["cartpole-16"]))
+    with aSyncDataCollector(**arguments(workload, replay_buffer=buffer)) as collector:
         collector.start()
         _await(lambda: buffer.write_count >= 2 * workload.rollout_frames)
         thread = next(t for t in threading.enumerate() if t.name == _THREAD)
-        frames, cpu_s, begin = buffer.write_count, _cpu_s(thread), time.perf_counter()
+        frames, cpu_s, begin = buffer.write_count, _cpu_of(thread), time.perf_counter()
         time.sleep(seconds)
         elapsed = time.perf_counter() - begin
         return {
             "frames_per_s": (buffer.write_count - frames) / elapsed,
-            "core_share": (_cpu_s(thread) - cpu_s) / elapsed,
+            "core_share": (_cpu_of(thread) - cpu_s) / elapsed,
         }
 
 
@@ -69,20 +61,12 @@ def run_by_trainer(seconds: float, name: str) -> Values:
     Returns: as :func:`_measured`.
     """
     torch.set_num_threads(1)
-    workload = FILLED[name]
-    with (
-        tempfile.TemporaryDirectory(dir=_memory()) as folder,
-        MultiaSyncDataCollector(
-            workload.make_env,
-            workload.make_policy(),
-            num_workers=_NUM_WORKERS,
-            frames_per_batch=workload.rollout_frames,
-            envs_per_worker=workload.num_envs,
-            replay_buffer=(buffer := _mapped_buffer(workload, folder)),
-        ) as collector,
-    ):
-        collector.start()
-        return _measured(lambda: int(buffer.write_count), workload, seconds)
+    with tempfile.TemporaryDirectory(dir=_memory()) as folder:
+        buffer = _mapped_buffer(name, folder)
+        options = {"num_workers": _NUM_WORKERS, "replay_buffer": buffer}
+        with MultiaSyncDataCollector(**arguments(WORKLOADS[name], **options)) as collector:
+            collector.start()
+            return _measured(lambda: int(buffer.write_count), name, seconds)
 
 
 def run_by_torchrl(seconds: float, name: str) -> Values:
@@ -91,12 +75,12 @@ def run_by_torchrl(seconds: float, name: str) -> Values:
     Returns: as :func:`_measured`.
     """
     torch.set_num_threads(1)
-    workload = FILLED[name]
     with tempfile.TemporaryDirectory(dir=_memory()) as folder:
-        buffer = _mapped_buffer(workload, folder, shared=True)
-        collector = make_torchrl_filling(workload, _NUM_WORKERS, buffer)
+        buffer = _mapped_buffer(name, folder, shared=True)
+        options = {"replay_buffer": buffer}
+        collector = make_torchrl("MultiAsyncCollector", WORKLOADS[name], _NUM_WORKERS, **options)
         collector.start()
-        return _measured(lambda: int(buffer.write_count), workload, seconds)
+        return _measured(lambda: int(buffer.write_count), name, seconds)
 
 
 def run_by_themselves(seconds: float, name: str) -> Values:
@@ -104,33 +88,29 @@ def run_by_themselves(seconds: float, name: str) -> Values:
 
     Returns: as :func:`_measured`.
     """
-    workload = FILLED[name]
     context = multiprocessing.get_context("spawn")
     counts = [context.Value("q", 0, lock=False) for _ in range(_NUM_WORKERS)]
     for count in counts:
         context.Process(target=_fill_alone, args=(name, count), daemon=True).start()
-    return _measured(lambda: sum(count.value for count in counts), workload, seconds)
+    return _measured(lambda: sum(count.value for count in counts), name, seconds)
 
 
 def _fill_alone(name: str, count: Any) -> None:
     torch.set_num_threads(1)
-    workload = FILLED[name]
     with (
         tempfile.TemporaryDirectory(dir=_memory()) as folder,
-        make_sync(workload, workload.make_policy()) as collector,
+        SyncDataCollector(**arguments(WORKLOADS[name])) as collector,
     ):
-        buffer = _mapped_buffer(workload, folder)
+        buffer = _mapped_buffer(name, folder)
         while True:
             buffer.extend(collector.next().reshape(-1))
             count.value = buffer.write_count
 
 
-def _mapped_buffer(workload: Workload, folder: str, **options: Any) -> Any:
+def _mapped_buffer(name: str, folder: str, **options: Any) -> Any:
     data = importlib.import_module("torchrl.data")
-    num_frames = _NUM_FRAMES.get(workload.name, _SIZE)
-    return data.ReplayBuffer(
-        storage=data.LazyMemmapStorage(num_frames, scratch_dir=folder), **options
-    )
+    storage = data.LazyMemmapStorage(_SIZES[name], scratch_dir=folder)
+    return data.ReplayBuffer(storage=storage, **options)
 
 
 def _memory() -> str | None:
@@ -138,21 +118,21 @@ def _memory() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _measured(written: Callable[[], int], workload: Workload, seconds: float) -> Values:
+def _measured(written: Callable[[], int], name: str, seconds: float) -> Values:
     """The frames that ``written()`` counts, in time and in CPU time.
 
     Returns:
         "frames_per_s", "frames_per_cpu_s" of this process and all that it started, "core_share":
         CPU time of this process per second.
     """
-    _await(lambda: written() >= 6 * workload.rollout_frames)
+    _await(lambda: written() >= 6 * WORKLOADS[name].rollout_frames)
     frames, begin = written(), time.perf_counter()
-    own_s, all_s = time.process_time(), _cpu_of_all_s()
+    own_s, all_s = time.process_time(), cpu_s()
     time.sleep(seconds)
     elapsed, frames = time.perf_counter() - begin, written() - frames
     return {
         "frames_per_s": frames / elapsed,
-        "frames_per_cpu_s": frames / (_cpu_of_all_s() - all_s),
+        "frames_per_cpu_s": frames / (cpu_s() - all_s),
         "core_share": (time.process_time() - own_s) / elapsed,
     }
 
@@ -165,27 +145,6 @@ def _await(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def _cpu_s(thread: threading.Thread) -> float:
+def _cpu_of(thread: threading.Thread) -> float:
     assert thread.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-
-
-def _cpu_of_all_s() -> float:
-    """CPU time of this process and its descendants that run."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        pid = int(stat.parent.name)
-        parents[pid] = int(fields[1])
-        ticks[pid] = int(fields[11]) + int(fields[12])
-
-    def is_ours(pid: int) -> bool:
-        while pid in parents and pid != os.getpid():
-            pid = parents[pid]
-        return pid == os.getpid()
-
-    return sum(ticks[pid] for pid in ticks if is_ours(pid)) / _TICKS

@@ -10,19 +10,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from benchmarks.contenders import Values
-from benchmarks.items import Item, Part
+from benchmarks.items import Part, Values
 
 _WINDOWS = 10  # that a part may take, with its warm-up and its last batches
 _LOG_LINES = 5
 _REAP_TIMEOUT_S = 10.0
 
-Status: TypeAlias = Literal["ok", "not installed", "skipped", "failed"]
+Status: TypeAlias = Literal["ok", "not installed", "failed"]
 
 
 @dataclass
@@ -41,39 +40,34 @@ class Outcome:
 
 
 def run_item(
-    item: Item,
-    parts: Sequence[Part],
+    item: str,
+    parts: Mapping[str, Part],
     *,
     repeats: int,
     seconds: float,
     progress: Callable[[str], None],
 ) -> dict[str, Outcome]:
-    """Measure all ``parts`` in each of ``repeats`` rounds.
-
-    A part that failed is not tried again.
-    """
-    outcomes = {part.name: Outcome() for part in parts}
-    for part in parts:
-        if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:
-            outcomes[part.name].status = "not installed"
-            outcomes[part.name].reason = ", ".join(missing)
+    """Measure ``parts`` in each of ``repeats`` rounds; one that failed is not tried again."""
+    outcomes = {name: Outcome() for name in parts}
+    for name, part in parts.items():
+        if missing := [module for module in part.needs if importlib.util.find_spec(module) is None]:
+            outcomes[name].status, outcomes[name].reason = "not installed", ", ".join(missing)
     for repeat in range(repeats):
-        for part in parts:
-            outcome = outcomes[part.name]
-            if outcome.status == "ok":
-                progress(f"{item.name} {part.name} {repeat + 1}/{repeats}")
-                _run_part(item, part, seconds, outcome)
+        for name, part in parts.items():
+            if outcomes[name].status == "ok":
+                progress(f"{item} {name} {repeat + 1}/{repeats}")
+                _run_part(item, name, part, seconds, outcomes[name])
             else:
-                outcome.values.append(None)
+                outcomes[name].values.append(None)
     return outcomes
 
 
-def _run_part(item: Item, part: Part, seconds: float, outcome: Outcome) -> None:
+def _run_part(item: str, name: str, part: Part, seconds: float, outcome: Outcome) -> None:
     """Append a part's values to ``outcome``, or the reason why there are none."""
     limit_s = part.limit_s + _WINDOWS * seconds
     with tempfile.TemporaryDirectory(prefix="distcollect-bench-") as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log.txt")
-        hung = not _run_process([item.name, part.name, str(seconds), str(result)], log, limit_s)
+        hung = not _run_process([item, name, str(seconds), str(result)], log, limit_s)
         said: dict[str, object] = {}
         if result.exists():
             said = json.loads(result.read_text())
@@ -83,9 +77,9 @@ def _run_part(item: Item, part: Part, seconds: float, outcome: Outcome) -> None:
         outcome.values.append(values)
         return
     outcome.values.append(None)
-    outcome.status = "skipped" if "skipped" in said else "failed"
+    outcome.status = "failed"
     if said:
-        outcome.reason = str(next(iter(said.values())))
+        outcome.reason = str(said["failed"])
     elif hung:
         outcome.reason = f"hung: no result within {limit_s:g} s"
     else:

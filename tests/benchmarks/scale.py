@@ -9,23 +9,20 @@ So the same is also measured on a single thread, which wakes nobody: that is the
 
 from __future__ import annotations
 
-import gc
 import itertools
-import mmap
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.contenders import Values
+from benchmarks.items import Values
 from distcollect.common.replies import Reply
 from distcollect.config import Staleness, WeightSync
 from distcollect.policy.weight_layout import WeightLayout
@@ -219,7 +216,6 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"sync": False},
     "paced": {"sync": False, "staleness": Staleness(4, "pace")},
     "in turn": {"sync": False, "in_turn": True},
-    "replacement": {"sync": True, "waits_for_missing": True},
 }
 
 
@@ -229,8 +225,7 @@ def run_rollouts(_seconds: float, *, mode: str, num_workers: int) -> Values:
     "us_of_python" is the first without threads that wake each other.
 
     Args:
-        mode: "sync", "async", "paced", "in turn", or "replacement": sync, where the share of a
-            worker that is gone waits for its replacement, which comes after each batch.
+        mode: "sync", "async", "paced" or "in turn".
         num_workers: W.
     """
     us_of_python, _ = _measured(mode, num_workers, has_threads=False)
@@ -249,24 +244,11 @@ def _measured(mode: str, num_workers: int, *, has_threads: bool) -> tuple[float,
     num_batches = max(2, _NUM_ROLLOUTS // per_batch)
     run.collect(max(1, num_batches // 10))
     begin, begin_of_simulation = time.process_time(), run.simulation.used_s()
-    if mode == "replacement":
-        _collect_with_replacements(run, num_batches)
-    else:
-        run.collect(num_batches)
+    run.collect(num_batches)
     used_s = time.process_time() - begin
     used_s -= run.simulation.used_s() - begin_of_simulation
     run.close()
     return used_s / num_batches / per_batch * 1e6, used_s / num_batches * 1e3
-
-
-def _collect_with_replacements(run: _Run, num_batches: int) -> None:
-    for number in range(num_batches):
-        run.pool.lose(0, number, replaced=True)
-        run.pool.account(0, number, "worker_lost", None)
-        timer = threading.Timer(0.001, run.join, (0, number + 1))
-        timer.start()
-        run.collect(1)
-        timer.join()
 
 
 def run_joins(_seconds: float, *, num_workers: int) -> Values:
@@ -300,24 +282,3 @@ def run_pushes(_seconds: float, *, num_workers: int) -> Values:
     assert run.pool.acknowledged == newest
     run.close()
     return {"ms_per_push": used_s * 10}
-
-
-def run_soak(_seconds: float, *, num_workers: int, num_replacements: int) -> Values:
-    """Replace each of W workers many times: "us_per_replacement", and "grown_mb" of memory."""
-    run = _Run(num_workers, sync=False)
-    sizes = []
-    begin = time.process_time()
-    for incarnation in range(num_replacements):
-        for worker_id in range(num_workers):
-            run.pool.lose(worker_id, incarnation, replaced=True)
-            run.pool.account(worker_id, incarnation, "worker_lost", 0)
-            run.join(worker_id, incarnation + 1)
-        run.collect(10)
-        gc.collect()
-        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1e6)
-    used_s = time.process_time() - begin
-    run.close()
-    return {
-        "us_per_replacement": used_s / num_workers / num_replacements * 1e6,
-        "grown_mb": sizes[-1] - sizes[len(sizes) // 2],
-    }

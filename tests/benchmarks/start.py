@@ -12,12 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.contenders import Values
-from benchmarks.faults import Sleeper
-from benchmarks.peers import make_torchrl_multi
-from benchmarks.workloads import WORKLOADS
+from benchmarks.items import Values
+from benchmarks.peers import make_torchrl
+from benchmarks.workloads import WORKLOADS, SleepingEnv
 from distcollect import MultiSyncDataCollector, RPCDataCollector
 from distcollect.launch.zygote import ZYGOTE
 
@@ -45,24 +42,12 @@ def run_start(_seconds: float, *, num_workers: int) -> Values:
     return {"first_s": seconds[0], "second_s": seconds[1]}
 
 
-def run_sb3(_seconds: float, *, num_workers: int) -> Values:
-    """``SubprocVecEnv``, as it is by default: "first_s" until as many frames were stepped."""
-    vec_env = importlib.import_module("stable_baselines3.common.vec_env")
-    begin = time.perf_counter()
-    envs = vec_env.SubprocVecEnv([_WORKLOAD.make_env] * num_workers)
-    envs.reset()
-    for _ in range(_FRAMES):
-        envs.step(np.array([envs.action_space.sample() for _ in range(num_workers)]))
-    first_s = time.perf_counter() - begin
-    envs.close()
-    return {"first_s": first_s}
-
-
 def run_torchrl(_seconds: float, *, num_workers: int) -> Values:
     """``MultiSyncCollector``: "first_s" to its first batch."""
     importlib.import_module("torchrl.collectors")
     begin = time.perf_counter()
-    collector = make_torchrl_multi(_WORKLOAD, num_workers, _FRAMES * num_workers)
+    options = {"frames_per_batch": _FRAMES * num_workers, "cat_results": 0}
+    collector = make_torchrl("MultiSyncCollector", _WORKLOAD, num_workers, **options)
     next(iter(collector))
     first_s = time.perf_counter() - begin
     collector.shutdown()
@@ -71,7 +56,7 @@ def run_torchrl(_seconds: float, *, num_workers: int) -> Values:
 
 def run_replacement(_seconds: float) -> Values:
     """Kill one of two workers: "replaced_s" to the first frames of its replacement."""
-    with RPCDataCollector(Sleeper, frames_per_batch=4, num_workers=2) as collector:
+    with RPCDataCollector(SleepingEnv, frames_per_batch=4, num_workers=2) as collector:
         pids = _await_pids(collector, {})
         begin = time.perf_counter()
         os.kill(pids[1], signal.SIGKILL)

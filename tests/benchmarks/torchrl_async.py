@@ -11,8 +11,6 @@ Not to be imported where torchrl isn't installed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,8 +25,9 @@ from torchrl.collectors import AsyncBatchedCollector, MultiAsyncCollector
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from benchmarks.contenders import Values
-from benchmarks.windows import Batch, frames_per_s
+from benchmarks import contenders, peers
+from benchmarks.items import Values
+from benchmarks.windows import frames_per_s
 from distcollect import EnvContext, Monitor, MultiaSyncDataCollector
 
 _NUM_ENVS = 8
@@ -36,29 +35,11 @@ _FRAMES_PER_BATCH = 256
 _SHAPE = (3, 84, 84)
 _NUM_ACTIONS = 6
 _STEP_S = 0.001
-_RESET_S = 0.2
-_LONG, _SHORT = 200, 16
 _TIMEOUT_S = 0.001  # for which TorchRL's policy server waits for more requests
 
 
-@dataclass(frozen=True)
-class Regime:
-    """Lengths of episodes, and of resets.
-
-    Attributes:
-        episode: frames.
-        reset_s: seconds that a reset of env 0 takes.
-    """
-
-    episode: int
-    reset_s: float = 0.0
-
-    def reset_time(self, index: int) -> float:
-        """Seconds that a reset of env ``index`` takes."""
-        return self.reset_s if index == 0 else 0.0
-
-
-REGIMES = {"uniform": Regime(_LONG), "slow-reset": Regime(_SHORT, _RESET_S)}
+# The frames in an episode, and the seconds that a reset of env 0 takes.
+REGIMES = {"uniform": (200, 0.0), "slow-reset": (16, 0.2)}
 
 
 class PixelEnv(gym.Env[Any, Any]):
@@ -147,81 +128,40 @@ class PixelPolicy(nn.Module):
         return actions
 
 
-def _torchrl_policy() -> TensorDictModule:
-    return TensorDictModule(PixelPolicy(), in_keys=["observation"], out_keys=["action"])
+def _make(kind: Any, regime: str, index: int) -> Any:
+    episode, reset_s = REGIMES[regime]
+    return kind(episode, 0.0 if index else reset_s)
 
 
-class _Maker:
-    """Makes the env of each of our workers."""
-
-    def __init__(self, regime: Regime) -> None:
-        self._regime = regime
-
-    def __call__(self, context: EnvContext) -> PixelEnv:
-        return PixelEnv(self._regime.episode, self._regime.reset_time(context.worker_id))
+def _make_ours(regime: str, context: EnvContext) -> Any:
+    return _make(PixelEnv, regime, context.worker_id)
 
 
-def _torchrl_makers(regime: Regime) -> list[Any]:
-    return [
-        partial(TorchRLPixelEnv, regime.episode, regime.reset_time(index))
-        for index in range(_NUM_ENVS)
-    ]
-
-
-def _counted(collector: Any) -> Iterator[Batch]:
-    for batch in collector:
-        yield 0, batch.numel()
-
-
-def run_ours(seconds: float, *, regime: str) -> Values:
-    """MultiaSyncDataCollector with 8 workers of one env each."""
+def run(seconds: float, *, regime: str, who: str) -> Values:
+    """Frames/s of one of them, with 8 envs: "ours", "multi", "threads" or "processes"."""
     torch.set_num_threads(1)
-    with MultiaSyncDataCollector(
-        _Maker(REGIMES[regime]),
-        PixelPolicy(),
-        frames_per_batch=_FRAMES_PER_BATCH,
-        num_workers=_NUM_ENVS,
-        monitor=Monitor(view=False),
-    ) as collector:
-        batches = (
-            (int(batch["collector", "worker_id"].flatten()[0]), batch.numel())
-            for batch in collector
+    if who == "ours":
+        with MultiaSyncDataCollector(
+            partial(_make_ours, regime),
+            PixelPolicy(),
+            frames_per_batch=_FRAMES_PER_BATCH,
+            num_workers=_NUM_ENVS,
+            monitor=Monitor(view=False),
+        ) as collector:
+            return {"frames_per_s": frames_per_s(contenders.counted(collector), seconds)}
+    makers = [partial(_make, TorchRLPixelEnv, regime, index) for index in range(_NUM_ENVS)]
+    policy = TensorDictModule(PixelPolicy(), in_keys=["observation"], out_keys=["action"])
+    given: dict[str, Any] = {"frames_per_batch": _FRAMES_PER_BATCH, "total_frames": -1}
+    if who == "multi":
+        theirs = MultiAsyncCollector(makers, policy, **given)
+    else:
+        theirs = AsyncBatchedCollector(
+            makers,
+            policy=policy,
+            min_batch_size=1,
+            max_batch_size=_NUM_ENVS,
+            server_timeout=_TIMEOUT_S,
+            env_backend={"threads": "threading", "processes": "multiprocessing"}[who],
+            **given,
         )
-        return {"frames_per_s": frames_per_s(batches, seconds)}
-
-
-def run_multi(seconds: float, *, regime: str) -> Values:
-    """TorchRL's MultiAsyncCollector with 8 workers of one env each."""
-    torch.set_num_threads(1)
-    collector = MultiAsyncCollector(
-        _torchrl_makers(REGIMES[regime]),
-        _torchrl_policy(),
-        frames_per_batch=_FRAMES_PER_BATCH,
-        total_frames=-1,
-    )
-    return {"frames_per_s": frames_per_s(_counted(collector), seconds)}
-
-
-def run_batched_in_threads(seconds: float, *, regime: str) -> Values:
-    """TorchRL's AsyncBatchedCollector with its envs in threads."""
-    return _run_batched(seconds, regime, "threading")
-
-
-def run_batched_in_processes(seconds: float, *, regime: str) -> Values:
-    """TorchRL's AsyncBatchedCollector with its envs in processes."""
-    return _run_batched(seconds, regime, "multiprocessing")
-
-
-def _run_batched(seconds: float, regime: str, env_backend: str) -> Values:
-    torch.set_num_threads(1)
-    collector = AsyncBatchedCollector(
-        _torchrl_makers(REGIMES[regime]),
-        policy=_torchrl_policy(),
-        frames_per_batch=_FRAMES_PER_BATCH,
-        total_frames=-1,
-        min_batch_size=1,
-        max_batch_size=_NUM_ENVS,
-        server_timeout=_TIMEOUT_S,
-        env_backend=env_backend,
-    )
-    return {"frames_per_s": frames_per_s(_counted(collector), seconds)}
+    return {"frames_per_s": frames_per_s(peers.counted(theirs), seconds)}

@@ -8,12 +8,10 @@ that it started. This module imports torchrl.
 from __future__ import annotations
 
 import importlib
-import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -37,7 +35,9 @@ from torchrl.envs import (
 from torchrl.modules import GRUModule, LSTMModule
 
 from benchmarks.alternating import ratios_of_pairs
-from benchmarks.contenders import Values
+from benchmarks.items import Values
+from benchmarks.peers import ENDLESS
+from benchmarks.windows import cpu_s
 from benchmarks.workloads import mlp
 from distcollect import RPCDataCollector, SyncDataCollector
 
@@ -49,18 +49,10 @@ _AGENTS = 3
 _EPISODE = 100  # frames
 _NUM_WORKERS = 2
 _WARM_UP_BATCHES = 6
-_ENDLESS = 10**12  # TorchRL's RPCCollector yields nothing with -1, its own value for endless
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An env and a policy.
-
-    Attributes:
-        make_env: makes the env.
-        make_policy: makes the policy.
-        num_frames: in a batch.
-    """
+class Kind(NamedTuple):
+    """Makers of an env and a policy, and the number of frames in a batch."""
 
     make_env: Callable[[], TorchRLEnv]
     make_policy: Callable[[], Any]
@@ -130,14 +122,8 @@ class Constant:
         return tensordict.set(self._key, self._action)
 
 
-def make_cartpole() -> TorchRLEnv:
-    """CartPole-v1, actions one-hot as is TorchRL's default."""
-    return GymEnv("CartPole-v1")
-
-
-def make_pendulum() -> TorchRLEnv:
-    """Pendulum-v1."""
-    return GymEnv("Pendulum-v1")
+make_cartpole = partial(GymEnv, "CartPole-v1")  # actions one-hot, as is TorchRL's default
+make_pendulum = partial(GymEnv, "Pendulum-v1")
 
 
 def make_transformed() -> TorchRLEnv:
@@ -178,23 +164,17 @@ def swarm_policy() -> TensorDictModule:
     )
 
 
-def _recurrent(make: Callable[..., Any]) -> tuple[Any, Any]:
-    """A recurrent module, and the policy that it is the first part of."""
-    cell = make(input_size=3, hidden_size=_HIDDEN, in_key="observation", out_key="features")
-    head = TensorDictModule(nn.Linear(_HIDDEN, 1), in_keys=["features"], out_keys=["action"])
-    return cell, TensorDictSequential(cell, head)
-
-
 def _remembering(make: Callable[..., Any]) -> Kind:
     """Pendulum-v1 with a recurrent policy, as TorchRL's manual has it."""
-    cell, policy = _recurrent(make)
+    cell = make(input_size=3, hidden_size=_HIDDEN, in_key="observation", out_key="features")
+    head = TensorDictModule(nn.Linear(_HIDDEN, 1), in_keys=["features"], out_keys=["action"])
 
     def make_env() -> TorchRLEnv:
         return TransformedEnv(
             make_pendulum(), Compose(InitTracker(), cell.make_tensordict_primer())
         )
 
-    return Kind(make_env, lambda: policy)
+    return Kind(make_env, lambda: TensorDictSequential(cell, head))
 
 
 # By the names that items.py lists.
@@ -217,7 +197,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
 }
 
 
-def run_beside_torchrl(seconds: float, *, name: str) -> Values:
+def run_beside(seconds: float, *, name: str) -> Values:
     """Frames per second of CPU time, and of wall time, over those of TorchRL's ``Collector``."""
     torch.set_num_threads(1)
     kind = KINDS[name]()
@@ -234,7 +214,7 @@ def run_beside_torchrl(seconds: float, *, name: str) -> Values:
     return {"cpu_ratio": cpu, "speed_ratio": wall, "pairs": pairs}
 
 
-def run_workers(seconds: float, *, torchrl: bool) -> Values:
+def run_workers(seconds: float, *, torchrl: bool = False) -> Values:
     """Two workers over RPC with Pendulum-v1: RPCDataCollector, or TorchRL's RPCCollector."""
     kind = KINDS["pendulum"]()
     options: dict[str, Any] = {"frames_per_batch": kind.num_frames, "sync": False}
@@ -243,7 +223,7 @@ def run_workers(seconds: float, *, torchrl: bool) -> Values:
         collector = importlib.import_module("torchrl.collectors.distributed").RPCCollector(
             [kind.make_env] * _NUM_WORKERS,
             kind.make_policy(),
-            total_frames=_ENDLESS,
+            total_frames=ENDLESS,
             launcher="mp",
             **options,
         )
@@ -261,20 +241,3 @@ def run_workers(seconds: float, *, torchrl: bool) -> Values:
         "frames_per_s": num_frames / (time.perf_counter() - begin),
         "frames_per_cpu_s": num_frames / (cpu_s() - cpu_begin),
     }
-
-
-def cpu_s() -> float:
-    """CPU time of this process and of all children that run, in seconds."""
-    return time.process_time() + sum(map(_cpu_of, _children("self")))
-
-
-def _cpu_of(pid: int) -> float:
-    # In ns, while /proc/PID/stat counts hundredths of a second.
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    own_s = sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
-    return own_s + sum(map(_cpu_of, _children(str(pid))))
-
-
-def _children(pid: str) -> list[int]:
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for child in itertools.chain(*(each.read_text().split() for each in lists))]

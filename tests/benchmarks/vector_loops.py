@@ -62,12 +62,6 @@ class VectorLoop:
         ended = self._store.terminated[:-1] | self._store.truncated[:-1]
         return 1 - np.count_nonzero(ended) / self._store.reward.size
 
-    def batches(self) -> Iterator[Batch]:
-        """Make T steps again and again."""
-        while True:
-            self.next()
-            yield 0, self._store.reward.size
-
 
 class AsyncPoolLoop:
     """The same with an EnvPool env whose ``batch_size`` m is below n: m rows at a time.

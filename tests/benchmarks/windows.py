@@ -1,9 +1,11 @@
-"""Frames counted over a time window."""
+"""Frames counted over a time window, and CPU time."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeAlias
 
 # The least warm-up, as a share of the window. By then caches are filled, slabs touched and requests
@@ -60,3 +62,20 @@ def frames_per_s(
         if now - begin >= seconds and warm <= last.keys():
             return sum(count / (last[source] - first[source]) for source, count in frames.items())
     raise NotEnough("the batches ended before the window did")
+
+
+def cpu_s() -> float:
+    """CPU time of this process and of all children that run, in seconds."""
+    return time.process_time() + sum(map(_cpu_of, _children("self")))
+
+
+def _cpu_of(pid: int) -> float:
+    # In ns, while /proc/PID/stat counts hundredths of a second.
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    own_s = sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+    return own_s + sum(map(_cpu_of, _children(str(pid))))
+
+
+def _children(pid: str) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for child in itertools.chain(*(each.read_text().split() for each in lists))]

@@ -9,9 +9,11 @@ the true final observation.
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import gymnasium as gym
@@ -26,8 +28,6 @@ Chosen: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 
 _HIDDEN = 64
 _EPISODE = 100  # frames in an episode of the envs below
-_SIDE = 1024  # side of the big observation: 1 MiB
-_SMALLER_SIDE = 256  # 64 KiB
 _PIXELS = 64  # of the big observation, which its policy uses
 
 
@@ -36,22 +36,16 @@ class Workload:
     """An env and a policy.
 
     Attributes:
-        name: its name on the command line.
-        about: a description for the report.
         make_env: makes one env.
         make_policy: makes the policy, from observation ``[n, *obs]`` to (action, extras).
         num_envs: n, number of envs of each worker.
         num_steps: T, number of steps of each env in a rollout.
-        needs: modules that must be installed.
     """
 
-    name: str
-    about: str
     make_env: Callable[[], Env]
     make_policy: Callable[[], nn.Module]
     num_envs: int
     num_steps: int
-    needs: tuple[str, ...] = ()
 
     @property
     def rollout_frames(self) -> int:
@@ -117,20 +111,15 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-class SlowEnv(gym.Env[Any, Any]):
-    """Takes a fixed time for a step.
+class SleepingEnv(gym.Env[Any, Any]):
+    """Sleeps for 5 ms in each step. Its observation is the id of its process, four times."""
 
-    Its observation is float32 ``[4]``; an episode has 100 frames.
-    """
+    observation_space = spaces.Box(0, np.inf, (4,), np.float32)
+    action_space = spaces.Discrete(2)
 
-    def __init__(self, step_s: float, *, spin: bool) -> None:
-        """A step takes ``step_s`` seconds; ``spin``: it keeps a core busy, otherwise it sleeps."""
-        self.observation_space = spaces.Box(-1, 1, (4,), np.float32)
-        self.action_space = spaces.Discrete(2)
-        self._step_s = step_s
-        self._spin = spin
+    def __init__(self) -> None:
         self._frames = 0
-        self._observation = np.zeros(4, np.float32)
+        self._observation = np.full(4, os.getpid(), np.float32)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -140,12 +129,7 @@ class SlowEnv(gym.Env[Any, Any]):
         return self._observation, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self._spin:
-            end = time.perf_counter() + self._step_s
-            while time.perf_counter() < end:
-                pass
-        else:
-            time.sleep(self._step_s)
+        time.sleep(0.005)
         self._frames += 1
         return self._observation, 1.0, self._frames == _EPISODE, False, {}
 
@@ -177,46 +161,11 @@ def make_cartpole() -> Env:
     return gym.make("CartPole-v1")
 
 
-def make_spinning() -> Env:
-    """An env that takes 1 ms of CPU time for a step."""
-    return SlowEnv(0.001, spin=True)
-
-
-def make_sleeping() -> Env:
-    """An env that sleeps for 5 ms in each step."""
-    return SlowEnv(0.005, spin=False)
-
-
-def make_drowsy() -> Env:
-    """An env that sleeps for 20 ms in each step, so that the trainer waits for it."""
-    return SlowEnv(0.02, spin=False)
-
-
-def make_trivial() -> Env:
-    """An env whose steps take almost no time."""
-    return SlowEnv(0.0, spin=True)
-
-
 def make_breakout() -> Env:
     """``ALE/Breakout-v5``, the usual preprocessing: uint8 ``[4, 84, 84]``, 4 frames skipped."""
     gym.register_envs(importlib.import_module("ale_py"))
     env = gym.make("ALE/Breakout-v5", frameskip=1)
     return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env), 4)
-
-
-def make_cheetah() -> Env:
-    """HalfCheetah-v5: float64 ``[17]``, 6 numbers as the action."""
-    return gym.make("HalfCheetah-v5")
-
-
-def make_big() -> Env:
-    """An env with observations of 1 MiB."""
-    return BigEnv(_SIDE)
-
-
-def make_pixels() -> Env:
-    """An env with observations of 64 KiB."""
-    return BigEnv(_SMALLER_SIDE)
 
 
 def small_policy() -> nn.Module:
@@ -240,48 +189,19 @@ def cnn_policy(num_actions: int = 4) -> nn.Module:
     return CategoricalPolicy(body)
 
 
-def cheetah_policy() -> nn.Module:
-    """A policy for observations of 17 numbers and actions of 6."""
-    return GaussianPolicy(17, 6)
-
-
 def corner_policy() -> nn.Module:
     """A policy that uses 64 pixels of a big image."""
     return CategoricalPolicy(nn.Sequential(Corner(), mlp(_PIXELS, 2)))
 
 
 _CARTPOLE = (make_cartpole, small_policy)
-_MLP = "CartPole-v1, 64x64 MLP"
-
-# For replay buffers only.
-PIXELS = Workload("pixels", "64 KiB uint8 observations", make_pixels, corner_policy, 1, 64)
+SLEEPING = Workload(SleepingEnv, small_policy, 1, 32)
 
 WORKLOADS: dict[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload("cartpole-1", f"{_MLP}, 1 env", *_CARTPOLE, 1, 1024),
-        Workload("cartpole-16", f"{_MLP}, 16 envs", *_CARTPOLE, 16, 256),
-        Workload("cartpole-64", f"{_MLP}, 64 envs", *_CARTPOLE, 64, 64),
-        Workload("spin-1ms", "1 ms of CPU a step", make_spinning, small_policy, 1, 128),
-        Workload("sleep-5ms", "5 ms of sleep a step", make_sleeping, small_policy, 1, 32),
-        Workload(
-            "atari",
-            "ALE/Breakout-v5, 84x84x4 uint8, small CNN, 4 envs",
-            make_breakout,
-            cnn_policy,
-            4,
-            64,
-            ("ale_py", "cv2"),
-        ),
-        Workload(
-            "mujoco",
-            "HalfCheetah-v5, 64x64 MLP, 4 envs",
-            make_cheetah,
-            cheetah_policy,
-            4,
-            128,
-            ("mujoco",),
-        ),
-        Workload("big-obs", "1 MiB uint8 observations", make_big, corner_policy, 1, 32),
-    )
+    "cartpole-1": Workload(*_CARTPOLE, 1, 1024),
+    "cartpole-16": Workload(*_CARTPOLE, 16, 256),
+    "cartpole-64": Workload(*_CARTPOLE, 64, 64),
+    "atari": Workload(make_breakout, cnn_policy, 4, 64),
+    "big-obs": Workload(partial(BigEnv, 1024), corner_policy, 1, 32),
+    "pixels": Workload(partial(BigEnv, 256), corner_policy, 1, 64),
 }

@@ -1,32 +1,119 @@
-"""The statistics, targets and arguments of the benchmark."""
+"""``distcollect bench``: its bare loop and arguments; and the tables of tests/benchmarks."""
 
 from __future__ import annotations
 
 from itertools import count
+from pathlib import Path
+from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
-from benchmarks.__main__ import main
-from benchmarks.command import select
+import torch
+from benchmarks.__main__ import main as compare
+from benchmarks.command import paired, select
 from benchmarks.items import ITEMS
-from benchmarks.report import targets_table
 from benchmarks.runner import Outcome
-from benchmarks.stats import Spread, best, paired
-from benchmarks.targets import TARGETS
 from benchmarks.windows import NotEnough, frames_per_s
+from gymnasium import spaces
+from helpers.command_line import modules, status_of  # noqa: F401 - a fixture
+from tensordict import TensorDictBase
+
+from distcollect.commands.bench import BareLoop, Measured, table
+from distcollect.commands.collect.policy_file import NamedPolicy
 
 
-def test_spread() -> None:
-    assert Spread.of([3.0, None, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3)
-    assert Spread.of([None]) is None
+class Counted(gym.Env[Any, Any]):
+    """Checks that it gets the action that belongs to its last observation."""
+
+    observation_space = spaces.Dict(at=spaces.Box(-9, 9, (2,)), turn=spaces.Discrete(99))
+    action_space = spaces.Tuple((spaces.Discrete(99), spaces.Box(-9, 9, (2,))))
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.steps = 0
+
+    def _observed(self) -> dict[str, Any]:
+        return {"at": np.full(2, self.turn / 2, np.float32), "turn": np.int64(self.turn)}
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        self.turn = 0
+        return self._observed(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action[0] == self.turn
+        assert (action[1] == self.turn / 2).all()
+        self.turn += 1
+        self.steps += 1
+        return self._observed(), 1.0, self.turn == 5, False, {}
+
+
+def by_entry(turn: torch.Tensor, at: torch.Tensor) -> Any:
+    return (turn, at), {"note": turn * 2}
+
+
+def by_tensordict(td: TensorDictBase) -> TensorDictBase:
+    return td.set("action", {"0": td["turn"], "1": td["at"]})
+
+
+@pytest.mark.parametrize("policy", [by_entry, by_tensordict])
+def test_the_bare_loop_does_what_a_collector_does(policy: Any) -> None:
+    loop = BareLoop(Counted, NamedPolicy(policy, None, ""), 3, 7)
+    assert loop.num_steps == 7
+    assert loop.window(0.01) > 0
+    loop.close()
+
+
+def test_the_bare_loop_takes_random_actions_and_chooses_the_length_of_rollouts() -> None:
+    loop = BareLoop(lambda: gym.make("CartPole-v1"), NamedPolicy(None, None, ""), 2)
+    assert 8 <= loop.num_steps <= 512
+    loop.close()
+
+
+def test_table() -> None:
+    sizes = [
+        Measured(0, 16, 100, 2e4, 1.8e4, [0.9, 0.8, 1.0], "env", "Bound by the envs."),
+        Measured(2, 1, 100, 4e3, 3e3, [0.75], "policy", "Bound by the policy."),
+    ]
+    _, first, second, _, *notes = table(sizes).splitlines()
+    assert " ".join(first.split()) == "in process 16 20,000 18,000 0.90 0.80 .. 1.00 env"
+    assert " ".join(second.split()) == "2 1 4,000 3,000 0.75 0.75 .. 0.75 policy"
+    assert notes[1] == "2 worker(s), 1 env(s): Bound by the policy."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--env CartPole-v1 --envs 1,no", "--envs: 'no': must be a whole number, at least 1"),
+        ("--env CartPole-v1 --workers -1", "must be a whole number, at least 0"),
+        ("--env NoSuch-v0", "no env 'NoSuch-v0'"),
+        ("--env five:five", "no env 'five:five'"),
+        ("--env collections:OrderedDict", "--env collections:OrderedDict can't be made here"),
+        (
+            "--env CartPole-v1 --json no/x.json",
+            "--json no/x.json: No such file or directory; name a file",
+        ),
+        ("--env CartPole-v1 --policy five:five", "5 can't be called"),
+    ],
+)
+@pytest.mark.usefixtures("modules")
+def test_wrong_arguments(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(f"bench {arguments}") == 2
+    assert message in capsys.readouterr().err
+
+
+# What follows is about tests/benchmarks.
 
 
 def test_ratios_are_paired_within_a_repeat() -> None:
+    def outcome(*rates: float | None) -> Outcome:
+        return Outcome([None if rate is None else {"frames_per_s": rate} for rate in rates])
+
     # In the second repeat the machine is half as fast; the ratio stays.
-    assert paired([80.0, 40.0, None, 1.0], [100.0, 50.0, 100.0, 0.0]) == [0.8, 0.8, None, None]
-    assert best([1.0, None], [2.0, None]) == [2.0, None]
+    assert paired(outcome(80.0, 40.0, None), outcome(100.0, 50.0, 100.0)) == [0.8, 0.8]
 
 
-def test_window_counts_whole_batches_of_each_source() -> None:
+def test_a_window_counts_whole_batches_of_each_source_after_the_warm_up() -> None:
     # Source 0 gives 10 frames each 2 s, source 1 gives 30 frames each 3 s.
     arrivals = sorted([(t, 0, 10) for t in range(2, 99, 2)] + [(t, 1, 30) for t in range(3, 99, 3)])
     now = 0.0
@@ -37,9 +124,11 @@ def test_window_counts_whole_batches_of_each_source() -> None:
             yield source, frames
 
     assert frames_per_s(batches(), 20, clock=lambda: now) == pytest.approx(10 / 2 + 30 / 3)
+    with pytest.raises(NotEnough):
+        frames_per_s(iter([(0, 1)] * 5), 1.0)
 
 
-def test_window_excludes_the_warm_up() -> None:
+def test_a_window_excludes_the_warm_up() -> None:
     now, started = 0.0, []
 
     def batches():
@@ -51,62 +140,23 @@ def test_window_excludes_the_warm_up() -> None:
     rate = frames_per_s(batches(), 20, clock=lambda: now, start=lambda: started.append(now))
     assert started == [30.0]
     assert rate < 7.0
-    with pytest.raises(NotEnough):
-        frames_per_s(iter([(0, 1)] * 5), 1.0)
 
 
-def outcome(*rates: float) -> Outcome:
-    return Outcome([{"frames_per_s": rate} for rate in rates])
+def test_selection_of_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(select(None, None)) == list(ITEMS)
+    assert {name: list(parts) for name, parts in select(["cartpole-1"], ["sync"]).items()} == {
+        "cartpole-1": ["sync"]
+    }
+    assert compare(["--workload", "pong"]) == 2
+    assert "--workload pong: unknown; there are: cartpole-1, " in capsys.readouterr().err
+    assert compare(["--list"]) == 0
+    assert "torchrl-rpc-x2" in capsys.readouterr().out
 
 
-def test_targets_say_whether_they_are_reached() -> None:
-    results = {"cartpole-16": {"bare": outcome(100, 50, 80), "async": outcome(95, 44, 76)}}
-    text = targets_table(results)
-    line = next(line for line in text.splitlines() if "async / bare" in line)
-    assert line.split()[-6:] == ["0.85", "0.950", "0.880", "..", "0.950", "reached"]
-    assert "torchrl" not in text
-
-
-def test_targets_name_what_there_is() -> None:
-    for target in TARGETS:
-        for item, part, _ in (target.above, *target.below):
-            assert ITEMS[item].part(part)
-
-
-def test_scaling_target_divides_by_the_number_of_workers() -> None:
-    target = next(target for target in TARGETS if target.times == 8)
-    ratio = target.ratios({"scaling": {"1": outcome(100.0), "8": outcome(760.0)}})
-    assert ratio is not None
-    assert ratio.median == pytest.approx(0.95)
-
-
-def test_selection() -> None:
-    assert [item.name for item, _ in select(None, None)] == list(ITEMS)
-    [(item, parts)] = select(["cartpole-1"], ["sync"])
-    assert (item.name, [part.name for part in parts]) == ("cartpole-1", ["sync"])
-    assert {item.is_workload for item, _ in select(None, ["sync"])} == {True}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--workload", "pong"], "--workload pong: unknown; there are: cartpole-1, "),
-        (["--contender", "rllib"], "--contender rllib: unknown; there are: bare, "),
-        (
-            ["--workload", "atari", "--contender", "sync-compiled"],
-            "none of --contender sync-compiled is measured on --workload atari",
-        ),
-    ],
-)
-def test_unknown_names(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    shown = capsys.readouterr().out
-    assert "cartpole-64" in shown
-    assert "torchrl-rpc-x2" in shown
+def test_every_part_names_a_function() -> None:
+    root = Path(__file__).parents[1] / "benchmarks"
+    for item in ITEMS.values():
+        for part in item.parts.values():
+            module, _, name = part.function.partition(":")
+            assert f"\ndef {name}(" in (root / f"{module}.py").read_text()
+            assert part.baseline is None or part.baseline in item.parts

@@ -12,7 +12,12 @@ from typing import Any
 import gymnasium as gym
 
 from distcollect.collectors.rpc import RPCDataCollector
-from distcollect.commands.collect.policy_file import NamedPolicy, import_from_here, named_policy
+from distcollect.commands.collect.policy_file import (
+    NamedPolicy,
+    add_policy_arguments,
+    import_from_here,
+    named_policy,
+)
 from distcollect.commands.collect.saved import SavedFrames, frame_bytes
 from distcollect.commands.main import INTERRUPTED
 from distcollect.common.checks import positive
@@ -40,19 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="a new folder; or the folder of an interrupted call, to continue it",
     )
-    parser.add_argument(
-        "--policy",
-        metavar="FILE",
-        help="a TorchScript file, MODULE:NAME, or a module saved by torch.save (default: random)",
-    )
-    parser.add_argument(
-        "--weights", metavar="FILE", type=Path, help="a state_dict() to load into MODULE:NAME"
-    )
-    parser.add_argument(
-        "--trust-policy",
-        action="store_true",
-        help="allow a --policy saved by torch.save, which can run any code when it is loaded",
-    )
+    add_policy_arguments(parser)
     parser.add_argument(
         "--deterministic", action="store_true", help="take the policy's most likely actions"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import inspect
@@ -19,6 +20,23 @@ import torch
 from torch import nn
 
 from distcollect.errors import ArgumentError
+
+
+def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that name a policy."""
+    parser.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="a TorchScript file, MODULE:NAME, or a module saved by torch.save (default: random)",
+    )
+    parser.add_argument(
+        "--weights", metavar="FILE", type=Path, help="a state_dict() to load into MODULE:NAME"
+    )
+    parser.add_argument(
+        "--trust-policy",
+        action="store_true",
+        help="allow a --policy saved by torch.save, which can run any code when it is loaded",
+    )
 
 
 class NamedPolicy(NamedTuple):

@@ -1,0 +1,468 @@
+"""``distcollect bench``: the user's env and policy in collectors, beside a bare loop over the same.
+
+The bare loop calls the policy for n envs at once, steps them, and writes frames into memory that
+was allocated before: what remains when nothing is delivered. With W workers, W bare loops run side
+by side, in a process each. Loop and collector take turns, a window each, as the load and the clock
+rate of a machine change within seconds by more than the difference that is to be measured; the
+figures are ratios of two windows that follow each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import torch
+
+import distcollect as dc
+from distcollect.commands.argtypes import above_0, count, natural
+from distcollect.commands.collect.policy_file import (
+    NamedPolicy,
+    add_policy_arguments,
+    import_from_here,
+    named_policy,
+)
+from distcollect.common.tables import text_table
+from distcollect.envs.make import check_env_id, make_by_id
+from distcollect.errors import ArgumentError, LaunchError
+from distcollect.policy.base import Exploration
+from distcollect.policy.calling import Inputs, calling_convention
+from distcollect.policy.outputs import OutputReader
+from distcollect.policy.random import RandomPolicy
+from distcollect.policy.weight_layout import module_of
+from distcollect.rollout.spaces import flatten, leaves_of, unflatten
+
+Maker: TypeAlias = Callable[[], Any]
+Window: TypeAlias = Callable[[float], float]  # collects for so many seconds; gives frames/s
+
+_ROLLOUT_S = 0.05  # about how long a rollout takes: shorter ones cost more than they need to
+_MOST_STEPS = 512
+_TRIAL_STEPS = 8
+_WARM_UP_ROLLOUTS = 3
+_TELLING_S = 2.0  # the bottleneck of a shorter time tells little
+_ANSWER_S = 120.0  # for a process of a bare loop to answer, beyond its window
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--env",
+        metavar="ID",
+        required=True,
+        help='a Gymnasium id, "module:ID", or MODULE:FUNCTION that makes an env',
+    )
+    add_policy_arguments(parser)
+    for name, kind, default, text in (
+        ("envs", count, "1,16,64", "numbers of envs in each process"),
+        ("workers", natural, "0,2", "numbers of worker processes; 0: envs in this process"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            metavar="N,...",
+            type=partial(_listed, kind),
+            default=default,
+            help=f"{text} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--seconds",
+        type=above_0,
+        default=1.0,
+        metavar="S",
+        help="length of each window (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=count,
+        default=5,
+        metavar="N",
+        help="pairs of windows for each size (default: %(default)d)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+
+
+def _listed(kind: Callable[[str], int], text: str) -> list[int]:
+    return [kind(part) for part in text.split(",")]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one size.
+
+    Attributes:
+        workers: number of worker processes; 0: the envs were in this process.
+        envs: number of envs in each process.
+        steps: number of steps of each env in a rollout.
+        bare: frames/s of the bare loops together, the median of their windows.
+        collector: frames/s of the collector, the median of its windows.
+        ratios: frames/s of the collector over those of the bare loops, of each pair.
+        bound: what the collector is bound by while nothing else takes time, see
+            :class:`~distcollect.Bottleneck`.
+        bottleneck: the same in words, and what would help.
+    """
+
+    workers: int
+    envs: int
+    steps: int
+    bare: float
+    collector: float
+    ratios: list[float]
+    bound: str
+    bottleneck: str
+
+
+def run(given: argparse.Namespace) -> int:
+    """Measure all sizes and print a table; 0.
+
+    Raises:
+        ArgumentError: an argument is wrong; nothing was started.
+        DistCollectError: an env or the policy raised.
+    """
+    import_from_here()
+    policy = named_policy(given.policy, given.weights, trust=given.trust_policy)
+    make_env = _named_maker(given.env)
+    if given.json is not None:
+        try:
+            given.json.open("ab").close()
+        except OSError as error:
+            raise ArgumentError(
+                f"--json {given.json}: {error.strerror}; name a file in a folder that exists"
+            ) from error
+    torch.set_num_threads(1)  # as in workers
+    found = []
+    for num_workers in given.workers:
+        for num_envs in given.envs:
+            _progress(f"{num_workers} worker(s), {num_envs} env(s) ...")
+            found.append(
+                measure(
+                    make_env,
+                    policy,
+                    num_workers,
+                    num_envs,
+                    seconds=given.seconds,
+                    pairs=given.pairs,
+                )
+            )
+    _progress("")
+    print(table(found))
+    if given.json is not None:
+        about = {"env": given.env, "policy": given.policy or "random", "seconds": given.seconds}
+        given.json.write_text(json.dumps({**about, "sizes": [asdict(m) for m in found]}, indent=1))
+    return 0
+
+
+def _named_maker(given: str) -> Maker:
+    """What makes the env that ``given`` names, which was tried.
+
+    Raises:
+        ArgumentError: there is no such env, it can't be made, or is not a single Gymnasium env.
+    """
+    module, _, name = given.rpartition(":")
+    maker: Any = None
+    if module:
+        with contextlib.suppress(ImportError):  # an id may begin with the name of no module
+            maker = getattr(importlib.import_module(module), name, None)
+    if not callable(maker):
+        check_env_id(given)
+        maker = partial(make_by_id, given)
+    try:
+        with contextlib.closing(maker()) as env:
+            is_single = isinstance(env, gym.Env)
+    except Exception as error:
+        raise ArgumentError(
+            f"--env {given} can't be made here ({type(error).__name__}: {error}): install what it "
+            "needs, or name another"
+        ) from error
+    if not is_single:
+        raise ArgumentError(
+            f"--env {given} makes a {type(env).__name__}: bench steps single Gymnasium envs; name "
+            "one, or what makes one"
+        )
+    return maker  # type: ignore[no-any-return]
+
+
+def measure(
+    make_env: Maker,
+    policy: NamedPolicy,
+    num_workers: int,
+    num_envs: int,
+    *,
+    seconds: float,
+    pairs: int,
+) -> Measured:
+    """Measure one size: a collector beside bare loops, in turn."""
+    with contextlib.ExitStack() as stack:
+        loop = stack.enter_context(contextlib.closing(BareLoop(make_env, policy, num_envs)))
+        steps = loop.num_steps
+        bare = loop.window
+        if num_workers:
+            loops = _LoopProcesses(make_env, policy, num_workers, num_envs, steps)
+            bare = stack.enter_context(contextlib.closing(loops)).window
+        options: dict[str, Any] = {
+            "frames_per_batch": num_envs * steps,
+            "envs_per_worker": num_envs,
+            "policy_factory": policy.factory,
+            "monitor": dc.Monitor(view=False),
+        }
+        kind: Any = dc.SyncDataCollector
+        if num_workers:
+            kind = partial(dc.MultiaSyncDataCollector, num_workers=num_workers)
+        collector = stack.enter_context(kind(make_env, policy.policy, **options))
+
+        def collect(seconds: float) -> float:
+            # Rollouts that were ready, or begun, before the window don't count.
+            for _ in range(_WARM_UP_ROLLOUTS * max(1, num_workers)):
+                collector.next()
+            return _rate(lambda: int(collector.next().numel()), seconds)
+
+        collect(max(seconds, _TELLING_S))
+        # Now, as the windows of bare loops would count as the trainer's own work.
+        bottleneck = collector.bottleneck()
+        rates: list[list[float]] = []
+        for pair in range(pairs):
+            in_turn: list[Window] = [bare, collect]
+            done = [window(seconds) for window in in_turn[:: -1 if pair % 2 else 1]]
+            rates.append(done[:: -1 if pair % 2 else 1])
+    of_bare, of_collector = zip(*rates, strict=True)
+    return Measured(
+        num_workers,
+        num_envs,
+        steps,
+        statistics.median(of_bare),
+        statistics.median(of_collector),
+        [above / below for below, above in rates],
+        bottleneck.bound,
+        str(bottleneck),
+    )
+
+
+def _rate(work: Callable[[], int], seconds: float) -> float:
+    """The frames/s of ``work``, which makes some frames and returns their number."""
+    frames, begin = 0, time.perf_counter()
+    while not frames or time.perf_counter() - begin < seconds:
+        frames += work()
+    return frames / (time.perf_counter() - begin)
+
+
+class BareLoop:
+    """n envs, a policy, and memory for one rollout, which is written over and over.
+
+    Attributes:
+        num_steps: T.
+    """
+
+    def __init__(
+        self, make_env: Maker, policy: NamedPolicy, num_envs: int, num_steps: int | None = None
+    ) -> None:
+        """Make the envs; ``num_steps``: T, None: as many as make a rollout of good length."""
+        self._envs = [make_env() for _ in range(num_envs)]
+        self._policy = policy.policy if policy.factory is None else policy.factory()
+        self._space = self._envs[0].observation_space
+        self._action_space = self._envs[0].action_space
+        self._observations = leaves_of(self._space, "observation")
+        self._actions = leaves_of(self._action_space, "action")
+        branches = (gym.spaces.Dict, gym.spaces.Tuple)
+        self._has_parts = isinstance(self._space, branches)
+        self._action_has_parts = isinstance(self._action_space, branches)
+        self._resets = [env.reset()[0] for env in self._envs]
+        self.num_steps = _TRIAL_STEPS
+        self._allocate()
+        if num_steps is None:
+            self._fill()
+            per_rollout_s = self._fill() / _rate(self._fill, 2 * _ROLLOUT_S)
+            num_steps = round(_TRIAL_STEPS * _ROLLOUT_S / per_rollout_s)
+        self.num_steps = min(max(1, num_steps), _MOST_STEPS)
+        self._allocate()
+
+    def close(self) -> None:
+        """Close the envs."""
+        for env in self._envs:
+            env.close()
+
+    def window(self, seconds: float) -> float:
+        """Collect for ``seconds``; the frames/s."""
+        self._fill()
+        return _rate(self._fill, seconds)
+
+    def _allocate(self) -> None:
+        rows, steps = len(self._envs), self.num_steps
+        self._memory = [leaf.zeros(steps + 1, rows) for leaf in self._observations]
+        self._chosen = [leaf.zeros(steps, rows) for leaf in self._actions]
+        self._extras: list[np.ndarray] | None = None  # their shapes are known after the first call
+        self._reward = np.zeros((steps, rows), np.float32)
+        self._ended = np.zeros((2, steps, rows), bool)
+        self._final: list[Any] = []
+        for row, observation in enumerate(self._resets):
+            for array, part in zip(self._memory, flatten(self._space, observation), strict=True):
+                array[-1, row] = part
+        self._choices = list(self._made_choices())
+
+    def _made_choices(self) -> Iterator[Callable[[], Any]]:
+        """For each step, a call of the policy with its observations, ``[n, *obs]``."""
+        rows = len(self._envs)
+        if self._policy is None:
+            policy = RandomPolicy(self._action_space, rows)
+            yield from [policy] * self.num_steps
+            return
+        module = module_of(self._policy)
+        for step in range(self.num_steps):
+            observation = {
+                leaf.key: array[step]
+                for leaf, array in zip(self._observations, self._memory, strict=True)
+            }
+            inputs = Inputs(observation, module, None)
+            call = calling_convention(self._policy, inputs, self._space)
+            if not step:
+                reader = OutputReader(
+                    self._action_space,
+                    rows,
+                    input_keys=inputs.tensors,
+                    state=None,
+                    exploration=Exploration.RANDOM,
+                )
+            yield partial(_choose, inputs, call, reader)
+
+    def _fill(self) -> int:
+        """Collect a rollout; the number of frames."""
+        for array in self._memory:
+            array[0] = array[-1]
+        self._final.clear()
+        with torch.inference_mode():
+            for step, choose in enumerate(self._choices):
+                actions, extras = choose()
+                for array, value in zip(self._chosen, actions, strict=True):
+                    array[step] = value
+                if self._extras is None:
+                    shape = (self.num_steps,)
+                    self._extras = [np.zeros(shape + value.shape, value.dtype) for value in extras]
+                for array, value in zip(self._extras, extras, strict=True):
+                    array[step] = value
+                self._step(step, actions)
+        return self._reward.size
+
+    def _step(self, step: int, actions: Sequence[np.ndarray]) -> None:
+        reward, terminated, truncated = self._reward[step], *self._ended[:, step]
+        following = [array[step + 1] for array in self._memory]
+        for row, env in enumerate(self._envs):
+            action = actions[0][row]
+            if self._action_has_parts:
+                action = unflatten(self._action_space, (array[row] for array in actions))
+            observation, reward[row], terminated[row], truncated[row], _ = env.step(action)
+            if terminated[row] or truncated[row]:
+                self._final.append((step, row, observation))
+                observation = env.reset()[0]
+            if not self._has_parts:
+                following[0][row] = observation
+                continue
+            for array, part in zip(following, flatten(self._space, observation), strict=True):
+                array[row] = part
+
+
+def _choose(inputs: Inputs, call: Callable[[], Any], reader: OutputReader) -> Any:
+    if inputs.copies:
+        inputs.refresh()
+    return reader.read(call())
+
+
+class _LoopProcesses:
+    """Bare loops side by side, in a process each."""
+
+    def __init__(
+        self,
+        make_env: Maker,
+        policy: NamedPolicy,
+        num_processes: int,
+        num_envs: int,
+        num_steps: int,
+    ) -> None:
+        made = partial(BareLoop, make_env, policy, num_envs, num_steps)
+        code = f"from {__name__} import serve_loop; serve_loop()"
+        path = os.pathsep.join(filter(None, sys.path))
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(num_processes):
+            ours, theirs = multiprocessing.Pipe()
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", code, str(theirs.fileno())],
+                    env={**os.environ, "PYTHONPATH": path},
+                    pass_fds=[theirs.fileno()],
+                )
+            ours.send_bytes(cloudpickle.dumps(made))
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._answers(_ANSWER_S)
+
+    def window(self, seconds: float) -> float:
+        """Let all collect for ``seconds``; their frames/s together."""
+        for pipe in self._pipes:
+            pipe.send(seconds)
+        return sum(self._answers(seconds + _ANSWER_S))
+
+    def _answers(self, timeout_s: float) -> list[float]:
+        deadline = time.monotonic() + timeout_s
+        try:
+            for pipe in self._pipes:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise LaunchError(f"a bare loop did not answer within {timeout_s:g} s")
+            return [pipe.recv() for pipe in self._pipes]
+        except (EOFError, OSError) as error:
+            raise LaunchError("a process with a bare loop ended: its error is above") from error
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            process.kill()
+            process.wait()
+
+
+def serve_loop() -> None:
+    """Run a bare loop's windows in a process of its own, until the other end closes the pipe."""
+    torch.set_num_threads(1)
+    with (
+        contextlib.suppress(EOFError, KeyboardInterrupt),
+        Connection(int(sys.argv[1])) as pipe,
+        contextlib.closing(cloudpickle.loads(pipe.recv_bytes())()) as loop,
+    ):
+        pipe.send(0.0)
+        while True:
+            pipe.send(loop.window(pipe.recv()))
+
+
+def table(found: Sequence[Measured]) -> str:
+    """A row for each size, and below them what the collectors are bound by, in words."""
+    rows = [["workers", "envs", "bare loop", "collector", "ratio", "min .. max", "bound by"]]
+    notes = []
+    for size in found:
+        workers = str(size.workers) if size.workers else "in process"
+        rates = f"{size.bare:,.0f}", f"{size.collector:,.0f}"
+        ratio = f"{statistics.median(size.ratios):.2f}"
+        spread = f"{min(size.ratios):.2f} .. {max(size.ratios):.2f}"
+        rows.append([workers, str(size.envs), *rates, ratio, spread, size.bound])
+        notes.append(f"{size.workers} worker(s), {size.envs} env(s): {size.bottleneck}")
+    return "\n".join([text_table(rows, left=(6,)), "", *notes])
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
