@@ -333,7 +333,7 @@ class BareLoop:
                     self._action_space,
                     rows,
                     input_keys=inputs.tensors,
-                    state=None,
+                    state=(),
                     exploration=Exploration.RANDOM,
                 )
             yield partial(_choose, inputs, call, reader)
