@@ -345,7 +345,7 @@ class BareLoop:
         self._final.clear()
         with torch.inference_mode():
             for step, choose in enumerate(self._choices):
-                actions, extras = choose()
+                actions, extras, *_ = choose()
                 for array, value in zip(self._chosen, actions, strict=True):
                     array[step] = value
                 if self._extras is None:
