@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import signal
 import socket
-import sys
-import threading
 import time
-from typing import NoReturn
 
 from distcollect.errors import LaunchError
 from distcollect.net.framing import (
@@ -22,6 +16,7 @@ from distcollect.net.framing import (
 )
 from distcollect.net.handshake import JoiningSide, NotProven, printable
 from distcollect.net.messages import Hello, Message, Refused, TrainerAddress, decode, encode
+from distcollect.net.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +57,7 @@ class ControlConnection:
         self._host, self._port = host, port
         self._sock = socket.create_connection((host, port), timeout=timeout_s)
         configure_socket(self._sock)
-        self._lock = threading.Lock()
+        self._outbox = Outbox(self._sock, MAX_FRAME)
         self._reader = FrameReader(_MAX_UNPROVEN_FRAME)
         self.welcome: Message | None = None
 
@@ -125,11 +120,10 @@ class ControlConnection:
         self._send(encode(message))
 
     def _send(self, data: bytes) -> None:
-        with self._lock:
-            try:
-                self._sock.sendall(data)
-            except OSError as error:
-                log.debug("could not send to the trainer: %s", error)
+        try:
+            self._outbox.send(data)
+        except OSError as error:
+            log.debug("could not send to the trainer: %s", error)
 
     def receive(self) -> Message | None:
         """The next message, None once the trainer is gone or can't be reached any more.
@@ -174,21 +168,3 @@ def join_once(trainer: TrainerAddress, hello: Hello, timeout_s: float) -> Contro
         connection.close()
         raise
     return connection
-
-
-def flush_output() -> None:
-    """Write out what was printed, if somebody still takes it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, a pipe to a program that has ended, None
-            stream.flush()
-
-
-def exit_now(code: int) -> NoReturn:
-    """End this process and all that it started, without waiting for anything.
-
-    Only for a process that leads its own process group.
-    """
-    flush_output()
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(code)

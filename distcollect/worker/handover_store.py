@@ -22,30 +22,12 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import Enum
 
 from distcollect.errors import RolloutGone
 from distcollect.rollout.slabs import AnySlab
 
 # The store remembers as many rollouts, to say why one can't be had any more.
 _REMEMBERED = 64
-
-
-class _State(Enum):
-    """What has become of a rollout; :data:`_NEXT` says what can follow."""
-
-    KEPT = "kept"
-    READ = "read"  # a trainer has read it, and may confirm
-    TAKEN = "taken"
-    GIVEN_UP = "given up"
-
-
-_NEXT = {
-    _State.KEPT: {_State.READ, _State.TAKEN, _State.GIVEN_UP},
-    _State.READ: {_State.TAKEN, _State.GIVEN_UP},
-    _State.TAKEN: set[_State](),
-    _State.GIVEN_UP: set[_State](),
-}
 
 
 @dataclass(eq=False)
@@ -56,15 +38,13 @@ class _KeptRollout:
         slab: where it lies; None once it was taken or given up.
         outcome: completes with whether it was taken.
         timer: gives it up.
-        state: what has become of it.
-        why_gone: why it can't be had, once that is so.
+        why_gone: why it can't be read; "" if it can be.
     """
 
     slab: AnySlab | None
     outcome: Future[bool]
     timer: threading.Timer
-    state: _State = _State.KEPT
-    why_gone: str = "another trainer is reading it"
+    why_gone: str = ""
 
 
 class HandoverStore:
@@ -86,44 +66,41 @@ class HandoverStore:
         timer.start()
 
     def outcome(self, key: str) -> Future[bool]:
-        """Completes with whether it was taken; from then on its memory may be used again.
+        """Return what completes with whether it was taken; then its memory may be used again.
 
         Raises:
             RolloutGone: it was never kept here.
         """
-        with self._lock:
-            return self._find(key).outcome
+        return self._find(key).outcome
 
     def read(self, key: str) -> AnySlab:
-        """Where it lies. May be read once.
+        """Return where it lies. May be read once.
 
         Raises:
             RolloutGone: it can't be had; says why.
         """
+        rollout = self._find(key)
         with self._lock:
-            rollout = self._find(key)
-            if rollout.slab is None or _State.READ not in _NEXT[rollout.state]:
+            if rollout.slab is None or rollout.why_gone:
                 raise RolloutGone(rollout.why_gone)
-            rollout.state = _State.READ
+            rollout.why_gone = "another trainer is reading it"
             return rollout.slab
 
     def confirm(self, key: str) -> None:
-        """The trainer that read it has all of it.
+        """Note that the trainer that read it has all of it.
 
         Raises:
             RolloutGone: too late; says why.
         """
-        with self._lock:
-            rollout = self._find(key)
-        if not self._settle(rollout, _State.TAKEN, "it was taken already"):
+        rollout = self._find(key)
+        if not self._settle(rollout, "it was taken already", is_taken=True):
             raise RolloutGone(rollout.why_gone)
 
     def give_up(self, key: str, reason: str) -> None:
         """Keep it no longer; does nothing if it was taken."""
-        with self._lock:
-            rollout = self._rollouts.get(key)
+        rollout = self._rollouts.get(key)
         if rollout is not None:
-            self._settle(rollout, _State.GIVEN_UP, reason)
+            self._settle(rollout, reason, is_taken=False)
 
     def close(self) -> None:
         """Keep nothing any longer."""
@@ -131,19 +108,17 @@ class HandoverStore:
             self.give_up(key, "its worker was stopped")
 
     def _find(self, key: str) -> _KeptRollout:
-        rollout = self._rollouts.get(key)
-        if rollout is None:
-            raise RolloutGone("its worker doesn't have it")
-        return rollout
+        try:
+            return self._rollouts[key]
+        except KeyError:
+            raise RolloutGone("its worker doesn't have it") from None
 
-    def _settle(self, rollout: _KeptRollout, state: _State, why_gone: str) -> bool:
-        """Enter a final state; False if another one was entered before."""
+    def _settle(self, rollout: _KeptRollout, why_gone: str, *, is_taken: bool) -> bool:
+        """Decide what becomes of a rollout; return False if that was decided before."""
         with self._lock:
-            if state not in _NEXT[rollout.state]:
+            if rollout.slab is None:
                 return False
-            rollout.state = state
-            rollout.slab = None
-            rollout.why_gone = why_gone
+            rollout.slab, rollout.why_gone = None, why_gone
         rollout.timer.cancel()
-        rollout.outcome.set_result(state is _State.TAKEN)
+        rollout.outcome.set_result(is_taken)
         return True

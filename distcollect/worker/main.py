@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -19,7 +21,7 @@ from distcollect.common.forks import Owner
 from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
-from distcollect.net.client import ControlConnection, NoAnswer, exit_now, flush_output, join_once
+from distcollect.net.client import ControlConnection, NoAnswer, join_once
 from distcollect.net.messages import (
     Exit,
     Leaving,
@@ -101,7 +103,7 @@ def main(boot: WorkerBoot) -> None:
             log.exception("the trainer sent an unusable message")
         finally:
             # The trainer is gone, and an env may hang: only this ends the process for certain.
-            exit_now(1)
+            _exit_now(1)
 
     threading.Thread(target=listen, name="distcollect-control", daemon=True).start()
     # Not an Event: two signals may come at once, and set() takes a lock that it then waits for.
@@ -117,7 +119,7 @@ def main(boot: WorkerBoot) -> None:
     connection.send(Reachable(PeerAddress(endpoint, sample_for(welcome.trainer_memory))))
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
-    flush_output()
+    _flush_output()
     # Threads of torch may still wait for something. What the envs left running is ended by the
     # process that started this one.
     os._exit(0)
@@ -139,3 +141,21 @@ def _run(worker: Worker) -> None:
     finally:
         if not owner.is_here:
             os._exit(code)
+
+
+def _flush_output() -> None:
+    """Write out what was printed, if somebody still takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, a pipe to a program that has ended, None
+            stream.flush()
+
+
+def _exit_now(code: int) -> NoReturn:
+    """End this process and all that it started, without waiting for anything.
+
+    Only for a process that leads its own process group.
+    """
+    _flush_output()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(code)

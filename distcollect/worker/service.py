@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.rollout.slabs import AnySlab, new_slab
-from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.transport.peer_ids import traj_ids_of
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
 from distcollect.transport.worker_service import (
@@ -55,10 +54,22 @@ from distcollect.worker.handover_store import HandoverStore
 T = TypeVar("T")
 
 
+class _Parts(NamedTuple):
+    """What a worker has once it is configured; closed in this order."""
+
+    receiver: WeightReceiver
+    evaluator: Evaluator
+    engine: EngineBase
+
+
 class Worker(WorkerService):
     """Answers the calls of a trainer.
 
     :meth:`run` blocks the thread that is to step the envs; all else may be called from others.
+
+    Attributes:
+        worker_id: the slot that this process is in.
+        counter: counts the frames that are stepped.
     """
 
     service_methods = methods_of(WorkerService)
@@ -87,15 +98,14 @@ class Worker(WorkerService):
         self._incarnation = incarnation
         self._peer = peer
         self._address = address
-        self._counts = counts
+        self.counter = counts or StepCounter()
         self._first_traj_id = first_traj_id
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._plan: list[bytes | mmap.mmap] = []  # its parts
         self._shared_parts: list[torch.Tensor] = []  # memory that other processes map
-        self._engine: EngineBase | None = None
-        self._evaluator: Evaluator | None = None
-        self._receiver: WeightReceiver | None = None
-        self._slabs = _Slabs()
+        self._parts: _Parts | None = None
+        # The last rollouts, by number: each lies untouched until the request after the next one.
+        self._slabs: dict[int, AnySlab] = {}
         self._handover_store = HandoverStore()
         self._sequence = 0  # of the rollout that is being collected, or comes next
         self._pre_collect_hook: Callable[[], Any] | None = None
@@ -106,18 +116,14 @@ class Worker(WorkerService):
         """Do jobs until :meth:`stop`; then close the envs."""
         do_jobs(self._jobs)
         self._handover_store.close()
-        if self._receiver is not None:
-            self._receiver.close()
-        if self._evaluator is not None:
-            self._evaluator.close()
-        if self._engine is not None:
-            self._engine.close()
+        for part in self._parts or ():
+            part.close()
 
     def stop(self) -> None:
         """End :meth:`run` as soon as the current step is done; unanswered calls fail."""
         self._stopping = True
-        if self._engine is not None:
-            self._engine.stop()
+        if self._parts is not None:
+            self._parts.engine.stop()
         self._jobs.put(None)
 
     # The calls; WorkerService documents them.
@@ -142,10 +148,13 @@ class Worker(WorkerService):
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.
-        self._configured.preempt(sequence)
+        self._configured.engine.preempt(sequence)
 
     def hand_over(self, sequence: int, key: str, keep_s: float) -> None:
-        self._handover_store.keep(key, self._slabs.find(sequence), keep_s)
+        slab = self._slabs.get(sequence)
+        if slab is None:
+            raise RolloutGone(f"the memory of rollout {sequence} has been used again")
+        self._handover_store.keep(key, slab, keep_s)
 
     def handover_outcome(self, key: str) -> Future[bool]:
         return self._handover_store.outcome(key)
@@ -171,7 +180,7 @@ class Worker(WorkerService):
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
     ) -> Future[list[Any]]:
-        engine = self._configured
+        engine = self._configured.engine
         values = engine.call_envs(name, args, kwargs, limit_s)
         self._submit(engine.run_jobs)  # if nothing is collected
         return values
@@ -180,13 +189,13 @@ class Worker(WorkerService):
         return self._submit(lambda: self._evaluate(request))
 
     def prepare_to_receive(self, source: WeightSource | None = None) -> WeightSource | None:
-        return self._configured_receiver.prepare(source)
+        return self._configured.receiver.prepare(source)
 
     def receive_weights(self, push: Push) -> Future[int]:
-        return self._configured_receiver.receive(push)
+        return self._configured.receiver.receive(push)
 
     def cancel_receiving(self) -> None:
-        self._configured_receiver.cancel()
+        self._configured.receiver.cancel()
 
     # The jobs, on the thread that steps the envs.
 
@@ -196,16 +205,10 @@ class Worker(WorkerService):
         return future
 
     @property
-    def _configured(self) -> EngineBase:
-        if self._engine is None:
+    def _configured(self) -> _Parts:
+        if self._parts is None:
             raise WorkerError("called before it was configured")
-        return self._engine
-
-    @property
-    def _configured_receiver(self) -> WeightReceiver:
-        if self._receiver is None:
-            raise WorkerError("called for weights before it was configured")
-        return self._receiver
+        return self._parts
 
     def _configure(self) -> WorkerInfo:
         parts, self._plan = self._plan, []
@@ -225,37 +228,38 @@ class Worker(WorkerService):
         self._pre_collect_hook = plan.pre_collect_hook
         self._post_collect_hook = plan.post_collect_hook
         plan = plan.with_policy_made()
-        self._evaluator = build_evaluator(
+        evaluator = build_evaluator(
             plan,
             worker_id=self.worker_id,
             incarnation=self._incarnation,
-            counter=None if self._counts is None else self._counts.evaluation,
+            counter=self.counter.evaluation,
         )
-        self._engine = build_engine(
+        engine = build_engine(
             plan,
             worker_id=self.worker_id,
             incarnation=self._incarnation,
             traj_ids=self._new_traj_ids(),
-            counter=self._counts,
+            counter=self.counter,
         )
+        weights = engine.weights
+        receiver = WeightReceiver(weights, self._address, engine.step_timer.received)
+        self._parts = _Parts(receiver, evaluator, engine)
         if self._stopping:
-            self._engine.stop()
-        weights = self._engine.weights
-        self._receiver = WeightReceiver(weights, self._address, self._engine.step_timer.received)
+            engine.stop()
         # All objects made so far live as long as the process: the garbage collector can skip them.
         gc.collect()
         gc.freeze()
-        is_torchrl = self._engine.envs.is_torchrl
-        return WorkerInfo(self._engine.layout, weights.layout, gpu_of(weights.device), is_torchrl)
+        is_torchrl = engine.envs.is_torchrl
+        return WorkerInfo(engine.layout, weights.layout, gpu_of(weights.device), is_torchrl)
 
     def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
-        engine = self._configured
+        engine = self._configured.engine
         if self._pre_collect_hook is not None:
-            with engine.counter.doing(Task.HOOK):
+            with self.counter.doing(Task.HOOK):
                 _call_users("pre_collect_hook", self._pre_collect_hook)
-        slab = self._slabs.next(
-            self._sequence, engine.layout, request.num_steps, shared=request.shared
-        )
+        slab = self._slabs.pop(self._sequence - NUM_SLABS, None)
+        if slab is None or (slab.num_steps, slab.shared) != (request.num_steps, request.shared):
+            slab = new_slab(engine.layout, request.num_steps, shared=request.shared)
         version = request.version if engine.options.exact_version else None
         try:
             engine.collect(
@@ -266,8 +270,8 @@ class Worker(WorkerService):
                 version=version,
             )
         except EnvError as error:
-            error.num_env_faults = engine.counter.env_faults
-            error.env_faults = self._faults(engine.counter)
+            error.num_env_faults = self.counter.env_faults
+            error.env_faults = self._faults()
             raise
         tensors = slab.tensors()
         versions = slab.policy_version
@@ -279,10 +283,10 @@ class Worker(WorkerService):
             num_steps=slab.num_steps,
             num_bytes=sum(tensor.nbytes for tensor in tensors),
             policy_version=(int(versions.min()), int(versions.max())),
-            stepped=engine.counter.stepped,
-            lost=tuple(engine.counter.lost.items()),
-            env_faults=engine.counter.env_faults,
-            faults=self._faults(engine.counter),
+            stepped=self.counter.stepped,
+            lost=tuple(self.counter.lost.items()),
+            env_faults=self.counter.env_faults,
+            faults=self._faults(),
             work=engine.step_timer.work(),
             spans=engine.step_timer.spans(),
             wire_form=slab.wire_form,
@@ -292,25 +296,24 @@ class Worker(WorkerService):
             here = Rollout(header, slab.tensors(mapped=False))
             padded = slab.num_frames < engine.layout.num_envs * slab.num_steps
             rollout = assemble(engine.layout, [here], mask=padded).clone()
-            with engine.counter.doing(Task.HOOK):
+            with self.counter.doing(Task.HOOK):
                 _call_users("post_collect_hook", self._post_collect_hook, rollout)
-        self._slabs.filled(self._sequence, slab)
+        self._slabs[self._sequence] = slab
         self._sequence += 1
         return header, tensors
 
-    def _faults(self, counter: StepCounter) -> tuple[EnvFault, ...]:
+    def _faults(self) -> tuple[EnvFault, ...]:
         return tuple(
             EnvFault(self.worker_id, self._incarnation, socket.gethostname(), time_s, message)
-            for time_s, message in counter.take_faults()
+            for time_s, message in self.counter.take_faults()
         )
 
     def _evaluate(self, request: EvaluationRequest) -> Evaluation:
-        engine = self._configured
+        _, evaluator, engine = self._configured
         engine.weights.apply()
-        assert self._evaluator is not None
         try:
-            with engine.counter.doing(Task.EVALUATE, request.timeout_s):
-                return self._evaluator.evaluate(
+            with self.counter.doing(Task.EVALUATE, request.timeout_s):
+                return evaluator.evaluate(
                     request.num_episodes,
                     version=engine.weights.version,
                     deterministic=request.deterministic,
@@ -321,14 +324,16 @@ class Worker(WorkerService):
             engine.step_timer.restart_wait()
 
     def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
-        with self._configured.counter.doing(Task.SET_UP):
-            self._configured.seed(env_seeds, policy_seeds)
+        engine = self._configured.engine
+        with self.counter.doing(Task.SET_UP):
+            engine.seed(env_seeds, policy_seeds)
 
     def _resume(self, request: ResumeRequest) -> None:
-        self._configured_receiver.renumber(request.version, request.epoch)
+        receiver, _, engine = self._configured
+        receiver.renumber(request.version, request.epoch)
         self._first_traj_id = request.first_traj_id
-        with self._configured.counter.doing(Task.SET_UP):
-            self._configured.use_traj_ids(self._new_traj_ids())
+        with self.counter.doing(Task.SET_UP):
+            engine.use_traj_ids(self._new_traj_ids())
 
     def _set_hooks(self, hooks: bytes) -> None:
         self._pre_collect_hook, self._post_collect_hook = pickle.loads(hooks)
@@ -347,34 +352,3 @@ def _call_users(name: str, function: Callable[..., Any], *args: Any) -> None:
         function(*args)
     except Exception as error:
         raise PolicyError(f"{name} raised {type(error).__name__}: {error}") from error
-
-
-class _Slabs:
-    """The memory of the last rollouts: each lies untouched until the request after the next one."""
-
-    def __init__(self) -> None:
-        self._slabs: list[AnySlab] = []
-        self._by_sequence: dict[int, AnySlab] = {}  # of rollouts that were collected
-
-    def next(self, sequence: int, layout: AnyLayout, num_steps: int, *, shared: bool) -> AnySlab:
-        """The slab for the rollout with this number; an older rollout may have been in it."""
-        wanted = (num_steps, shared)
-        if not self._slabs or (self._slabs[0].num_steps, self._slabs[0].shared) != wanted:
-            self._slabs = [new_slab(layout, num_steps, shared=shared) for _ in range(NUM_SLABS)]
-        self._by_sequence.pop(sequence - NUM_SLABS, None)
-        return self._slabs[sequence % NUM_SLABS]
-
-    def filled(self, sequence: int, slab: AnySlab) -> None:
-        """The rollout with this number lies in ``slab`` now."""
-        self._by_sequence[sequence] = slab
-
-    def find(self, sequence: int) -> AnySlab:
-        """The slab that a rollout lies in.
-
-        Raises:
-            RolloutGone: it was overwritten.
-        """
-        slab = self._by_sequence.get(sequence)
-        if slab is None:
-            raise RolloutGone(f"the memory of rollout {sequence} has been used again")
-        return slab

@@ -81,8 +81,7 @@ class ChurningWorkers(LoopbackWorkers):
         self._observer.lose(worker_id, incarnation, replaced=replaced)
         worker.stop()
         self._thread_of[worker_id].join(60)
-        assert worker._engine is not None
-        self._observer.account(worker_id, incarnation, cause, worker._engine.counter.stepped)
+        self._observer.account(worker_id, incarnation, cause, worker.counter.stepped)
         if replaced:
             self.incarnations[worker_id] += 1
             self._join(worker_id, self.incarnations[worker_id])
@@ -109,8 +108,7 @@ class ChurningWorkers(LoopbackWorkers):
         services = dict(self.services)
         super().close()
         for worker_id, worker in services.items():
-            assert worker._engine is not None
-            stepped = worker._engine.counter.stepped
+            stepped = worker.counter.stepped
             self._observer.account(worker_id, self.incarnations[worker_id], "shut_down", stepped)
         self._supervision.close()
 

@@ -48,7 +48,7 @@ class Rollouts:
             whether the preemption took effect at that line: a lock may delay it.
         """
         worker = self.worker
-        counter = worker._configured.counter
+        counter = worker.counter
         begin, sequence = counter.stepped, worker._sequence + ahead
         thread = threading.Thread(target=worker.preempt, args=(sequence,))
         made: list[int] = []

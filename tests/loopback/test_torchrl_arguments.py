@@ -441,7 +441,7 @@ def test_a_hook_gets_a_copy_of_a_rollout(shared: bool) -> None:
         if sequence == 3:
             worker.preempt(sequence)
         worker._collect(CollectRequest(T, fresh=True, shared=shared))
-    assert worker._configured.envs.call("close", (), {}) == [None]
+    assert worker._configured.engine.envs.call("close", (), {}) == [None]
     observations = [rollout["observation"][0] for rollout in CALLS]
     assert [len(each) for each in observations] == [T] * 4
     # The memory of the first was used again for the third.
