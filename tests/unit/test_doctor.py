@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,19 @@ from typing import Any
 import pytest
 
 from distcollect.commands.doctor import checks, report
-from distcollect.commands.doctor.capacity import Capacity, read_free_bytes, read_num_ports
 from distcollect.commands.doctor.checks import Finding
-from distcollect.commands.doctor.host_report import addresses_of, inspect_host
+from distcollect.commands.doctor.host_report import (
+    HostReport,
+    addresses_of,
+    inspect_host,
+    read_free_bytes,
+    read_num_ports,
+)
 from distcollect.commands.doctor.links import Link, idle_cores, skew
 from distcollect.commands.doctor.report import capacities
 
 
-def only(findings: list[Finding]) -> Finding:
+def only(findings: Iterable[Finding]) -> Finding:
     [finding] = findings
     assert finding.remedy
     return finding
@@ -40,24 +46,32 @@ FAR = replace(
 )
 
 
+def found(report: HostReport, num_hosts: int = 1, num_workers: int = 1, **changed: Any) -> Any:
+    return list(checks.check_host(replace(report, **changed), num_hosts, num_workers))
+
+
+def link_to(report: HostReport, skew_s: float = 0.0, *, shares_memory: bool = False) -> Any:
+    link = Link(0.00031, 1.1e9, 3.2e6, skew_s, shares_memory)
+    return list(checks.check_link(HERE, report, link))
+
+
 def test_nothing_is_wrong_here() -> None:
-    for each in (HERE, FAR):
-        assert not checks.check_torch(each)
-        assert not checks.check_interface(each)
-        assert not checks.check_name(each, 2 if each is FAR else 1)
-        assert not checks.check_ports(each)
-        assert not checks.check_near(HERE, each, shares_memory=each is HERE)
-    assert not checks.check_versions([HERE, FAR])
+    assert not found(replace(HERE, shm_bytes=-1, problems={}))
+    assert not found(FAR, 2, shm_bytes=1 << 30)
+    assert not link_to(FAR, 0.3)
+    assert not link_to(HERE, shares_memory=True)
+    assert not list(checks.check_versions([HERE, FAR]))
 
 
 def test_versions_that_differ() -> None:
     def other(**versions: str) -> list[Finding]:
-        return checks.check_versions([HERE, replace(FAR, versions={**HERE.versions, **versions})])
+        far = replace(FAR, versions={**HERE.versions, **versions})
+        return list(checks.check_versions([HERE, far]))
 
     assert not other(numpy="0.1", torch=HERE.versions["torch"].split("+")[0] + "+cu126")
-    found = only(other(gymnasium="1.0.0"))
-    assert found.where == "rank 2 (node2)"
-    assert found.problem.startswith("its gymnasium is 1.0.0, the trainer's is ")
+    finding = only(other(gymnasium="1.0.0"))
+    assert finding.where == "rank 2 (node2)"
+    assert finding.problem.startswith("its gymnasium is 1.0.0, the trainer's is ")
     assert {f.problem.split()[1] for f in other(python="2.7.1", torch="1.13")} == {
         "python",
         "torch",
@@ -65,23 +79,21 @@ def test_versions_that_differ() -> None:
 
 
 def test_interfaces() -> None:
-    def found(**changed: Any) -> list[Finding]:
-        return checks.check_interface(replace(FAR, **changed))
-
-    assert not found(variables={"NCCL_SOCKET_IFNAME": "=eth1"})
-    assert not found(variables={"NCCL_SOCKET_IFNAME": "^docker0,lo", "TP_SOCKET_IFNAME": "eth0"})
-    finding = only(found(variables={"TP_SOCKET_IFNAME": "ib0"}))
+    assert not found(FAR, variables={"NCCL_SOCKET_IFNAME": "=eth1"})
+    assert not found(
+        FAR, variables={"NCCL_SOCKET_IFNAME": "^docker0,lo", "TP_SOCKET_IFNAME": "eth0"}
+    )
+    finding = only(found(FAR, variables={"TP_SOCKET_IFNAME": "ib0"}))
     assert finding.problem == "TP_SOCKET_IFNAME=ib0, but the host's interfaces are lo, eth0, eth1"
-    finding = only(found(address="fd00::2"))
+    finding = only(found(FAR, address="fd00::2"))
     assert "listens on 10.1.0.2, the first address of eth1" in finding.problem
-    assert only(found(address="10.9.9.9", interface="")).problem.endswith("address 10.9.9.9")
+    assert only(found(FAR, address="10.9.9.9", interface="")).problem.endswith("address 10.9.9.9")
 
 
 @pytest.mark.parametrize("own_name", [["127.0.1.1"], ["127.0.1.1", "::1"], []])
 def test_a_name_that_stands_for_the_host_alone(own_name: list[str]) -> None:
-    report = replace(FAR, own_name=own_name)
-    assert not checks.check_name(report, num_hosts=1)
-    finding = only(checks.check_name(report, num_hosts=2))
+    assert not found(FAR, own_name=own_name)
+    finding = only(found(FAR, 2, own_name=own_name))
     assert f"'node2' resolves to {', '.join(own_name) or 'nothing'}" in finding.problem
     for part in ("--local-addr=10.1.0.2", "is_host=1", "GLOO_SOCKET_IFNAME=eth1", "/etc/hosts"):
         assert part in finding.remedy
@@ -93,35 +105,32 @@ def test_names_are_looked_up() -> None:
 
 
 def test_memory() -> None:
-    report = replace(FAR, problems={"memory": "no space"}, shm_bytes=64 << 20)
-    first, second = checks.check_memory(report)
+    first, second = found(FAR, problems={"memory": "no space"}, shm_bytes=64 << 20)
     assert first.problem.endswith("no space")
     assert second.problem.startswith("/dev/shm has 64 MB free")
-    assert not checks.check_memory(replace(FAR, shm_bytes=-1))
-    neighbour = replace(HERE, rank=1)
-    assert "may not map" in only(checks.check_near(HERE, neighbour, shares_memory=False)).problem
+    assert "may not map" in only(link_to(replace(HERE, rank=1))).problem
 
 
 def test_files() -> None:
-    assert not checks.check_files(replace(HERE, max_files=1024), 1)
-    assert not checks.check_files(replace(HERE, max_files=-1), 1000)
-    assert not checks.check_files(replace(FAR, max_files=1024), 1000)  # a worker has one trainer
-    finding = only(checks.check_files(replace(HERE, max_files=1024), 100))
+    assert not found(HERE, max_files=1024)
+    assert not found(HERE, num_workers=1000, max_files=-1)
+    assert not found(FAR, num_workers=1000, max_files=1024)  # a worker has one trainer
+    finding = only(found(HERE, num_workers=100, max_files=1024))
     assert "1024 files open; with 100 worker(s) some 1856 are needed" in finding.problem
     assert "ulimit -Hn 4096" in finding.remedy
 
 
 def test_how_many_workers_a_host_can_serve() -> None:
     report = replace(FAR, num_cores=8, free_bytes=64 << 30, num_ports=28232, max_files=1 << 20)
-    assert report.capacity == Capacity(cores=8, memory=2048, ports=1568, files=65520)
-    # The check agrees with it.
-    assert not checks.check_files(replace(HERE, max_files=1 << 20), 65520)
-    assert checks.check_files(replace(HERE, max_files=1 << 20), 65521)
     unknown = replace(FAR, num_cores=1, free_bytes=-1, num_ports=-1, max_files=100)
-    assert unknown.capacity == Capacity(cores=1, memory=-1, ports=-1, files=0)
-    lines = capacities([report, unknown]).splitlines()
+    no_limit = replace(unknown, max_files=-1)
+    lines = capacities([report, unknown, no_limit]).splitlines()
     assert lines[1].split() == ["node2", "8", "2,048", "1,568", "65,520"]
     assert lines[2].split() == ["node2", "1", "?", "?", "0"]
+    assert lines[3].split()[-1] == "?"
+    # The check agrees with it.
+    assert not found(HERE, num_workers=65520, max_files=1 << 20)
+    assert found(HERE, num_workers=65521, max_files=1 << 20)
 
 
 def test_limits_of_a_host_are_read(tmp_path: Path) -> None:
@@ -149,7 +158,7 @@ def test_limits_of_a_host_are_read(tmp_path: Path) -> None:
 
 
 def test_idle() -> None:
-    assert not checks.check_idle("here", idle_cores(0.2))
+    assert not list(checks.check_idle("here", idle_cores(0.2)))
     stop = threading.Event()
 
     def poll() -> None:
@@ -169,8 +178,7 @@ def test_idle() -> None:
 def test_clocks() -> None:
     # 100 s ahead; one message was delayed on its way there, one on its way back.
     assert skew([0.9, 0.001, 0.9], [100.4, 100.0, 99.6]) == 100.0
-    assert not checks.check_clock("there", 0.3)
-    ahead, behind = (only(checks.check_clock("there", s)).problem for s in (100.0, -2.0))
+    ahead, behind = (only(link_to(FAR, skew_s)).problem for skew_s in (100.0, -2.0))
     assert "100.0 s ahead of" in ahead
     assert "2.0 s behind" in behind
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import platform
 import secrets
@@ -17,7 +18,7 @@ from distcollect.commands.argtypes import above_0
 from distcollect.commands.doctor import checks, report
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
-from distcollect.commands.doctor.links import Hop, Link, Links, link_problem
+from distcollect.commands.doctor.links import Hop, Link, Links
 from distcollect.commands.doctor.server import DoctorHello, DoctorServer, take_part
 from distcollect.errors import DistCollectError, LaunchError
 from distcollect.integrations.ray.cluster import ADDRESS as RAY_ADDRESS
@@ -182,35 +183,15 @@ def _examine(
     whys = {rank: _why(each, len(hosts), is_ray=is_ray) for rank, each in reports.items()}
     _say(report.ranks(reports.values(), whys), "")
     _say("workers that a host can serve, by each of its limits (without what envs and policy need)")
-    _say(report.capacities(hosts.values()), "")
+    _say(report.capacities(list(hosts.values())), "")
 
     findings = _about_missing(server, missing, timeout_s)
     findings += checks.check_versions(list(reports.values()))
-    for host_report in reports.values():
-        findings += checks.check_torch(host_report)
-        findings += checks.check_interface(host_report)
-        findings += checks.check_name(host_report, launch.num_hosts)
-        findings += checks.check_ports(host_report)
-        findings += checks.check_files(host_report, launch.num_workers)
-        findings += checks.check_memory(host_report)
-
-    measured, reached, wrong = _measure(server, reports, links)
-    findings += wrong
-    if measured:
-        _say("between the trainer and each worker (rollouts)")
-        _say(report.links(reports, measured), "")
-    if len(reached) > 1:
-        findings += _among_workers(reports, reached, links)
-    try:
-        for rank, cores in links.idle(reached, _IDLE_S).items():
-            findings += checks.check_idle(reports[rank].where, cores)
-    except DistCollectError as error:
-        findings.append(Finding("links", "", link_problem(error), _OPEN_PORTS))
+    for each in reports.values():
+        findings += checks.check_host(each, launch.num_hosts, launch.num_workers)
+    findings += _examine_links(server, reports, links)
     _say(report.topics(findings, _TOPICS), "")
-    if findings:
-        _say(*report.problems(findings))
-    else:
-        _say("nothing is wrong")
+    _say(*report.problems(findings) or ["nothing is wrong"])
     return findings
 
 
@@ -228,21 +209,16 @@ def _why(host_report: HostReport, num_hosts: int, *, is_ray: bool) -> str:
 
 
 def _about_missing(server: DoctorServer, missing: list[int], timeout_s: float) -> list[Finding]:
+    versions = "all hosts need the same versions, and the same DISTCOLLECT_TOKEN_FILE"
+    install = (
+        "install distcollect there, with the versions of Python and torch that rank 0 has; or have "
+        "Ray install it by a runtime_env"
+    )
     found = [
-        Finding("versions", f"a rank on {host}", f"it was refused: {reason}", remedy)
+        Finding("versions", f"a rank on {host}", f"it was refused: {reason}", versions)
         for host, reason in server.refusals
-        for remedy in ["all hosts need the same versions, and the same DISTCOLLECT_TOKEN_FILE"]
     ]
-    found += [
-        Finding(
-            "ranks",
-            where,
-            reason,
-            "install distcollect there, with the versions of Python and torch that rank 0 has; or "
-            "have Ray install it by a runtime_env",
-        )
-        for where, reason in server.failures
-    ]
+    found += [Finding("ranks", where, reason, install) for where, reason in server.failures]
     if len(missing) > len(found):
         found.append(
             Finding(
@@ -256,59 +232,53 @@ def _about_missing(server: DoctorServer, missing: list[int], timeout_s: float) -
     return found
 
 
-def _measure(
+def _examine_links(
     server: DoctorServer, reports: dict[int, HostReport], links: Links
-) -> tuple[dict[int, Link], dict[int, int], list[Finding]]:
-    """Measure the link to one rank of each host, and call all other ranks.
-
-    Returns:
-        What was measured, by rank; the ids in RPC of all ranks that answered; the problems.
-    """
-    measured: dict[int, Link] = {}
-    reached: dict[int, int] = {}
-    findings: list[Finding] = []
-    hosts: set[str] = set()
-    for rank, peer in sorted(server.peers.items()):
-        where = reports[rank].where
-        try:
-            if reports[rank].host_id in hosts:
-                links.reach(peer)
-                reached[rank] = peer
-                continue
-            link = measured[rank] = links.measure(rank, peer)
-            reached[rank] = peer
-            hosts.add(reports[rank].host_id)
-        except (DistCollectError, RuntimeError) as error:
-            findings.append(
-                Finding("links", f"trainer and {where}", link_problem(error), _OPEN_PORTS)
-            )
-            continue
-        findings += checks.check_clock(where, link.skew_s)
-        findings += checks.check_near(reports[0], reports[rank], shares_memory=link.shares_memory)
-    return measured, reached, findings
-
-
-def _among_workers(
-    reports: dict[int, HostReport], peers: dict[int, int], links: Links
 ) -> list[Finding]:
-    """Measure the links between workers' hosts, which pass broadcasts on, and print them."""
+    """Measure the links between all hosts, and print them; return the problems."""
     findings: list[Finding] = []
-    hosts = {reports[rank].host_id: reports[rank] for rank in reversed(list(peers))}
+    measured: dict[int, Link] = {}  # of one rank of each host
+    reached: dict[int, int] = {}  # all ranks that answered, with their ids in RPC
+    for rank, peer in sorted(server.peers.items()):
+        known = {reports[other].host_id for other in measured}
+        with _noting(findings, f"trainer and {reports[rank].where}"):
+            if reports[rank].host_id in known:
+                links.reach(peer)
+            else:
+                link = measured[rank] = links.measure(rank, peer)
+                findings += checks.check_link(reports[0], reports[rank], link)
+            reached[rank] = peer
+    if measured:
+        _say("between the trainer and each worker (rollouts)")
+        _say(report.links(reports, measured), "")
+    hosts = {reports[rank].host_id: reports[rank] for rank in reversed(list(reached))}
     if 1 < len(hosts) <= _MAX_HOSTS:
-        hops = links.hops(sorted(hosts.values(), key=lambda s: s.rank), peers)
-        for (one, other), hop in hops.items():
-            if not isinstance(hop, Hop):
-                where = f"{reports[one].host} to {reports[other].host}"
-                findings.append(Finding("links", where, hop, _OPEN_PORTS))
-        _say("between the hosts of workers (broadcasts)")
-        _say(report.hops(reports, {k: h for k, h in hops.items() if isinstance(h, Hop)}), "")
-    try:
-        _say(f"broadcast to all {len(peers)} workers: {report.speed(links.broadcast(peers))}", "")
-    except (DistCollectError, RuntimeError) as error:
-        findings.append(
-            Finding("links", "broadcast to all workers", link_problem(error), _OPEN_PORTS)
-        )
+        hops: dict[tuple[int, int], Hop] = {}
+        for one, other in itertools.permutations(sorted(each.rank for each in hosts.values()), 2):
+            with _noting(findings, f"{reports[one].host} to {reports[other].host}"):
+                to = reports[other].address
+                hops[one, other] = links.hop(reached[one], reached[other], to)
+        _say("between the hosts of workers (broadcasts)")  # which they pass on
+        _say(report.hops(reports, hops), "")
+    if len(reached) > 1:
+        with _noting(findings, "broadcast to all workers"):
+            speed = report.speed(links.broadcast(reached))
+            _say(f"broadcast to all {len(reached)} workers: {speed}", "")
+    with _noting(findings, ""):
+        for rank, cores in links.idle(reached, _IDLE_S).items():
+            findings += checks.check_idle(reports[rank].where, cores)
     return findings
+
+
+@contextlib.contextmanager
+def _noting(findings: list[Finding], where: str) -> Iterator[None]:
+    """Note an error of this link as a problem."""
+    try:
+        yield
+    except (DistCollectError, RuntimeError) as error:
+        # The cause is torch's own error, if there is one.
+        problem = (str(error.__cause__ or "") or str(error)).partition("\n")[0]
+        findings.append(Finding("links", where, problem, _OPEN_PORTS))
 
 
 def _say(*lines: str) -> None:

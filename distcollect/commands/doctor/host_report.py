@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
@@ -16,11 +17,10 @@ import numpy as np
 import tensordict
 import torch
 
-from distcollect.commands.doctor.capacity import Capacity, capacity, read_free_bytes, read_num_ports
 from distcollect.common import open_files
 from distcollect.common.shared_memory import allocate
 from distcollect.errors import LaunchError
-from distcollect.launch.cpu_placement import Host
+from distcollect.launch.cpu_placement import Host, cgroup_folders
 from distcollect.net.interfaces import interface_of, interfaces, listen
 from distcollect.transport.start import missing_parts
 from distcollect.version import __version__
@@ -28,6 +28,14 @@ from distcollect.version import __version__
 # Each names a network interface: for torch's RPC, Gloo and NCCL.
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SHM = "/dev/shm"  # noqa: S108 - only looked at
+# What a worker takes on its own host: the ports on which torch's RPC listens, and one for the
+# control connection; and its memory without envs and policy, when it is forked by its trainer
+# (measured with torch 2.13 and 64 workers).
+PORTS_PER_WORKER = 18
+MEMORY_PER_WORKER = 32 << 20
+# A trainer that broadcasts to n workers used 145 + 9.5 n open files, and each worker 143. Envs may
+# need some too.
+FILES, FILES_PER_WORKER = 256, 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,6 @@ class HostReport:
         rank: its rank in the launch.
         host: its host's name.
         host_id: equal for ranks that share network interfaces and process ids.
-        pid: its process id.
         versions: versions of Python and of packages, by name.
         missing: the parts of torch that distcollect needs and this torch lacks.
         interfaces: maps each interface of its host to its addresses.
@@ -47,7 +54,6 @@ class HostReport:
         own_name: the addresses that its host's name resolves to on this host.
         variables: those of :data:`INTERFACE_VARIABLES` that are set.
         max_files: how many files it may have open.
-        open_files: how many files it has open.
         num_cores: how many cores it may use.
         shm_bytes: free bytes in /dev/shm; -1: there is no /dev/shm.
         free_bytes: of memory that it and its children can still get; -1: not known.
@@ -58,7 +64,6 @@ class HostReport:
     rank: int
     host: str
     host_id: str
-    pid: int
     versions: dict[str, str]
     missing: list[str]
     interfaces: dict[str, list[str]]
@@ -67,7 +72,6 @@ class HostReport:
     own_name: list[str]
     variables: dict[str, str]
     max_files: int
-    open_files: int
     num_cores: int
     shm_bytes: int
     free_bytes: int = -1
@@ -80,14 +84,16 @@ class HostReport:
         return f"rank {self.rank} ({self.host})"
 
     @property
-    def capacity(self) -> Capacity:
-        """How many workers its host can serve."""
-        return capacity(
-            num_cores=self.num_cores,
-            free_bytes=self.free_bytes,
-            num_ports=self.num_ports,
-            max_files=self.max_files,
-        )
+    def capacity(self) -> dict[str, int]:
+        """Map each limit of its host to the workers that it can serve by it; -1: not known."""
+        return {
+            "one a core": self.num_cores,
+            "memory": self.free_bytes // MEMORY_PER_WORKER,
+            "ports": self.num_ports // PORTS_PER_WORKER,
+            "files of a trainer there": -1
+            if self.max_files < 0
+            else max(0, self.max_files - FILES) // FILES_PER_WORKER,
+        }
 
 
 def inspect_host(rank: int, address: str) -> HostReport:
@@ -104,7 +110,6 @@ def inspect_host(rank: int, address: str) -> HostReport:
         rank=rank,
         host=platform.node(),
         host_id=_host_id(),
-        pid=os.getpid(),
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -120,7 +125,6 @@ def inspect_host(rank: int, address: str) -> HostReport:
         own_name=addresses_of(platform.node()),
         variables={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
         max_files=open_files.highest_limit(),
-        open_files=num_open_files(),
         num_cores=Host.inspect().num_cores,
         shm_bytes=shutil.disk_usage(SHM).free if os.path.ismount(SHM) else -1,
         free_bytes=read_free_bytes(),
@@ -138,9 +142,38 @@ def addresses_of(name: str) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def num_open_files() -> int:
-    """How many files this process has open."""
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a count
+def read_num_ports(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> int:
+    """Return how many ports this host gives to those who ask for any; -1 if that is not known."""
+    try:
+        first, last = map(int, file.read_text().split())
+    except (OSError, ValueError):
+        return -1
+    return last - first + 1
+
+
+def read_free_bytes(
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """Return the memory that this process and its children can still get; -1: not known."""
+    free = []
+    with contextlib.suppress(OSError):
+        lines = meminfo.read_text().splitlines()
+        free += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    names = (
+        ("memory.max", "memory.current"),
+        (
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+        ),
+    )
+    for folder in cgroup_folders(cgroups, membership, "memory"):
+        for limit, used in names:
+            with contextlib.suppress(OSError, ValueError):  # int("max") is no limit
+                granted = int((folder / limit).read_text())
+                free.append(granted - int((folder / used).read_text()))
+    return max(0, min(free)) if free else -1
 
 
 def cpu_s() -> float:

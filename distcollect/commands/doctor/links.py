@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import statistics
 import threading
@@ -10,13 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from distcollect.commands.doctor.host_report import HostReport, cpu_s
-from distcollect.errors import DeadlineError, DistCollectError
+from distcollect.commands.doctor.host_report import cpu_s
+from distcollect.errors import DeadlineError
 from distcollect.net.interfaces import listen
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WeightSource
@@ -33,8 +31,7 @@ _PIECES = 8
 _PROBE_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """What was measured between the trainer and one worker.
 
     Attributes:
@@ -52,8 +49,7 @@ class Link:
     shares_memory: bool
 
 
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """What was measured from one worker's host to another's.
 
     Attributes:
@@ -175,23 +171,10 @@ class Links:
             shares_memory=self._transport.shares_memory(peer),
         )
 
-    def hops(
-        self, reports: list[HostReport], peers: Mapping[int, int]
-    ) -> dict[tuple[int, int], Hop | str]:
-        """Measure the links between hosts of workers, by one rank of each host.
-
-        Returns:
-            Maps (from, to) to what was measured, or to what is wrong, in words.
-        """
-        hops: dict[tuple[int, int], Hop | str] = {}
-        for one, other in itertools.permutations(reports, 2):
-            try:
-                port = self._call(peers[other.rank], Rank.open_probe)
-                measured = self._call(peers[one.rank], Rank.probe, other.address, port)
-                hops[one.rank, other.rank] = Hop(*measured)
-            except DistCollectError as error:
-                hops[one.rank, other.rank] = link_problem(error)
-        return hops
+    def hop(self, one: int, other: int, address: str) -> Hop:
+        """Measure the link from one rank to another at ``address``; raises as :meth:`measure`."""
+        port = self._call(other, Rank.open_probe)
+        return Hop(*self._call(one, Rank.probe, address, port))
 
     def broadcast(self, peers: Mapping[int, int]) -> float:
         """Bytes per second of a broadcast to all ranks; raises what :meth:`measure` raises."""
@@ -245,9 +228,3 @@ def _speed(move: Any) -> float:
 def skew(round_trips: list[float], offsets: list[float]) -> float:
     """How far another clock is ahead, by the fastest round trip: its error is the smallest."""
     return min(zip(round_trips, offsets, strict=True))[1]
-
-
-def link_problem(error: BaseException) -> str:
-    """What is wrong with a link, in words."""
-    # The cause is torch's own error, if there is one.
-    return (str(error.__cause__ or "") or str(error)).partition("\n")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport
@@ -12,31 +13,19 @@ from distcollect.common.tables import text_table
 
 
 def ranks(reports: Iterable[HostReport], whys: Mapping[int, str]) -> str:
-    """A table of all ranks, with their addresses and why they use them."""
-    heading = ("rank", "host", "address", "interface", "cores", "files", "chosen by")
-    rows = [
-        (
-            str(report.rank),
-            report.host,
-            report.address,
-            report.interface or "none",
-            str(report.num_cores),
-            str(report.max_files),
-            whys[report.rank],
-        )
-        for report in reports
-    ]
-    return text_table([heading, *rows], left=(1, 2, 3, 6))
+    """Return a table of all ranks, with their addresses and why they use them."""
+    rows = [("rank", "host", "address", "interface", "cores", "files", "chosen by")]
+    for r in reports:
+        counts = str(r.num_cores), str(r.max_files)
+        rows.append((str(r.rank), r.host, r.address, r.interface or "none", *counts, whys[r.rank]))
+    return text_table(rows, left=(1, 2, 3, 6))
 
 
-def capacities(reports: Iterable[HostReport]) -> str:
-    """A table of how many workers each of these hosts can serve, by what limits them."""
-    rows: list[tuple[str, ...]] = [
-        ("host", "one a core", "memory", "ports", "files of a trainer there")
-    ]
+def capacities(reports: Sequence[HostReport]) -> str:
+    """Return a table of how many workers each of these hosts can serve, by what limits them."""
+    rows = [("host", *reports[0].capacity)]
     for report in reports:
-        found = report.capacity
-        counts = (found.cores, found.memory, found.ports, found.files)
+        counts = report.capacity.values()
         rows.append((report.host, *("?" if n < 0 else f"{n:,}" for n in counts)))
     return text_table(rows, left=(0,))
 
@@ -87,10 +76,8 @@ def topics(findings: Sequence[Finding], checked: Mapping[str, str]) -> str:
 def problems(findings: Sequence[Finding]) -> list[str]:
     """All problems with their remedies; one that several ranks have is listed once."""
     lines = []
-    by_problem = itertools.groupby(
-        sorted(findings, key=lambda f: (f.topic, f.problem, f.remedy)),
-        key=lambda f: (f.topic, f.problem, f.remedy),
-    )
+    same_problem = itemgetter(0, 2, 3)
+    by_problem = itertools.groupby(sorted(findings, key=same_problem), key=same_problem)
     for number, ((topic, problem, remedy), same) in enumerate(by_problem, start=1):
         where = ", ".join(finding.where for finding in same)
         lines += [f"{number}. {topic}, {where}: {problem}", f"   what to do: {remedy}"]
