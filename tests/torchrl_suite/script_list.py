@@ -17,14 +17,12 @@ class Script:
             replace what is not installed; in the script and in its configurations.
         collector: for a script of TorchRL's ``Trainer``, which names its collector in its
             configuration: the class of this package to name there.
-        long: arguments that give it a budget of a minute or more, which take precedence.
     """
 
     path: str
     args: Sequence[str] = ()
     edits: Sequence[tuple[str, str]] = ()
     collector: str = ""
-    long: Sequence[str] = ()
 
 
 _OFF_POLICY = (
@@ -82,12 +80,6 @@ _EXPERT_FRAMES = """(lambda env, size: (
     buffer := TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=size),
     buffer.extend(env.rollout(1000, break_when_any_done=False)),
 )[0])"""
-_SATELLITE = (
-    "--num-envs=4", "--frames-per-env=10", "--total-iters=6", "--batch-size=16", "--no-wandb",
-    "--no-prb", "--gradient-steps=2", "--buffer-size=1000", "--max-steps=40",
-    "--min-random-horizon=10", "--hidden", "32", "32", "--frame-skip=2",
-)  # fmt: skip
-_BESIDE = (("from examples.satellite.", "from "),)
 _NO_VIDEO = ((r"^( *)(video_recorder|env_with_render.transform)\.dump\(\)", r"\1pass"),)
 _GYMNASIUM = ((r"^( *)import gym$", r"\1import gymnasium as gym"),)
 _DISTRIBUTED = (
@@ -98,8 +90,6 @@ _DISTRIBUTED = (
 SCRIPTS = {
     "ppo_mujoco": Script(
         "sota-implementations/ppo/ppo_mujoco.py", (*_ON_POLICY, "loss.ppo_epochs=2"),
-        long=("env.env_name=InvertedPendulum-v5", "collector.total_frames=10240",
-              "collector.frames_per_batch=1024", "loss.mini_batch_size=64", "loss.ppo_epochs=5"),
     ),
     "ppo_atari": Script(
         "sota-implementations/ppo/ppo_atari.py",
@@ -119,15 +109,9 @@ SCRIPTS = {
     ),
     "sac": Script(
         "sota-implementations/sac/sac.py", _PENDULUM,
-        long=("collector.total_frames=4000", "collector.init_random_frames=500",
-              "collector.frames_per_batch=100", "optim.batch_size=64", "replay_buffer.size=4000",
-              "optim.utd_ratio=0.25"),
     ),
     "td3": Script(
         "sota-implementations/td3/td3.py", _PENDULUM,
-        long=("collector.total_frames=4000", "collector.init_random_frames=500",
-              "collector.frames_per_batch=100", "optim.batch_size=64", "replay_buffer.size=4000",
-              "optim.utd_ratio=0.25"),
     ),
     "ddpg": Script("sota-implementations/ddpg/ddpg.py", _PENDULUM),
     "tqc": Script("sota-implementations/tqc/tqc.py", _PENDULUM),
@@ -141,9 +125,6 @@ SCRIPTS = {
         ("collector.total_frames=400", "collector.init_random_frames=100",
          "collector.frames_per_batch=50", "buffer.batch_size=10", "loss.num_updates=2",
          "buffer.buffer_size=200", "logger.backend="),
-        long=("collector.total_frames=20000", "collector.init_random_frames=1000",
-              "collector.frames_per_batch=500", "buffer.batch_size=64", "loss.num_updates=40",
-              "buffer.buffer_size=10000", "collector.annealing_frames=10000"),
     ),
     "dqn_atari": Script(
         "sota-implementations/dqn/dqn_atari.py",
@@ -154,10 +135,6 @@ SCRIPTS = {
         "sota-implementations/cql/cql_online.py",
         (*(a for a in _PENDULUM if "replay" not in a), "replay_buffer.size=120",
          "optim.optim_steps_per_batch=2"),
-    ),
-    "discrete_cql_online": Script(
-        "sota-implementations/cql/discrete_cql_online.py",
-        (*_OFF_POLICY, "collector.env_per_collector=2"),
     ),
     "iql_online": Script(
         "sota-implementations/iql/iql_online.py",
@@ -171,22 +148,11 @@ SCRIPTS = {
     ),
     "multiagent mappo_ippo": Script(
         "sota-implementations/multiagent/mappo_ippo.py", _VMAS,
-        long=("collector.frames_per_batch=6000", "collector.n_iters=10", "train.num_epochs=5",
-              "train.minibatch_size=1000", "env.max_steps=100"),
     ),
     "multiagent maddpg_iddpg": Script("sota-implementations/multiagent/maddpg_iddpg.py", _VMAS),
     "multiagent iql": Script("sota-implementations/multiagent/iql.py", _VMAS),
     "multiagent qmix_vdn": Script("sota-implementations/multiagent/qmix_vdn.py", _VMAS),
     "multiagent sac": Script("sota-implementations/multiagent/sac.py", _VMAS),
-    "dreamer": Script(
-        "sota-implementations/dreamer/dreamer.py",
-        ("env.backend=gymnasium", "env.name=Pendulum-v1", "env.n_parallel_envs=1",
-         "collector.init_random_frames=100", "collector.frames_per_batch=50",
-         "collector.num_collectors=2", "collector.compile.enabled=False",
-         "optimization.compile.enabled=False", "optimization.total_optim_steps=3",
-         "replay_buffer.batch_size=20", "replay_buffer.batch_length=10",
-         "replay_buffer.buffer_size=1000", "logger.backend=csv", "optimization.autocast=null"),
-    ),
     "ppo_trainer": Script(
         "sota-implementations/ppo_trainer/train.py", _ON_POLICY_TRAINER,
         edits=_CSV, collector="MultiAsyncCollector",
@@ -254,15 +220,6 @@ SCRIPTS = {
          "replay_buffer.batch_size=4", "replay_buffer.seq_len=8",
          "optimization.updates_per_batch=2", "logger.eval_every=200", "logger.eval_episodes=1"),
     ),
-    "offline_to_online": Script(
-        "sota-implementations/offline_to_online/train.py",
-        ("--env=HalfCheetah-v5", "--total-frames=400", "--frames-per-batch=100", "--utd=2",
-         "--batch-size=16"),
-        edits=(("load_dataset\\(args.dataset, batch_size=args.batch_size\\)",
-                _EXPERT_FRAMES + "(env, args.batch_size)"),
-               ("^(from torchrl.data import )",
-                r"\1LazyTensorStorage, TensorDictReplayBuffer, ")),
-    ),
     "tutorial coding_ppo": Script(
         "tutorials/sphinx-tutorials/coding_ppo.py",
         edits=(*_SMALL, (r"InvertedDoublePendulum-v\d", "InvertedDoublePendulum-v5")),
@@ -286,22 +243,12 @@ SCRIPTS = {
         edits=(*_SMALL, *_NO_VIDEO,
                (r"(stop_after|init_rand_steps|optim_steps)( *)= *[\d_]+", r"\1 = 5")),
     ),
-    "tutorial torchrl_demo": Script("tutorials/sphinx-tutorials/torchrl_demo.py"),
-    "tutorial evaluator": Script("tutorials/sphinx-tutorials/evaluator.py"),
     "tutorial collector_trajectory_assembly": Script(
         "tutorials/sphinx-tutorials/collector_trajectory_assembly.py"
-    ),
-    "tutorial export": Script(
-        "tutorials/sphinx-tutorials/export.py",
-        edits=((r"^(init_rand_steps|frames_per_batch|optim_steps) = \d+", r"\1 = 100"),
-               ("max_length > 200", "total_count >= 300"),
-               ("rb.sample\\(128\\)", "rb.sample(8)"), (r"range\(optim_steps\)", "range(2)")),
     ),
     "tutorial memory_efficient_rl": Script(
         "tutorials/sphinx-tutorials/memory_efficient_rl.py", edits=_SMALL
     ),
-    "example multi_weight_updates": Script("examples/collectors/multi_weight_updates.py"),
-    "example weight_sync_collectors": Script("examples/collectors/weight_sync_collectors.py"),
     "example collector_device": Script(
         "examples/collectors/collector_device.py",
         edits=((r"\bcuda(:0)?\"", 'cpu"'), ("_STEPS = 5_120", "_STEPS = 256"),
@@ -309,24 +256,6 @@ SCRIPTS = {
     ),
     "example mp_collector_mps": Script(
         "examples/collectors/mp_collector_mps.py", edits=((r"\"mps\"", '"cpu"'),)
-    ),
-    "example async_batched_collector": Script("examples/collectors/async_batched_collector.py"),
-    "example sac_per": Script(
-        "examples/satellite/sac_per.py", (*_SATELLITE, "--init-random-frames-per-env=10"),
-        edits=_BESIDE,
-    ),
-    "example sac_per, async": Script(
-        "examples/satellite/sac_per.py",
-        (*_SATELLITE, "--init-random-frames-per-env=10", "--async-collector", "--n-step=3"),
-        edits=_BESIDE,
-    ),
-    "example sac_per_fully_async": Script(
-        "examples/satellite/sac_per_fully_async.py", (*_SATELLITE, "--init-buffer-size=100"),
-        edits=_BESIDE,
-    ),
-    "example mappo_vmas": Script(
-        "examples/multiagent/mappo_vmas.py",
-        ("--frames=600", "--frames_per_batch=200", "--minibatch_size=50", "--max_steps=20"),
     ),
     "example recurrent_slice_sampler_pipeline": Script(
         "examples/replay-buffers/recurrent_slice_sampler_pipeline.py"
@@ -346,9 +275,5 @@ SCRIPTS = {
     "single_machine generic, sync": Script(
         "examples/distributed/collectors/single_machine/generic.py",
         (*_DISTRIBUTED, "--backend=gloo", "--sync", "--worker_parallelism=env"), _GYMNASIUM,
-    ),
-    "single_machine sync": Script(
-        "examples/distributed/collectors/single_machine/sync.py",
-        (*_DISTRIBUTED, "--backend=gloo"), _GYMNASIUM,
     ),
 }  # fmt: skip

@@ -284,12 +284,6 @@ def canonical(test_id: str) -> str:
     return test_id
 
 
-def class_of(test_id: str) -> str:
-    """The class of a test, or for a function its file."""
-    parts = test_id.split("::")
-    return parts[1] if len(parts) > 2 else parts[0]
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -297,9 +291,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("checkout", type=Path, help="a checkout of pytorch/rl")
     parser.add_argument("pattern", nargs="*", help="only ids that contain one of these")
     parser.add_argument("--theirs", action="store_true", help="run TorchRL's own collectors")
-    parser.add_argument("--every", action="store_true", help="also tests that are not applicable")
     parser.add_argument("--jobs", type=int, default=1, help="tests at a time")
-    parser.add_argument("--json", type=Path, help="write every outcome to this file")
     parser.add_argument("--tracebacks", action="store_true", help="print those of the failures")
     return parser.parse_args()
 
@@ -312,13 +304,11 @@ class Judged:
         reasons: by id, why a test doesn't count; None if it does.
         outcomes: outcome, seconds and reason of each test that ran, by id.
         num_left_out: number of statements that were left out of the tests.
-        wall_s: how long it took.
     """
 
     reasons: dict[str, str | None]
     outcomes: dict[str, dict[str, Any]]
     num_left_out: int
-    wall_s: float
 
     def row(self, name: str) -> str:
         """A row of the table that :data:`HEAD` begins, for the tests whose ids contain ``name``."""
@@ -341,7 +331,6 @@ def judge(
     patterns: Sequence[str] = (),
     *,
     theirs: bool = False,
-    every: bool = False,
     jobs: int = 1,
 ) -> Judged:
     """Run the tests whose ids contain one of the patterns; without patterns all."""
@@ -358,27 +347,21 @@ def judge(
             is_unknown = canonical(i) not in reference and i.partition("::")[0] in recorded
             if not theirs and is_unknown:
                 reasons[i] = NOT_THEIRS
-        chosen = [i for i in ids if every or theirs or reasons[i] is None]
+        chosen = [i for i in ids if theirs or reasons[i] is None]
         runs = [Run(folder, str(job), chosen[job::jobs]) for job in range(jobs)]
         threads = [threading.Thread(target=run.execute) for run in runs]
-        begin = time.monotonic()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        wall_s = time.monotonic() - begin
     outcomes = {i: outcome for run in runs for i, outcome in run.outcomes.items()}
-    return Judged(reasons, outcomes, num_left_out, wall_s)
+    return Judged(reasons, outcomes, num_left_out)
 
 
 def main() -> None:
     """Run the tests, and print what became of them."""
     given = parse()
-    judged = judge(
-        given.checkout, given.pattern, theirs=given.theirs, every=given.every, jobs=given.jobs
-    )
-    if given.json:
-        given.json.write_text(json.dumps(judged.outcomes, indent=1))
+    judged = judge(given.checkout, given.pattern, theirs=given.theirs, jobs=given.jobs)
     if given.theirs:
         write_reference(judged.outcomes, merge=bool(given.pattern))
     report(judged, tracebacks=given.tracebacks)
@@ -396,26 +379,11 @@ def write_reference(outcomes: dict[str, dict[str, Any]], *, merge: bool) -> None
 
 
 def report(judged: Judged, *, tracebacks: bool) -> None:
-    """Print what passed of each class, why tests don't count, and what failed."""
-    passed: collections.Counter[str] = collections.Counter()
-    counted: collections.Counter[str] = collections.Counter()
-    seconds: collections.Counter[str] = collections.Counter()
+    """Print what failed, why tests don't count, and the table."""
     differs = list(read_list(DIFFERS))
-    for i, reason in judged.reasons.items():
-        if reason is not None or i not in judged.outcomes:
-            continue
-        outcome = judged.outcomes[i]
-        counted[class_of(i)] += 1
-        seconds[class_of(i)] += outcome["seconds"]
-        if outcome["outcome"] == "passed":
-            passed[class_of(i)] += 1
-        else:
+    for i, outcome in judged.outcomes.items():
+        if judged.reasons[i] is None and outcome["outcome"] != "passed":
             _show(outcome, excluded_for(canonical(i), differs), tracebacks=tracebacks)
-    print(f"\n{'class':45} {'passed':>6} {'of':>4} {'seconds':>8}")
-    for name in counted:
-        print(f"{name:45} {passed[name]:6} {counted[name]:4} {seconds[name]:8.0f}")
-    total = sum(counted.values())
-    print(f"{'all':45} {passed.total():6} {total:4} {judged.wall_s:8.0f} (wall)")
     counts = collections.Counter(reason for reason in judged.reasons.values() if reason is not None)
     for reason, count in counts.most_common():
         print(f"not counted: {count:4}  {reason}")
