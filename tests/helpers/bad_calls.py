@@ -286,6 +286,9 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.Monitor(tensorboard=True), ARGUMENT, "tensorboard=True", "run_dir="),
     (lambda: dc.Monitor(every_s=0), ARGUMENT, "every_s=0", "above 0"),
     (lambda: dc.Monitor(prometheus_port=70_000), ARGUMENT, "port=70000", "0 to 65535"),
+    (lambda: dc.Monitor(prometheus_port="x"), KIND, "port='x'", "whole number"),  # type: ignore[arg-type]
+    (lambda: dc.Monitor(callback=3), KIND, "callback=3", "callable"),  # type: ignore[arg-type]
+    (lambda: sync(pre_collect_hook=5), KIND, "pre_collect_hook=5", "must be a function"),
     (
         lambda: sync(monitor=dc.Monitor(run_dir=f"{__file__}/runs")),
         ARGUMENT,

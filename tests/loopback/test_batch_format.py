@@ -432,13 +432,6 @@ def test_torchrl_names() -> None:
     assert batch["next", "truncated"].sum() == 4
 
 
-def test_classes_that_fix_an_argument_refuse_it() -> None:
-    with pytest.raises(ValueError, match="MultiSyncDataCollector has no sync"):
-        dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=8, sync=False)
-    with pytest.raises(ValueError, match="aSyncDataCollector has no num_workers"):
-        dc.aSyncDataCollector("CartPole-v1", frames_per_batch=8, num_workers=2)
-
-
 def test_entries_that_are_no_tensors_are_split_too() -> None:
     texts = NonTensorStack("a0", "a1", "b0", "b1", "b2")
     ids = torch.tensor([[0, 0, 1, 1, 1]])

@@ -54,14 +54,3 @@ def test_ppo(torchrl, batch, actor):
     # The same weights chose the actions, so every importance ratio is 1.
     assert losses["kl_approx"].abs() < 1e-5
     assert losses["clip_fraction"] == 0
-
-
-def test_replay_buffer(torchrl, batch):
-    from torchrl.data import LazyTensorStorage, ReplayBuffer  # noqa: PLC0415
-
-    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)
-    buffer.extend(batch.reshape(-1))
-    assert len(buffer) == 256
-    sample = buffer.sample()
-    assert sample["next", "observation"].shape == (32, 4)
-    assert sample["next", "reward"].dtype == torch.float32

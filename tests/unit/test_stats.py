@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -268,33 +267,6 @@ def test_exposition_has_a_number_in_each_line() -> None:
     for line in lines:
         if not line.startswith(("# HELP ", "# TYPE ")):
             assert math.isfinite(float(line.split()[1]))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"every_s": 0}, "every_s"),
-        ({"callback": 3}, "callback"),
-        ({"tensorboard": True}, "run_dir"),
-        ({"prometheus_port": 1 << 16}, "65535"),
-        ({"prometheus_port": "x"}, "whole number"),
-        ({"run_dir": __file__}, "a file"),
-    ],
-)
-def test_monitors_that_make_no_sense(options: dict[str, Any], says: str) -> None:
-    with pytest.raises((dc.ArgumentError, dc.ArgumentTypeError), match=says):
-        dc.Monitor(**options)
-
-
-def test_a_monitor_that_cannot_be(tmp_path: Path, started: Any) -> None:
-    (tmp_path / "file").touch()
-    for monitor, error in (
-        (dc.Monitor(run_dir=tmp_path / "file" / "sub"), dc.ArgumentError),
-        ("stats.jsonl", dc.ArgumentTypeError),
-    ):
-        with pytest.raises(error):
-            dc.MultiSyncDataCollector(CountdownEnv, frames_per_batch=4, monitor=monitor)
-    assert not started()
 
 
 def test_a_total_that_stands_for_endless_has_a_line_too() -> None:

@@ -268,10 +268,6 @@ class TestHooks:
             collector.next()
         assert len(calls) == 1
 
-    def test_must_be_functions(self) -> None:
-        with pytest.raises(dc.ArgumentTypeError, match="pre_collect_hook=5: must be a function"):
-            make(pre_collect_hook=5)
-
 
 class TestArguments:
     def test_whole_numbers_may_be_floats(self) -> None:
