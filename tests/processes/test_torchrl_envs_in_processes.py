@@ -105,50 +105,26 @@ def test_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
     check_an_env_that_raises_is_made_anew(zoo, kind)
 
 
-def test_a_parallel_env_is_stepped_as_a_serial_one(zoo: Any) -> None:
-    """Without its own method; the end of one of its processes is noticed."""
+def test_the_processes_of_a_parallel_env_are_let_run(zoo: Any) -> None:
+    """Without its own way to wait; the end of one of its processes is noticed."""
     from distcollect.integrations.torchrl.envs import TorchRLEnvs  # noqa: PLC0415
-    from distcollect.integrations.torchrl.parallel import (  # noqa: PLC0415
-        ParallelStep,
-        is_usual_parallel_env,
-    )
 
     rows = [partial(zoo.Counter, first_row=row) for row in range(2)]
-    env, reference = zoo.ParallelEnv(2, rows), zoo.SerialEnv(2, rows)
-    assert not is_usual_parallel_env(env)  # it has no processes yet
-    assert not is_usual_parallel_env(reference)
-    td, expected = env.reset(), reference.reset()
+    env = zoo.ParallelEnv(2, rows)
+    envs = TorchRLEnvs([zoo.TransformedEnv(env, zoo.StepCounter())], [None])
+    td = envs.reset()
     try:
         if "_worker_indices" not in vars(env):
-            assert not is_usual_parallel_env(env)
-            pytest.skip("this TorchRL's ParallelEnv is stepped by its own method")
-        assert is_usual_parallel_env(env)
-        step, env.step_and_maybe_reset = ParallelStep(env), None
-        for count in range(10):
-            for start in (td, expected):
-                start.set("action", torch.full((2, 1), float(count)))
-            frame, td = step(td)
-            their_frame, expected = reference.step_and_maybe_reset(expected)
-            assert set(frame.keys(True, True)) == set(their_frame.keys(True, True))
-            assert (frame == their_frame).all()
-            assert set(td.keys(True, True)) == set(expected.keys(True, True))
-            assert (td.exclude("action") == expected.exclude("action")).all()
-        del env.step_and_maybe_reset
-        transformed = zoo.TransformedEnv(env, zoo.StepCounter())
-        envs = TorchRLEnvs([transformed], [None])
-        td = envs.reset()
+            pytest.skip("this TorchRL's ParallelEnv waits by its own method")
         with envs.stepping():
             assert "_wait_for_workers" in vars(env)
-            frame, _ = envs.step(envs.choose_randomly(td))
-        assert (frame["next", "step_count"] == 1).all()
+            frame, td = envs.step(envs.choose_randomly(td))
+            assert (frame["next", "step_count"] == 1).all()
+            env._workers[0].kill()
+            env._workers[0].join()
+            with pytest.raises(dc.EnvError, match=r"ParallelEnv\): step\(\) raised"):
+                envs.step(envs.choose_randomly(td))
         assert "_wait_for_workers" not in vars(env)
-        process = env._workers[0]
-        process.kill()
-        process.join()
-        td = td.exclude("step_count", "next")
-        td.set("action", torch.zeros(2, 1))
-        with pytest.raises(RuntimeError, match="worker 0 dead"):
-            step(td)
     finally:
         for process in env._workers:
             with contextlib.suppress(ValueError):  # the env has closed it already

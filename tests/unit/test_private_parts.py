@@ -44,7 +44,7 @@ class Part:
 _NO_RPC = "LaunchError before any process is started; `distcollect doctor` says it too"
 _NO_RNG = "a seed for a policy that draws random numbers is a PolicyError"
 _IN_CALLS = "each worker on another host gets weights in a call; backend='gloo' is an ArgumentError"
-_OWN_METHOD = "the env is stepped by its own method, which takes longer"
+_OWN_METHOD = "the env waits by its own method, which takes longer"
 
 PARTS = [
     Part("torch.distributed.rpc", "TensorPipeAgent WorkerInfo", "RPC without groups", _NO_RPC),
@@ -93,24 +93,6 @@ PARTS = [
         "a worker on a GPU fails with torch's message; DISTCOLLECT_ZYGOTE=off helps",
     ),
     Part(
-        "tensordict.TensorDict",
-        "_get_str _new_unsafe _set_str",
-        "faster steps of TorchRL's envs",
-        _OWN_METHOD,
-    ),
-    Part(
-        "torchrl.envs.EnvBase",
-        "_reset _reset_proc_data _step _step_mdp _step_proc_data",
-        "faster steps of TorchRL's envs",
-        _OWN_METHOD,
-    ),
-    Part(
-        "torchrl.envs.GymWrapper",
-        "_is_batched _output_transform",
-        "faster steps of TorchRL's Gymnasium envs",
-        _OWN_METHOD,
-    ),
-    Part(
         "torchrl.envs.ParallelEnv",
         "_wait_for_workers",
         "waiting for ParallelEnv's processes without taking a core",
@@ -131,10 +113,8 @@ PARTS = [
 ]
 # Attributes that only objects have, once they are made: those that use them look for them first.
 OF_OBJECTS = {
-    "_env _env_input_keys _shared_tensordict_parent_next _shared_tensordict_parent_root": "torchrl",
     "_shm_done_flags _workers": "torchrl",
     "_worker_indices": "torchrl, since 0.14",
-    "_get_collector_next_keys_to_exclude": "torchrl, since 0.14",
 }
 # Public, although their names begin with an underscore.
 PUBLIC = {"_exit": "os", "_replace": "namedtuple", "_C": "torch; what is used of it is above"}

@@ -120,8 +120,6 @@ class TensorDictEngine(EngineBase):
     def _collect_within(self, slab: FrameSlab, *, random: bool) -> None:
         if self._reset_due or self.options.reset_at_each_iter:
             self._reset()
-        else:
-            self.envs.refresh()
         slab.clear()
         with self.envs.stepping():
             num_steps = self._fill(slab, random=random)
@@ -149,7 +147,6 @@ class TensorDictEngine(EngineBase):
                 if swaps:
                     self.swap_weights()
                 slab.policy_version[:, step:] = weights.version
-                envs.refresh()
             timed = step >= due
             if timed:
                 begin = clock_ns()

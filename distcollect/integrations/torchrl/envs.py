@@ -26,7 +26,6 @@ from distcollect.envs.base import Envs, EnvState, InfoKeys, called
 from distcollect.envs.kinds import EnvKind
 from distcollect.errors import ArgumentError, EnvError, SpaceError
 from distcollect.integrations.torchrl.parallel import letting_processes_run
-from distcollect.integrations.torchrl.stepping import Stepper
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 
@@ -69,7 +68,6 @@ class TorchRLEnvs(Envs):
         single = envs[0].batch_size
         self.batch_size = torch.Size([len(envs)]) if len(envs) > 1 else single
         super().__init__(self.batch_size.numel(), envs, makers)
-        self._steppers: list[Stepper] = []
         self._max_frames: int | None = None
         self._adapters: list[Callable[[TorchRLEnv], TorchRLEnv]] = []
         for row, env in enumerate(envs):
@@ -110,14 +108,6 @@ class TorchRLEnvs(Envs):
                 )
         self.adapt(lambda env: TransformedEnv(env, StepCounter(max_steps=max_frames)))
 
-    def refresh(self) -> None:
-        """Prepare for steps; to be called when the user may have changed the envs."""
-        if [stepper.env for stepper in self._steppers] == self.members:
-            for stepper in self._steppers:
-                stepper.refresh()
-        else:
-            self._steppers = [Stepper(env) for env in self.members]
-
     def stepping(self) -> AbstractContextManager[None]:
         """A context for making steps."""
         return letting_processes_run(self.members)
@@ -128,7 +118,6 @@ class TorchRLEnvs(Envs):
         Raises:
             EnvError: an env raised.
         """
-        self.refresh()
         return _joined([self._reset(row) for row in range(len(self.members))])
 
     def step(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -143,21 +132,17 @@ class TorchRLEnvs(Envs):
         Raises:
             EnvError: an env raised; it is marked as failed.
         """
-        steppers = self._steppers
-        if len(steppers) == 1:
-            self.num_stepped = 0
-            try:
-                return steppers[0](td)
-            except Exception as error:
-                self.num_stepped = self.num_envs * _was_stepped(td)
-                raise self._failed(0, _call_of(td), error) from error
         frames, starts = [], []
-        for row, part in enumerate(td.unbind(0)):
+        is_one = len(self.members) == 1
+        for row, part in enumerate([td] if is_one else td.unbind(0)):
             try:
-                frame, start = steppers[row](part)
+                frame, start = self.members[row].step_and_maybe_reset(part)
             except Exception as error:
-                self.num_stepped = row + _was_stepped(part)
-                raise self._failed(row, _call_of(part), error) from error
+                # If it has stepped already, its reset raised.
+                was_stepped = "next" in part
+                self.num_stepped = (self.num_envs if is_one else 1) * was_stepped + row
+                call = "reset" if was_stepped else "step"
+                raise self._failed(row, call, error) from error
             frames.append(frame)
             starts.append(start)
         return _joined(frames), _joined(starts)
@@ -307,16 +292,6 @@ def _joined(parts: Sequence[TensorDictBase]) -> TensorDictBase:
         return parts[0]
     whole: LazyStackedTensorDict = lazy_stack(list(parts), 0)
     return whole
-
-
-def _was_stepped(td: TensorDictBase) -> bool:
-    """Whether an env that got ``td`` and raised had stepped already, so that its reset raised."""
-    return "next" in td
-
-
-def _call_of(td: TensorDictBase) -> str:
-    """The method that raised; see :func:`_was_stepped`."""
-    return "reset" if _was_stepped(td) else "step"
 
 
 def _shapes(spec: Any) -> dict[Any, str]:
